@@ -1,0 +1,69 @@
+"""Every error that autopar raises on purpose: what went wrong, what was found, and what to do."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of all deliberate errors. The message has three parts: what, ``found:`` and ``hint:``.
+
+    Args:
+        what: one sentence that says what is wrong, in the user's terms.
+        found: the offending value, in its text form, with units.
+        hint: what the user can do about it.
+    """
+
+    def __init__(self, what: str, *, found: str = "", hint: str = "") -> None:
+        self.what, self.found, self.hint = what, found, hint
+        lines = [what]
+        if found:
+            lines.append(f"  found: {found}")
+        if hint:
+            lines.append(f"  hint:  {hint}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.what, self.found, self.hint)
+
+
+def _rebuild(kind: type[AutoparError], what: str, found: str, hint: str) -> AutoparError:
+    return kind(what, found=found, hint=hint)
+
+
+class CaptureError(AutoparError):
+    """The model could not be captured as a graph."""
+
+
+class SpecError(AutoparError):
+    """A sharding spec that cannot be read, or does not fit its tensor or mesh."""
+
+
+class MeshError(AutoparError):
+    """A mesh or cluster description that is wrong or does not fit the world size."""
+
+
+class RuleError(AutoparError):
+    """A sharding rule that cannot be read, is registered twice, or does not fit its op."""
+
+
+class ConstraintError(AutoparError):
+    """A constraint that names nothing, cannot be met, or contradicts another."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits the memory budget; the hint names the smallest budget that would do."""
+
+
+class SolverError(AutoparError):
+    """The solver is missing or failed."""
+
+
+class PlanError(AutoparError):
+    """A plan that cannot be read or belongs to another model."""
+
+
+class InputError(AutoparError):
+    """Inputs whose structure, rank or dtype differ from those planned."""
+
+
+class RankError(AutoparError):
+    """The ranks disagree, or another rank failed."""

@@ -1,0 +1,167 @@
+"""The captured program as plain frozen data: names, shapes and dtypes, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeAlias, Union
+
+ITEMSIZE: Mapping[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "uint16": 2, "uint32": 4, "uint64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+"""Bytes of one element, by dtype name."""
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Global shape and dtype of a tensor; ``dtype`` is torch's name without its prefix."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Output ``index`` of the node called ``node``."""
+
+    node: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.node if self.index == 0 else f"{self.node}.{self.index}"
+
+
+Arg: TypeAlias = Union[Value, int, float, bool, str, None, tuple["Arg", ...]]
+
+
+def values_in(arg: Arg) -> Iterator[Value]:
+    """Every tensor value inside a (nested) argument, in order."""
+    if isinstance(arg, Value):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from values_in(item)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op of the joint program. Inputs of the program are nodes too, with ``op == "placeholder"``.
+
+    ``op`` is the full overload name, ``"aten.mm.default"``. ``args`` and ``kwargs`` hold tensors as
+    ``Value`` and everything else as plain data (dtypes and devices as text). ``outputs`` has one entry
+    for each result of the op; None where that result is absent.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[TensorMeta | None, ...] = ()
+    phase: Phase = "forward"
+    module: str = ""
+    source: str = ""
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """Every tensor operand, in order, repeated where the op takes it twice."""
+        return (*values_in(self.args), *(v for _, a in self.kwargs for v in values_in(a)))
+
+    @property
+    def packet(self) -> str:
+        """The op without its overload: ``aten.mm.default`` -> ``aten.mm``."""
+        return self.op.rsplit(".", 1)[0]
+
+    def kwarg(self, name: str, default: Arg = None) -> Arg:
+        return dict(self.kwargs).get(name, default)
+
+
+InputKind = Literal["parameter", "buffer", "constant", "input", "tangent", "seed"]
+OutputKind = Literal["output", "gradient", "mutation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A placeholder's meaning. ``name`` is the FQN of a parameter or buffer, or the path of an input.
+
+    ``trainable`` tells a parameter that takes part in optimization. A tangent's ``name`` is its output's.
+    """
+
+    node: str
+    kind: InputKind
+    name: str
+    trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A result's meaning: an output of the model, the gradient of a parameter, or a buffer's new value."""
+
+    value: Value
+    kind: OutputKind
+    name: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The joint forward and backward program, in execution order."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    name: str = field(default="model")
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        return {n.name: n for n in self.nodes}
+
+    @cached_property
+    def input_of(self) -> Mapping[str, Input]:
+        """The meaning of a placeholder, by the name of its node."""
+        return {i.node: i for i in self.inputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[Value, tuple[tuple[Node, int], ...]]:
+        """For each value, the (node, operand position) pairs that read it."""
+        found: dict[Value, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for position, value in enumerate(node.inputs):
+                found.setdefault(value, []).append((node, position))
+        return {v: tuple(c) for v, c in found.items()}
+
+    def meta(self, value: Value) -> TensorMeta:
+        meta = self.by_name[value.node].outputs[value.index]
+        assert meta is not None, f"{value} is an absent output"
+        return meta
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything that decides the program's meaning; names of source lines do not count."""
+        h = hashlib.sha256()
+        for n in self.nodes:
+            h.update(repr((n.name, n.op, n.args, n.kwargs, n.outputs, n.phase)).encode())
+        h.update(repr((self.inputs, self.outputs)).encode())
+        return h.hexdigest()[:16]

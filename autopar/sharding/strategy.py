@@ -1,0 +1,28 @@
+"""One way to run one op on a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.sharding.spec import ShardingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Specs that an op's operands must have and that its results then have.
+
+    Args:
+        inputs: one spec for each entry of ``Node.inputs``.
+        outputs: one spec for each result; None where the result is absent.
+        axes: what each mesh axis does: ``""`` replicates the work, a factor's name divides it, ``"P0"`` passes
+            the partial sums of the first set of operands in which the op is linear.
+        work: share of the whole op's work that one rank does.
+    """
+
+    inputs: tuple[ShardingSpec, ...]
+    outputs: tuple[ShardingSpec | None, ...]
+    axes: tuple[str, ...] = ()
+    work: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
