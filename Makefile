@@ -1,0 +1,75 @@
+# A fresh clone needs nothing but Python 3.10 or later: every target that runs Python sets .venv up first.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+PYTEST ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# Two processes already fill two cores; threads on top only slow each other down.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+JOBS   ?= 2
+RUN     = $(BIN)/python -m pytest -q $(PYTEST)
+SPREAD  = -n $(JOBS) --dist loadfile
+QUICK   = -m "not slow and not gpu"
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lint types layers check test test-pure test-cpu test-multiprocess test-all gpu demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(READY) ## set .venv up (every other target does so by itself)
+
+# torch goes first and pinned: where a CPU build is on offer pip takes it, and no open range fetches gigabytes.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "autopar needs Python 3.10 or later; try make PYTHON=python3.12")'
+	@test -x $(BIN)/python || { echo "setting up $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+lint: $(READY) ## ruff, every rule that pyproject.toml does not argue against
+	@$(BIN)/ruff check --quiet .
+
+types: $(READY) ## mypy, strict
+	@$(BIN)/python -m mypy --no-error-summary
+
+layers: $(READY) ## import-linter: who may import whom
+	@$(BIN)/python -m importlinter.cli lint --no-logo >$(VENV)/layers.log || { cat $(VENV)/layers.log; exit 1; }
+
+check: lint types layers ## lint, types and layers
+
+test-pure: $(READY) ## tests that need no torch
+	@$(RUN) $(SPREAD) $(QUICK) tests/pure
+
+test-cpu: $(READY) ## tests that need torch and one process
+	@$(RUN) $(SPREAD) $(QUICK) tests/cpu
+
+test-multiprocess: $(READY) ## tests on several gloo processes
+	@$(RUN) $(QUICK) tests/multiprocess
+
+test: ## all that must pass before a change goes in: check, then the tests tier by tier
+	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory test-pure
+	@$(MAKE) --no-print-directory test-cpu
+	@$(MAKE) --no-print-directory test-multiprocess
+
+test-all: check ## the slow tests too
+	@$(RUN) $(SPREAD) -m "not gpu" tests/pure tests/cpu
+	@$(RUN) -m "not gpu" tests/multiprocess
+
+# Uses the machine's own Python, whose torch was built for its GPU; installs and fetches nothing.
+gpu: ## tests that need a GPU; each skips itself and says why where there is none
+	@PYTHONPATH=. $(PYTHON) -m pytest -q -rs $(PYTEST) tests/gpu
+
+demo: $(READY) ## train GPT-2 on two processes and on one, and compare
+	@$(BIN)/python examples/demo_gpt2.py
+
+bench: $(READY) ## run every benchmark
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean: ## remove caches and build products; .venv stays
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

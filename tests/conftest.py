@@ -1,0 +1,59 @@
+"""What every test may rely on: fixed seeds, one thread, and laws that are tried with the same examples each time."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a GPU machine runs tests/gpu with whatever its own Python has
+    pass
+else:
+    # Without deadlines, since a busy machine must not fail a law; derandomized, so that a failure repeats.
+    settings.register_profile(
+        "autopar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("autopar")
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  code under test may use the global generator
+    torch = sys.modules.get("torch")  # the pure tier never imports it
+    if torch is not None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their tier's folder."""
+    for item in items:
+        for tier in ("multiprocess", "gpu"):
+            if tier in item.path.parts:
+                item.add_marker(tier)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        reason = why_no_gpu()
+        if reason:
+            pytest.skip(reason)
+
+
+def why_no_gpu() -> str:
+    """Why tests that need a GPU cannot run here; empty where they can."""
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return ""
