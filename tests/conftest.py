@@ -26,7 +26,7 @@ else:
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  code under test may use the global generator
+    np.random.seed(0)
     torch = sys.modules.get("torch")  # the pure tier never imports it
     if torch is not None:
         torch.manual_seed(0)
