@@ -1,0 +1,171 @@
+"""One-step transforms between the specs of one tensor, each of them one collective or one local copy.
+
+Only the innermost axis of a dim can be gathered, moved or appended in one step: an outer one has cut first, so
+its ranks hold interleaved pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, permutations
+from typing import Literal, get_args
+
+from autopar.errors import SpecError
+from autopar.mesh import Mesh
+from autopar.sharding.spec import Reduction, ShardingSpec
+
+StepKind = Literal["all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "permute"]
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+
+_LINEAR = frozenset({"sum", "avg"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One redistribution of one tensor.
+
+    ============== ========================================================================================
+    all_gather     the innermost ``axis`` of ``dim`` goes
+    slice          ``axis``, so far unused, becomes the innermost of ``dim``: local
+    all_to_all     the innermost ``axis`` of ``dim`` becomes the innermost of ``to_dim``
+    all_reduce     the values partial over ``axis`` are reduced
+    reduce_scatter the same, and ``axis`` becomes the innermost of ``dim``
+    permute        ranks trade whole shards. With ``dim``: its axes become ``axes`` (S01 -> S10, S0 -> S1).
+                   Without: the two ``axes``, of equal size, trade places in the whole spec (S0S1 -> S1S0)
+    ============== ========================================================================================
+
+    ``axis`` of a permute is the first of its ``axes``; other kinds leave ``axes`` empty.
+    """
+
+    kind: StepKind
+    axis: int
+    dim: int = -1
+    to_dim: int = -1
+    reduction: Reduction = "sum"
+    axes: tuple[int, ...] = ()
+
+    def apply(self, spec: ShardingSpec) -> ShardingSpec:
+        """The spec after this step.
+
+        Raises:
+            SpecError: the step cannot be taken from ``spec``.
+        """
+        dims, partial = list(spec.dims), spec.partial
+        if self.kind in ("all_gather", "all_to_all"):
+            self._require(self.axis in dims[self.dim][-1:], spec)
+            dims[self.dim] = dims[self.dim][:-1]
+        if self.kind in ("all_reduce", "reduce_scatter"):
+            self._require((self.axis, self.reduction) in partial, spec)
+            partial = tuple(p for p in partial if p[0] != self.axis)
+        if self.kind in ("slice", "reduce_scatter"):
+            self._require(self.kind != "slice" or self.axis not in spec.axes, spec)
+            dims[self.dim] = (*dims[self.dim], self.axis)
+        if self.kind == "all_to_all":
+            self._require(self.to_dim != self.dim, spec)
+            dims[self.to_dim] = (*dims[self.to_dim], self.axis)
+        if self.kind == "permute":
+            return self._permuted(spec)
+        return ShardingSpec(tuple(dims), partial)
+
+    def fits(self, spec: ShardingSpec, shape: Sequence[int], mesh: Mesh) -> bool:
+        """Whether the step exists for a tensor of ``shape``: a permute needs both specs to cut at the same places."""
+        if self.kind != "permute" or self.dim < 0:
+            return True
+        old = [mesh.shape[a] for a in spec.dims[self.dim]]
+        new = [mesh.shape[a] for a in self.axes]
+        ways = spec.ways(mesh) // ShardingSpec(_but(spec.dims, self.dim)).ways(mesh)
+        return old == new or shape[self.dim] % ways == 0
+
+    def moved_axes(self, spec: ShardingSpec) -> tuple[int, ...]:
+        """The mesh axes along which data moves."""
+        if self.kind != "permute":
+            return (self.axis,)
+        if self.dim < 0:
+            return self.axes
+        old = spec.dims[self.dim]
+        return tuple(sorted({a for pair in zip(old, self.axes, strict=True) if pair[0] != pair[1] for a in pair}))
+
+    def _permuted(self, spec: ShardingSpec) -> ShardingSpec:
+        if self.dim < 0:
+            a, b = self.axes
+            swap = {a: b, b: a}
+            dims = tuple(tuple(swap.get(x, x) for x in dim) for dim in spec.dims)
+            return ShardingSpec(dims, tuple((swap.get(x, x), r) for x, r in spec.partial))
+        self._require(len(self.axes) == len(spec.dims[self.dim]), spec)
+        dims = (*spec.dims[: self.dim], self.axes, *spec.dims[self.dim + 1 :])
+        return ShardingSpec(dims, spec.partial)
+
+    def _require(self, condition: bool, spec: ShardingSpec) -> None:
+        if not condition:
+            raise SpecError(
+                f"The step {self} cannot be taken from this spec.",
+                found=str(spec),
+                hint="only the innermost axis of a dim can be gathered or moved, and only an unused one sliced.",
+            )
+
+    def __str__(self) -> str:
+        if self.kind == "permute":
+            return f"permute({f'dim {self.dim} to ' if self.dim >= 0 else ''}axes {','.join(map(str, self.axes))})"
+        reduction = f", {self.reduction}" if self.reduction != "sum" else ""
+        dims = f"dim {self.dim}" + (f" -> {self.to_dim}" if self.kind == "all_to_all" else "")
+        return f"{self.kind}({f'{dims}, ' if self.dim >= 0 else ''}axis {self.axis}{reduction})"
+
+
+def reducible(spec: ShardingSpec) -> bool:
+    """Whether the partial axes may be reduced in any order. Sums and averages commute, a sum and a maximum do not,
+    and a spec does not say which of the two came first."""
+    kinds = {kind for _, kind in spec.partial}
+    return len(kinds) <= 1 or kinds <= _LINEAR
+
+
+@lru_cache(maxsize=65536)
+def steps_from(spec: ShardingSpec, ndim: int, mesh: Mesh) -> tuple[tuple[Step, ShardingSpec], ...]:
+    """Every step that can be taken from ``spec`` and where it leads, in a fixed order; no two lead to one place
+    except where they are different collectives. A permute also needs ``Step.fits``."""
+    spec.check(ndim, mesh)
+    steps = [*_reductions(spec, ndim), *_gathers(spec), *_moves(spec, ndim), *_slices(spec, ndim, mesh)]
+    found = [(s, s.apply(spec)) for s in steps]
+    reached = {after for _, after in found} | {spec}
+    for step in _permutes(spec, mesh):
+        after = step.apply(spec)
+        if after not in reached:
+            reached.add(after)
+            found.append((step, after))
+    return tuple(found)
+
+
+def _reductions(spec: ShardingSpec, ndim: int) -> Iterator[Step]:
+    if reducible(spec):
+        for axis, reduction in spec.partial:
+            yield Step("all_reduce", axis, reduction=reduction)
+            yield from (Step("reduce_scatter", axis, dim, reduction=reduction) for dim in range(ndim))
+
+
+def _gathers(spec: ShardingSpec) -> Iterator[Step]:
+    yield from (Step("all_gather", axes[-1], dim) for dim, axes in enumerate(spec.dims) if axes)
+
+
+def _moves(spec: ShardingSpec, ndim: int) -> Iterator[Step]:
+    for dim, axes in enumerate(spec.dims):
+        if axes:
+            yield from (Step("all_to_all", axes[-1], dim, to) for to in range(ndim) if to != dim)
+
+
+def _slices(spec: ShardingSpec, ndim: int, mesh: Mesh) -> Iterator[Step]:
+    for axis in range(mesh.ndim):
+        if axis not in spec.axes:
+            yield from (Step("slice", axis, dim) for dim in range(ndim))
+
+
+def _permutes(spec: ShardingSpec, mesh: Mesh) -> Iterator[Step]:
+    for dim, axes in enumerate(spec.dims):
+        yield from (Step("permute", order[0], dim, axes=order) for order in permutations(axes) if order != axes)
+    for a, b in combinations(range(mesh.ndim), 2):
+        if mesh.shape[a] == mesh.shape[b] and {a, b} & spec.axes:
+            yield Step("permute", a, axes=(a, b))
+
+
+def _but(dims: tuple[tuple[int, ...], ...], dim: int) -> tuple[tuple[int, ...], ...]:
+    return (*dims[:dim], (), *dims[dim + 1 :])

@@ -1,0 +1,146 @@
+"""The graph of all specs of a tensor, with an arc for each one-step redistribution, as flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.mesh import Mesh
+from autopar.sharding.redistribution import Step, steps_from
+from autopar.sharding.spec import Reduction, ShardingSpec, length
+
+Dims = tuple[tuple[int, ...], ...]
+Partial = tuple[tuple[int, Reduction], ...]
+
+ALL_ORDERS_UP_TO_AXES = 3
+"""With more mesh axes than this, specs whose axes do not increase are nodes only where a caller names them."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpecGraph:
+    """Specs of tensors of ``ndim`` dims on ``mesh`` and the steps between them.
+
+    Args:
+        nodes: the specs.
+        tail, head: arc i leads from ``nodes[tail[i]]`` to ``nodes[head[i]]``; arcs are sorted by head.
+        steps: the step of each arc.
+    """
+
+    ndim: int
+    mesh: Mesh
+    nodes: tuple[ShardingSpec, ...]
+    tail: NDArray[np.int64]
+    head: NDArray[np.int64]
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def index(self) -> dict[ShardingSpec, int]:
+        return {spec: i for i, spec in enumerate(self.nodes)}
+
+    @cached_property
+    def prices(self) -> tuple[list[tuple[str, tuple[int, ...]]], NDArray[np.int64]]:
+        """The distinct (kind, mesh axes along which data moves), and for each arc which of them it is."""
+        keys = [(s.kind, s.moved_axes(self.nodes[t])) for s, t in zip(self.steps, self.tail, strict=True)]
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        return list(number), np.array([number[k] for k in keys], dtype=np.int64)
+
+    @cached_property
+    def gathers(self) -> NDArray[np.bool_]:
+        return np.array([s.kind == "all_gather" for s in self.steps], dtype=bool)
+
+    @cached_property
+    def cuts(self) -> tuple[list[tuple[int, ...]], NDArray[np.int64]]:
+        """The distinct tuples of axes that cut a dim, and which of them cuts dim d of node i: (nodes, ndim)."""
+        number = {axes: i for i, axes in enumerate(dict.fromkeys(chain.from_iterable(n.dims for n in self.nodes)))}
+        table = [[number[axes] for axes in n.dims] for n in self.nodes]
+        return list(number), np.array(table, dtype=np.int64).reshape(len(self.nodes), self.ndim)
+
+    def local_bytes(self, shape: Sequence[int], itemsize: int) -> NDArray[np.int64]:
+        """Bytes of the largest shard at each node."""
+        distinct, table = self.cuts
+        out = np.full(len(self.nodes), itemsize, dtype=np.int64)
+        for d, n in enumerate(shape):
+            out *= np.array([length(n, axes, self.mesh) for axes in distinct], dtype=np.int64)[table[:, d]]
+        return out
+
+    def overcut(self, shape: Sequence[int]) -> NDArray[np.bool_]:
+        """Whether the node cuts some dim into more parts than it has elements."""
+        distinct, table = self.cuts
+        ways = np.array([ShardingSpec((axes,)).ways(self.mesh) for axes in distinct], dtype=np.int64)
+        out = np.zeros(len(self.nodes), dtype=bool)
+        for d, n in enumerate(shape):
+            out |= ((ways > n) & (ways > 1))[table[:, d]]
+        return out
+
+    def misfits(self, shape: Sequence[int]) -> NDArray[np.int64]:
+        """The arcs that do not exist for tensors of ``shape``."""
+        bad = [i for i in self._permutes if not self.steps[i].fits(self.nodes[self.tail[i]], shape, self.mesh)]
+        return np.array(bad, dtype=np.int64)
+
+    @cached_property
+    def _permutes(self) -> list[int]:
+        return [i for i, s in enumerate(self.steps) if s.kind == "permute" and s.dim >= 0]
+
+
+def graph_for(ndim: int, mesh: Mesh, ends: Sequence[ShardingSpec]) -> SpecGraph:
+    """The graph in which redistributions between any two of ``ends`` are sought."""
+    for spec in ends:
+        spec.check(ndim, mesh)
+    partials = {p for spec in ends for p in _subsets(spec.partial)} | {()}
+    wide = [a for a in range(mesh.ndim) if mesh.shape[a] > 1]
+    if len(wide) <= ALL_ORDERS_UP_TO_AXES:
+        odd = {s.dims for s in ends if not s.axes <= set(wide)}
+    else:
+        odd = {s.dims for s in ends if not (s.axes <= set(wide) and all(list(d) == sorted(d) for d in s.dims))}
+    return _graph(ndim, Mesh(mesh.shape), tuple(sorted(partials)), tuple(sorted(odd)))
+
+
+@lru_cache(maxsize=256)
+def _graph(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]) -> SpecGraph:
+    nodes = tuple(dict.fromkeys(_nodes(ndim, mesh, partials, odd)))
+    index = {spec: i for i, spec in enumerate(nodes)}
+    arcs = [
+        (index[after], i, position, step)
+        for i, spec in enumerate(nodes)
+        for position, (step, after) in enumerate(steps_from(spec, ndim, mesh))
+        if after in index
+    ]
+    arcs.sort(key=lambda a: a[:3])
+    head = np.array([a[0] for a in arcs], dtype=np.int64)
+    tail = np.array([a[1] for a in arcs], dtype=np.int64)
+    return SpecGraph(ndim, mesh, nodes, tail, head, tuple(a[3] for a in arcs))
+
+
+def _nodes(
+    ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]
+) -> Iterator[ShardingSpec]:
+    wide = [a for a in range(mesh.ndim) if mesh.shape[a] > 1]
+    increasing_only = len(wide) > ALL_ORDERS_UP_TO_AXES
+    for partial in partials:
+        taken = {a for a, _ in partial}
+        for dims in _cuts(((),) * ndim, [a for a in wide if a not in taken], increasing_only):
+            yield ShardingSpec(dims, partial)
+        for dims in odd:
+            if taken.isdisjoint(chain.from_iterable(dims)):
+                yield ShardingSpec(dims, partial)
+
+
+def _cuts(dims: Dims, axes: list[int], increasing_only: bool) -> Iterator[Dims]:
+    """Every way to give each of ``axes`` a place in some dim, or none."""
+    if not axes:
+        yield dims
+        return
+    yield from _cuts(dims, axes[1:], increasing_only)
+    for d, cut in enumerate(dims):
+        for at in range(len(cut) if increasing_only else 0, len(cut) + 1):
+            yield from _cuts((*dims[:d], (*cut[:at], axes[0], *cut[at:]), *dims[d + 1 :]), axes[1:], increasing_only)
+
+
+def _subsets(partial: Partial) -> Iterator[Partial]:
+    for size in range(len(partial) + 1):
+        yield from combinations(partial, size)
