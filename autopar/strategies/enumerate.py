@@ -1,0 +1,206 @@
+"""From an op's rule to its strategies on a mesh.
+
+Each mesh axis independently replicates the work, takes one factor of the rule, or passes partial sums through one
+of the sets of operands in which the op is linear.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+
+from autopar.ir import Arg, Node, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.sharding.spec import Reduction, ShardingSpec, length
+from autopar.sharding.strategy import Strategy
+from autopar.strategies.notation import Bound, Equation, bind, parse
+from autopar.strategies.registry import LinearSets, Metas, Rule, find_rule, on_change
+
+_cache: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+on_change(_cache.clear)
+
+Cuts = Mapping[str, tuple[int, ...]]
+"""The mesh axes that cut each factor, in increasing order."""
+
+
+def strategies(node: Node, metas: Metas, mesh: Mesh) -> tuple[Strategy, ...]:
+    """Every way to run ``node`` on ``mesh``; the replicated one is first, and the only one without a rule.
+
+    Args:
+        metas: global shape and dtype of each of ``node.inputs``.
+
+    Raises:
+        RuleError: the op's rule does not fit these shapes.
+    """
+    key = (node.op, _signature(node), tuple(metas), node.outputs, mesh.shape)
+    if key not in _cache:
+        _cache[key] = tuple(_enumerate(node, metas, mesh))
+    return _cache[key]
+
+
+def bound(node: Node, metas: Metas) -> Bound | None:
+    """The op's rule fitted to the node's shapes, None without a rule."""
+    rule = find_rule(node)
+    return bind(_equation(rule, node, metas), tuple(metas), node.outputs) if rule else None
+
+
+def flops(node: Node, metas: Metas) -> float:
+    """Floating-point operations of the whole op by its rule, a multiply-add counting as two; 0 when it has none."""
+    rule = find_rule(node)
+    if rule is None or rule.flops is None:
+        return 0.0
+    if not isinstance(rule.flops, str):
+        return float(rule.flops(node, metas))
+    fitted = bound(node, metas)
+    return 2.0 * math.prod(fitted.sizes.values()) if fitted else 0.0
+
+
+def missing_rule(node: Node, metas: Metas = ()) -> str:
+    """The line that would give ``node``'s op a rule, each dim marked as never cut, to be edited."""
+    letters = (f"d{i}" for i in itertools.count())
+
+    def term(meta: TensorMeta) -> str:
+        return " ".join(f"[{next(letters)}]" for _ in meta.shape) or "-"
+
+    operands = ", ".join(map(term, metas)) or ", ".join("[...]" for _ in node.inputs)
+    results = ", ".join(term(m) for m in node.outputs if m is not None)
+    namespace, name = node.packet.split(".", 1) if "." in node.packet else ("", node.packet)
+    return f'autopar.register_rule("{namespace}.{name}", "{operands} -> {results}")'
+
+
+def _enumerate(node: Node, metas: Metas, mesh: Mesh) -> Iterator[Strategy]:
+    rule = find_rule(node)
+    if rule is None:
+        yield _replicated(node, metas, mesh)
+        return
+    fitted = bind(_equation(rule, node, metas), tuple(metas), node.outputs)
+    linear = _linear(rule, node, metas)
+    even = {f for f in fitted.sizes if rule.even} | set(_grouped(fitted))
+    seen: set[tuple[object, ...]] = set()
+    options = [_choices(fitted, linear, k) for k in mesh.shape]
+    for axes in itertools.product(*options):
+        made = _strategy(fitted, axes, linear, even, rule.reduction, mesh)
+        if made is not None and (made.inputs, made.outputs) not in seen:
+            seen.add((made.inputs, made.outputs))
+            yield made
+
+
+def _choices(fitted: Bound, linear: LinearSets, ways: int) -> tuple[str, ...]:
+    if ways == 1:
+        return ("",)
+    return ("", *fitted.cuttable, *(f"P{i}" for i in range(len(linear))))
+
+
+def _strategy(
+    fitted: Bound, axes: Sequence[str], linear: LinearSets, even: set[str], reduction: Reduction, mesh: Mesh
+) -> Strategy | None:
+    """The strategy in which mesh axis ``i`` does ``axes[i]``, or None where shapes forbid it."""
+    cuts = {f: tuple(i for i, a in enumerate(axes) if a == f) for f in axes if f in fitted.sizes}
+    if not all(_fits(fitted.sizes[f], at, mesh, f in even) for f, at in cuts.items()):
+        return None
+    partial_in: list[dict[int, Reduction]] = [{} for _ in fitted.inputs]
+    passed: dict[int, Reduction] = {}
+    for axis, choice in enumerate(axes):
+        if choice and choice not in cuts:
+            passed[axis] = "sum"
+            for operand in linear[int(choice[1:])]:
+                partial_in[operand][axis] = "sum"
+    inputs: list[ShardingSpec] = []
+    outputs: list[ShardingSpec | None] = []
+    for dims, partial in zip(fitted.inputs, partial_in, strict=True):
+        spec = _spec(dims, fitted, cuts, partial, mesh)
+        if spec is None:
+            return None
+        inputs.append(spec)
+    for index, result in enumerate(fitted.outputs):
+        if result is None:
+            outputs.append(None)
+            continue
+        completes = {a: reduction for f, at in cuts.items() if _sums(fitted, index, f) for a in at}
+        spec = _spec(result, fitted, cuts, {**passed, **completes}, mesh)
+        if spec is None:
+            return None
+        outputs.append(spec)
+    work = math.prod(1.0 / mesh.shape[a] for at in cuts.values() for a in at)
+    return Strategy(tuple(inputs), tuple(outputs), tuple(axes), work)
+
+
+def _sums(fitted: Bound, index: int, factor: str) -> bool:
+    """Whether result ``index`` is partial where ``factor`` is cut."""
+    dims, whole = fitted.outputs[index], fitted.whole[index]
+    if dims is None or factor in whole or (factor.startswith(".") and "..." in whole):
+        return False
+    return not any(factor in d for d in dims) and any(factor in d for term in fitted.inputs for d in term)
+
+
+def _spec(
+    dims: Sequence[tuple[str, ...]], fitted: Bound, cuts: Cuts, partial: Mapping[int, Reduction], mesh: Mesh
+) -> ShardingSpec | None:
+    """The spec of a tensor under these cuts, or None where a group is cut behind an uncut factor."""
+    spec = []
+    for factors in dims:
+        at: tuple[int, ...] = ()
+        blocked = False
+        for factor in factors:
+            here = cuts.get(factor, ())
+            if here and (blocked or (at and here[0] < at[-1])):
+                return None
+            at += here
+            blocked = blocked or length(fitted.sizes[factor], here, mesh) > 1
+        spec.append(at)
+    return ShardingSpec(tuple(spec), tuple(partial.items()))
+
+
+def _fits(n: int, axes: Sequence[int], mesh: Mesh, even: bool) -> bool:
+    """Whether cutting ``n`` elements by ``axes`` leaves no rank empty, and all alike where ``even``."""
+    if n % math.prod(mesh.shape[a] for a in axes) == 0:
+        return True
+    return not even and _least(n, tuple(mesh.shape[a] for a in axes)) > 0
+
+
+@lru_cache(maxsize=65536)
+def _least(n: int, ways: tuple[int, ...]) -> int:
+    """Elements on the rank that has the fewest, when ``n`` are cut by each of ``ways`` in turn."""
+    if not ways:
+        return n
+    size = -(-n // ways[0])
+    last = max(n - size * (ways[0] - 1), 0)
+    return min(_least(size, ways[1:]), _least(last, ways[1:]))
+
+
+def _grouped(fitted: Bound) -> Iterable[str]:
+    terms = (*fitted.inputs, *(o for o in fitted.outputs if o is not None))
+    return (f for term in terms for dim in term if len(dim) > 1 for f in dim)
+
+
+def _equation(rule: Rule, node: Node, metas: Metas) -> Equation:
+    return parse(rule.notation if isinstance(rule.notation, str) else rule.notation(node, metas))
+
+
+def _linear(rule: Rule, node: Node, metas: Metas) -> LinearSets:
+    """The rule's linear sets, without those that name an operand which the node does not have."""
+    sets = rule.linear if isinstance(rule.linear, tuple) else rule.linear(node, metas)
+    return tuple(s for s in sets if all(p < len(metas) for p in s))
+
+
+def _replicated(node: Node, metas: Metas, mesh: Mesh) -> Strategy:
+    return Strategy(
+        tuple(ShardingSpec.replicated(len(m.shape)) for m in metas),
+        tuple(None if m is None else ShardingSpec.replicated(len(m.shape)) for m in node.outputs),
+        ("",) * mesh.ndim,
+    )
+
+
+def _signature(node: Node) -> tuple[object, ...]:
+    return _masked(node.args), _masked(tuple(a for _, a in node.kwargs)), tuple(k for k, _ in node.kwargs)
+
+
+def _masked(arg: Arg) -> object:
+    """The argument with tensors left out; types tell ``1`` from ``1.0`` and ``True``."""
+    if isinstance(arg, Value):
+        return Value
+    if isinstance(arg, tuple):
+        return tuple(map(_masked, arg))
+    return type(arg), arg

@@ -1,0 +1,66 @@
+"""From an op and the strategy chosen for it to the call that each rank makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir import Node, Value, values_in
+from autopar.mesh import Mesh
+from autopar.sharding.local import LocalLength, LocalOffset
+from autopar.sharding.spec import ShardingSpec
+from autopar.sharding.strategy import Strategy
+from autopar.strategies.registry import LocalArg, LocalCall, Metas, Rule, find_lowering, find_rule
+
+
+def localize(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    """The (op, args, kwargs) that a rank runs on its shards; tensors stay where they are, as ``Value``.
+
+    Arguments that are shapes or offsets become local: plain integers where all ranks agree, ``LocalLength`` and
+    ``LocalOffset`` elsewhere.
+    """
+    lower = find_lowering(node)
+    if lower is not None:
+        return lower(node, strategy, metas, mesh)
+    rule = find_rule(node)
+    return (node.op, node.args, node.kwargs) if rule is None else local_shapes(node, strategy, mesh, rule)
+
+
+def local_shapes(node: Node, strategy: Strategy, mesh: Mesh, rule: Rule) -> LocalCall:
+    """The call with each of the rule's ``shape_args`` replaced by the local shape of its result."""
+    args: list[LocalArg] = list(node.args)
+    kwargs: dict[str, LocalArg] = dict(node.kwargs)
+    for place, index in rule.shape_args.items():
+        meta, spec = node.outputs[index], strategy.outputs[index]
+        if meta is None or spec is None:
+            continue
+        shape = local_shape(meta.shape, spec, mesh)
+        if isinstance(place, str):
+            if place in kwargs:
+                kwargs[place] = shape
+        elif place < len(args):
+            args[place] = shape
+    return node.op, tuple(args), tuple(kwargs.items())
+
+
+def local_shape(shape: Sequence[int], spec: ShardingSpec, mesh: Mesh) -> tuple[int | LocalLength, ...]:
+    return tuple(local_length(n, axes, mesh) for n, axes in zip(shape, spec.dims, strict=True))
+
+
+def local_length(n: int, axes: Sequence[int], mesh: Mesh) -> int | LocalLength:
+    """A rank's share of ``n`` elements: an integer where all ranks have the same."""
+    ways = 1
+    for a in axes:
+        ways *= mesh.shape[a]
+    return n // ways if n % ways == 0 else LocalLength(n, tuple(axes))
+
+
+def local_offset(n: int, axes: Sequence[int]) -> int | LocalOffset:
+    """Where a rank's share of ``n`` elements begins: 0 where nothing is cut."""
+    return LocalOffset(n, tuple(axes)) if axes else 0
+
+
+def operand(node: Node, position: int) -> int | None:
+    """Index in ``node.inputs`` of the tensor at argument ``position``; None where it is absent."""
+    if position >= len(node.args) or not isinstance(node.args[position], Value):
+        return None
+    return sum(1 for arg in node.args[:position] for _ in values_in(arg))

@@ -1,0 +1,195 @@
+"""The one table of sharding rules, by op."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, Union
+
+from autopar.errors import RuleError
+from autopar.ir import Node, TensorMeta
+from autopar.mesh import Mesh
+from autopar.sharding.local import LocalLength, LocalOffset
+from autopar.sharding.spec import REDUCTIONS, Reduction
+from autopar.sharding.strategy import Strategy
+from autopar.strategies.notation import parse
+
+LocalArg: TypeAlias = Union[Any, LocalLength, LocalOffset]
+"""An ``ir.Arg`` in which ``LocalLength`` and ``LocalOffset`` may stand for integers."""
+
+LocalCall: TypeAlias = tuple[str, tuple[LocalArg, ...], tuple[tuple[str, LocalArg], ...]]
+"""What a rank runs: op, args and kwargs, in the form that ``ir.Node`` has them."""
+
+Metas: TypeAlias = Sequence[TensorMeta]
+LinearSets: TypeAlias = tuple[tuple[int, ...], ...]
+Notation: TypeAlias = Union[str, Callable[[Node, Metas], str]]
+Linear: TypeAlias = Union[LinearSets, Callable[[Node, Metas], LinearSets]]
+Flops: TypeAlias = Union[str, Callable[[Node, Metas], float]]
+Lowering: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], LocalCall]
+
+
+class OpName:
+    """An op's name, written as torch writes it: ``aten.sum.dim_IntList``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, part: str) -> OpName:
+        if part.startswith("__"):
+            raise AttributeError(part)
+        return OpName(f"{self._name}.{part}")
+
+    def __str__(self) -> str:
+        return self._name
+
+
+aten = OpName("aten")
+autopar = OpName("autopar")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one op may be sharded.
+
+    Args:
+        op: ``aten.mm``, or with its overload, ``aten.sum.dim_IntList``, which wins.
+        notation: the rule's text, or what writes it for a node whose dims depend on its arguments.
+        linear: sets of operand positions (in ``Node.inputs``) that may be partial sums together, all other
+            operands being whole; every result is then a partial sum.
+        reduction: how results are completed where a factor is cut that they lack.
+        shape_args: arguments (by position or name) that are the shape of a result, by the result's index.
+        flops: ``"product"`` for twice the product of all factors' sizes, or a formula; 0 when omitted.
+        elementwise: each element of the result depends on the operands' elements at the same place alone.
+        even: factors are cut only where they divide evenly.
+    """
+
+    op: str
+    notation: Notation
+    linear: Linear = ()
+    reduction: Reduction = "sum"
+    shape_args: Mapping[int | str, int] = field(default_factory=dict)
+    flops: Flops | None = None
+    elementwise: bool = False
+    even: bool = False
+
+
+_rules: dict[str, Rule] = {}
+_lowerings: dict[str, Lowering] = {}
+_on_change: list[Callable[[], None]] = []
+
+
+def rule(
+    op: object,
+    notation: Notation,
+    *,
+    linear: Linear = (),
+    reduction: Reduction = "sum",
+    shape_args: Mapping[int | str, int] | None = None,
+    flops: Flops | None = None,
+    elementwise: bool = False,
+    even: bool = False,
+    override: bool = False,
+) -> Rule:
+    """Register how ``op`` may be sharded; the arguments are those of ``Rule``.
+
+    Raises:
+        RuleError: the notation cannot be read, or the op has a rule and ``override`` is not set.
+    """
+    name = op_name(op)
+    if isinstance(notation, str):
+        parse(notation)
+    if reduction not in REDUCTIONS or (reduction != "sum" and linear):
+        raise RuleError(
+            f"The rule of {name} has no such reduction.",
+            found=f"reduction={reduction!r}, linear={linear!r}",
+            hint=f"use one of {', '.join(REDUCTIONS)}; only sums are linear.",
+        )
+    if name in _rules and not override:
+        raise RuleError(
+            f"{name} has a sharding rule already.",
+            found=repr(_rules[name].notation),
+            hint="pass override=True to replace it.",
+        )
+    made = Rule(name, notation, linear, reduction, dict(shape_args or {}), flops, elementwise, even)
+    _rules[name] = made
+    _changed()
+    return made
+
+
+def lowering(op: object, *, override: bool = False) -> Callable[[Lowering], Lowering]:
+    """Decorator: the function says what a rank runs for ``op``, where local shapes alone cannot say it.
+
+    Raises:
+        RuleError: the op has a lowering and ``override`` is not set.
+    """
+    name = op_name(op)
+
+    def register(function: Lowering) -> Lowering:
+        if name in _lowerings and not override:
+            raise RuleError(
+                f"{name} has a lowering already.",
+                found=repr(_lowerings[name]),
+                hint="pass override=True to replace it.",
+            )
+        _lowerings[name] = function
+        return function
+
+    return register
+
+
+def register_rule(op: object, notation: Notation, **options: Any) -> None:
+    """Say how a custom op may be sharded, with a named factor for each dim.
+
+    ``register_rule(torch.ops.mylib.flash, "b h q d, b h [k] d, b h [k] d -> b h q d")``. The op is a name, a torch
+    op or one of its overloads; options are those of ``rule``. ``docs`` of ``notation`` give the language.
+
+    Raises:
+        RuleError: the notation cannot be read, or the op has a rule and ``override=True`` is not passed.
+    """
+    rule(op, notation, **options)
+
+
+def op_name(op: object) -> str:
+    """``namespace.name`` or ``namespace.name.overload`` of a torch op, a custom op, or a name.
+
+    Raises:
+        RuleError: the object names no op.
+    """
+    text = str(op)
+    custom = re.fullmatch(r"<CustomOpDef\((.+)\)>", text)
+    name = (custom[1] if custom else text).replace("::", ".").removeprefix("torch.ops.")
+    if name != "placeholder" and not re.fullmatch(r"\w+(\.\w+){1,2}", name):
+        raise RuleError("This names no op.", found=text, hint='pass torch.ops.mylib.flash, or its name, "mylib.flash".')
+    return name
+
+
+def find_rule(node: Node) -> Rule | None:
+    """The rule of a node's op; that of the overload wins over that of the op."""
+    return _rules.get(node.op) or _rules.get(node.packet)
+
+
+def find_lowering(node: Node) -> Lowering | None:
+    return _lowerings.get(node.op) or _lowerings.get(node.packet)
+
+
+def registered() -> Mapping[str, Rule]:
+    """Every rule, by op."""
+    return dict(_rules)
+
+
+def on_change(function: Callable[[], None]) -> None:
+    """Call ``function`` after each change of the table."""
+    _on_change.append(function)
+
+
+def remove(op: object) -> None:
+    """Forget the rule and the lowering of ``op``, if any."""
+    _rules.pop(op_name(op), None)
+    _lowerings.pop(op_name(op), None)
+    _changed()
+
+
+def _changed() -> None:
+    for function in _on_change:
+        function()

@@ -1,0 +1,29 @@
+"""Every rule that autopar has of its own, by kind of op."""
+
+from autopar.strategies.rules import (
+    autopar_ops,
+    contraction,
+    convolution,
+    creation,
+    indexing,
+    losses,
+    normalization,
+    pointwise,
+    reductions,
+    resampling,
+    views,
+)
+
+__all__ = [
+    "autopar_ops",
+    "contraction",
+    "convolution",
+    "creation",
+    "indexing",
+    "losses",
+    "normalization",
+    "pointwise",
+    "reductions",
+    "resampling",
+    "views",
+]

@@ -1,0 +1,202 @@
+"""autopar's own ops, which know the global position of the shard that they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir import Node, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.sharding.spec import ShardingSpec
+from autopar.sharding.strategy import Strategy
+from autopar.strategies.localize import local_length, local_offset, local_shape
+from autopar.strategies.registry import (
+    LinearSets,
+    LocalArg,
+    LocalCall,
+    Lowering,
+    Metas,
+    Notation,
+    autopar,
+    lowering,
+    rule,
+)
+
+BILINEAR: LinearSets = ((0,), (1,))
+FIRST: LinearSets = ((0,),)
+
+
+def _replace(node: Node, **values: LocalArg) -> LocalCall:
+    """The call with keyword arguments replaced."""
+    kwargs = {**dict(node.kwargs), **values}
+    return node.op, node.args, tuple(kwargs.items())
+
+
+def _spec(spec: ShardingSpec | None) -> ShardingSpec:
+    assert spec is not None
+    return spec
+
+
+def _meta(meta: TensorMeta | None) -> TensorMeta:
+    assert meta is not None
+    return meta
+
+
+# Contraction: the equation is the rule.
+
+
+def _contraction(node: Node, metas: Metas) -> str:
+    """``"bsk,nk->bsn"`` as notation."""
+    equation = next(a for a in (*node.args, *(a for _, a in node.kwargs)) if isinstance(a, str))
+    left, right = equation.replace(" ", "").split("->")
+    return f"{', '.join(' '.join(t) or '-' for t in left.split(','))} -> {' '.join(right) or '-'}"
+
+
+rule(autopar.contract, _contraction, linear=BILINEAR, flops="product")
+
+
+# Attention. ``g`` groups of keys and values, each read by ``q`` query heads; both sequences are whole.
+
+
+def _heads(queries: TensorMeta, keys: TensorMeta) -> tuple[str, str]:
+    """Heads of queries, and of keys and values."""
+    h, g = queries.shape[1], keys.shape[1]
+    return ("h", "h") if h == g else (f"(g={g} q)", "g")
+
+
+def _mask(meta: TensorMeta, heads: str) -> str:
+    return " ".join(["b", heads, "[s]", "[t]"][4 - len(meta.shape) :])
+
+
+def _has(node: Node, position: int) -> bool:
+    return position < len(node.args) and isinstance(node.args[position], Value)
+
+
+def _attention(node: Node, metas: Metas) -> str:
+    h, g = _heads(metas[0], metas[1])
+    operands = [f"b {h} [s] [d]", f"b {g} [t] [d]", f"b {g} [t] [e]"]
+    if _has(node, 3):
+        operands.append(_mask(metas[3], h))
+    if _has(node, 4):
+        operands.append("-")
+    return f"{', '.join(operands)} -> b {h} [s] [e], b {h} [s]"
+
+
+def _attention_backward(node: Node, metas: Metas) -> str:
+    h, g = _heads(metas[1], metas[2])
+    q, k, v = f"b {h} [s] [d]", f"b {g} [t] [d]", f"b {g} [t] [e]"
+    mask = [_mask(metas[4], h)] if _has(node, 4) else []
+    seed = ["-"] if _has(node, 7) else []
+    return f"{', '.join([f'b {h} [s] [e]', q, k, v, *mask, f'b {h} [s] [e]', f'b {h} [s]', *seed])} -> {q}, {k}, {v}"
+
+
+def _attention_products(node: Node, q: TensorMeta, k: TensorMeta, v: TensorMeta) -> float:
+    """FLOPs of one pass: q k^T and p v, of which a causal mask leaves half."""
+    b, h, s, d = q.shape
+    t, e = k.shape[2], v.shape[3]
+    return 2.0 * b * h * s * t * (d + e) * (0.5 if node.kwarg("is_causal", False) else 1.0)
+
+
+def _attention_flops(node: Node, metas: Metas) -> float:
+    return _attention_products(node, *metas[:3])
+
+
+def _attention_backward_flops(node: Node, metas: Metas) -> float:
+    """Five products where the forward has two (Dao, "FlashAttention-2", 2023, section 4.1)."""
+    return 2.5 * _attention_products(node, *metas[1:4])
+
+
+rule(autopar.attention, _attention, flops=_attention_flops)
+rule(autopar.attention_backward, _attention_backward, linear=FIRST, flops=_attention_backward_flops)
+
+
+def _lower_attention(queries: int) -> Lowering:
+    """Dropout numbers the probabilities [b, h, s, t] by their place in the global tensor."""
+
+    def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+        batch, heads = strategy.inputs[queries].dims[:2]
+        b, h = metas[queries].shape[:2]
+        offset = node.kwarg("offset")
+        if not isinstance(offset, tuple) or not (batch or heads):
+            return node.op, node.args, node.kwargs
+        return _replace(node, offset=(local_offset(b, batch), local_offset(h, heads), *offset[2:]))
+
+    return lower
+
+
+lowering(autopar.attention)(_lower_attention(queries=0))
+lowering(autopar.attention_backward)(_lower_attention(queries=1))
+
+
+# Random numbers by global position.
+
+rule(autopar.dropout, "..., - -> ...", linear=FIRST, elementwise=True)
+rule(autopar.uniform, "- -> ...")
+
+
+def _offsets(shape: Sequence[int], spec: ShardingSpec) -> tuple[LocalArg, ...]:
+    return tuple(local_offset(n, axes) for n, axes in zip(shape, spec.dims, strict=True))
+
+
+@lowering(autopar.dropout)
+def _lower_dropout(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    return _replace(node, offset=_offsets(metas[0].shape, strategy.inputs[0]))
+
+
+@lowering(autopar.uniform)
+def _lower_uniform(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    shape, spec = _meta(node.outputs[0]).shape, _spec(strategy.outputs[0])
+    return _replace(node, shape=local_shape(shape, spec, mesh), offset=_offsets(shape, spec))
+
+
+# A vocabulary whose rows are cut: rows that a rank does not hold count as zeros.
+
+rule(autopar.lookup, "v d, ... -> ... d", linear=FIRST)
+rule(autopar.lookup_backward, "... d, ... -> v d", linear=FIRST)
+
+
+@lowering(autopar.lookup)
+def _lower_lookup(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    return _replace(node, offset=local_offset(metas[0].shape[0], strategy.inputs[0].dims[0]))
+
+
+@lowering(autopar.lookup_backward)
+def _lower_lookup_backward(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    rows, axes = _meta(node.outputs[0]).shape[0], _spec(strategy.outputs[0]).dims[0]
+    return _replace(node, rows=local_length(rows, axes, mesh), offset=local_offset(rows, axes))
+
+
+# Cross entropy over a vocabulary that is cut: the maximum ``m`` and the sum of exponentials are reduced on the way.
+
+rule(autopar.sumexp, "... v, ... -> ...")
+rule(autopar.nll, "... v, ..., ... -> ...")
+rule(autopar.nll_backward, "..., ... v, ..., ... -> ... v", linear=FIRST)
+
+
+def _lower_classes(logits: int) -> Lowering:
+    def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+        return _replace(node, offset=local_offset(metas[logits].shape[-1], strategy.inputs[logits].dims[-1]))
+
+    return lower
+
+
+lowering(autopar.nll)(_lower_classes(logits=0))
+lowering(autopar.nll_backward)(_lower_classes(logits=1))
+
+
+# Batch normalisation from statistics that were reduced on the way: every dim may be cut.
+
+
+def _channels(tensors: int, results: str) -> Notation:
+    """``tensors`` operands of shape [n, c, ...], then vectors of channels."""
+
+    def notation(node: Node, metas: Metas) -> str:
+        x = " ".join(["n", "c", *(f"s{i}" for i in range(len(metas[0].shape) - 2))])
+        return f"{', '.join([x] * tensors + ['c'] * (len(metas) - tensors))} -> {results.format(x=x)}"
+
+    return notation
+
+
+rule(autopar.squared_deviation, _channels(1, "c"))
+rule(autopar.batch_norm, _channels(1, "{x}"))
+rule(autopar.batch_norm_backward_reduce, _channels(2, "c, c"), linear=FIRST)
+rule(autopar.batch_norm_backward_input, _channels(2, "{x}"))

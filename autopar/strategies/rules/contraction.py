@@ -1,0 +1,55 @@
+"""Products of matrices. ``m`` and ``n`` are rows and columns of the result, ``k`` is summed, ``b`` a batch."""
+
+from __future__ import annotations
+
+from autopar.ir import Node
+from autopar.strategies.registry import Metas, aten, rule
+
+BILINEAR = ((0,), (1,))
+
+rule(aten.mm, "m k, k n -> m n", linear=BILINEAR, flops="product")
+rule(aten.bmm, "b m k, b k n -> b m n", linear=BILINEAR, flops="product")
+rule(aten.mv, "m k, k -> m", linear=BILINEAR, flops="product")
+rule(aten.dot, "k, k -> -", linear=BILINEAR, flops="product")
+rule(aten.vdot, "k, k -> -", linear=BILINEAR, flops="product")
+rule(aten.outer, "m, n -> m n", linear=BILINEAR, flops="product")
+
+
+def _linear_layer(node: Node, metas: Metas) -> str:
+    # With a bias each rank would add it once, so that the sum over k cannot be delayed.
+    return "... k, n k -> ... n" if len(metas) == 2 else "... [k], n [k], n -> ... n"
+
+
+def _linear_layer_sums(node: Node, metas: Metas) -> tuple[tuple[int, ...], ...]:
+    return BILINEAR if len(metas) == 2 else ((0, 2), (1, 2))
+
+
+rule(aten.linear, _linear_layer, linear=_linear_layer_sums, flops="product")
+
+
+def _matmul(node: Node, metas: Metas) -> str:
+    left, right = (len(m.shape) for m in metas)
+    first = "k" if left == 1 else "... m k"
+    second = "k" if right == 1 else "... k n"
+    result = " ".join((["..."] if max(left, right) > 2 else []) + ["m"] * (left > 1) + ["n"] * (right > 1))
+    first, second = (t if n > 2 else t.removeprefix("... ") for t, n in ((first, left), (second, right)))
+    return f"{first}, {second} -> {result or '-'}"
+
+
+rule(aten.matmul, _matmul, linear=BILINEAR, flops="product")
+
+
+def _plus_product(op: object, operands: str, product: str) -> None:
+    """What is added would be added by every rank: k stays whole, and sums pass only together with it."""
+    dims = product.split()
+
+    def notation(node: Node, metas: Metas) -> str:
+        added = dims[len(dims) - len(metas[0].shape) :]
+        return f"{' '.join(added) or '-'}, {operands} -> {product}"
+
+    rule(op, notation, linear=((0, 1), (0, 2)), flops="product")
+
+
+_plus_product(aten.addmm, "m [k], [k] n", "m n")
+_plus_product(aten.baddbmm, "b m [k], b [k] n", "b m n")
+_plus_product(aten.addmv, "m [k], [k]", "m")

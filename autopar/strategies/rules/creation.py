@@ -1,0 +1,40 @@
+"""Tensors made from nothing but a shape, and the program's inputs: any part can be made alone.
+
+Random numbers are the exception: a generator gives each rank another stream, so they are made whole.
+"""
+
+from __future__ import annotations
+
+from autopar.ir import Node
+from autopar.strategies.registry import Metas, aten, rule
+from autopar.strategies.rules.terms import names, replicated, term
+
+for _op in (aten.full, aten.zeros, aten.ones, aten.empty.memory_format):
+    rule(_op, "-> ...", shape_args={0: 0, "size": 0})
+
+rule("placeholder", "-> ...")
+
+for _op in (aten.arange, aten.scalar_tensor, aten.rand, aten.randn, aten.randint, aten.randperm, aten.eye):
+    rule(_op, replicated)
+
+
+def _of_shape(node: Node, metas: Metas) -> str:
+    """The operand gives dtype and device alone: its dims follow the result's where sizes agree, in order."""
+    shape = list(metas[0].shape)
+    result = node.outputs[0]
+    assert result is not None
+    dims, at, after = names(len(shape)), 0, []
+    for i, n in enumerate(result.shape):
+        match = next((j for j in range(at, len(shape)) if shape[j] == n), None)
+        after.append(f"e{i}" if match is None else dims[match])
+        at = at if match is None else match + 1
+    free = [d for d in dims if d not in after]
+    return f"{term(dims)} -> {term(after)}{' / ' + ' '.join(free) if free else ''}"
+
+
+for _op in (aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty):
+    rule(_op, _of_shape, shape_args={1: 0, "size": 0})
+
+for _op in (aten.bernoulli, aten.rand_like, aten.randn_like, aten.randint_like, aten.multinomial,
+            aten.native_dropout):  # fmt: skip
+    rule(_op, replicated)

@@ -1,0 +1,76 @@
+"""Losses and their gradients. ``reduction`` is 0 (none), 1 (mean) or 2 (sum); what is averaged is never cut."""
+
+from __future__ import annotations
+
+from autopar.ir import Node
+from autopar.strategies.registry import LinearSets, Metas, Notation, aten, rule
+from autopar.strategies.rules.terms import int_arg, replicated
+
+NONE, MEAN = 0, 1
+
+
+def _compared(position: int) -> Notation:
+    """Loss of each element, then reduced as the argument at ``position`` says."""
+
+    def notation(node: Node, metas: Metas) -> str:
+        reduction = int_arg(node, position, MEAN, "reduction")
+        operand = "[...]" if reduction == MEAN else "..."
+        return f"{', '.join([operand] * len(metas))} -> {'...' if reduction == NONE else '-'}"
+
+    return notation
+
+
+def _compared_backward(position: int) -> Notation:
+    """The gradient of the reduced loss broadcasts; that of a mean is divided by the count, which must be global."""
+
+    def notation(node: Node, metas: Metas) -> str:
+        operand = "[...]" if int_arg(node, position, MEAN, "reduction") == MEAN else "..."
+        return f"{', '.join([operand] * len(metas))} -> {operand}"
+
+    return notation
+
+
+for _op in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
+    rule(_op, _compared(2))
+for _op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward,
+            aten.soft_margin_loss_backward):  # fmt: skip
+    rule(_op, _compared_backward(3), linear=((0,),))
+
+
+rule(aten.binary_cross_entropy, _compared(3))
+rule(aten.binary_cross_entropy_backward, _compared_backward(4), linear=((0,),))
+rule(aten.binary_cross_entropy_with_logits, _compared(4))
+
+
+def _nll(node: Node, metas: Metas) -> str:
+    """``n`` samples, of classes ``c``; a loss of images has dims of space after those."""
+    x = metas[0].shape
+    if len(x) == 1:
+        return replicated(node, metas)
+    space = [f"s{i}" for i in range(len(x) - 2)]
+    reduction = int_arg(node, 3, MEAN)
+    samples = [f"[{d}]" if reduction == MEAN else d for d in ("n", *space)]
+    weight = ", [c]" if len(metas) == 3 else ""
+    result = " ".join(samples) if reduction == NONE else "-"
+    return f"{' '.join([samples[0], '[c]', *samples[1:]])}, {' '.join(samples)}{weight} -> {result}, -"
+
+
+def _nll_backward(node: Node, metas: Metas) -> str:
+    """The weight of all samples is an operand, so that even a mean's gradient may be cut."""
+    x = metas[1].shape
+    if len(x) == 1:
+        return replicated(node, metas)
+    samples = ["n", *(f"s{i}" for i in range(len(x) - 2))]
+    grad = " ".join(samples) if int_arg(node, 4, MEAN) == NONE else "-"
+    weight = ", [c]" if len(metas) == 5 else ""
+    logits = " ".join(["n", "[c]", *samples[1:]])
+    return f"{grad}, {logits}, {' '.join(samples)}{weight}, - -> {logits}"
+
+
+GRADIENT: LinearSets = ((0,),)
+
+for _op in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+    rule(_op, _nll)
+for _op in (aten.nll_loss_backward, aten.nll_loss2d_backward):
+    rule(_op, _nll_backward, linear=GRADIENT)
+rule(aten._cdist_forward, "... p [m], ... r [m] -> ... p r")

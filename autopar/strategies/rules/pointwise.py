@@ -1,0 +1,83 @@
+"""Ops whose result at each place depends on the operands at that place alone: one broadcasting rule for all."""
+
+from __future__ import annotations
+
+from autopar.ir import Node, Value
+from autopar.strategies.registry import Linear, LinearSets, Metas, aten, rule
+
+# Linear in the first operand: in the only one, in the numerator, in the gradient.
+FIRST = """
+    alias clone conj detach lift_fresh_copy neg positive real imag deg2rad rad2deg
+    div.Scalar div.Tensor true_divide.Tensor true_divide.Scalar mul.Scalar
+    gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward
+    leaky_relu_backward elu_backward softplus_backward hardsigmoid_backward hardswish_backward mish_backward
+    logit_backward native_dropout_backward _prelu_kernel_backward
+"""
+
+# Linear in each operand while the other is whole.
+BILINEAR = "mul.Tensor"
+
+# Linear in both operands together.
+TOGETHER = "add.Tensor sub.Tensor rsub.Tensor lerp.Scalar lerp.Tensor addcdiv"
+
+NONLINEAR = """
+    abs acos acosh angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh digamma
+    div.Tensor_mode div.Scalar_mode elu eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac
+    full_like gcd ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan isneginf
+    isposinf le leaky_relu lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
+    logical_xor logit lt maximum minimum mish nan_to_num ne ones_like pow polygamma _prelu_kernel
+    reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
+    special_entr special_erfcx special_i0 special_i0e special_i1 special_i1e special_ndtri special_xlog1py sqrt square
+    tan tanh threshold trunc xlogy zeros_like empty_like add.Scalar sub.Scalar rsub.Scalar nextafter
+    where.Scalar i0
+"""
+
+
+def broadcast(node: Node, metas: Metas) -> str:
+    """All operands and results share their dims, aligned from the right."""
+    return f"{', '.join(['...'] * len(metas))} -> {', '.join(['...'] * len(node.outputs))}"
+
+
+def _pointwise(ops: str, linear: Linear = ()) -> None:
+    for op in ops.split():
+        rule(f"aten.{op}", broadcast, linear=linear, elementwise=True)
+
+
+def _to_copy_sums(node: Node, metas: Metas) -> LinearSets:
+    # The sum of truncated parts is not the truncated sum.
+    result = node.outputs[0]
+    return ((0,),) if result is not None and result.dtype.startswith(("float", "bfloat", "complex")) else ()
+
+
+def _where_sums(node: Node, metas: Metas) -> LinearSets:
+    """Linear in what is chosen from, together; a number that is chosen must be zero, or every rank would add it."""
+    chosen = node.args[1:]
+    if any(not isinstance(a, Value) and a != 0 for a in chosen):
+        return ()
+    return (tuple(range(1, len(metas))),)
+
+
+def _masked_fill_sums(node: Node, metas: Metas) -> LinearSets:
+    if len(metas) == 3:
+        return ((0, 2),)
+    return ((0,),) if node.args[2] == 0 else ()
+
+
+_pointwise(FIRST, ((0,),))
+_pointwise(BILINEAR, ((0,), (1,)))
+_pointwise(TOGETHER, ((0, 1),))
+_pointwise(NONLINEAR)
+_pointwise("addcmul", ((0, 1), (0, 2)))
+_pointwise("copy", ((1,),))
+_pointwise("_to_copy", _to_copy_sums)
+_pointwise("where.self where.ScalarOther where.ScalarSelf", _where_sums)
+_pointwise("masked_fill", _masked_fill_sums)
+
+
+def _log_sigmoid_backward(node: Node, metas: Metas) -> str:
+    # On some devices the buffer is empty.
+    return "..., ..., [none] -> ..." if metas[2].numel == 0 else "..., ..., ... -> ..."
+
+
+rule(aten.log_sigmoid_backward, _log_sigmoid_backward, linear=((0,),), elementwise=True)

@@ -1,0 +1,53 @@
+"""Pooling, interpolation and sampling of images: samples and channels are cut, space is whole."""
+
+from __future__ import annotations
+
+from autopar.strategies.registry import LinearSets, aten, rule
+
+
+def _space(prefix: str, n: int) -> str:
+    return " ".join(f"[{prefix}{i}]" for i in range(n))
+
+
+def _pooled(n: int, *, results: int = 1) -> str:
+    pooled = f"... {_space('y', n)}"
+    return f"... {_space('x', n)} -> {', '.join([pooled] * results)}"
+
+
+def _unpooled(n: int, *, indices: bool = False) -> str:
+    """Gradient of pooling: of the result, x itself, and where the maxima were."""
+    y, x = f"... {_space('y', n)}", f"... {_space('x', n)}"
+    return f"{y}, {x}, {y} -> {x}" if indices else f"{y}, {x} -> {x}"
+
+
+LINEAR: LinearSets = ((0,),)
+
+for _n in (2, 3):
+    rule(f"aten.max_pool{_n}d_with_indices", _pooled(_n, results=2))
+    rule(f"aten.max_pool{_n}d_with_indices_backward", _unpooled(_n, indices=True), linear=LINEAR)
+    rule(f"aten.avg_pool{_n}d", _pooled(_n), linear=LINEAR)
+    rule(f"aten.avg_pool{_n}d_backward", _unpooled(_n), linear=LINEAR)
+    rule(f"aten._adaptive_avg_pool{_n}d", _pooled(_n), linear=LINEAR)
+    rule(f"aten._adaptive_avg_pool{_n}d_backward", _unpooled(_n), linear=LINEAR)
+    rule(f"aten.adaptive_max_pool{_n}d", _pooled(_n, results=2))
+    rule(f"aten.adaptive_max_pool{_n}d_backward", _unpooled(_n, indices=True), linear=LINEAR)
+
+
+for _kind in ("nearest1d", "linear1d", "nearest2d", "bilinear2d", "bicubic2d", "nearest3d", "trilinear3d"):
+    _n = int(_kind[-2])
+    _resized = f"n c {_space('x', _n)} -> n c {_space('y', _n)}"
+    for _name in [f"aten.upsample_{_kind}", *([f"aten._upsample_nearest_exact{_n}d"] if "nearest" in _kind else [])]:
+        rule(_name, _resized, linear=LINEAR)
+        rule(f"{_name}_backward", _resized, linear=LINEAR, shape_args={2: 0})  # the result's shape
+
+_SAMPLED = "n c [x0] [x1], n y0 y1 [xy]"
+rule(aten.grid_sampler_2d, f"{_SAMPLED} -> n c y0 y1", linear=LINEAR)
+rule(aten.grid_sampler_2d_backward, f"n c y0 y1, {_SAMPLED} -> {_SAMPLED}", linear=LINEAR)
+_SAMPLED_3D = "n c [x0] [x1] [x2], n y0 y1 y2 [xyz]"
+rule(aten.grid_sampler_3d, f"{_SAMPLED_3D} -> n c y0 y1 y2", linear=LINEAR)
+rule(aten.grid_sampler_3d_backward, f"n c y0 y1 y2, {_SAMPLED_3D} -> {_SAMPLED_3D}", linear=LINEAR)
+
+
+# Sliding blocks: channels are the first factor of a block's elements.
+rule(aten.im2col, "n c [x0] [x1] -> n (c k) [windows]", linear=LINEAR)
+rule(aten.col2im, "n (c k) [windows] -> n c [x0] [x1]", linear=LINEAR)
