@@ -1,5 +1,7 @@
 """Logical meshes, clusters and the hardware that they are made of."""
 
+from autopar.mesh.cluster import Cluster, Device, Link, builtin_clusters
 from autopar.mesh.mesh import Mesh
+from autopar.mesh.topology import AxisLink, axis_links, candidate_meshes
 
-__all__ = ["Mesh"]
+__all__ = ["AxisLink", "Cluster", "Device", "Link", "Mesh", "axis_links", "builtin_clusters", "candidate_meshes"]

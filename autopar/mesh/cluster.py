@@ -1,0 +1,345 @@
+"""The hardware that a mesh runs on: devices, nodes and links, from TOML files in which every figure has a source."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import MeshError
+from autopar.mesh.tables import Table, example, parse_toml, read_text, toml_value
+
+Sources = tuple[tuple[str, str], ...]
+
+FALLBACK_DTYPE = {
+    "float8_e4m3fn": "float16",
+    "float8_e5m2": "float16",
+    "float16": "float32",
+    "bfloat16": "float32",
+    "complex32": "float16",
+    "complex128": "float64",
+}
+"""Whose peak a dtype takes when the file has none for it; all others take float32's."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, as one rank sees it.
+
+    Args:
+        name: the vendor's name.
+        memory_bytes: all of its memory.
+        memory_bytes_per_s: peak of its memory.
+        launch_latency_s: time that a kernel takes however small its work.
+        collective_launch_latency_s: the same for a collective, on top of its links' latencies.
+        peak_flops_per_s: dense peak by dtype, sorted by dtype.
+        matmul_efficiency: share of the peak that the largest contractions reach.
+        matmul_ramp_s: how long a contraction runs at half of that share; see `cost_models.compute`.
+        memory_efficiency: share of the memory's peak that the largest transfers reach.
+        memory_ramp_s: how long a transfer runs at half of that share.
+        sources: (figure, where it comes from).
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    launch_latency_s: float
+    collective_launch_latency_s: float
+    peak_flops_per_s: tuple[tuple[str, float], ...]
+    matmul_efficiency: float = 0.7
+    matmul_ramp_s: float = 2e-6
+    memory_efficiency: float = 0.85
+    memory_ramp_s: float = 1e-6
+    sources: Sources = ()
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "device")
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak in FLOP/s for contractions of ``dtype``."""
+        peaks = dict(self.peak_flops_per_s)
+        while dtype not in peaks and dtype != "float32":
+            dtype = FALLBACK_DTYPE.get(dtype, "float32")
+        return peaks[dtype]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of connection. Bandwidths are those of one direction.
+
+    Args:
+        kind: what it is, for people.
+        latency_s: of one message between neighbours.
+        bandwidth_bytes_per_s: of one device; between nodes, of one network card.
+        efficiency: share of the bandwidth that large messages reach.
+        peer_bandwidth_bytes_per_s: where devices are joined pairwise, without a switch: of one pair, so that a group
+            of n reaches n - 1 times as much, up to ``bandwidth_bytes_per_s``. None behind a switch.
+        nics: network cards of a node; 0 for links inside a node.
+        sources: (figure, where it comes from).
+    """
+
+    kind: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    efficiency: float = 0.8
+    peer_bandwidth_bytes_per_s: float | None = None
+    nics: int = 0
+    sources: Sources = ()
+
+    def __post_init__(self) -> None:
+        _check_positive(self, self.kind)
+
+    def group_bytes_per_s(self, n: int) -> float:
+        """What each of ``n`` devices in one node reaches when all of them exchange with each other."""
+        peer = self.peer_bandwidth_bytes_per_s
+        peak = self.bandwidth_bytes_per_s if peer is None else min(self.bandwidth_bytes_per_s, peer * max(n - 1, 1))
+        return peak * self.efficiency
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices. Rank r is device r % devices_per_node of node r // devices_per_node.
+
+    Args:
+        name: built-in name, or the one in the user's file.
+        devices_per_node: devices of one node.
+        device: each device.
+        intra_node: between devices of one node.
+        inter_node: between nodes, with the number of network cards that a node's devices share.
+        host: between a device and the memory of its host, for offloading.
+        nodes: how many.
+        fixed: whether the number of devices was given; otherwise it follows the mesh.
+        oversubscribe: the devices are processes that share one machine, of which any number may run.
+        description: one line for people.
+        sources: (figure, where it comes from).
+    """
+
+    name: str
+    devices_per_node: int
+    device: Device
+    intra_node: Link
+    inter_node: Link
+    host: Link
+    nodes: int = 1
+    fixed: bool = False
+    oversubscribe: bool = False
+    description: str = ""
+    sources: Sources = ()
+
+    def __post_init__(self) -> None:
+        _check_positive(self, self.name, {"fixed", "oversubscribe"})
+        if self.inter_node.nics < 1:
+            raise MeshError(
+                "inter_node.nics must be at least 1.", found=str(self.inter_node.nics), hint="a right line is: nics = 8"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.devices_per_node
+
+    def sized(self, world_size: int) -> Cluster:
+        """This cluster with exactly ``world_size`` devices: whole nodes, or a part of one.
+
+        Raises:
+            MeshError: the cluster's size was given and is another, or nodes would be filled in part.
+        """
+        if world_size < 1 or (self.fixed and world_size != self.size):
+            raise MeshError(
+                f"The cluster {self.name} has {self.size} devices, the mesh {world_size} ranks.",
+                found=f"{world_size} ranks on {self}",
+                hint=f'write cluster="{self.name}:{max(world_size, 1)}", or a mesh of {self.size} ranks.',
+            )
+        if self.fixed:
+            return self
+        if self.oversubscribe:
+            return self._shared_by(world_size)
+        per_node = min(world_size, self.devices_per_node)
+        if world_size % per_node:
+            lower = world_size // per_node * per_node
+            raise MeshError(
+                f"{world_size} devices of {self.name} do not fill whole nodes of {per_node}.",
+                found=f"{self.name}:{world_size}",
+                hint=f'write "{self.name}:{lower}", "{self.name}:{lower + per_node}", or fewer than {per_node}.',
+            )
+        return replace(self, nodes=world_size // per_node, devices_per_node=per_node, fixed=True)
+
+    def _shared_by(self, processes: int) -> Cluster:
+        share = min(1.0, self.devices_per_node / processes)
+        device, intra = self.device, self.intra_node
+        device = replace(
+            device,
+            memory_bytes=int(device.memory_bytes * share),
+            memory_bytes_per_s=device.memory_bytes_per_s * share,
+            peak_flops_per_s=tuple((dtype, peak * share) for dtype, peak in device.peak_flops_per_s),
+        )
+        intra = replace(intra, bandwidth_bytes_per_s=intra.bandwidth_bytes_per_s * share)
+        return replace(self, devices_per_node=processes, device=device, intra_node=intra, nodes=1, fixed=True)
+
+    @classmethod
+    def load(cls, name: str | Path | Cluster) -> Cluster:
+        """A cluster by built-in name or TOML file, either with ``:count`` devices or as large as the mesh needs.
+
+        ``"dgx-h100"``, ``"dgx-h100:32"`` (4 nodes), ``"dgx-h100:4"`` (half a node), ``"my-cluster.toml"``.
+
+        Raises:
+            MeshError: no such name or file, a count that fills nodes in part, or a file with a wrong line.
+        """
+        if isinstance(name, Cluster):
+            return name
+        text = str(name)
+        base, colon, count = text.rpartition(":")
+        if colon and not Path(text).exists():
+            if not count.isdecimal() or int(count) < 1:
+                raise MeshError(
+                    "The number of devices after ':' must be a positive whole number.",
+                    found=text,
+                    hint=f'write "{base or "dgx-h100"}:32".',
+                )
+            return replace(cls.load(base), fixed=False).sized(int(count))
+        if text in builtin_clusters():
+            return _load_builtin(text)
+        if text.endswith(".toml") or "/" in text or Path(text).is_file():
+            return cls.from_toml(read_text(Path(text)), text)
+        raise _unknown(text)
+
+    @classmethod
+    def from_toml(cls, text: str, origin: str = "the text given") -> Cluster:
+        """The cluster that a TOML file describes; ``Cluster.load("dgx-h100").to_toml()`` shows the form.
+
+        Raises:
+            MeshError: naming the key that is wrong, and a right line for it.
+        """
+        top = Table(parse_toml(text, origin), "", origin)
+        figures = ("devices_per_node",)
+        links = ("intra_node", "inter_node", "host")
+        top.only(["name", "description", "nodes", "oversubscribe", "device", *figures, *links])
+        return cls(
+            name=top.text("name"),
+            description=top.text("description", ""),
+            devices_per_node=top.count("devices_per_node"),
+            nodes=top.count("nodes", 1),
+            fixed="nodes" in top.values,
+            oversubscribe=top.flag("oversubscribe"),
+            device=_read_device(top.table("device")),
+            intra_node=_read_link(top.table("intra_node")),
+            inter_node=_read_link(top.table("inter_node"), nics=True),
+            host=_read_link(top.table("host")),
+            sources=top.sources(figures),
+        )
+
+    def to_toml(self) -> str:
+        """This cluster as a TOML file that `load` reads back to an equal one."""
+        top = {"name": self.name, "description": self.description, "devices_per_node": self.devices_per_node}
+        lines = _entries(top, ())
+        lines += [f"nodes = {self.nodes}"] if self.fixed else []
+        lines += ["oversubscribe = true"] if self.oversubscribe else []
+        lines += _source_table("source", self.sources)
+        for section in ("device", "intra_node", "inter_node", "host"):
+            lines += _section(section, getattr(self, section))
+        return "\n".join(lines) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_toml` to ``path``."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.size}" if self.fixed else self.name
+
+
+@cache
+def builtin_clusters() -> tuple[str, ...]:
+    """Names of the clusters that come with autopar, sorted."""
+    names = (entry.name for entry in (files("autopar.mesh") / "hardware").iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+@cache
+def _load_builtin(name: str) -> Cluster:
+    text = (files("autopar.mesh") / "hardware" / f"{name}.toml").read_text(encoding="utf-8")
+    return Cluster.from_toml(text, f"autopar/mesh/hardware/{name}.toml")
+
+
+def _unknown(name: str) -> MeshError:
+    near = difflib.get_close_matches(name, builtin_clusters(), n=1, cutoff=0.4)
+    did_you_mean = f'did you mean "{near[0]}"? ' if near else ""
+    return MeshError(
+        "No cluster has this name.",
+        found=name,
+        hint=f"{did_you_mean}Known are {', '.join(builtin_clusters())}, or a TOML file from `autopar profile`.",
+    )
+
+
+def _check_positive(record: Any, name: str, skip: set[str] | None = None) -> None:
+    """A latency of zero makes a solver scatter tiny collectives, so that no figure may be zero."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name in (skip or ()) or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if not 0 < value < math.inf and not (field.name == "nics" and value == 0):
+            raise MeshError(
+                f"{field.name} of {name} must be positive.",
+                found=repr(value),
+                hint=f"a right line is: {example(field.name)}",
+            )
+
+
+REQUIRED_FIGURES = (
+    "memory_bytes_per_s", "launch_latency_s", "collective_launch_latency_s", "latency_s", "bandwidth_bytes_per_s"
+)  # fmt: skip
+"""Figures without a default: a file must give them."""
+
+
+def _figures(table: Table, names: list[str]) -> dict[str, Any]:
+    return {name: table.number(name) for name in names if name in table.values or name in REQUIRED_FIGURES}
+
+
+def _read_device(table: Table) -> Device:
+    known = [field.name for field in fields(Device) if field.name != "sources"]
+    table.only(known)
+    peaks = table.table("peak_flops_per_s")
+    peaks.number("float32")
+    special = {"name", "memory_bytes", "peak_flops_per_s"}
+    return Device(
+        name=table.text("name"),
+        memory_bytes=table.count("memory_bytes"),
+        peak_flops_per_s=tuple((dtype, peaks.number(dtype)) for dtype in sorted(peaks.values)),
+        sources=table.sources([name for name in known if name != "name"]),
+        **_figures(table, [name for name in known if name not in special]),
+    )
+
+
+def _read_link(table: Table, *, nics: bool = False) -> Link:
+    figures = ["latency_s", "bandwidth_bytes_per_s", "efficiency", "peer_bandwidth_bytes_per_s"]
+    table.only(["kind", "nics", *figures] if nics else ["kind", *figures])
+    return Link(
+        kind=table.text("kind"),
+        nics=table.count("nics") if nics else 0,
+        sources=table.sources([*figures, "nics"]),
+        **_figures(table, figures),
+    )
+
+
+def _entries(values: dict[str, Any], skip: tuple[str, ...]) -> list[str]:
+    return [f"{key} = {toml_value(value)}" for key, value in values.items() if key not in skip and value is not None]
+
+
+def _source_table(path: str, sources: Sources) -> list[str]:
+    return ["", f"[{path}]", *(f"{key} = {toml_value(text)}" for key, text in sources)] if sources else []
+
+
+def _section(path: str, record: Device | Link) -> list[str]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    if not values.get("nics", 1):
+        del values["nics"]
+    lines = ["", f"[{path}]", *_entries(values, ("sources", "peak_flops_per_s"))]
+    if isinstance(record, Device):
+        lines += ["", f"[{path}.peak_flops_per_s]", *_entries(dict(record.peak_flops_per_s), ())]
+    return lines + _source_table(f"{path}.source", record.sources)

@@ -1,0 +1,151 @@
+"""Reading one table of a hardware file: each figure checked, each complaint naming the key and showing a right line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import MeshError
+
+EXAMPLES: Mapping[str, str] = {
+    "name": 'name = "my-cluster"',
+    "description": 'description = "eight GPUs behind one switch"',
+    "kind": 'kind = "NVLink 4"',
+    "source": 'source = "the vendor\'s datasheet"',
+    "nodes": "nodes = 4",
+    "nics": "nics = 8",
+    "devices_per_node": "devices_per_node = 8",
+    "oversubscribe": "oversubscribe = false",
+    "device": '[device]\nname = "H100"',
+    "intra_node": '[intra_node]\nkind = "NVLink 4"',
+    "inter_node": '[inter_node]\nkind = "InfiniBand NDR"',
+    "host": '[host]\nkind = "PCIe 5 x16"',
+    "peak_flops_per_s": "[device.peak_flops_per_s]\nfloat32 = 67e12",
+    "memory_bytes": "memory_bytes = 80e9",
+    "memory_bytes_per_s": "memory_bytes_per_s = 3.35e12",
+    "bandwidth_bytes_per_s": "bandwidth_bytes_per_s = 450e9",
+    "peer_bandwidth_bytes_per_s": "peer_bandwidth_bytes_per_s = 64e9",
+    "efficiency": "efficiency = 0.8",
+    "matmul_efficiency": "matmul_efficiency = 0.7",
+    "memory_efficiency": "memory_efficiency = 0.85",
+}
+"""A right line for every key; other keys are seconds or FLOP/s and share the two below."""
+
+
+def example(key: str) -> str:
+    return EXAMPLES.get(key, f"{key} = 2e-6" if key.endswith("_s") else f"{key} = 67e12")
+
+
+def parse_toml(text: str, origin: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        MeshError: the text is no TOML.
+    """
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        tables: dict[str, Any] = toml.loads(text)
+    except toml.TOMLDecodeError as error:
+        raise MeshError(
+            "The cluster file is not valid TOML.",
+            found=f"{error} in {origin}",
+            hint="a right line is: devices_per_node = 8",
+        ) from None
+    return tables
+
+
+class Table:
+    """One table of a hardware file, read key by key.
+
+    Args:
+        values: what TOML gave.
+        path: the table's dotted name, empty at the top of the file.
+        origin: the file, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str, origin: str) -> None:
+        self.values, self.path, self.origin = values, path, origin
+
+    def error(self, what: str, key: str, found: str) -> MeshError:
+        dotted = f"{self.path}.{key}" if self.path else key
+        return MeshError(f"{dotted} {what}", found=f"{found} in {self.origin}", hint=f"a right line is: {example(key)}")
+
+    def only(self, known: Iterable[str]) -> None:
+        """Refuse keys that nothing reads, since a misspelt one would otherwise be lost silently."""
+        known = [*known, "source"]
+        for key in self.values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                dotted = f"{self.path}.{key}" if self.path else key
+                raise MeshError(
+                    f"{dotted} is no key of a cluster file.",
+                    found=f"{dotted} in {self.origin}",
+                    hint=f"a right line is: {example(near[0])}" if near else f"the keys here are {', '.join(known)}.",
+                )
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.values.get(key, default)
+        if not isinstance(value, str) or (default is None and not value):
+            raise self.error("must be a text.", key, "nothing" if value is None else repr(value))
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            raise self.error("must be true or false.", key, repr(value))
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite figure in SI units."""
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.error("must be a positive number in SI units.", key, "nothing" if value is None else repr(value))
+        return float(value)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.number(key, default)
+        if value != int(value):
+            raise self.error("must be a whole number.", key, repr(value))
+        return int(value)
+
+    def table(self, key: str) -> Table:
+        value = self.values.get(key)
+        path = f"{self.path}.{key}" if self.path else key
+        if not isinstance(value, dict):
+            raise self.error("must be a table.", key, "nothing" if value is None else repr(value))
+        return Table(value, path, self.origin)
+
+    def sources(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """(figure, source) pairs. ``source`` is one text for the whole table, or a table with one text a figure."""
+        given = self.values.get("source", {})
+        if isinstance(given, str):
+            return tuple((key, given) for key in keys if key in self.values)
+        if not isinstance(given, dict):
+            raise self.error("must be a text or a table of texts.", "source", repr(given))
+        Table(given, f"{self.path}.source".lstrip("."), self.origin).only(keys)
+        for key, text in given.items():
+            if not isinstance(text, str):
+                raise self.error("must be a text or a table of texts.", "source", f"{key} = {text!r}")
+        return tuple((key, given[key]) for key in keys if key in given)
+
+
+def toml_value(value: str | bool | float) -> str:
+    """One value as TOML; JSON's strings and booleans are TOML's."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
+        return repr(value)
+    return f"{value!r}" if isinstance(value, (int, float)) and not isinstance(value, bool) else json.dumps(value)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeshError(
+            "The cluster file cannot be read.", found=f"{path}: {error}", hint='name a built-in cluster: "dgx-h100".'
+        ) from None

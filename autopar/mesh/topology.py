@@ -1,0 +1,148 @@
+"""How the axes of a mesh lie in a cluster, and which meshes suit a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autopar.mesh.cluster import Cluster
+from autopar.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """What one group along a mesh axis communicates over, while all groups of that axis do so at once.
+
+    A group is ``nodes`` sets of ``ranks_per_node`` ranks, each set in one node; bandwidths are those of one rank, in
+    one direction. A level of a single member has latency 0 and infinite bandwidth, since nothing crosses it.
+
+    Args:
+        ranks_per_node: ranks of a group that share a node.
+        nodes: nodes of a group.
+        intra_latency_s: of a message inside a node.
+        intra_bytes_per_s: that a rank reaches inside a node, exchanging with all of its group there.
+        peer_bytes_per_s: that a rank reaches inside a node with a single other one; less where no switch joins them.
+        inter_latency_s: of a message between nodes.
+        inter_bytes_per_s: that a rank reaches between nodes, its share of the node's network cards.
+    """
+
+    ranks_per_node: int
+    nodes: int
+    intra_latency_s: float
+    intra_bytes_per_s: float
+    peer_bytes_per_s: float
+    inter_latency_s: float
+    inter_bytes_per_s: float
+
+    @property
+    def size(self) -> int:
+        """Ranks of a group."""
+        return self.ranks_per_node * self.nodes
+
+    @property
+    def level(self) -> Literal["single", "intra", "inter", "hierarchical"]:
+        """Where the group's messages go."""
+        if self.nodes == 1:
+            return "single" if self.ranks_per_node == 1 else "intra"
+        return "inter" if self.ranks_per_node == 1 else "hierarchical"
+
+
+def axis_links(mesh: Mesh, cluster: Cluster) -> tuple[AxisLink, ...]:
+    """One `AxisLink` for each mesh axis; rank r lives on node r // devices_per_node.
+
+    A group whose nodes hold unequal numbers of its ranks is priced as if every step crossed nodes, and an axis by its
+    slowest groups.
+
+    Raises:
+        MeshError: the cluster's size was given and differs from the mesh's, or the mesh fills nodes in part.
+    """
+    cluster = cluster.sized(mesh.size)
+    nodes = (np.arange(mesh.size) // cluster.devices_per_node).reshape(mesh.shape)
+    return tuple(_axis_link(np.moveaxis(nodes, axis, -1).reshape(-1, n), cluster) for axis, n in enumerate(mesh.shape))
+
+
+def _axis_link(group_nodes: np.ndarray, cluster: Cluster) -> AxisLink:
+    """The link of one axis from the node of each rank, one row a group."""
+    size = group_nodes.shape[1]
+    crossing = group_nodes[group_nodes[:, 0] != group_nodes[:, -1]]
+    if not len(crossing):
+        per_node, nodes = size, 1
+    else:
+        # Ranks ascend along an axis and so do nodes: a group's ranks in one node are neighbours in its row.
+        nodes = max(len(np.unique(row)) for row in crossing)
+        per_node = size // nodes
+        if not _is_uniform(crossing, per_node):
+            per_node, nodes = 1, size
+    senders = int(np.bincount(crossing.ravel()).max()) if len(crossing) else 1
+    intra, inter = cluster.intra_node, cluster.inter_node
+    return AxisLink(
+        ranks_per_node=per_node,
+        nodes=nodes,
+        intra_latency_s=intra.latency_s if per_node > 1 else 0.0,
+        intra_bytes_per_s=intra.group_bytes_per_s(per_node) if per_node > 1 else float("inf"),
+        peer_bytes_per_s=intra.group_bytes_per_s(2) if per_node > 1 else float("inf"),
+        inter_latency_s=inter.latency_s if nodes > 1 else 0.0,
+        inter_bytes_per_s=_nic_share(cluster, senders) if nodes > 1 else float("inf"),
+    )
+
+
+def _is_uniform(group_nodes: np.ndarray, per_node: int) -> bool:
+    if group_nodes.shape[1] % per_node:
+        return False
+    runs = group_nodes.reshape(len(group_nodes), -1, per_node)
+    return bool((runs == runs[:, :, :1]).all() and (np.diff(runs[:, :, 0]) > 0).all())
+
+
+def _nic_share(cluster: Cluster, senders: int) -> float:
+    """Bytes per second of each of ``senders`` ranks of a node; a rank alone drives only the cards next to it."""
+    link = cluster.inter_node
+    cards = min(link.nics / senders, max(1.0, link.nics / cluster.devices_per_node))
+    return link.bandwidth_bytes_per_s * link.efficiency * cards
+
+
+def candidate_meshes(world_size: int, cluster: Cluster) -> tuple[Mesh, ...]:
+    """Meshes of one to three axes worth searching, the most promising first.
+
+    Every axis divides nodes evenly, and of meshes that differ only by exchanging axes with equal links one remains.
+    Two axes come first (one for the batch, one for the layers), then one, then three; among those, axes that keep to
+    a node or to whole nodes before axes that do both, and balanced axes before lopsided ones.
+
+    Raises:
+        MeshError: as `axis_links`.
+    """
+    cluster = cluster.sized(world_size)
+    found: dict[tuple[AxisLink, ...], tuple[tuple[int, int, float, tuple[int, ...]], Mesh]] = {}
+    for shape in _factorizations(world_size, 3):
+        mesh = Mesh(shape)
+        links = axis_links(mesh, cluster)
+        if not _divides_nodes(mesh, cluster):
+            continue
+        mixed = sum(link.level == "hierarchical" for link in links)
+        rank = ((2, 1, 3).index(len(shape)), mixed, max(shape) / min(shape), shape)
+        same = tuple(sorted(links, key=repr))
+        if same not in found or rank < found[same][0]:
+            found[same] = (rank, mesh)
+    return tuple(mesh for _, mesh in sorted(found.values(), key=lambda entry: entry[0]))
+
+
+def _divides_nodes(mesh: Mesh, cluster: Cluster) -> bool:
+    """Whether the node boundary falls between axes, or cuts one axis into equal parts."""
+    inner = 1
+    for n in reversed(mesh.shape):
+        smaller, larger = sorted((inner * n, cluster.devices_per_node))
+        if larger % smaller:
+            return False
+        inner *= n
+    return True
+
+
+def _factorizations(n: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Ordered factorizations of ``n`` into one to ``most`` factors above 1; ``(1,)`` for 1."""
+    yield (n,)
+    if most > 1:
+        for first in range(2, n // 2 + 1):
+            if n % first == 0:
+                yield from ((first, *rest) for rest in _factorizations(n // first, most - 1))
