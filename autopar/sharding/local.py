@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from autopar.mesh import Mesh
+from autopar.sharding.spec import ShardingSpec
 
 
 @dataclass(frozen=True)
@@ -19,3 +23,9 @@ class LocalOffset:
 
     n: int
     axes: tuple[int, ...]
+
+
+def local_length(n: int, axes: Sequence[int], mesh: Mesh) -> int | LocalLength:
+    """Elements that each rank holds of a dim of ``n`` cut by ``axes``: a number where all ranks agree."""
+    ways = ShardingSpec((tuple(axes),)).ways(mesh)
+    return n // ways if n % ways == 0 else LocalLength(n, tuple(axes))

@@ -225,22 +225,23 @@ def path_of(priced: PricedGraph, start: int, arcs: Sequence[int]) -> Path:
 def priced_graph(
     ends: Sequence[ShardingSpec], shape: Sequence[int], itemsize: int, mesh: Mesh, costs: CollectivePricing
 ) -> PricedGraph:
-    """The graph between ``ends``. Nodes that cut a dim finer than its elements are left out, unless they are ends."""
+    """The graph between ``ends``. A dim is cut into more parts than it has elements only if one of them does that."""
     graph = graph_for(len(shape), mesh, ends)
-    over = graph.overcut(shape)
-    kept = tuple(sorted({i for i in map(graph.index.__getitem__, ends) if over[i]})) if over.any() else ()
+    over = graph.overcut(shape)[[graph.index[s] for s in ends]].any(axis=0)
+    overcut_dims = tuple(int(d) for d in np.flatnonzero(over))
     try:
-        return _priced_cached(graph, tuple(shape), itemsize, costs, kept)
+        return _priced_cached(graph, tuple(shape), itemsize, costs, overcut_dims)
     except TypeError:  # costs that cannot be hashed
-        return _priced(graph, tuple(shape), itemsize, costs, kept)
+        return _priced(graph, tuple(shape), itemsize, costs, overcut_dims)
 
 
 def _priced(
-    graph: SpecGraph, shape: tuple[int, ...], itemsize: int, costs: CollectivePricing, kept: tuple[int, ...]
+    graph: SpecGraph, shape: tuple[int, ...], itemsize: int, costs: CollectivePricing, overcut_dims: tuple[int, ...]
 ) -> PricedGraph:
     local_bytes = graph.local_bytes(shape, itemsize)
-    usable = ~graph.overcut(shape)
-    usable[list(kept)] = True
+    over = graph.overcut(shape)
+    over[:, list(overcut_dims)] = False
+    usable = ~over.any(axis=1)
     exists = usable[graph.tail] & usable[graph.head]
     exists[graph.misfits(shape)] = False
     arcs = np.flatnonzero(exists)

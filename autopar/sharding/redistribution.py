@@ -32,7 +32,7 @@ class Step:
     all_to_all     the innermost ``axis`` of ``dim`` becomes the innermost of ``to_dim``
     all_reduce     the values partial over ``axis`` are reduced
     reduce_scatter the same, and ``axis`` becomes the innermost of ``dim``
-    permute        ranks trade whole shards. With ``dim``: its axes become ``axes`` (S01 -> S10, S0 -> S1).
+    permute        ranks trade whole shards. With ``dim``: its axes take the order ``axes`` (S01 -> S10).
                    Without: the two ``axes``, of equal size, trade places in the whole spec (S0S1 -> S1S0)
     ============== ========================================================================================
 
@@ -93,7 +93,7 @@ class Step:
             swap = {a: b, b: a}
             dims = tuple(tuple(swap.get(x, x) for x in dim) for dim in spec.dims)
             return ShardingSpec(dims, tuple((swap.get(x, x), r) for x, r in spec.partial))
-        self._require(len(self.axes) == len(spec.dims[self.dim]), spec)
+        self._require(sorted(self.axes) == sorted(spec.dims[self.dim]), spec)
         dims = (*spec.dims[: self.dim], self.axes, *spec.dims[self.dim + 1 :])
         return ShardingSpec(dims, spec.partial)
 

@@ -69,13 +69,10 @@ class SpecGraph:
         return out
 
     def overcut(self, shape: Sequence[int]) -> NDArray[np.bool_]:
-        """Whether the node cuts some dim into more parts than it has elements."""
+        """Whether node i cuts dim d into more parts than it has elements: (nodes, ndim)."""
         distinct, table = self.cuts
-        ways = np.array([ShardingSpec((axes,)).ways(self.mesh) for axes in distinct], dtype=np.int64)
-        out = np.zeros(len(self.nodes), dtype=bool)
-        for d, n in enumerate(shape):
-            out |= ((ways > n) & (ways > 1))[table[:, d]]
-        return out
+        ways = np.array([ShardingSpec((axes,)).ways(self.mesh) for axes in distinct], dtype=np.int64)[table]
+        return (ways > np.array(shape, dtype=np.int64)) & (ways > 1)
 
     def misfits(self, shape: Sequence[int]) -> NDArray[np.int64]:
         """The arcs that do not exist for tensors of ``shape``."""

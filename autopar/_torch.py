@@ -1,0 +1,189 @@
+"""The one door to torch's private interfaces: what is used, and why no public name does it.
+
+Everything here is known to work on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+# FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "JointInput",
+    "JointOutput",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "group_name",
+    "joint_graph",
+    "permute",
+    "reduce_scatter",
+    "storage_key",
+    "strided_shard",
+    "strided_shard_type",
+    "wait",
+    "whole_group",
+]
+
+
+@dataclass(frozen=True)
+class JointInput:
+    """Meaning of a joint graph's placeholder: ``target`` is a parameter's or buffer's name in the traced module,
+    or the position of an input, or of the output whose tangent it is."""
+
+    kind: Literal["parameter", "buffer", "input", "tangent"]
+    target: str | int
+
+
+@dataclass(frozen=True)
+class JointOutput:
+    """Meaning of a joint graph's result: an output's position, the gradient of ``target``, or its new value."""
+
+    kind: Literal["output", "gradient", "mutation"]
+    target: str | int
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a (fake or functional) tensor: aliasing outputs have equal keys."""
+    if torch._is_functional_tensor(tensor):
+        torch._sync(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def joint_graph(
+    module: nn.Module, args: tuple[torch.Tensor, ...], decompositions: Mapping[Any, Callable[..., Any]]
+) -> tuple[fx.GraphModule, list[JointInput], list[JointOutput | None]]:
+    """The joint forward and backward ATen graph of ``module(*args)`` with the meaning of each end.
+
+    ``aot_export_joint_with_descriptors`` is what torch's own compilers stack on; the public exporters stop at
+    the forward. An output without gradient appears as None.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, module, args, decompositions=dict(decompositions))
+        graph_module = joint.graph_module
+        assert isinstance(graph_module, fx.GraphModule)
+    inputs: list[JointInput] = []
+    outputs: list[JointOutput | None] = []
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(_input_meaning(node.meta["desc"]))
+        elif node.op == "output":
+            outputs = [_output_meaning(d) for d in node.meta["desc"]]
+    return graph_module, inputs, outputs
+
+
+def _input_meaning(desc: Any) -> JointInput:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    match desc:
+        case d.ParamAOTInput():
+            return JointInput("parameter", desc.target)
+        case d.BufferAOTInput():
+            return JointInput("buffer", desc.target)
+        case d.PlainAOTInput():
+            return JointInput("input", desc.idx)
+        case d.TangentAOTInput():
+            return JointInput("tangent", _output_meaning(desc.output).target)
+    raise AssertionError(f"torch gave the joint graph an input of a new kind: {desc}")
+
+
+def _output_meaning(desc: Any) -> JointOutput:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    match desc:
+        case d.PlainAOTOutput():
+            return JointOutput("output", desc.idx)
+        case d.InputMutationAOTOutput():
+            return JointOutput("mutation", _input_meaning(desc.mutated_input).target)
+        case d.GradAOTOutput():
+            return JointOutput("gradient", _input_meaning(desc.grad_of).target)
+    raise AssertionError(f"torch gave the joint graph an output of a new kind: {desc}")
+
+
+# Functional collectives: the public ones return a tensor subclass that waits on its first use; these return the
+# plain tensor to be waited for, and Inductor knows them.
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which the functional collectives find a process group."""
+    return group.group_name
+
+
+def whole_group(device_mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh; every process of the job must call this at the same time."""
+    if device_mesh.ndim == 1:
+        return device_mesh.get_group(0)
+    ranks = sorted(device_mesh.mesh.flatten().tolist())
+    if ranks == list(range(dist.get_world_size())):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    return device_mesh._flatten().get_group()
+
+
+def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Start concatenating ``x`` of the ``size`` ranks of ``group`` along dim 0."""
+    return _tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
+
+
+def all_reduce(x: torch.Tensor, reduction: str, group: str) -> torch.Tensor:
+    """Start reducing ``x`` by sum, max or min."""
+    return _tensor(torch.ops._c10d_functional.all_reduce(x, reduction, group))
+
+
+def reduce_scatter(x: torch.Tensor, reduction: str, size: int, group: str) -> torch.Tensor:
+    """Start reducing ``x`` and cutting it evenly along dim 0."""
+    return _tensor(torch.ops._c10d_functional.reduce_scatter_tensor(x, reduction, size, group))
+
+
+def all_to_all(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Start sending an even chunk of dim 0 to each of the ``size`` ranks."""
+    splits = [x.shape[0] // size] * size
+    return _tensor(torch.ops._c10d_functional.all_to_all_single(x, splits, splits, group))
+
+
+def permute(x: torch.Tensor, sources: Sequence[int], here: int, shape: Sequence[int], group: str) -> torch.Tensor:
+    """Start sending ``x`` whole to the rank whose source is ``here``, and receiving ``shape`` from ``sources[here]``."""
+    sent, received = [0] * len(sources), [0] * len(sources)
+    sent[list(sources).index(here)] = x.numel()
+    received[sources[here]] = math.prod(shape)
+    return _tensor(torch.ops._c10d_functional.all_to_all_single(x.flatten(), received, sent, group))
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """Block the stream (on CPU: the thread) until ``x`` has arrived."""
+    return _tensor(torch.ops._c10d_functional.wait_tensor(x))
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    assert isinstance(x, torch.Tensor)
+    return x
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """DTensor's shard of a dim that other mesh axes, later in the mesh, have cut before it."""
+    return strided_shard_type()(dim, split_factor=split_factor)
+
+
+def strided_shard_type() -> type[Any]:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard

@@ -1,0 +1,125 @@
+"""Who runs a local program: a process of a job, or one of several simulated ranks of this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar import _torch
+from autopar.errors import MeshError
+from autopar.mesh import Mesh
+from autopar.sharding.spec import Reduction
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ExchangeKind = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "permute"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective on contiguous buffers whose dim 0 runs over the ranks of a group.
+
+    Args:
+        kind: all_gather concatenates along dim 0, reduce_scatter and all_to_all chunk it evenly.
+        axis: the mesh axis whose groups exchange; for a permute the whole mesh exchanges.
+        reduction: sum, max or min.
+        sources: of a permute: for each rank of the mesh the rank whose buffer it receives.
+        shape: of a permute: shape of what this rank receives.
+    """
+
+    kind: ExchangeKind
+    axis: int = -1
+    reduction: Reduction = "sum"
+    sources: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+class Rank(Protocol):
+    """What a local program knows about where it runs."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def coordinate(self) -> tuple[int, ...]: ...
+
+    def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
+        """Start a collective on ``buffer``; ``finish`` returns what it receives."""
+        ...
+
+    def finish(self, received: Tensor) -> Tensor:
+        """Wait for what ``launch`` started."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """A simulated rank. Its launches return what it would send; ``spmd.simulate`` exchanges it."""
+
+    mesh: Mesh
+    coordinate: tuple[int, ...]
+
+    def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
+        return buffer
+
+    def finish(self, received: Tensor) -> Tensor:
+        return received
+
+
+def local_ranks(mesh: Mesh) -> tuple[LocalRank, ...]:
+    """One simulated rank for each place of ``mesh``, in order."""
+    return tuple(LocalRank(mesh, mesh.coordinate(r)) for r in range(mesh.size))
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessRank:
+    """This process, a member of a torch ``DeviceMesh``.
+
+    Every process of the job must create it at the same time: a mesh that is not the whole world makes a group.
+
+    Raises:
+        MeshError: this process is not in the mesh, or ranks do not increase along its axes.
+    """
+
+    device_mesh: DeviceMesh
+    mesh: Mesh = field(init=False)
+    coordinate: tuple[int, ...] = field(init=False)
+    groups: tuple[str, ...] = field(init=False)
+    whole: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        device_mesh = self.device_mesh
+        ranks = device_mesh.mesh
+        names = device_mesh.mesh_dim_names
+        coordinate = device_mesh.get_coordinate()
+        if coordinate is None or ranks.flatten().tolist() != sorted(ranks.flatten().tolist()):
+            raise MeshError(
+                "A DeviceMesh must hold this process, and its ranks must increase in row-major order.",
+                found=f"rank {torch.distributed.get_rank()}, mesh {ranks.tolist()}",
+                hint="make it with torch.distributed.device_mesh.init_device_mesh.",
+            )
+        groups = tuple(_torch.group_name(device_mesh.get_group(a)) for a in range(ranks.ndim))
+        object.__setattr__(self, "mesh", Mesh(tuple(ranks.shape), tuple(names) if names else ()))
+        object.__setattr__(self, "coordinate", tuple(coordinate))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "whole", _torch.group_name(_torch.whole_group(device_mesh)))
+
+    def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
+        if exchange.kind == "permute":
+            here = self.mesh.rank(self.coordinate)
+            return _torch.permute(buffer, exchange.sources, here, exchange.shape, self.whole)
+        size, group = self.mesh.shape[exchange.axis], self.groups[exchange.axis]
+        if exchange.kind == "all_gather":
+            return _torch.all_gather(buffer, size, group)
+        if exchange.kind == "all_to_all":
+            return _torch.all_to_all(buffer, size, group)
+        if exchange.kind == "all_reduce":
+            return _torch.all_reduce(buffer, exchange.reduction, group)
+        return _torch.reduce_scatter(buffer, exchange.reduction, size, group)
+
+    def finish(self, received: Tensor) -> Tensor:
+        return _torch.wait(received)

@@ -1,0 +1,331 @@
+"""The functions that a local program calls to redistribute its tensors.
+
+A collective launches and returns a ``Pending``; ``wait`` completes it. Around the exchange itself stand a packing
+and an unpacking that are the same on real and simulated ranks: the wire carries contiguous buffers of equal size,
+a shard that is shorter than its neighbours' is padded for it and trimmed after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from autopar.errors import SpecError
+from autopar.mesh import Mesh
+from autopar.runtime.ranks import Exchange, Rank
+from autopar.sharding import spec as sharding
+from autopar.sharding.local import LocalLength, local_length
+from autopar.sharding.redistribution import Step
+from autopar.sharding.spec import Reduction, ShardingSpec, chunk
+
+CARRIED_AS = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+"""Dtypes that gloo or NCCL cannot send, and those of the same size whose bits it sends unread."""
+
+REDUCED_AS = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+"""Dtypes that gloo or NCCL cannot reduce, and those that hold their values."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way: what ``exchange`` gives for ``buffer`` on ``rank`` is still to be unpacked."""
+
+    rank: Rank
+    buffer: Tensor
+    exchange: Exchange
+    unpack: Callable[[Tensor], Tensor]
+
+
+def all_gather(rank: Rank, x: Tensor, dim: int, axis: int, length: int) -> Pending:
+    """Undo the innermost cut of ``dim``, by ``axis``.
+
+    Args:
+        x: this rank's shard.
+        length: of ``dim`` after the step, the same on all ranks of the group.
+    """
+    size = rank.mesh.shape[axis]
+    buffer = _carried(_padded(x, dim, -(-length // size))).contiguous()
+    unpack = partial(_unpack_gathered, dim=dim, size=size, length=length, dtype=x.dtype)
+    if buffer.ndim == 0 or dim != 0:
+        buffer = buffer.unsqueeze(0)
+    return _launch(rank, buffer, Exchange("all_gather", axis), unpack)
+
+
+def all_to_all(rank: Rank, x: Tensor, gather_dim: int, scatter_dim: int, axis: int, length: int) -> Pending:
+    """Move ``axis``, the innermost cut of ``gather_dim``, to become the innermost of ``scatter_dim``.
+
+    Args:
+        x: this rank's shard.
+        length: of ``gather_dim`` after the step, the same on all ranks of the group.
+    """
+    size = rank.mesh.shape[axis]
+    mine = chunk(x.shape[scatter_dim], size, rank.coordinate[axis])[1]
+    x_wire = _carried(_padded(x, gather_dim, -(-length // size)))
+    buffer = _rows(x_wire, scatter_dim, size)
+    unpack = partial(
+        _unpack_moved, gather_dim=gather_dim, scatter_dim=scatter_dim, length=length, mine=mine, dtype=x.dtype
+    )
+    return _launch(rank, buffer, Exchange("all_to_all", axis), unpack)
+
+
+def all_reduce(rank: Rank, x: Tensor, axis: int, reduction: Reduction = "sum") -> Pending:
+    """Reduce ``x`` over the ranks along ``axis``; booleans sum as in torch: any."""
+    buffer = _reducible(x, reduction).contiguous()
+    divisor = rank.mesh.shape[axis] if reduction == "avg" else 1
+    unpack = partial(_unpack_reduced, dtype=x.dtype, divisor=divisor)
+    return _launch(rank, buffer, Exchange("all_reduce", axis, _wire_reduction(reduction)), unpack)
+
+
+def reduce_scatter(rank: Rank, x: Tensor, dim: int, axis: int, reduction: Reduction = "sum") -> Pending:
+    """Reduce ``x`` over the ranks along ``axis``, which becomes the innermost cut of ``dim``."""
+    size = rank.mesh.shape[axis]
+    mine = chunk(x.shape[dim], size, rank.coordinate[axis])[1]
+    buffer = _rows(_reducible(x, reduction), dim, size)
+    divisor = size if reduction == "avg" else 1
+    unpack = partial(_unpack_scattered, dim=dim, mine=mine, dtype=x.dtype, divisor=divisor)
+    return _launch(rank, buffer, Exchange("reduce_scatter", axis, _wire_reduction(reduction)), unpack)
+
+
+def permute(rank: Rank, x: Tensor, axes: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> Pending:
+    """Trade shards: what was cut by ``axes`` is then cut by the same axes in another ``order``.
+
+    Args:
+        x: this rank's shard.
+        shape: of the shard that this rank holds after the step.
+    """
+    buffer = _carried(x).contiguous()
+    wire_shape = (*shape, 2) if x.is_complex() else tuple(shape)
+    exchange = Exchange("permute", -1, "sum", permutation(rank.mesh, tuple(axes), tuple(order)), wire_shape)
+    return _launch(rank, buffer, exchange, partial(_unpack_permuted, shape=wire_shape, dtype=x.dtype))
+
+
+def wait(pending: Pending) -> Tensor:
+    """The contiguous result of a collective."""
+    return pending.unpack(pending.rank.finish(pending.buffer))
+
+
+def slice_shard(rank: Rank, x: Tensor, dim: int, axis: int) -> Tensor:
+    """Keep this rank's chunk of ``dim``, as a copy, so that the rest of ``x`` can be freed."""
+    start, size = chunk(x.shape[dim], rank.mesh.shape[axis], rank.coordinate[axis])
+    return x.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+
+
+def length(rank: Rank, n: int, axes: Sequence[int]) -> int:
+    """Elements that this rank holds of a dim of ``n`` cut by ``axes``."""
+    return sharding.length(n, axes, rank.mesh, rank.coordinate)
+
+
+def offset(rank: Rank, n: int, axes: Sequence[int]) -> int:
+    """Global index of the first element that this rank holds of a dim of ``n`` cut by ``axes``."""
+    return sharding.offset(n, axes, rank.mesh, rank.coordinate)
+
+
+@lru_cache(maxsize=1024)
+def permutation(mesh: Mesh, axes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """For each rank, whose shard it needs when axes that cut in the sequence ``axes`` are to cut in ``order``."""
+    out = []
+    for rank in range(mesh.size):
+        coordinate = mesh.coordinate(rank)
+        index = 0
+        for a in order:
+            index = index * mesh.shape[a] + coordinate[a]
+        source = list(coordinate)
+        for a in reversed(axes):
+            index, source[a] = divmod(index, mesh.shape[a])
+        out.append(mesh.rank(tuple(source)))
+    return tuple(out)
+
+
+def step_call(
+    step: Step, spec: ShardingSpec, global_shape: Sequence[int], mesh: Mesh
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of this module that takes ``step`` from ``spec``, and its arguments after rank and tensor.
+
+    Where ranks differ in an argument, it is (or contains) a ``LocalLength``, to be resolved by ``length``.
+    """
+    if step.kind == "slice":
+        return slice_shard, {"dim": step.dim, "axis": step.axis}
+    if step.kind == "all_reduce":
+        return all_reduce, {"axis": step.axis, "reduction": step.reduction}
+    if step.kind == "reduce_scatter":
+        return reduce_scatter, {"dim": step.dim, "axis": step.axis, "reduction": step.reduction}
+    after = step.apply(spec)
+    if step.kind == "permute":
+        shape = tuple(local_length(n, axes, mesh) for n, axes in zip(global_shape, after.dims, strict=True))
+        axes = spec.dims[step.dim] if step.dim >= 0 else tuple(reversed(step.axes))
+        return permute, {"axes": axes, "order": step.axes, "shape": shape}
+    gathered = local_length(global_shape[step.dim], after.dims[step.dim], mesh)
+    if step.kind == "all_gather":
+        return all_gather, {"dim": step.dim, "axis": step.axis, "length": gathered}
+    return all_to_all, {"gather_dim": step.dim, "scatter_dim": step.to_dim, "axis": step.axis, "length": gathered}
+
+
+def resolve(rank: Rank, arg: Any) -> Any:
+    """``arg`` with each ``LocalLength`` in it replaced by this rank's."""
+    if isinstance(arg, LocalLength):
+        return length(rank, arg.n, arg.axes)
+    if isinstance(arg, tuple):
+        return tuple(resolve(rank, a) for a in arg)
+    return arg
+
+
+def apply_step(rank: Rank, x: Tensor, step: Step, spec: ShardingSpec, global_shape: Sequence[int]) -> Tensor:
+    """Take ``step`` from ``spec`` with the shard ``x``, and wait for it."""
+    function, kwargs = step_call(step, spec, global_shape, rank.mesh)
+    result = function(rank, x, **{k: resolve(rank, v) for k, v in kwargs.items()})
+    return wait(result) if isinstance(result, Pending) else result
+
+
+def simulate(
+    function: Callable[..., Pending], ranks: Sequence[Rank], calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+) -> list[Pending]:
+    """Launch a collective on every simulated rank of a mesh and exchange what they send.
+
+    Args:
+        ranks: all ranks of the mesh, in order.
+        calls: for each rank, positional (after the rank) and keyword arguments.
+    """
+    launched = [function(rank, *args, **kwargs) for rank, (args, kwargs) in zip(ranks, calls, strict=True)]
+    exchange, mesh = launched[0].exchange, ranks[0].mesh
+    sent = [p.buffer for p in launched]
+    if exchange.kind == "permute":
+        received = [sent[source].clone() for source in exchange.sources]
+    else:
+        received = list(sent)
+        for group in mesh.groups(exchange.axis):
+            for member, buffer in zip(group, _exchanged([sent[r] for r in group], exchange), strict=True):
+                received[member] = buffer
+    return [replace(p, buffer=b) for p, b in zip(launched, received, strict=True)]
+
+
+def simulate_step(
+    ranks: Sequence[Rank], shards: Sequence[Tensor], step: Step, spec: ShardingSpec, global_shape: Sequence[int]
+) -> list[Tensor]:
+    """``apply_step`` on all simulated ranks of a mesh at once."""
+    function, kwargs = step_call(step, spec, global_shape, ranks[0].mesh)
+    calls = [((x,), {k: resolve(rank, v) for k, v in kwargs.items()}) for rank, x in zip(ranks, shards, strict=True)]
+    if step.kind == "slice":
+        return [function(rank, *args, **kw) for rank, (args, kw) in zip(ranks, calls, strict=True)]
+    return [wait(p) for p in simulate(function, ranks, calls)]
+
+
+def _exchanged(sent: list[Tensor], exchange: Exchange) -> list[Tensor]:
+    """What each rank of one group receives."""
+    if exchange.kind == "all_gather":
+        return [torch.cat(sent) for _ in sent]
+    if exchange.kind == "all_to_all":
+        chunks = [s.chunk(len(sent)) for s in sent]
+        return [torch.cat([c[i] for c in chunks]) for i in range(len(sent))]
+    reduced = _reduced(sent, exchange.reduction)
+    if exchange.kind == "all_reduce":
+        return [reduced.clone() for _ in sent]
+    return [c.clone() for c in reduced.chunk(len(sent))]
+
+
+def _reduced(sent: list[Tensor], reduction: str) -> Tensor:
+    """Halves are added in single precision, so that the result does not hang on the number of ranks."""
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+    half = sent[0].dtype in (torch.float16, torch.bfloat16)
+    total = sent[0].float() if half else sent[0]
+    for x in sent[1:]:
+        total = combine(total, x)
+    return total.to(sent[0].dtype)
+
+
+def _launch(rank: Rank, buffer: Tensor, exchange: Exchange, unpack: Callable[[Tensor], Tensor]) -> Pending:
+    return Pending(rank, rank.launch(buffer, exchange), exchange, unpack)
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - x.shape[dim]
+    return pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
+
+
+def _rows(x: Tensor, dim: int, size: int) -> Tensor:
+    """``x`` cut ``size`` ways along ``dim``, the parts stacked along a new dim 0."""
+    part = -(-x.shape[dim] // size)
+    return _padded(x, dim, part * size).unflatten(dim, (size, part)).movedim(dim, 0).contiguous()
+
+
+def _joined(rows: Tensor, dim: int, length: int) -> Tensor:
+    """The parts along dim 0 joined along ``dim`` of a part and trimmed to ``length``."""
+    size, part = rows.shape[0], rows.shape[dim + 1]
+    if part * size == length:
+        return rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    lengths = [chunk(length, size, i)[1] for i in range(size)]
+    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows.unbind(), lengths, strict=True)], dim)
+
+
+def _carried(x: Tensor) -> Tensor:
+    """``x`` in a dtype that every backend sends; complex numbers get a last dim of two."""
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.view(CARRIED_AS[x.dtype]) if x.dtype in CARRIED_AS else x
+
+
+def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(x)
+    return x.view(dtype)
+
+
+def _reducible(x: Tensor, reduction: Reduction) -> Tensor:
+    if x.is_complex() and reduction in ("sum", "avg"):
+        return torch.view_as_real(x.resolve_conj())
+    if x.is_complex() or (reduction == "avg" and not x.is_floating_point()):
+        raise SpecError(
+            f"No {reduction} is defined for {x.dtype}.",
+            found=f"a tensor of shape {tuple(x.shape)}",
+            hint="sum it, or convert it to a floating-point dtype first.",
+        )
+    return x.to(REDUCED_AS.get(x.dtype, x.dtype))
+
+
+def _wire_reduction(reduction: Reduction) -> Reduction:
+    return "sum" if reduction == "avg" else reduction
+
+
+def _unpack_gathered(buffer: Tensor, dim: int, size: int, length: int, dtype: torch.dtype) -> Tensor:
+    if dim == 0:
+        return _restored(buffer.narrow(0, 0, length), dtype)
+    return _restored(_joined(buffer, dim, length), dtype)
+
+
+def _unpack_moved(
+    buffer: Tensor, gather_dim: int, scatter_dim: int, length: int, mine: int, dtype: torch.dtype
+) -> Tensor:
+    return _restored(_joined(buffer.narrow(scatter_dim + 1, 0, mine), gather_dim, length), dtype)
+
+
+def _unpack_reduced(buffer: Tensor, dtype: torch.dtype, divisor: int) -> Tensor:
+    mean = buffer / divisor if divisor > 1 else buffer
+    return torch.view_as_complex(mean) if dtype.is_complex else mean.to(dtype)
+
+
+def _unpack_scattered(buffer: Tensor, dim: int, mine: int, dtype: torch.dtype, divisor: int) -> Tensor:
+    return _unpack_reduced(buffer.squeeze(0).narrow(dim, 0, mine).contiguous(), dtype, divisor)
+
+
+def _unpack_permuted(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return _restored(buffer.reshape(shape), dtype)
