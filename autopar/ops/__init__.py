@@ -1,1 +1,10 @@
-"""ops."""
+"""The custom ops ``torch.ops.autopar.*`` that a captured graph holds in place of torch's own.
+
+Each is the same function of its (local) operands on every device and every mesh; importing this package registers all.
+"""
+
+from __future__ import annotations
+
+from autopar.ops import attention, batch_norm, contract, cross_entropy, embedding, random
+
+__all__ = ["attention", "batch_norm", "contract", "cross_entropy", "embedding", "random"]

@@ -1,0 +1,253 @@
+"""Scaled-dot-product attention, forward and backward, with grouped queries and dropout that no sharding changes.
+
+q is [b, h, s, d], k [b, g, t, d], v [b, g, t, d_v]; head i of the queries reads head i // (h / g) of k and v. In causal
+attention query i may read key j when i >= j, counted in the global tensors. A row that may read nothing gives zeros,
+its gradients are zeros, and its lse is 0. On a CPU torch's flash kernel does what it can; the rest, and all on other
+devices, goes block by block over the queries with the formulas of Dao et al. 2022 (FlashAttention, appendix B).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.ops.random import keep_mask
+from autopar.ops.registration import accumulation_dtype, define, differentiate
+
+# Scores held at a time: on a CPU near the size of its caches, elsewhere as many as keep the device busy.
+CPU_SCORES = 1 << 21
+SCORES = 1 << 27
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """What forward and backward share; ``offset`` is where the local [b, h, s, t] starts in the global one."""
+
+    mask: Tensor | None
+    seed: Tensor | None
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    site: int
+    global_shape: list[int]
+    offset: list[int]
+
+    def flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether torch's flash kernel for the CPU computes this."""
+        full = q.numel() > 0 and k.numel() > 0
+        return q.device.type == "cpu" and full and not self.dropout_p and q.shape[-1] == v.shape[-1]
+
+    def flash_mask(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
+        """The additive mask that the kernel takes, and whether it is causal by itself."""
+        mask = self.mask
+        causal = self.is_causal and self.offset[2] == self.offset[3]
+        if self.is_causal and not causal:
+            mask = _both(mask, self._causal(slice(0, q.shape[2]), k.shape[2], q.device))
+        if mask is None:
+            return None, causal
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        if mask.dtype != torch.float32 or q.dtype == torch.float64:
+            mask = mask.to(q.dtype)
+        return mask[(None,) * (4 - mask.dim())], causal
+
+    def _causal(self, rows: slice, t: int, device: torch.device) -> Tensor:
+        """[rows, t], bool."""
+        first_query, first_key = self.offset[2:]
+        queries = torch.arange(rows.start + first_query, rows.stop + first_query, device=device)
+        return queries[:, None] >= torch.arange(first_key, first_key + t, device=device)
+
+    def scores(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
+        """[b, h, rows, t] in the accumulation dtype; -inf where attention is forbidden."""
+        scores = _by_group(q[:, :, rows], k) @ k.transpose(-1, -2)
+        scores = scores.view(q.shape[0], q.shape[1], rows.stop - rows.start, k.shape[2]).mul_(self.scale)
+        if self.mask is not None:
+            mask = self.mask[..., rows, :] if self.mask.dim() > 1 and self.mask.shape[-2] > 1 else self.mask
+            scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        if self.is_causal:
+            scores.masked_fill_(~self._causal(rows, k.shape[2], q.device), -math.inf)
+        return scores
+
+    def keep(self, shape: torch.Size, rows: slice) -> Tensor | None:
+        """[b, h, rows, t]: 1 / (1 - p) where dropout keeps, else 0; None without dropout."""
+        if not self.dropout_p:
+            return None
+        assert self.seed is not None
+        b, h, first, t = self.offset
+        keep = keep_mask(
+            self.seed,
+            self.site,
+            self.dropout_p,
+            self.global_shape,
+            list(shape),
+            [b, h, first + rows.start, t],
+            self.seed.device,
+        )
+        return keep.to(torch.float32).mul_(1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0)
+
+
+def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
+    if mask is None:
+        return allowed
+    return mask & allowed if mask.dtype == torch.bool else mask.where(allowed, -math.inf)
+
+
+def _by_group(x: Tensor, k: Tensor) -> Tensor:
+    """[b, h, rows, n] -> [b, g, h / g rows, n]: the queries that share a head of k become rows of one matrix."""
+    b, h, rows, n = x.shape
+    return x.reshape(b, k.shape[1], h // max(1, k.shape[1]) * rows, n)
+
+
+def _row_blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    b, h, s, _ = q.shape
+    limit = CPU_SCORES if q.device.type == "cpu" else SCORES
+    step = max(1, limit // max(1, b * h * k.shape[2]))
+    return (slice(start, min(s, start + step)) for start in range(0, s, step))
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, options: Any) -> _Attention:
+    attention = _Attention(mask, seed, **options)
+    b, h, _, d = q.shape
+    fits = k.shape[0] == b and v.shape[:3] == k.shape[:3] and k.shape[3] == d and h % max(1, k.shape[1]) == 0
+    if not fits or not q.dtype == k.dtype == v.dtype:
+        raise AutoparError(
+            "Attention needs q [b, h, s, d], k [b, g, t, d] and v [b, g, t, d_v], with h a multiple of g.",
+            found=", ".join(f"{x.dtype} {list(x.shape)}" for x in (q, k, v)),
+        )
+    if attention.dropout_p and seed is None:
+        raise AutoparError("Attention with dropout needs a seed.", found=f"dropout_p={attention.dropout_p}")
+    return attention
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    attention = _checked(q, k, v, mask, seed, options)
+    if attention.flash(q, k, v):
+        additive, causal = attention.flash_mask(q, k)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=additive, scale=attention.scale
+        )
+        return out.contiguous(), lse.contiguous()
+    return _forward(attention, q, k, v)
+
+
+def _forward(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(q.dtype)
+    out = q.new_zeros([*q.shape[:3], v.shape[3]])
+    lse = q.new_zeros(q.shape[:3], dtype=dtype)
+    if out.numel() == 0 or k.numel() == 0:
+        return out, lse
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    for rows in _row_blocks(q, k):
+        scores = attention.scores(q, k, rows)
+        highest = scores.amax(-1, keepdim=True)
+        highest.masked_fill_(highest == -math.inf, 0)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        empty = total == 0
+        lse[:, :, rows] = (total.log() + highest).masked_fill_(empty, 0).squeeze(-1)
+        keep = attention.keep(weights.shape, rows)
+        if keep is not None:
+            weights.mul_(keep)
+        product = (_by_group(weights, v) @ v).view(*weights.shape[:3], v.shape[3])
+        out[:, :, rows] = product.div_(total.masked_fill_(empty, 1)).to(out.dtype)
+    return out, lse
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    _checked(q, k, v, mask, seed, options)
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty([*q.shape[:3], v.shape[3]]), lse
+
+
+def _attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    attention = _checked(q, k, v, mask, seed, options)
+    if attention.flash(q, k, v):
+        additive, causal = attention.flash_mask(q, k)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=additive, scale=attention.scale
+        )
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return _backward(attention, grad_out, q, k, v, out, lse)
+
+
+def _backward(
+    attention: _Attention, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    original, dtype = q.dtype, accumulation_dtype(q.dtype)
+    q, k, v, grad_out, out = (x.to(dtype) for x in (q, k, v, grad_out, out))
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if min(q.numel(), k.numel()) > 0:
+        for rows in _row_blocks(q, k):
+            weights = attention.scores(q, k, rows).sub_(lse[:, :, rows, None]).exp_()
+            grad = grad_out[:, :, rows]
+            dweights = (_by_group(grad, v) @ v.transpose(-1, -2)).view(weights.shape)
+            keep = attention.keep(weights.shape, rows)
+            kept = weights
+            if keep is not None:
+                kept = weights * keep
+                dweights.mul_(keep)
+            dv += _by_group(kept, v).transpose(-1, -2) @ _by_group(grad, v)
+            dweights.sub_((grad * out[:, :, rows]).sum(-1, keepdim=True)).mul_(weights).mul_(attention.scale)
+            dq[:, :, rows] = (_by_group(dweights, k) @ k).view(*weights.shape[:3], k.shape[3])
+            dk += _by_group(dweights, k).transpose(-1, -2) @ _by_group(q[:, :, rows], k)
+    return dq.to(original), dk.to(original), dv.to(original)
+
+
+def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
+    q, k, v, mask, seed = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, seed, out, lse)
+    ctx.options = keyword_only_inputs
+
+
+def _gradient(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return None, None, None, None, None
+    q, k, v, mask, seed, out, lse = ctx.saved_tensors
+    dq, dk, dv = torch.ops.autopar.attention_backward(grad_out, q, k, v, mask, out, lse, seed, **ctx.options)
+    return dq, dk, dv, None, None
+
+
+_OPTIONS = (
+    "*, bool is_causal, float scale, float dropout_p, int site, SymInt[] global_shape, SymInt[] offset"
+)
+define(
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    _attention,
+    _fake,
+)
+define(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse,"
+    f" Tensor? seed, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _attention_backward,
+    _backward_fake,
+)
+differentiate("attention", _gradient, _context)

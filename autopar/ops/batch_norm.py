@@ -1,0 +1,130 @@
+"""Batch normalisation in training, with every sum over the batch an op of its own, to be reduced over the ranks.
+
+A caller takes mean = sum(x) / count, rstd = (sum of ``squared_deviation(x, mean)`` / count + eps)^-1/2, then
+``batch_norm``; its gradient is ``batch_norm_backward_reduce``, reduced over the ranks, and then
+``batch_norm_backward_input`` (Ioffe and Szegedy 2015, section 3).
+x is [n, c, ...]; statistics are [c], in float32 or float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.registration import accumulation_dtype, define, differentiate, without_gradient
+
+
+def _channels(statistic: Tensor, x: Tensor) -> Tensor:
+    """[c] -> [1, c, 1, ...], to broadcast with x."""
+    return statistic.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _sum(x: Tensor) -> Tensor:
+    """[n, c, ...] -> [c]"""
+    return x.sum([dim for dim in range(x.dim()) if dim != 1], dtype=accumulation_dtype(x.dtype))
+
+
+def _squared_deviation(x: Tensor, mean: Tensor) -> Tensor:
+    return _sum((x - _channels(mean, x)).square_())
+
+
+def _squared_deviation_fake(x: Tensor, mean: Tensor) -> Tensor:
+    return x.new_empty([x.shape[1]], dtype=_statistics_dtype(x, mean))
+
+
+def _statistics_dtype(x: Tensor, mean: Tensor) -> torch.dtype:
+    return accumulation_dtype(torch.promote_types(x.dtype, mean.dtype))
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, *, count: int
+) -> Tensor:
+    dtype = _statistics_dtype(x, mean)
+    scale = rstd.to(dtype) if weight is None else rstd.to(dtype) * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    return torch.addcmul(_channels(shift, x), x.to(dtype), _channels(scale, x)).to(x.dtype).contiguous()
+
+
+def _batch_norm_fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, *, count: int
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _backward_reduce(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = _statistics_dtype(x, mean)
+    sum_grad_xhat = _sum((x - _channels(mean, x)).mul_(grad)) * rstd
+    return grad.sum([dim for dim in range(x.dim()) if dim != 1], dtype=dtype), sum_grad_xhat.to(dtype)
+
+
+def _backward_reduce_fake(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = _statistics_dtype(x, mean)
+    return x.new_empty([x.shape[1]], dtype=dtype), x.new_empty([x.shape[1]], dtype=dtype)
+
+
+def _backward_input(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    sum_grad: Tensor,
+    sum_grad_xhat: Tensor,
+    *,
+    count: int,
+) -> Tensor:
+    # dx = rstd w (g - sum(g) / count - xhat sum(g xhat) / count), with xhat = (x - mean) rstd
+    slope = rstd * sum_grad_xhat / -count
+    scale = rstd if weight is None else rstd * weight
+    out = (x - _channels(mean, x)).mul_(_channels(slope, x)).add_(grad).sub_(_channels(sum_grad / count, x))
+    return out.mul_(_channels(scale, x)).to(x.dtype).contiguous()
+
+
+def _backward_input_fake(grad: Tensor, x: Tensor, *_: Any, count: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    x, weight, bias, mean, rstd = inputs
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.count = keyword_only_inputs["count"]
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    sum_grad, sum_grad_xhat = torch.ops.autopar.batch_norm_backward_reduce(grad, x, mean, rstd)
+    dx = dweight = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = torch.ops.autopar.batch_norm_backward_input(
+            grad, x, weight, mean, rstd, sum_grad, sum_grad_xhat, count=ctx.count
+        )
+    if ctx.needs_input_grad[1]:
+        dweight = sum_grad_xhat.to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        dbias = sum_grad.to(ctx.bias_dtype)
+    return dx, dweight, dbias, None, None
+
+
+define("squared_deviation(Tensor x, Tensor mean) -> Tensor", _squared_deviation, _squared_deviation_fake)
+without_gradient("squared_deviation")
+define(
+    "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, *, SymInt count) -> Tensor",
+    _batch_norm,
+    _batch_norm_fake,
+)
+define(
+    "batch_norm_backward_reduce(Tensor grad, Tensor x, Tensor mean, Tensor rstd)"
+    " -> (Tensor sum_grad, Tensor sum_grad_xhat)",
+    _backward_reduce,
+    _backward_reduce_fake,
+)
+define(
+    "batch_norm_backward_input(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor sum_grad,"
+    " Tensor sum_grad_xhat, *, SymInt count) -> Tensor",
+    _backward_input,
+    _backward_input_fake,
+)
+differentiate("batch_norm", _gradient, _context)

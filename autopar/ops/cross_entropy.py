@@ -1,0 +1,104 @@
+"""Cross-entropy in pieces over the last dim, the vocabulary, any part of which a rank may hold.
+
+The formulation is that of Megatron-LM (Shoeybi et al. 2019, section 3): with m the maximum over the whole vocabulary
+and lse = m + log(sum of ``sumexp(x, m)`` over the shards), an element's loss is the sum of ``nll`` over the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.registration import accumulation_dtype, define, differentiate, without_gradient
+
+# Elements converted to the accumulation dtype at a time.
+BLOCK = 1 << 22
+
+
+def _blocks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, BLOCK // max(1, columns))
+    return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[..., v] -> [rows, v]"""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _sumexp(x: Tensor, m: Tensor) -> Tensor:
+    dtype = accumulation_dtype(x.dtype)
+    out = torch.empty(m.shape, dtype=dtype, device=x.device)
+    flat_x, flat_m, flat_out = _flat(x), m.reshape(-1, 1).to(dtype), out.view(-1)
+    for rows in _blocks(*flat_x.shape):
+        torch.sum(torch.sub(flat_x[rows], flat_m[rows]).exp_(), dim=-1, out=flat_out[rows])
+    return out
+
+
+def _sumexp_fake(x: Tensor, m: Tensor) -> Tensor:
+    return x.new_empty(m.shape, dtype=accumulation_dtype(x.dtype))
+
+
+def _place(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
+    """Whether the target is in this shard and counts, and its position here (0 where it is not): both [...]."""
+    here = (target >= offset) & (target < offset + v) & (target != ignore_index)
+    return here, (target - offset).where(here, 0)
+
+
+def _nll(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int) -> Tensor:
+    if x.shape[-1] == 0:
+        return torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    here, position = _place(target, ignore_index, offset, x.shape[-1])
+    chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
+    return torch.sub(lse, chosen).to(lse.dtype).where(here, 0).contiguous()
+
+
+def _nll_fake(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int) -> Tensor:
+    return torch.empty_like(lse, memory_format=torch.contiguous_format)
+
+
+def _nll_backward(
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int
+) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return out
+    here, position = _place(target.reshape(-1, 1), ignore_index, offset, x.shape[-1])
+    # Ignored rows multiply by zero below; the exponential must be finite for that.
+    scale = grad.reshape(-1, 1).masked_fill(target.reshape(-1, 1) == ignore_index, 0).to(lse.dtype)
+    flat_x, flat_lse, flat_out = _flat(x), lse.reshape(-1, 1), _flat(out)
+    for rows in _blocks(*flat_x.shape):
+        part = torch.sub(flat_x[rows], flat_lse[rows]).exp_()
+        part.scatter_add_(-1, position[rows], here[rows].to(part.dtype).neg_())
+        flat_out[rows] = part.mul_(scale[rows])
+    return out
+
+
+def _nll_backward_fake(
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _nll_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = keyword_only_inputs
+
+
+def _nll_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.autopar.nll_backward(grad, *ctx.saved_tensors, **ctx.options), None, None
+
+
+define("sumexp(Tensor x, Tensor m) -> Tensor", _sumexp, _sumexp_fake)
+without_gradient("sumexp")
+define(
+    "nll(Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset) -> Tensor", _nll, _nll_fake
+)
+define(
+    "nll_backward(Tensor grad, Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset) -> Tensor",
+    _nll_backward,
+    _nll_backward_fake,
+)
+differentiate("nll", _nll_gradient, _nll_context)

@@ -1,0 +1,76 @@
+"""Rows of a table that may be a shard of the vocabulary: rows that other ranks hold come out as zeros, to be summed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.ops.registration import accumulation_dtype, define, differentiate
+
+
+def _inside(index: Tensor, offset: int, rows: int) -> Tensor | None:
+    """Which indices this shard holds: bool; None when it holds them all (found out only where that costs nothing)."""
+    inside = (index >= offset) & (index < offset + rows)
+    if index.device.type == "cpu" and bool(inside.all()):
+        return None
+    return inside
+
+
+def _lookup(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:
+    if weight.shape[0] == 0:
+        return weight.new_zeros([*index.shape, weight.shape[1]])
+    inside = _inside(index, offset, weight.shape[0])
+    local = index - offset if offset else index
+    if inside is None:
+        return functional.embedding(local, weight).contiguous()
+    out = functional.embedding(local.where(inside, 0), weight)
+    return out.masked_fill_(~inside.unsqueeze(-1), 0).contiguous()
+
+
+def _lookup_fake(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:
+    return weight.new_empty([*index.shape, weight.shape[1]])
+
+
+def _lookup_backward(grad: Tensor, index: Tensor, *, rows: int, offset: int, padding_idx: int) -> Tensor:
+    if rows == 0:
+        return grad.new_zeros([0, grad.shape[-1]])
+    inside = _inside(index, offset, rows)
+    local = index - offset if offset else index
+    if inside is not None:
+        grad = grad.masked_fill(~inside.unsqueeze(-1), 0)
+        local = local.where(inside, 0)
+        # Elsewhere's entries add zeros to row 0, unless that is the padding row, which takes nothing anyway.
+    local_padding = padding_idx - offset if padding_idx >= offset else -1
+    dtype = accumulation_dtype(grad.dtype)
+    out: Tensor = torch.ops.aten.embedding_dense_backward(grad.to(dtype), local, rows, local_padding, False)
+    return out.to(grad.dtype).contiguous()
+
+
+def _lookup_backward_fake(grad: Tensor, index: Tensor, *, rows: int, offset: int, padding_idx: int) -> Tensor:
+    return grad.new_empty([rows, grad.shape[-1]])
+
+
+def _lookup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    weight, index = inputs
+    ctx.save_for_backward(index)
+    ctx.options = dict(keyword_only_inputs, rows=weight.shape[0])
+
+
+def _lookup_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (index,) = ctx.saved_tensors
+    dweight: Tensor = torch.ops.autopar.lookup_backward(grad, index, **ctx.options)
+    return dweight, None
+
+
+define(
+    "lookup(Tensor weight, Tensor index, *, SymInt offset, SymInt padding_idx=-1) -> Tensor", _lookup, _lookup_fake
+)
+define(
+    "lookup_backward(Tensor grad, Tensor index, *, SymInt rows, SymInt offset, SymInt padding_idx) -> Tensor",
+    _lookup_backward,
+    _lookup_backward_fake,
+)
+differentiate("lookup", _lookup_gradient, _lookup_context)

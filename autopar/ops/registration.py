@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# A fragment, so that a user's own library of this name (or a kernel for another device) can add to it.
+LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Add ``autopar::<schema>`` with one implementation for every device.
+
+    ``fake`` gives outputs whose shape, dtype and strides are the real ones; every op returns new contiguous tensors,
+    so that a captured graph and the local program agree on strides whatever the inputs' are.
+    """
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autopar::{name}", fake, lib=LIBRARY)
+
+
+def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    torch.library.register_autograd(f"autopar::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def without_gradient(name: str) -> None:
+    """Results of ``autopar::<name>`` count as constants: whoever uses them accounts for what they depend on."""
+
+    def backward(ctx: Any, *_: Any) -> None:
+        raise AssertionError(f"autopar::{name} has no gradient")
+
+    differentiate(name, backward, lambda ctx, inputs, output: ctx.mark_non_differentiable(output))
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums over float16 and bfloat16 run in float32, as in torch's own kernels."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
