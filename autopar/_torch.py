@@ -86,7 +86,7 @@ def joint_graph(
         if node.op == "placeholder":
             inputs.append(_input_meaning(node.meta["desc"]))
         elif node.op == "output":
-            outputs = [_output_meaning(d) for d in node.meta["desc"]]
+            outputs = [None if d is None else _output_meaning(d) for d in node.meta["desc"]]
     return graph_module, inputs, outputs
 
 
@@ -161,7 +161,7 @@ def all_to_all(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 
 def permute(x: torch.Tensor, sources: Sequence[int], here: int, shape: Sequence[int], group: str) -> torch.Tensor:
-    """Start sending ``x`` whole to the rank whose source is ``here``, and receiving ``shape`` from ``sources[here]``."""
+    """Start sending ``x`` to the rank whose source is ``here``, and receiving ``shape`` from ``sources[here]``."""
     sent, received = [0] * len(sources), [0] * len(sources)
     sent[list(sources).index(here)] = x.numel()
     received[sources[here]] = math.prod(shape)
@@ -180,7 +180,8 @@ def _tensor(x: Any) -> torch.Tensor:
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """DTensor's shard of a dim that other mesh axes, later in the mesh, have cut before it."""
-    return strided_shard_type()(dim, split_factor=split_factor)
+    placement: Placement = strided_shard_type()(dim, split_factor=split_factor)
+    return placement
 
 
 def strided_shard_type() -> type[Any]:

@@ -1,1 +1,6 @@
-"""planner."""
+"""Data in, decisions and a local program out."""
+
+from autopar.planner.options import Options
+from autopar.planner.search import Planned, plan_graph
+
+__all__ = ["Options", "Planned", "plan_graph"]

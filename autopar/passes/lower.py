@@ -1,0 +1,208 @@
+"""From the planned program to torch.fx graphs of the forward and the backward that each rank runs.
+
+One to one: every op of the program becomes one call, every collective a launch and, before its first reader, a wait.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import spmd
+from autopar.ir import Graph, Input, Output, Phase, Value
+from autopar.mesh import Mesh
+from autopar.program import LocalTensor, Op, Program
+from autopar.sharding import LocalLength, LocalOffset, ShardingSpec
+from autopar.strategies import localize
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The local program as two torch.fx graphs.
+
+    ``forward(rank, *inputs) -> (*results, *saved)`` and ``backward(rank, *saved, *tangents) -> results``.
+
+    Args:
+        inputs: meaning and spec of each forward input after ``rank``.
+        results: meaning and spec of each result of the forward: outputs and mutations.
+        saved: names of the tensors that the forward keeps for the backward.
+        tangents: meaning of each tangent, in order.
+        gradients: meaning and spec of each result of the backward.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    inputs: tuple[tuple[Input, ShardingSpec], ...]
+    results: tuple[tuple[Output, ShardingSpec], ...]
+    saved: tuple[str, ...]
+    tangents: tuple[Input, ...]
+    gradients: tuple[tuple[Output, ShardingSpec], ...]
+
+
+def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
+    """Translate ``program``, a plan for ``graph``, op by op."""
+    results = {p: [r for r in program.results if _phase(program, r[1]) == p] for p in ("forward", "backward")}
+    saved = _saved(program, [name for _, name in results["backward"]])
+    inputs = [op for op in program.ops if op.kind == "input"]
+    fed = [op for op in inputs if graph.input_of[op.node].kind != "tangent"]
+    tangents = [op for op in inputs if graph.input_of[op.node].kind == "tangent"]
+
+    ahead = _Builder(graph, mesh)
+    for op in fed:
+        ahead.placeholder(op.writes[0])
+    ahead.run([op for op in program.ops if op.phase == "forward" and op.kind != "input"])
+    forward = ahead.finish([name for _, name in results["forward"]] + list(saved))
+
+    back = _Builder(graph, mesh)
+    for name in saved:
+        back.placeholder(program.tensors[name])
+    for op in tangents:
+        back.placeholder(op.writes[0])
+    back.run([op for op in program.ops if op.phase == "backward" and op.kind != "input"])
+    backward = back.finish([name for _, name in results["backward"]])
+
+    def with_spec(pairs: Sequence[tuple[Output, str]]) -> tuple[tuple[Output, ShardingSpec], ...]:
+        return tuple((output, program.tensors[name].spec) for output, name in pairs)
+
+    return Lowered(
+        forward, backward, tuple((graph.input_of[op.node], op.writes[0].spec) for op in fed),
+        with_spec(results["forward"]), saved, tuple(graph.input_of[op.node] for op in tangents),
+        with_spec(results["backward"]),
+    )  # fmt: skip
+
+
+def _phase(program: Program, name: str) -> Phase:
+    return program.ops[program.writer[name]].phase
+
+
+def _saved(program: Program, results: Sequence[str]) -> tuple[str, ...]:
+    """Tensors of the forward that the backward reads, in order of making."""
+    read = {name for op in program.ops if op.phase == "backward" for name in op.reads} | set(results)
+    made = [t.name for op in program.ops if op.phase == "forward" for t in op.writes]
+    return tuple(name for name in made if name in read)
+
+
+@dataclass
+class _Builder:
+    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to collectives under way."""
+
+    graph: Graph
+    mesh: Mesh
+    fx: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[str, fx.Node] = field(default_factory=dict)
+    pending: dict[str, fx.Node] = field(default_factory=dict)
+    _integers: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank = self.fx.placeholder("rank")
+
+    def placeholder(self, tensor: LocalTensor) -> None:
+        node = self.fx.placeholder(identifier(tensor.name))
+        self.values[tensor.name] = self._described(node, tensor)
+
+    def run(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if op.kind == "redistribute":
+                self._redistribute(op)
+            else:
+                self._compute(op)
+
+    def finish(self, results: Sequence[str]) -> fx.GraphModule:
+        self.fx.output(tuple(self._read(name) for name in results))
+        self.fx.lint()
+        return fx.GraphModule(torch.nn.Module(), self.fx)
+
+    def _described(self, node: fx.Node, tensor: LocalTensor) -> fx.Node:
+        node.meta["tensor"] = tensor
+        return node
+
+    def _read(self, name: str) -> fx.Node:
+        if name in self.pending:
+            pending = self.pending.pop(name)
+            waited = self.fx.call_function(spmd.wait, (pending,), name=identifier(name))
+            self.values[name] = self._described(waited, pending.meta["tensor"])
+        return self.values[name]
+
+    def _redistribute(self, op: Op) -> None:
+        step, tensor = op.step, op.writes[0]
+        assert step is not None
+        source = self._read(op.reads[0])
+        before: LocalTensor = source.meta["tensor"]
+        function, kwargs = spmd.step_call(step, before.spec, tensor.meta.shape, self.mesh)
+        local = {k: self._argument(v) for k, v in kwargs.items()}
+        name = identifier(tensor.name)
+        node = self.fx.call_function(function, (self.rank, source), local, name=name if not op.is_collective else f"{name}_launched")
+        node.meta["op"] = op
+        self._described(node, tensor)
+        (self.pending if op.is_collective else self.values)[tensor.name] = node
+
+    def _compute(self, op: Op) -> None:
+        node = self.graph.by_name[op.node]
+        assert op.strategy is not None
+        metas = tuple(self.graph.meta(v) for v in node.inputs)
+        name, args, kwargs = localize(node, op.strategy, metas, self.mesh)
+        # The same value may come in two specs as two operands, so operands go by position.
+        operands = iter(op.reads)
+        made = self._made_args(args, kwargs, operands)
+        target = resolve_op(name)
+        call = self.fx.call_function(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
+        call.meta["op"] = op
+        if len(node.outputs) == 1:
+            self.values[op.writes[0].name] = self._described(call, op.writes[0])
+            return
+        at = {t.name: t for t in op.writes}
+        for index in range(len(node.outputs)):
+            tensor = at.get(str(Value(node.name, index)))
+            if tensor is not None:
+                item = self.fx.call_function(operator.getitem, (call, index), name=f"{identifier(op.name)}_{index}")
+                self.values[tensor.name] = self._described(item, tensor)
+
+    def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        made = tuple(self._argument(a, operands) for a in args)
+        return made, {k: self._argument(v, operands) for k, v in kwargs}
+
+    def _argument(self, arg: Any, operands: Any = None) -> Any:
+        if isinstance(arg, Value):
+            return self._read(next(operands))
+        if isinstance(arg, (LocalLength, LocalOffset)):
+            return self._integer(arg)
+        if isinstance(arg, (tuple, list)):
+            return [self._argument(a, operands) for a in arg]
+        if isinstance(arg, str) and arg.startswith("torch."):
+            return getattr(torch, arg.removeprefix("torch."))
+        if isinstance(arg, str) and arg.startswith("complex:"):
+            return complex(arg.removeprefix("complex:"))
+        return arg
+
+    def _integer(self, arg: LocalLength | LocalOffset) -> fx.Node:
+        """An integer that differs between ranks, computed once."""
+        if arg not in self._integers:
+            function = spmd.length if isinstance(arg, LocalLength) else spmd.offset
+            self._integers[arg] = self.fx.call_function(function, (self.rank, arg.n, arg.axes))
+        return self._integers[arg]
+
+    def _with_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Ops that make a tensor from nothing make it on the rank's device."""
+        schema = getattr(target, "_schema", None)
+        arguments = schema.arguments if schema is not None else ()
+        makes = any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
+        return {**kwargs, "device": self.fx.call_function(spmd.device, (self.rank,))} if makes else kwargs
+
+
+def resolve_op(name: str) -> Any:
+    """``"aten.mm.default"`` as the callable."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def identifier(name: str) -> str:
+    """A Python name for a tensor of the program: ``mm|S0R|f`` becomes ``mm_S0R_f``."""
+    return re.sub(r"\W+", "_", name).strip("_")

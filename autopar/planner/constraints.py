@@ -1,0 +1,121 @@
+"""Manual control: which names a constraint's glob means, and what it forces there."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import ConstraintError
+from autopar.ir import Graph, Node, Value
+from autopar.mesh import Mesh
+from autopar.sharding import ShardingSpec
+
+PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P."
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Resolved constraints: the spec of placeholders by node, of outputs by name, of values inside the graph."""
+
+    placeholders: Mapping[str, ShardingSpec]
+    outputs: Mapping[str, ShardingSpec]
+    values: Mapping[Value, ShardingSpec]
+
+
+def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: Mapping[str, str]) -> Forced:
+    """Expand the globs of ``constraints`` over the graph.
+
+    Raises:
+        ConstraintError: a glob that names nothing, or two that contradict each other.
+        SpecError: a spec that cannot be read or does not fit.
+    """
+    names = _names(graph, aliases)
+    chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
+    for pattern, text in constraints.items():
+        spec = ShardingSpec.parse(text)
+        matches = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise _names_nothing(pattern, names)
+        fitting = [m for m in matches if names[m].ndim == spec.ndim]
+        for name in fitting or matches[:1]:
+            target = names[name]
+            spec.check(target.ndim, mesh, name)
+            if spec.partial:
+                raise ConstraintError(f"The constraint on {name} is partial.", found=str(spec), hint=PARTIAL_HINT)
+            said = chosen.get(target.key)
+            if said is not None and said[0] != spec:
+                raise ConstraintError(
+                    f"Two constraints contradict each other on {name}.",
+                    found=f"{said[1]!r} wants {said[0]}, {pattern!r} wants {spec}" + _tie_note(name, aliases),
+                    hint="keep one of them; tied parameters are one tensor and take one spec.",
+                )
+            chosen[target.key] = (spec, pattern)
+    return Forced(
+        {str(k): s for (kind, k), (s, _) in chosen.items() if kind == "placeholder"},
+        {str(k): s for (kind, k), (s, _) in chosen.items() if kind == "output"},
+        {k: s for (kind, k), (s, _) in chosen.items() if kind == "value" and isinstance(k, Value)},
+    )
+
+
+@dataclass(frozen=True)
+class _Target:
+    key: tuple[str, object]
+    ndim: int
+
+
+def _tie_note(name: str, aliases: Mapping[str, str]) -> str:
+    tied = [a for a, c in aliases.items() if name in (a, c)]
+    return f" ({tied[0]} is tied to {aliases[tied[0]]})" if tied else ""
+
+
+def _names(graph: Graph, aliases: Mapping[str, str]) -> dict[str, _Target]:
+    """Everything that a constraint can name."""
+    names: dict[str, _Target] = {}
+    for module, node in module_outputs(graph).items():
+        names[module] = _Target(("value", Value(node.name)), _ndim(node))
+    for node in graph.nodes:
+        if node.op != "placeholder" and node.outputs and node.outputs[0] is not None:
+            names.setdefault(node.name, _Target(("value", Value(node.name)), _ndim(node)))
+    for inp in graph.inputs:
+        ndim = _ndim(graph.by_name[inp.node])
+        if inp.kind in ("parameter", "buffer"):
+            names[inp.name] = _Target(("placeholder", inp.node), ndim)
+        elif inp.kind == "input":
+            names[f"input:{inp.name}"] = _Target(("placeholder", inp.node), ndim)
+    for out in graph.outputs:
+        if out.kind == "output":
+            names[f"output:{out.name}"] = _Target(("output", out.name), len(graph.meta(out.value).shape))
+    for alias, name in aliases.items():
+        if name in names:
+            names[alias] = names[name]
+    return names
+
+
+def _ndim(node: Node) -> int:
+    meta = node.outputs[0]
+    return len(meta.shape) if meta is not None else 0
+
+
+def module_outputs(graph: Graph) -> dict[str, Node]:
+    """The node that makes the result of each module: the last one of its forward."""
+    last: dict[str, Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or node.phase != "forward" or not node.module:
+            continue
+        if not node.outputs or node.outputs[0] is None:
+            continue
+        parts = node.module.split(".")
+        for i in range(1, len(parts) + 1):
+            last[".".join(parts[:i])] = node
+    return last
+
+
+def _names_nothing(pattern: str, names: Mapping[str, object]) -> ConstraintError:
+    near = difflib.get_close_matches(pattern, list(names), n=4, cutoff=0.4)
+    return ConstraintError(
+        f"The constraint {pattern!r} names nothing in the model.",
+        found=f"{len(names)} names, none of which matches",
+        hint=f"the nearest are {', '.join(near)}." if near else "see plan.specs for the names.",
+    )

@@ -1,0 +1,247 @@
+"""The decision problem: one variable for each op, input and shared copy; an edge wherever a tensor is handed on.
+
+A tensor that several ops of one phase read gets a *copy* variable: the one spec that it is redistributed to, once,
+and that they read from. A parameter also chooses whether what was gathered in the forward is kept for the backward
+(ZeRO-1 and 2) or gathered again (ZeRO-3). Gradients go to the spec of their parameter: the parameter's own variable
+is their consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ir import Graph, Node, Phase, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.planner.constraints import Forced
+from autopar.planner.options import Options
+from autopar.planner.specs import stored_specs
+from autopar.sharding import ShardingSpec, Strategy
+from autopar.strategies import strategies
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
+
+    ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered.
+    """
+
+    key: str
+    kind: str
+    options: tuple[Strategy, ...]
+    phase: Phase
+    node: Node | None = None
+    value: Value | None = None
+    kept: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Variable ``source``'s result ``out`` is read by variable ``target`` as operand ``position``.
+
+    With ``kept`` the pair is not priced: the target's kept options need the same spec at the source, for nothing.
+    A ``target`` that stores the value (a parameter its gradient) reads it at its own spec: position -1.
+    """
+
+    source: int
+    out: int
+    target: int
+    position: int
+    meta: TensorMeta
+    kept: bool = False
+
+
+@dataclass
+class Decisions:
+    """All variables and handovers of a graph on a mesh, and where each value is made and read."""
+
+    graph: Graph
+    mesh: Mesh
+    variables: list[Variable] = field(default_factory=list)
+    handovers: list[Handover] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+
+    def add(self, variable: Variable) -> int:
+        self.index[variable.key] = len(self.variables)
+        self.variables.append(variable)
+        return self.index[variable.key]
+
+
+def copy_key(value: Value, phase: Phase) -> str:
+    return f"{value}@{phase}"
+
+
+def forced_key(value: Value) -> str:
+    return f"{value}@module"
+
+
+def output_key(name: str) -> str:
+    return f"output:{name}"
+
+
+def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced) -> Decisions:
+    """List every decision of ``graph`` on ``mesh``."""
+    d = Decisions(graph, mesh)
+    for node in graph.nodes:
+        d.add(_variable(graph, node, mesh, options, forced))
+    for output in graph.outputs:
+        if output.kind == "output":
+            d.add(_output_variable(graph, output.value, output.name, mesh, options, forced))
+    for value in list(_values(graph)):
+        _hand_over(d, value, forced)
+    return d
+
+
+def _values(graph: Graph) -> Iterator[Value]:
+    for node in graph.nodes:
+        for i, meta in enumerate(node.outputs):
+            if meta is not None:
+                yield Value(node.name, i)
+
+
+def _variable(graph: Graph, node: Node, mesh: Mesh, options: Options, forced: Forced) -> Variable:
+    if node.op != "placeholder":
+        return Variable(node.name, "op", _op_options(graph, node, mesh), node.phase, node)
+    meaning = graph.input_of[node.name]
+    meta = node.outputs[0]
+    assert meta is not None
+    if node.name in forced.placeholders:
+        specs: tuple[ShardingSpec, ...] = (forced.placeholders[node.name],)
+    elif meaning.kind == "parameter":
+        specs = stored_specs(meta.shape, mesh)
+    elif meaning.kind == "input":
+        specs = _input_specs(meta, mesh, options, graph)
+    else:
+        specs = (ShardingSpec.replicated(len(meta.shape)),)
+    choices = tuple(Strategy((), (s,)) for s in specs)
+    return Variable(node.name, meaning.kind, choices, node.phase, node)
+
+
+def _op_options(graph: Graph, node: Node, mesh: Mesh) -> tuple[Strategy, ...]:
+    return strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh)
+
+
+def _input_specs(meta: TensorMeta, mesh: Mesh, options: Options, graph: Graph) -> tuple[ShardingSpec, ...]:
+    if options.batch == "local" and meta.shape and meta.shape[0] == batch_size(graph):
+        return (ShardingSpec((tuple(range(mesh.ndim)), *((),) * (len(meta.shape) - 1))),)
+    return stored_specs(meta.shape, mesh)
+
+
+def batch_size(graph: Graph) -> int:
+    """Size of dim 0 of the first input that has dims."""
+    for i in graph.inputs:
+        meta = graph.by_name[i.node].outputs[0]
+        if i.kind == "input" and meta is not None and meta.shape:
+            return meta.shape[0]
+    return -1
+
+
+def _output_variable(
+    graph: Graph, value: Value, name: str, mesh: Mesh, options: Options, forced: Forced
+) -> Variable:
+    meta = graph.meta(value)
+    if name in forced.outputs:
+        specs: tuple[ShardingSpec, ...] = (forced.outputs[name],)
+    elif whole_output(graph, meta, options):
+        specs = (ShardingSpec.replicated(len(meta.shape)),)
+    else:
+        specs = stored_specs(meta.shape, mesh)
+    choices = tuple(Strategy((s,), (s,)) for s in specs)
+    return Variable(output_key(name), "output", choices, graph.by_name[value.node].phase, value=value)
+
+
+def whole_output(graph: Graph, meta: TensorMeta, options: Options) -> bool:
+    """Whether an output is given to the caller as a whole tensor; scalars (the loss) always are."""
+    if not meta.shape or options.outputs == "whole":
+        return True
+    if options.outputs == "dtensor":
+        return False
+    losses = [i for i in graph.inputs if i.kind == "tangent" and graph.by_name[i.node].outputs[0] is not None]
+    shapes = [m.shape for i in losses if (m := graph.by_name[i.node].outputs[0]) is not None]
+    return shapes != [()]
+
+
+def _hand_over(d: Decisions, value: Value, forced: Forced) -> None:
+    graph = d.graph
+    meta = graph.meta(value)
+    source, out = d.index[value.node], value.index
+    if value in forced.values:
+        spec = forced.values[value]
+        copy = Variable(forced_key(value), "copy", (Strategy((spec,), (spec,)),), graph.by_name[value.node].phase, value=value)
+        target = d.add(copy)
+        d.handovers.append(Handover(source, out, target, 0, meta))
+        source, out = target, 0
+    readers = _readers(d, value)
+    forward = [r for r in readers if d.variables[r[0]].phase == "forward" and r[1] >= 0]
+    backward = [r for r in readers if d.variables[r[0]].phase == "backward" and r[1] >= 0]
+    stores = [r for r in readers if r[1] < 0]
+    gathered = _attach(d, value, "forward", source, out, forward, meta)
+    keeps = d.variables[source].kind == "parameter" and bool(forward) and bool(backward)
+    _attach(d, value, "backward", source, out, backward, meta, gathered if keeps else None)
+    for target, position in stores:
+        d.handovers.append(Handover(source, out, target, position, meta))
+
+
+def _readers(d: Decisions, value: Value) -> list[tuple[int, int]]:
+    readers = [(d.index[n.name], i) for n, i in d.graph.consumers.get(value, ())]
+    for output in d.graph.outputs:
+        if output.value != value:
+            continue
+        if output.kind == "output":
+            readers.append((d.index[output_key(output.name)], 0))
+        else:
+            owner = next(i.node for i in d.graph.inputs if i.name == output.name and i.kind in ("parameter", "buffer"))
+            readers.append((d.index[owner], -1))
+    return readers
+
+
+def _attach(
+    d: Decisions, value: Value, phase: Phase, source: int, out: int,
+    readers: list[tuple[int, int]], meta: TensorMeta, gathered: tuple[int, int] | None = None,
+) -> tuple[int, int] | None:  # fmt: skip
+    """Hand ``value`` to its readers of one phase, by a copy when they are several. Returns where it is then found:
+    (variable, operand position or -1 for a copy's result)."""
+    if not readers:
+        return None
+    if len(readers) == 1 and gathered is None:
+        target, position = readers[0]
+        d.handovers.append(Handover(source, out, target, position, meta))
+        return readers[0]
+    specs = _specs_wanted(d, readers)
+    options = tuple(Strategy((s,), (s,)) for s in specs)
+    kept: tuple[bool, ...] = (False,) * len(options)
+    if gathered is not None:
+        kept, options = kept + (True,) * len(options), options * 2
+    copy = d.add(Variable(copy_key(value, phase), "copy", options, phase, value=value, kept=kept))
+    d.handovers.append(Handover(source, out, copy, 0, meta))
+    if gathered is not None:
+        d.handovers.append(Handover(gathered[0], gathered[1], copy, 0, meta, kept=True))
+    for target, position in readers:
+        d.handovers.append(Handover(copy, 0, target, position, meta))
+    return copy, -1
+
+
+def _specs_wanted(d: Decisions, readers: list[tuple[int, int]]) -> list[ShardingSpec]:
+    """Every spec in which some reader takes the value: a copy in another spec would serve nobody better."""
+    wanted: dict[ShardingSpec, None] = {}
+    for target, position in readers:
+        for option in d.variables[target].options:
+            wanted.setdefault(option.inputs[position])
+    return list(wanted)
+
+
+def spec_read(option: Strategy, position: int) -> ShardingSpec:
+    """The spec in which an option reads operand ``position``; -1 is the spec in which a variable stores."""
+    spec = option.inputs[position] if position >= 0 else option.outputs[0]
+    assert spec is not None
+    return spec
+
+
+def values_of(d: Decisions) -> Mapping[int, Value]:
+    return {d.index[v.node]: v for v in _values(d.graph)}

@@ -1,0 +1,34 @@
+"""What the user decides, as the planner takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Options:
+    """Planning options; sizes in bytes, times in seconds.
+
+    Args:
+        memory_budget_bytes: for everything on one device; None is the device's memory.
+        optimizer: name of the optimizer or bytes of state per parameter element.
+        batch: ``"global"``: every rank has the whole inputs; ``"local"``: its slice of dim 0.
+        outputs: ``"whole"``, ``"dtensor"`` or ``"auto"``.
+        constraints: specs by glob over parameters, buffers, ``input:`` and ``output:`` names, modules and nodes.
+        aliases: other names of tied parameters, to the name that the graph uses.
+        time_limit_s: for the solver.
+        solver: ``"auto"``, ``"cbc"``, ``"highs"`` or another that PuLP knows.
+        gap: relative gap at which the solver may stop.
+    """
+
+    memory_budget_bytes: int | None = None
+    optimizer: str | float = "adamw"
+    batch: Literal["global", "local"] = "global"
+    outputs: Literal["auto", "whole", "dtensor"] = "auto"
+    constraints: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    time_limit_s: float = 60.0
+    solver: str = "auto"
+    gap: float = 1e-4

@@ -1,0 +1,159 @@
+"""From decisions to the local program: every op in order, redistributions where they are first needed.
+
+A redistributed tensor is made once a phase and shared; steps that two paths have in common are taken once. What a
+gradient or a result needs is launched as soon as its value is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir import Graph, Node, Phase, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.planner.decisions import Decisions, copy_key, forced_key, output_key
+from autopar.planner.pricing import VIEWS, Prices, local_bytes
+from autopar.program import LocalTensor, Op, Program
+from autopar.sharding import ShardingSpec, Step, Strategy
+from autopar.sharding.paths import cheapest_path
+
+
+def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
+    """The program that the chosen options mean."""
+    return _Scheduler(d, choice, prices).run()
+
+
+@dataclass
+class _Scheduler:
+    d: Decisions
+    choice: Sequence[int]
+    prices: Prices
+    ops: list[Op] = field(default_factory=list)
+    made: dict[Phase, dict[Value, dict[ShardingSpec, str]]] = field(
+        default_factory=lambda: {"forward": {}, "backward": {}}
+    )
+    base: dict[Value, ShardingSpec] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.d.graph
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.d.mesh
+
+    def run(self) -> Program:
+        results: dict[int, str] = {}
+        pending = self._results_by_node()
+        for node in self.graph.nodes:
+            self._node(node)
+            for at in pending.get(node.name, ()):
+                results[at] = self._result(at)
+        outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
+        return Program(tuple(self.ops), outputs)
+
+    def _results_by_node(self) -> dict[str, list[int]]:
+        pending: dict[str, list[int]] = {}
+        for i, output in enumerate(self.graph.outputs):
+            pending.setdefault(output.value.node, []).append(i)
+        return pending
+
+    def _chosen(self, key: str) -> Strategy:
+        at = self.d.index[key]
+        return self.d.variables[at].options[self.choice[at]]
+
+    def _node(self, node: Node) -> None:
+        strategy = self._chosen(node.name)
+        wanted = zip(node.inputs, strategy.inputs, strict=True)
+        reads = tuple(self._read(value, spec, node.phase) for value, spec in wanted)
+        writes = []
+        for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True)):
+            if meta is None or spec is None:
+                continue
+            value = Value(node.name, i)
+            writes.append(self._tensor(str(value), meta, spec))
+            self.base[value] = spec
+            self.made[node.phase].setdefault(value, {})[spec] = str(value)
+            if node.phase == "forward":
+                self.made["backward"].setdefault(value, {})[spec] = str(value)
+        placeholder = node.op == "placeholder"
+        at = self.d.index[node.name]
+        seconds = 0.0
+        if not placeholder:
+            options = self.d.variables[at].options
+            seconds = float(self.prices.node_seconds(self.graph, node, options)[self.choice[at]])
+        self.ops.append(
+            Op(
+                node.name, "input" if placeholder else "compute", node.name, reads, tuple(writes), node.phase,
+                strategy=None if placeholder else strategy, seconds=seconds,
+                alias=node.packet in VIEWS and bool(reads),
+            )
+        )  # fmt: skip
+        for i in range(len(node.outputs)):
+            self._force(Value(node.name, i), node.phase)
+
+    def _force(self, value: Value, phase: Phase) -> None:
+        """A constraint on a module's output redistributes the value before anyone reads it."""
+        if forced_key(value) in self.d.index:
+            spec = self._chosen(forced_key(value)).inputs[0]
+            name = self._redistribute(value, self.base[value], spec, phase)
+            self.base[value] = spec
+            self.made[phase][value] = {spec: name}
+            self.made["backward"][value] = {spec: name}
+
+    def _read(self, value: Value, spec: ShardingSpec, phase: Phase) -> str:
+        """The tensor that holds ``value`` in ``spec``, redistributed through the phase's copy when there is one."""
+        source = self.base[value]
+        key = copy_key(value, phase)
+        if key in self.d.index:
+            at = self.d.index[key]
+            variable = self.d.variables[at]
+            copy = variable.options[self.choice[at]].inputs[0]
+            if variable.kept and variable.kept[self.choice[at]]:
+                self.made["backward"].setdefault(value, {})[copy] = self.made["forward"][value][copy]
+            self._redistribute(value, source, copy, phase)
+            source = copy
+        return self._redistribute(value, source, spec, phase)
+
+    def _result(self, at: int) -> str:
+        output = self.graph.outputs[at]
+        phase = self.graph.by_name[output.value.node].phase
+        if output.kind == "output":
+            return self._read(output.value, self._chosen(output_key(output.name)).inputs[0], phase)
+        owner = next(i.node for i in self.graph.inputs if i.name == output.name and i.kind in ("parameter", "buffer"))
+        spec = self._chosen(owner).outputs[0]
+        assert spec is not None
+        return self._redistribute(output.value, self.base[output.value], spec, phase)
+
+    def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
+        made = self.made[phase].setdefault(value, {})
+        if target in made:
+            return made[target]
+        meta = self.graph.meta(value)
+        path = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, self.prices.collectives)
+        for before, step, after in zip(path.specs, path.steps, path.specs[1:], strict=False):
+            if after not in made:
+                made[after] = self._step(value, meta, made[before], before, step, after, phase)
+        return made[target]
+
+    def _step(
+        self, value: Value, meta: TensorMeta, source: str, before: ShardingSpec, step: Step, after: ShardingSpec, phase: Phase
+    ) -> str:  # fmt: skip
+        name = f"{value}|{after}|{phase[0]}"
+        priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
+        seconds = max(self.prices.collectives.seconds(step.kind, priced, a) for a in step.moved_axes(before))
+        self.ops.append(
+            Op(
+                name, "redistribute", value.node, (source,), (self._tensor(name, meta, after),), phase, step=step,
+                seconds=seconds, wire_bytes=0 if step.kind == "slice" else priced,
+            )
+        )  # fmt: skip
+        return name
+
+    def _tensor(self, name: str, meta: TensorMeta, spec: ShardingSpec) -> LocalTensor:
+        return LocalTensor(name, meta, spec, local_bytes(meta, spec, self.mesh))
+
+
+def stored_spec(program: Program) -> Mapping[str, ShardingSpec]:
+    """The spec of every input of the program, by node."""
+    return {op.node: op.writes[0].spec for op in program.ops if op.kind == "input"}

@@ -1,0 +1,104 @@
+"""The local program as data: what every rank runs, in order, with what each op reads, writes, takes and costs.
+
+Step time, peak memory, the emitted source and the executed graph all come from this one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from autopar.ir import Output, Phase, TensorMeta
+from autopar.sharding import ShardingSpec, Strategy
+from autopar.sharding.redistribution import Step
+
+OpKind = Literal["input", "compute", "redistribute"]
+TensorRole = Literal["parameter", "buffer", "input", "activation", "gradient", "temporary"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor of the program: ``meta`` is global, ``bytes`` what the fullest rank holds of it."""
+
+    name: str
+    meta: TensorMeta
+    spec: ShardingSpec
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the local program.
+
+    Args:
+        name: unique in the program.
+        kind: an input, an op of the captured graph, or one step of a redistribution.
+        node: the captured node that it runs or whose value it redistributes.
+        reads: names of the tensors read, as the node's operands are ordered.
+        writes: the results.
+        phase: forward or backward.
+        strategy: of a compute op.
+        step: of a redistribution.
+        seconds: predicted.
+        wire_bytes: the bytes by which the collective is priced; 0 for local ops.
+        alias: the result shares the memory of the first operand.
+    """
+
+    name: str
+    kind: OpKind
+    node: str
+    reads: tuple[str, ...]
+    writes: tuple[LocalTensor, ...]
+    phase: Phase
+    strategy: Strategy | None = None
+    step: Step | None = None
+    seconds: float = 0.0
+    wire_bytes: int = 0
+    alias: bool = False
+
+    @property
+    def is_collective(self) -> bool:
+        return self.step is not None and self.step.kind != "slice"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Ordered ops, and for each result of the captured graph the tensor that holds it."""
+
+    ops: tuple[Op, ...]
+    results: tuple[tuple[Output, str], ...]
+
+    @cached_property
+    def tensors(self) -> Mapping[str, LocalTensor]:
+        return {t.name: t for op in self.ops for t in op.writes}
+
+    @cached_property
+    def writer(self) -> Mapping[str, int]:
+        """Position of the op that makes each tensor."""
+        return {t.name: i for i, op in enumerate(self.ops) for t in op.writes}
+
+    @cached_property
+    def last_read(self) -> Mapping[str, int]:
+        """Position of the last op that reads each tensor; results are read after the end."""
+        last: dict[str, int] = {}
+        for i, op in enumerate(self.ops):
+            for name in op.reads:
+                last[name] = i
+        for _, name in self.results:
+            last[name] = len(self.ops)
+        return last
+
+    @cached_property
+    def root(self) -> Mapping[str, str]:
+        """The tensor whose memory each tensor occupies: itself, or what it is a view of."""
+        roots: dict[str, str] = {}
+        for op in self.ops:
+            for t in op.writes:
+                roots[t.name] = roots[op.reads[0]] if op.alias and op.reads else t.name
+        return roots
+
+    @property
+    def collectives(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.is_collective)

@@ -1,0 +1,97 @@
+"""Rewrites of the joint graph that keep its values: what does nothing goes, equal nodes become one."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+_COPIES = {aten.clone.default, aten.contiguous.default}
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def clean(module: fx.GraphModule) -> None:
+    """Mark phases, drop identities, merge equal nodes of one phase, drop dead ones; names become stable."""
+    graph = module.graph
+    _mark_phases(graph)
+    kept = _results(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _does_nothing(node, node in kept):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    _merge_equal(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+
+
+def _results(graph: fx.Graph) -> set[fx.Node]:
+    output = next(n for n in graph.nodes if n.op == "output")
+    return set(output.all_input_nodes)
+
+
+def _mark_phases(graph: fx.Graph) -> None:
+    """A node is of the backward when a tangent reaches it, or autograd made it."""
+    for node in graph.nodes:
+        late = node.meta.get("partitioner_tag") == "is_backward" and node.op == "call_function"
+        tangent = node.op == "placeholder" and "tangents" in node.name
+        late = late or tangent or any(n.meta["phase"] == "backward" for n in node.all_input_nodes)
+        node.meta["phase"] = "backward" if late else "forward"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
+
+
+def _does_nothing(node: fx.Node, is_result: bool) -> bool:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return False
+    val, src = node.meta.get("val"), source.meta.get("val")
+    if node.target in _IDENTITIES:
+        return True
+    if is_result and source.op == "placeholder":
+        return False
+    if node.target in _COPIES:
+        return not is_result
+    same_shape = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+    if node.target in same_shape or node.target is aten._to_copy.default:
+        return _same(val, src)
+    return node.target is aten.dropout.default and node.args[2] is False
+
+
+def _key(node: fx.Node, phase: str) -> Any:
+    def freeze(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return tuple(freeze(i) for i in x)
+        if isinstance(x, dict):
+            return tuple((k, freeze(v)) for k, v in x.items())
+        return (type(x).__name__, x) if isinstance(x, (bool, int, float)) else x
+
+    return (phase, node.target, freeze(node.args), freeze(node.kwargs))
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _is_random(node.target):
+            continue
+        key = _key(node, "" if node.target is operator.getitem else node.meta["phase"])
+        try:
+            first = seen.setdefault(key, node)
+        except TypeError:
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _is_random(target: Any) -> bool:
+    return _RANDOM in getattr(target, "tags", ())

@@ -1,0 +1,112 @@
+"""From a normalised joint torch.fx graph to ``ir.Graph``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import ir
+from autopar.errors import CaptureError
+
+_DROPPED_KWARGS = ("device", "layout", "pin_memory", "memory_format", "requires_grad")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def meta_of(value: Any) -> ir.TensorMeta | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return ir.TensorMeta(tuple(int(n) for n in value.shape), dtype_name(value.dtype))
+
+
+def _outputs(value: Any) -> tuple[ir.TensorMeta | None, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(meta_of(v) for v in value)
+    return (meta_of(value),)
+
+
+def value_of(node: fx.Node) -> ir.Value:
+    """The IR value of an fx node: item reads are folded into their source."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return ir.Value(source.name, index)
+    return ir.Value(node.name)
+
+
+def arg_of(arg: Any) -> ir.Arg:
+    """Plain data of an fx argument; dtypes as ``"torch.float32"``."""
+    if isinstance(arg, fx.Node):
+        return value_of(arg)
+    if isinstance(arg, (list, tuple)):
+        return tuple(arg_of(a) for a in arg)
+    if isinstance(arg, torch.dtype):
+        return str(arg)
+    if arg is None or isinstance(arg, (bool, int, float, str)):
+        return arg
+    if isinstance(arg, complex):
+        return f"complex:{arg}"
+    if isinstance(arg, (torch.SymInt, torch.SymFloat)):
+        raise CaptureError(
+            "A size in the program depends on values.",
+            found=str(arg),
+            hint="use static shapes: pad to a fixed size, or mask with torch.where.",
+        )
+    return str(arg)
+
+
+def op_name(target: Any) -> str:
+    """``aten.mm.default`` for an OpOverload."""
+    return str(target)
+
+
+def _module_path(meta: Mapping[str, Any]) -> str:
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    for prefix in ("L['self'].", "L__self__."):
+        path = path.removeprefix(prefix)
+    return path.removeprefix("model.") if path != "model" else ""
+
+
+def _source(meta: Mapping[str, Any]) -> str:
+    """The user's line, as ``file.py:12 code``: the innermost line of the recorded stack."""
+    lines = str(meta.get("stack_trace") or meta.get("fwd_stack_trace") or "").strip().splitlines()
+    for at in range(len(lines) - 1, -1, -1):
+        text = lines[at].strip()
+        if text.startswith("File "):
+            file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
+            code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+            return f"{Path(file).name}:{line} {code}".strip()
+    return ""
+
+
+def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], name: str) -> ir.Graph:
+    """Convert; placeholders and results get their meaning from ``inputs`` and ``outputs``."""
+    nodes = []
+    for node in graph.nodes:
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        placeholder = node.op in ("placeholder", "get_attr")
+        kwargs = tuple((k, arg_of(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        nodes.append(
+            ir.Node(
+                name=node.name,
+                op="placeholder" if placeholder else op_name(node.target),
+                args=() if placeholder else tuple(arg_of(a) for a in node.args),
+                kwargs=() if placeholder else kwargs,
+                outputs=_outputs(node.meta["val"]),
+                phase=node.meta["phase"],
+                module=_module_path(node.meta),
+                source=_source(node.meta),
+            )
+        )
+    return ir.Graph(tuple(nodes), tuple(inputs), tuple(outputs), name)

@@ -1,0 +1,63 @@
+"""A copy of the user's model that allocates nothing: every parameter and buffer becomes a fake CPU tensor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._torch import FakeTensorMode
+from autopar.errors import CaptureError
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor of the same shape, strides and dtype.
+
+    Always on the CPU: a fake tensor on a device that torch was built without aborts the process in autograd,
+    and on the meta device parts of the backward are missing.
+    """
+    with mode:
+        fake = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+        )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A deep copy of ``model`` on fake tensors. Parameters that are one object stay one object.
+
+    Raises:
+        CaptureError: a tensor kept as a plain attribute has no values, or the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = fake_like(tensor.detach() if not isinstance(tensor, nn.Parameter) else tensor, mode)
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _constant(value, f"{name}.{key}" if name else key)
+    try:
+        return copy.deepcopy(model, memo)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"The model {type(model).__name__} cannot be copied, which capturing it needs.",
+            found=f"{type(error).__name__}: {error}",
+            hint="keep open files, locks and generators out of the model's attributes.",
+        ) from error
+
+
+def _constant(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if tensor.is_meta:
+        raise CaptureError(
+            f"The tensor {name} is a plain attribute on the meta device, so its values are unknown.",
+            found=f"{tuple(tensor.shape)} {tensor.dtype}",
+            hint="register it with register_buffer, or build the model on the CPU.",
+        )
+    return tensor.detach().cpu()

@@ -1,0 +1,101 @@
+"""Tensors whose leading dims a model flattened, kept unflattened.
+
+Models write ``x.view(-1, d) @ w`` and ``logits.view(-1, v)``: batch and sequence become one dim, which can only be
+cut by its outer part. A ``Flat`` remembers the tensor before the view, and ops that treat leading dims alike run on
+that, so batch and sequence stay dims of their own and either can be cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Flat:
+    """``base`` seen with its first ``lead`` dims flattened into one."""
+
+    base: torch.Tensor
+    lead: int
+
+    @property
+    def lead_shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape[: self.lead])
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        return tuple(self.base.shape[self.lead :])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (math.prod(self.lead_shape), *self.rest)
+
+    def materialize(self) -> torch.Tensor:
+        return self.base.reshape(self.shape)
+
+
+def materialize(tree: Any) -> Any:
+    """``tree`` with every Flat in it made an ordinary tensor."""
+    return tree_map(lambda x: x.materialize() if isinstance(x, Flat) else x, tree, is_leaf=_is_flat)
+
+
+def has_flat(tree: Any) -> bool:
+    return any(isinstance(x, Flat) for x in tree_flatten(tree, is_leaf=_is_flat)[0])
+
+
+def _is_flat(x: Any) -> bool:
+    return isinstance(x, Flat)
+
+
+def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    known = math.prod(n for n in shape if n != -1)
+    return tuple(numel // known if n == -1 else int(n) for n in shape)
+
+
+def view(x: torch.Tensor | Flat, shape: Sequence[int]) -> Any:
+    """What ``x.view(shape)`` becomes: Flat where it merges leading dims, the base where it undoes that."""
+    base = x.base if isinstance(x, Flat) else x
+    if base.numel() == 0:
+        return NotImplemented
+    target = _resolve(shape, base.numel())
+    if isinstance(x, Flat):
+        if target[: x.lead] == x.lead_shape and math.prod(target[x.lead :]) == math.prod(x.rest):
+            return base.reshape(target)
+        if target and target[0] == x.shape[0]:
+            return Flat(base.reshape((*x.lead_shape, *target[1:])), x.lead)
+        return NotImplemented
+    for lead in range(2, base.ndim + 1):
+        if target == (math.prod(base.shape[:lead]), *base.shape[lead:]):
+            return Flat(base, lead)
+    return NotImplemented
+
+
+def _lead_of(flats: Sequence[Flat]) -> tuple[int, ...] | None:
+    shapes = {f.lead_shape for f in flats}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def pointwise(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A pointwise op on the bases, when every other operand broadcasts over the flattened dim."""
+    leaves, _ = tree_flatten((args, kwargs), is_leaf=_is_flat)
+    flats = [x for x in leaves if isinstance(x, Flat)]
+    lead = _lead_of(flats)
+    rest_ndim = max(len(f.rest) for f in flats)
+    if lead is None or any(len(f.rest) != rest_ndim for f in flats):
+        return NotImplemented
+    if any(isinstance(x, torch.Tensor) and x.ndim > rest_ndim for x in leaves):
+        return NotImplemented
+    base_args, base_kwargs = tree_map(lambda x: x.base if _is_flat(x) else x, (args, kwargs), is_leaf=_is_flat)
+    return Flat(target(*base_args, **base_kwargs), len(lead))
+
+
+def trailing(target: Callable[..., Any], x: Flat, *args: Any, **kwargs: Any) -> Flat:
+    """An op that works on the dims after the flattened one."""
+    return Flat(target(x.base, *args, **kwargs), x.lead)

@@ -1,0 +1,133 @@
+"""From the exported forward to the joint forward and backward graph, normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar._torch import JointInput, JointOutput, joint_graph, storage_key
+from autopar.tracer.normalize import Normalizing
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The joint graph with the meaning of each end; names of parameters and buffers are the model's own."""
+
+    graph_module: fx.GraphModule
+    inputs: list[JointInput]
+    outputs: list[JointOutput | None]
+    constants: Mapping[str, torch.Tensor]
+    loss: int | None
+    differentiable: tuple[int, ...]
+
+
+class Rewritten(nn.Module):
+    """The exported graph as a module of its own parameters, run op by op by ``Normalizing``.
+
+    Differentiable outputs that alias each other or an input are cloned, since torch gives those no tangent; with
+    ``only`` every other output is detached.
+    """
+
+    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, only: int | None) -> None:
+        super().__init__()
+        self._program = program.graph_module
+        self._only = only
+        self.names: dict[str, str] = {}
+        self._lifted: list[str | None] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        canonical = {id(p): n for n, p in (*model.named_parameters(), *model.named_buffers())}
+        for spec in program.graph_signature.input_specs:
+            kind = spec.kind.name
+            if kind == "USER_INPUT":
+                self._lifted.append(None)
+                continue
+            target = str(spec.target)
+            if kind in ("PARAMETER", "BUFFER"):
+                tensor = _lookup(model, target.removeprefix("model."))
+                fqn = canonical.get(id(tensor), target.removeprefix("model."))
+            else:
+                tensor, fqn = program.constants[target], f"constant.{target}"
+                self.constants[fqn] = tensor
+            self._lifted.append(self._register(fqn, tensor))
+
+    def _register(self, fqn: str, tensor: torch.Tensor) -> str:
+        flat = next((f for f, n in self.names.items() if n == fqn), f"t{len(self.names)}")
+        if flat not in self.names:
+            self.names[flat] = fqn
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(flat, tensor)
+            else:
+                self.register_buffer(flat, tensor)
+        return flat
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        *users, seed = inputs
+        remaining = iter(users)
+        lifted = [getattr(self, name) if name is not None else next(remaining) for name in self._lifted]
+        outputs = Normalizing(self._program, seed).run(*lifted)
+        return _separate(outputs, (*lifted, seed), self._only)
+
+
+def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
+    owner, _, name = fqn.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), name)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], only: int | None) -> tuple[Any, ...]:
+    taken = {storage_key(t) for t in inputs}
+    result: list[Any] = []
+    for i, out in enumerate(outputs):
+        if isinstance(out, torch.Tensor):
+            if only is not None and i != only:
+                out = out.detach()
+            if storage_key(out) in taken:
+                out = out.clone()
+            taken.add(storage_key(out))
+        result.append(out)
+    return tuple(result)
+
+
+def loss_of(paths: Sequence[str], values: Sequence[Any], differentiable: Sequence[bool]) -> int | None:
+    """Which output is the loss: the differentiable scalar called loss, else the first differentiable scalar."""
+    scalars = [i for i, (v, d) in enumerate(zip(values, differentiable, strict=True)) if d and v.ndim == 0]
+    named = [i for i in scalars if paths[i].split(".")[-1] == "loss"]
+    return next(iter(named or scalars), None)
+
+
+def _mean(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sum and a division: the mean of a shard is not the mean."""
+    dims = list(range(x.ndim)) if dims is None or dims == [] else list(dims)
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / count
+
+
+def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _mean(x, None, dtype=dtype)
+
+
+DECOMPOSITIONS: dict[Any, Any] = {aten.mean.dim: _mean, aten.mean.default: _mean_all}
+
+
+def joint_of(
+    program: torch.export.ExportedProgram, model: nn.Module, inputs: Sequence[torch.Tensor],
+    seed: torch.Tensor, loss: int | None, differentiable: tuple[int, ...],
+) -> Joint:  # fmt: skip
+    """Trace the joint graph. With ``loss`` the backward is of that output alone."""
+    module = Rewritten(program, model, loss)
+    graph_module, ins, outs = joint_graph(module, (*inputs, seed), DECOMPOSITIONS)
+    rename = module.names
+
+    def named(x: Any) -> Any:
+        return type(x)(x.kind, rename.get(x.target, x.target)) if x is not None else None
+
+    return Joint(graph_module, [named(i) for i in ins], [named(o) for o in outs], module.constants, loss, differentiable)

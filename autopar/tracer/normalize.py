@@ -1,0 +1,114 @@
+"""Runs the exported graph under the joint tracer, with ops replaced and flattened dims kept apart."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.tracer import flat
+from autopar.tracer.flat import Flat
+from autopar.tracer.replacements import REPLACEMENTS
+
+aten = torch.ops.aten
+
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default}
+_NO_OPS = {
+    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default,
+}  # fmt: skip
+# Ops over the last dim only, and whole sums: the leading dims may stay apart.
+_LAST_DIM = {aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default}
+
+
+class Normalizing(fx.Interpreter):
+    """Interprets an exported graph; what it runs is what gets traced into the joint graph."""
+
+    def __init__(self, module: fx.GraphModule, seed: torch.Tensor, sites: list[int] | None = None) -> None:
+        super().__init__(module)
+        self.seed = seed
+        self._sites = sites if sites is not None else [0]
+
+    def next_site(self) -> int:
+        """A number for each random op, in program order."""
+        self._sites[0] += 1
+        return self._sites[0]
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _NO_OPS:
+            return None
+        name = getattr(target, "__name__", str(target))
+        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            return self._nested(name, args)
+        if target in _VIEWS or target is aten.flatten.using_ints:
+            return self._view(target, args, kwargs)
+        if target in REPLACEMENTS:
+            result = REPLACEMENTS[target](self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if flat.has_flat((args, kwargs)):
+            result = self._on_flat(target, args, kwargs)
+            if result is not NotImplemented:
+                return result
+            args, kwargs = flat.materialize((args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = flat.materialize((args, kwargs))
+        return super().call_method(target, args, kwargs)
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().output(target, flat.materialize(args), kwargs)
+
+    def _view(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if target is aten.flatten.using_ints:
+            shape = _flattened(tuple(x.shape), *args[1:], **kwargs)
+        else:
+            shape = args[1] if len(args) > 1 else kwargs.get("size", kwargs.get("shape"))
+        if all(isinstance(n, int) for n in shape):
+            result = flat.view(x, shape)
+            if result is not NotImplemented:
+                return result
+        return flat.materialize(x).reshape(shape)
+
+    def _on_flat(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else None
+        tags = getattr(target, "tags", ())
+        if torch.Tag.pointwise in tags and not target._schema.is_mutable:
+            return flat.pointwise(target, args, kwargs)
+        if target in (aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.alias.default, aten.detach.default):
+            return flat.trailing(target, x, *args[1:], **kwargs) if isinstance(x, Flat) else NotImplemented
+        if not isinstance(x, Flat):
+            return NotImplemented
+        if target is aten.sum.default:
+            return target(x.base, **kwargs)
+        if target is aten.layer_norm.default and tuple(args[1]) == x.rest:
+            return flat.trailing(target, x, *args[1:], **kwargs)
+        if target in _LAST_DIM and x.rest and args[1] in (-1, len(x.rest)) and len(x.rest) == 1:
+            return flat.trailing(target, x, -1, *args[2:], **kwargs)
+        return NotImplemented
+
+    def _nested(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Parts under no_grad or autocast are graphs of their own."""
+        context: contextlib.AbstractContextManager[Any]
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *inputs = args
+            context = torch.set_grad_enabled(enabled)
+        else:
+            device, dtype, enabled, cache, body, *inputs = args
+            context = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+        with context:
+            return Normalizing(body, self.seed, self._sites).run(*flat.materialize(tuple(inputs)))
+
+
+def _flattened(shape: tuple[int, ...], start_dim: int = 0, end_dim: int = -1) -> tuple[int, ...]:
+    if not shape:
+        return (1,)
+    start, end = start_dim % len(shape), end_dim % len(shape)
+    size = 1
+    for n in shape[start : end + 1]:
+        size *= n
+    return (*shape[:start], size, *shape[end + 1 :])

@@ -1,0 +1,281 @@
+"""What the tracer puts in place of torch's ops, so that every dim that could be cut can be.
+
+Each function has the signature of the ATen op that it replaces and computes the same values and gradients.
+Returning NotImplemented leaves the op as it is.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import autopar.ops  # noqa: F401  registers torch.ops.autopar
+from autopar.tracer.flat import Flat
+
+aten = torch.ops.aten
+ops = torch.ops.autopar
+Replacement = Callable[..., Any]
+Operand = torch.Tensor | Flat
+
+REPLACEMENTS: dict[Any, Replacement] = {}
+
+
+def replaces(*targets: Any) -> Callable[[Replacement], Replacement]:
+    def register(function: Replacement) -> Replacement:
+        for target in targets:
+            REPLACEMENTS[target] = function
+        return function
+
+    return register
+
+
+def base_of(x: Operand) -> torch.Tensor:
+    return x.base if isinstance(x, Flat) else x
+
+
+def like(x: Operand, result: torch.Tensor) -> Operand:
+    return Flat(result, x.lead) if isinstance(x, Flat) else result
+
+
+@replaces(aten.linear.default)
+def linear(tracer: Any, x: Operand, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    base = base_of(x)
+    lead = string.ascii_lowercase[: base.ndim - 1]
+    if weight.ndim != 2 or base.ndim > 9 or isinstance(weight, Flat):
+        return NotImplemented
+    y = ops.contract(base, weight, f"{lead}k,nk->{lead}n")
+    return like(x, y if bias is None else y + bias)
+
+
+@replaces(aten.matmul.default, aten.mm.default, aten.bmm.default)
+def matmul(tracer: Any, x: Operand, y: Operand) -> Any:
+    if isinstance(y, Flat):
+        y = y.materialize()
+    if isinstance(x, Flat) and y.ndim != 2:
+        x = x.materialize()
+    a, b = base_of(x), y
+    if not a.is_floating_point() or a.dtype != b.dtype or max(a.ndim, b.ndim) > 8 or min(a.ndim, b.ndim) < 1:
+        return NotImplemented
+    a_dims = ["k"] if a.ndim == 1 else ["m", "k"]
+    b_dims = ["k"] if b.ndim == 1 else ["k", "n"]
+    out_dims = [d for d in (*a_dims, *b_dims) if d != "k"]
+    if b.ndim <= 2:
+        lead = list(string.ascii_lowercase[: max(a.ndim - 2, 0)])
+        return like(x, ops.contract(a, b, _equation([*lead, *a_dims], b_dims, [*lead, *out_dims])))
+    return _batched(a, b, a_dims, b_dims, out_dims)
+
+
+def _batched(a: torch.Tensor, b: torch.Tensor, a_dims: list[str], b_dims: list[str], out_dims: list[str]) -> Any:
+    n_batch = max(a.ndim, b.ndim) - 2
+    names, a_lead, b_lead = string.ascii_lowercase[:n_batch], [], []
+    for i, name in enumerate(names):
+        at_a, at_b = i - n_batch + a.ndim - len(a_dims), i - n_batch + b.ndim - len(b_dims)
+        size_a, size_b = (a.shape[at_a] if at_a >= 0 else 0), (b.shape[at_b] if at_b >= 0 else 0)
+        if size_a and not (size_a == 1 and size_b > 1):
+            a_lead.append((at_a, name))
+        if size_b and not (size_b == 1 and size_a > 1):
+            b_lead.append((at_b, name))
+    a = _keep(a, [i for i, _ in a_lead], len(a_dims))
+    b = _keep(b, [i for i, _ in b_lead], len(b_dims))
+    left, right = [n for _, n in a_lead], [n for _, n in b_lead]
+    return ops.contract(a, b, _equation([*left, *a_dims], [*right, *b_dims], [*names, *out_dims]))
+
+
+def _keep(x: torch.Tensor, lead: list[int], tail: int) -> torch.Tensor:
+    """Drop the broadcast (size 1) batch dims, which an equation leaves out."""
+    for dim in reversed([d for d in range(x.ndim - tail) if d not in lead]):
+        x = x.squeeze(dim)
+    return x
+
+
+def _equation(a: Sequence[str], b: Sequence[str], out: Sequence[str]) -> str:
+    return f"{''.join(a)},{''.join(b)}->{''.join(out)}"
+
+
+@replaces(aten.addmm.default)
+def addmm(tracer: Any, bias: torch.Tensor, x: Operand, y: Operand, *, beta: float = 1, alpha: float = 1) -> Any:
+    if isinstance(bias, Flat) or (isinstance(x, Flat) and bias.ndim > 1):
+        return NotImplemented
+    product = matmul(tracer, x, y)
+    if product is NotImplemented:
+        return NotImplemented
+    scaled = base_of(product) * alpha if alpha != 1 else base_of(product)
+    return like(product, scaled + (bias * beta if beta != 1 else bias))
+
+
+@replaces(aten.baddbmm.default)
+def baddbmm(tracer: Any, bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if any(isinstance(t, Flat) for t in (bias, x, y)):
+        return NotImplemented
+    product = ops.contract(x, y, "bmk,bkn->bmn")
+    scaled = product * alpha if alpha != 1 else product
+    return scaled + (bias * beta if beta != 1 else bias) if beta != 0 else scaled
+
+
+@replaces(aten.einsum.default)
+def einsum(tracer: Any, equation: str, tensors: Sequence[torch.Tensor], *, path: Any = None) -> Any:
+    equation = equation.replace(" ", "")
+    if len(tensors) != 2 or "->" not in equation or "." in equation or any(isinstance(t, Flat) for t in tensors):
+        return NotImplemented
+    operands, out = equation.split("->")
+    a, b = operands.split(",")
+    plain = all(len(set(t)) == len(t) for t in (a, b, out))
+    if not plain or not set(a) <= set(b + out) or not set(b) <= set(a + out):
+        return NotImplemented
+    sizes: dict[str, int] = {}
+    for dims, tensor in ((a, tensors[0]), (b, tensors[1])):
+        for name, n in zip(dims, tensor.shape, strict=True):
+            if sizes.setdefault(name, n) != n:
+                return NotImplemented
+    return ops.contract(tensors[0], tensors[1], equation)
+
+
+@replaces(aten.scaled_dot_product_attention.default)
+def attention(
+    tracer: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        return NotImplemented
+    shape = q.shape
+    if not 3 <= q.ndim <= 4 or k.ndim != q.ndim or v.ndim != q.ndim:
+        return NotImplemented
+    if q.ndim == 3:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        if attn_mask is not None and attn_mask.ndim == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+    b, h, s = q.shape[:3]
+    if k.shape[0] != b or v.shape[0] != b or h % k.shape[1] or v.shape[1] != k.shape[1]:
+        return NotImplemented
+    while attn_mask is not None and attn_mask.ndim < 4:
+        attn_mask = attn_mask.unsqueeze(0)
+    out, _ = ops.attention(
+        q, k, v, attn_mask, tracer.seed if dropout_p else None,
+        is_causal=is_causal, scale=q.shape[-1] ** -0.5 if scale is None else scale, dropout_p=dropout_p,
+        site=tracer.next_site() if dropout_p else 0, global_shape=[b, h, s, k.shape[2]], offset=[0, 0, 0, 0],
+    )  # fmt: skip
+    return out if len(shape) == 4 else out.squeeze(1)
+
+
+@replaces(aten.dropout.default)
+def dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any:
+    if not train or p == 0:
+        return x
+    base = base_of(x)
+    shape = list(base.shape)
+    return like(x, ops.dropout(base, tracer.seed, p=p, site=tracer.next_site(), global_shape=shape, offset=[0] * len(shape)))
+
+
+@replaces(aten.dropout_.default)
+def dropout_(tracer: Any, x: Operand, p: float, train: bool) -> Any:
+    plain = x.materialize() if isinstance(x, Flat) else x
+    return plain.copy_(dropout(tracer, plain, p, train)) if train and p else plain
+
+
+@replaces(aten.embedding.default)
+def embedding(
+    tracer: Any, weight: torch.Tensor, indices: Operand, padding_idx: int = -1,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Any:  # fmt: skip
+    if scale_grad_by_freq or sparse:
+        return NotImplemented
+    return like(indices, ops.lookup(weight, base_of(indices), offset=0, padding_idx=padding_idx))
+
+
+@replaces(aten.cross_entropy_loss.default)
+def cross_entropy_loss(
+    tracer: Any, x: Operand, target: Operand, weight: torch.Tensor | None = None,
+    reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    if weight is not None or label_smoothing != 0 or base_of(target).is_floating_point():
+        return NotImplemented
+    if isinstance(x, Flat) and isinstance(target, Flat) and x.lead_shape == target.base.shape and len(x.rest) == 1:
+        scores, index, flat = x.base, target.base, True
+    else:
+        scores, index, flat = (t.materialize() if isinstance(t, Flat) else t for t in (x, target)), None, False
+        scores, index = scores
+        if scores.ndim > 1:
+            scores = scores.movedim(1, -1)
+    detached = scores.detach()
+    largest = detached.amax(-1)
+    lse = ops.sumexp(detached, largest).log() + largest
+    losses = ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0)
+    if reduction == 0:
+        result = losses.to(base_of(x).dtype)
+        return Flat(result, x.lead) if flat and isinstance(x, Flat) else result
+    total = losses.sum()
+    if reduction == 1:
+        total = total / (index != ignore_index).sum()
+    return total.to(base_of(x).dtype)
+
+
+@replaces(aten.batch_norm.default)
+def batch_norm(
+    tracer: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
+    training: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> Any:  # fmt: skip
+    if isinstance(x, Flat):
+        x = x.materialize()
+    if not training:
+        return _affine(x, weight, bias, running_mean, running_var, eps)
+    dims = [d for d in range(x.ndim) if d != 1]
+    count = x.numel() // x.shape[1]
+    detached = x.detach()
+    accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean = detached.sum(dims, dtype=accumulate) / count
+    variance = ops.squared_deviation(detached, mean) / count
+    if running_mean is not None:
+        running_mean.copy_(running_mean * (1 - momentum) + (mean * momentum).to(running_mean.dtype))
+    if running_var is not None:
+        unbiased = variance * (count / max(count - 1, 1))
+        running_var.copy_(running_var * (1 - momentum) + (unbiased * momentum).to(running_var.dtype))
+    return ops.batch_norm(x, weight, bias, mean, (variance + eps).rsqrt(), count=count)
+
+
+def _affine(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:
+    """Batch norm in evaluation: one multiplication and one addition a channel."""
+    scale = (var + eps).rsqrt() * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - mean * scale
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    return (x * scale.reshape(shape) + shift.reshape(shape)).to(x.dtype)
+
+
+def _averaged(loss: Any) -> Replacement:
+    """A loss that averages becomes the loss of each element, summed and divided: shards cannot average alone."""
+    at = [a.name for a in loss._schema.arguments].index("reduction")
+    defaults = [a.default_value for a in loss._schema.arguments]
+
+    def summed(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, Flat) for a in args):
+            x, y = args[:2]
+            same = isinstance(x, Flat) and isinstance(y, Flat) and x.lead_shape == y.lead_shape
+            args = (x.base, y.base, *args[2:]) if same else tuple(a.materialize() if isinstance(a, Flat) else a for a in args)
+        values = [*args, *defaults[len(args) :]]
+        names = [a.name for a in loss._schema.arguments]
+        values = [kwargs.get(n, v) for n, v in zip(names, values, strict=True)]
+        reduction, values[at] = values[at], 0
+        if reduction == 0:
+            return NotImplemented
+        each = loss(*values)
+        return each.sum() if reduction == 2 else each.sum() / each.numel()
+
+    return summed
+
+
+for _loss in (
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
+):  # fmt: skip
+    REPLACEMENTS[_loss] = _averaged(_loss)

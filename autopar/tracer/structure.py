@@ -1,0 +1,80 @@
+"""Nested inputs and outputs as flat lists of tensors: what a model takes and returns, taken apart and put together.
+
+torch's pytree leaves out unregistered dataclasses; models return those too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Build = Callable[[Sequence[Any]], Any]
+Leaf = tuple[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """Where each tensor sits in a nested value.
+
+    Args:
+        paths: a name for each tensor, ``"logits"`` or ``"hidden_states.0"``.
+        build: puts tensors (in the order of ``paths``) back into a value of the same structure.
+        plain: paths and values of the plain data (numbers, text, None) beside the tensors.
+        dropped: paths of objects that are no tensors and were replaced by None, with their type's name.
+    """
+
+    paths: tuple[str, ...]
+    build: Build
+    plain: tuple[Leaf, ...] = ()
+    dropped: tuple[tuple[str, str], ...] = ()
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors in ``value`` and its structure. Plain data (numbers, text, None) is kept as it is."""
+    found = _Found([], [], [])
+    build = _take_apart(value, "", found)
+    structure = Structure(tuple(p for p, _ in found.tensors), build, tuple(found.plain), tuple(found.dropped))
+    return [t for _, t in found.tensors], structure
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    tensors: list[Leaf]
+    plain: list[Leaf]
+    dropped: list[tuple[str, str]]
+
+
+def _take_apart(value: Any, path: str, found: _Found) -> Build:
+    if isinstance(value, torch.Tensor):
+        index = len(found.tensors)
+        found.tensors.append((path or "0", value))
+        return lambda tensors: tensors[index]
+    children, rebuild = _children(value)
+    if children is None:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+            found.plain.append((path or "0", value))
+            return lambda _: value
+        found.dropped.append((path or "0", type(value).__name__))
+        return lambda _: None
+    parts = [(k, _take_apart(v, f"{path}.{k}" if path else str(k), found)) for k, v in children]
+    return lambda tensors: rebuild([(k, b(tensors)) for k, b in parts])
+
+
+def _children(value: Any) -> tuple[list[tuple[Any, Any]] | None, Callable[[list[tuple[Any, Any]]], Any]]:
+    kind = type(value)
+    if isinstance(value, Mapping):
+        # A Hugging Face ModelOutput is both a mapping and a dataclass; its mapping side leaves out what is None.
+        if dataclasses.is_dataclass(value):
+            return list(value.items()), lambda items: kind(**dict(items))
+        return list(value.items()), lambda items: kind(items) if kind is not dict else dict(items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True)), lambda items: kind(**dict(items))
+    if isinstance(value, (tuple, list)):
+        return list(enumerate(value)), lambda items: kind(v for _, v in items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+        return fields, lambda items: kind(**dict(items))
+    return None, lambda _: value

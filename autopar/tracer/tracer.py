@@ -1,0 +1,160 @@
+"""``ColoTracer``: captures a training program once, without allocating anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from autopar import ir
+from autopar._torch import FakeTensorMode, JointInput, JointOutput
+from autopar.errors import AutoparError, CaptureError
+from autopar.tracer.cleanup import clean
+from autopar.tracer.convert import to_ir, value_of
+from autopar.tracer.export import Call, Exported, bind, capture_error, export
+from autopar.tracer.fakes import fake_copy, fake_like
+from autopar.tracer.joint import joint_of, loss_of
+from autopar.tracer.structure import Structure
+
+OutputsMode = Literal["auto", "whole", "dtensor"]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Everything known about a captured program.
+
+    Args:
+        graph_module: the joint torch.fx graph; every node has ``meta["val"]`` (fake) and ``meta["phase"]``.
+        graph: the same as plain data.
+        call: how inputs are named; ``call.structure.paths`` in the order of the input placeholders.
+        returned: structure of the model's outputs.
+        loss: position of the scalar loss that the backward is of; None when it is of every output.
+        differentiable: positions of the outputs that have tangents.
+        constants: values of tensors that the program holds as literals, by name.
+        notices: what the user should know, one sentence each.
+    """
+
+    graph_module: fx.GraphModule
+    graph: ir.Graph
+    call: Call
+    returned: Structure
+    loss: int | None
+    differentiable: tuple[int, ...]
+    constants: Mapping[str, torch.Tensor]
+    notices: tuple[str, ...] = ()
+
+
+class ColoTracer:
+    """Captures a model and its loss as one joint forward and backward torch.fx graph.
+
+    Args:
+        outputs: ``"auto"`` captures the backward of the scalar loss alone when the model returns one; any other
+            value captures the backward of every differentiable output.
+    """
+
+    def __init__(self, outputs: OutputsMode = "auto", *, every_tangent: bool = False) -> None:
+        self.outputs = outputs
+        self._every_tangent = every_tangent
+
+    def trace(self, model: nn.Module, meta_inputs: Any) -> fx.GraphModule:
+        """The joint graph of ``model`` on ``meta_inputs``; ``node.meta["val"]`` on every node.
+
+        Raises:
+            CaptureError: naming the line of the model that cannot be captured.
+        """
+        return self.capture(model, meta_inputs).graph_module
+
+    def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
+        """As ``trace``, with the meaning of every input and output."""
+        args, kwargs = as_call(meta_inputs)
+        call = bind(model, args, kwargs)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        copied = fake_copy(model, mode)
+        fakes = tuple(fake_like(t.detach(), mode) for t in call.tensors)
+        with mode:
+            seed = torch.zeros((), dtype=torch.int64)
+        exported = export(copied, Call(call.structure, fakes))
+        program, returned = exported.program, exported.returned
+        loss = None if self._every_tangent else loss_of(returned.paths, _output_values(program), exported.differentiable)
+        differentiable = _differentiable(exported, loss)
+        try:
+            joint = joint_of(program, copied, fakes, seed, loss, differentiable)
+        except AutoparError:
+            raise
+        except Exception as error:
+            raise capture_error(model, error) from error
+        clean(joint.graph_module)
+        trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
+        graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, returned, trainable)
+        _check_gradients(outs, ins, joint.outputs)
+        graph = to_ir(graph_module.graph, ins, outs, type(model).__name__)
+        return Capture(
+            graph_module, graph, call, returned, loss, differentiable, joint.constants, _notices(returned)
+        )
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``meta_inputs`` as arguments: a tensor, a tuple (positional) or a mapping (by keyword)."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
+    output = next(n for n in program.graph.nodes if n.op == "output")
+    user = [a for a, s in zip(output.args[0], program.graph_signature.output_specs, strict=True) if s.kind.name == "USER_OUTPUT"]
+    return [a.meta["val"] if isinstance(a, fx.Node) else a for a in user]
+
+
+def _differentiable(exported: Exported, loss: int | None) -> tuple[int, ...]:
+    if loss is not None:
+        return (loss,)
+    return tuple(i for i, d in enumerate(exported.differentiable) if d)
+
+
+def _meanings(
+    module: fx.GraphModule, inputs: Sequence[JointInput], outputs: Sequence[JointOutput | None],
+    call: Call, returned: Structure, trainable: set[str],
+) -> tuple[fx.GraphModule, list[ir.Input], list[ir.Output]]:  # fmt: skip
+    ins: list[ir.Input] = []
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    for node, meaning in zip(placeholders, inputs, strict=True):
+        name = str(meaning.target)
+        kind: ir.InputKind = meaning.kind
+        if kind == "input":
+            at = int(meaning.target)
+            kind, name = ("input", call.names[at]) if at < len(call.names) else ("seed", "seed")
+        elif kind == "tangent":
+            name = returned.paths[int(meaning.target)]
+        elif name.startswith("constant."):
+            kind = "constant"
+        ins.append(ir.Input(node.name, kind, name, trainable=name in trainable and kind == "parameter"))
+    outs = []
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    for arg, meant in zip(output.args[0], outputs, strict=True):
+        if meant is None or not isinstance(arg, fx.Node):
+            continue
+        name = returned.paths[int(meant.target)] if meant.kind == "output" else str(meant.target)
+        outs.append(ir.Output(value_of(arg), meant.kind, name))
+    return module, ins, outs
+
+
+def _check_gradients(
+    outs: Sequence[ir.Output], ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]
+) -> None:
+    """A missing gradient would train silently wrong: torch gives none for parameters it lost on the way."""
+    if not any(o is not None and o.kind == "gradient" for o in outputs) and any(i.trainable for i in ins):
+        raise CaptureError(
+            "No trainable parameter gets a gradient.",
+            found="a backward graph without gradients",
+            hint="return a loss or output that depends on the parameters, outside of torch.no_grad.",
+        )
+
+
+def _notices(returned: Structure) -> tuple[str, ...]:
+    return tuple(f"output {path} ({kind}) is None in training" for path, kind in returned.dropped)
