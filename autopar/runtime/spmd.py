@@ -245,11 +245,13 @@ def _exchanged(sent: list[Tensor], exchange: Exchange) -> list[Tensor]:
 
 def _reduced(sent: list[Tensor], reduction: str) -> Tensor:
     """Halves are added in single precision, so that the result does not hang on the number of ranks."""
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
     half = sent[0].dtype in (torch.float16, torch.bfloat16)
     total = sent[0].float() if half else sent[0]
     for x in sent[1:]:
-        total = combine(total, x)
+        if reduction == "sum":
+            total = total + x
+        else:
+            total = torch.maximum(total, x) if reduction == "max" else torch.minimum(total, x)
     return total.to(sent[0].dtype)
 
 
@@ -265,7 +267,8 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 def _rows(x: Tensor, dim: int, size: int) -> Tensor:
     """``x`` cut ``size`` ways along ``dim``, the parts stacked along a new dim 0."""
     part = -(-x.shape[dim] // size)
-    return _padded(x, dim, part * size).unflatten(dim, (size, part)).movedim(dim, 0).contiguous()
+    shape = (*x.shape[:dim], size, part, *x.shape[dim + 1 :])
+    return _padded(x, dim, part * size).reshape(shape).movedim(dim, 0).contiguous()
 
 
 def _joined(rows: Tensor, dim: int, length: int) -> Tensor:

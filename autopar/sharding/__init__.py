@@ -1,7 +1,9 @@
 """Sharding specs, strategies and redistribution between specs."""
 
-from autopar.sharding.local import LocalLength, LocalOffset
-from autopar.sharding.paths import CollectivePricing, Path, all_pairs, cheapest_path
+from autopar.sharding.greedy import find_path, greedy_path
+from autopar.sharding.local import LocalLength, LocalOffset, local_length
+from autopar.sharding.paths import Path, all_pairs, cheapest_path
+from autopar.sharding.priced_graph import CollectivePricing
 from autopar.sharding.redistribution import Step, StepKind, steps_from
 from autopar.sharding.spec import Reduction, ShardingSpec
 from autopar.sharding.strategy import Strategy
@@ -18,5 +20,8 @@ __all__ = [
     "Strategy",
     "all_pairs",
     "cheapest_path",
+    "find_path",
+    "greedy_path",
+    "local_length",
     "steps_from",
 ]

@@ -29,6 +29,7 @@ class SpecGraph:
         nodes: the specs.
         tail, head: arc i leads from ``nodes[tail[i]]`` to ``nodes[head[i]]``; arcs are sorted by head.
         steps: the step of each arc.
+        symmetric: whether trading dims of a node always gives another node.
     """
 
     ndim: int
@@ -37,6 +38,7 @@ class SpecGraph:
     tail: NDArray[np.int64]
     head: NDArray[np.int64]
     steps: tuple[Step, ...]
+    symmetric: bool
 
     @cached_property
     def index(self) -> dict[ShardingSpec, int]:
@@ -79,6 +81,31 @@ class SpecGraph:
         bad = [i for i in self._permutes if not self.steps[i].fits(self.nodes[self.tail[i]], shape, self.mesh)]
         return np.array(bad, dtype=np.int64)
 
+    def representative(self, node: int, alike: tuple[int, ...]) -> tuple[int, NDArray[np.int64]]:
+        """The node that stands for all those that trading ``alike`` dims makes of ``node``, and what becomes of
+        every node by the trade that leads there."""
+        order = list(range(self.ndim))
+        dims = self.nodes[node].dims
+        for kind in set(alike) if self.symmetric else ():
+            members = [d for d in order if alike[d] == kind]
+            for d, source in zip(members, sorted(members, key=lambda m: dims[m]), strict=True):
+                order[d] = source
+        traded = self._traded(tuple(order))
+        return int(traded[node]), traded
+
+    def _traded(self, order: tuple[int, ...]) -> NDArray[np.int64]:
+        if order not in self._trades:
+            index = self.index
+            moved = (ShardingSpec(tuple(n.dims[d] for d in order), n.partial) for n in self.nodes)
+            same = order == tuple(range(self.ndim))
+            found = range(len(self.nodes)) if same else [index[spec] for spec in moved]
+            self._trades[order] = np.array(found, dtype=np.int64)
+        return self._trades[order]
+
+    @cached_property
+    def _trades(self) -> dict[tuple[int, ...], NDArray[np.int64]]:
+        return {}
+
     @cached_property
     def _permutes(self) -> list[int]:
         return [i for i, s in enumerate(self.steps) if s.kind == "permute" and s.dim >= 0]
@@ -110,12 +137,10 @@ def _graph(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims
     arcs.sort(key=lambda a: a[:3])
     head = np.array([a[0] for a in arcs], dtype=np.int64)
     tail = np.array([a[1] for a in arcs], dtype=np.int64)
-    return SpecGraph(ndim, mesh, nodes, tail, head, tuple(a[3] for a in arcs))
+    return SpecGraph(ndim, mesh, nodes, tail, head, tuple(a[3] for a in arcs), symmetric=not odd)
 
 
-def _nodes(
-    ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]
-) -> Iterator[ShardingSpec]:
+def _nodes(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]) -> Iterator[ShardingSpec]:
     wide = [a for a in range(mesh.ndim) if mesh.shape[a] > 1]
     increasing_only = len(wide) > ALL_ORDERS_UP_TO_AXES
     for partial in partials:

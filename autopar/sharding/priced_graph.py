@@ -1,0 +1,199 @@
+"""The graph of specs with the bytes and seconds of one tensor, and shortest paths in it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.mesh import Mesh
+from autopar.sharding.redistribution import StepKind
+from autopar.sharding.spec import ShardingSpec
+from autopar.sharding.spec_graph import SpecGraph, graph_for
+
+NEGLIGIBLE_BYTES = 1 << 20
+"""Temporary memory that no path takes an extra collective to avoid."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class CollectivePricing(Protocol):
+    """What a step costs. An object that can be hashed must not change its prices: they are cached."""
+
+    def seconds(self, kind: StepKind, nbytes: int, axis: int) -> float:
+        """Positive seconds of one step along mesh ``axis``.
+
+        Args:
+            kind: the step's kind.
+            nbytes: local bytes after an all_gather, before any other step; of the largest shard.
+            axis: the mesh axis; a permute along several costs the most that it costs along one of them.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class PricedGraph:
+    """A graph of specs with the bytes and seconds of one tensor; distances are computed when first asked for.
+
+    Args:
+        local_bytes: at each node.
+        arcs: numbers of the arcs of ``graph`` that exist, sorted by head.
+        cost: seconds of each of ``arcs``.
+        peak: bytes of input and output of each of ``arcs``.
+        alike: for each dim a number that dims share when trading them changes no price.
+    """
+
+    graph: SpecGraph
+    local_bytes: Ints
+    arcs: Ints
+    cost: Floats
+    peak: Ints
+    alike: tuple[int, ...]
+    _seconds: Floats = field(init=False)
+    _known: Bools = field(init=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.graph.nodes)
+        self._seconds = np.full((n, n), np.inf)
+        self._known = np.zeros(n, dtype=bool)
+
+    def bound(self, start: int, end: int) -> float:
+        """Bytes that a step between the two may hold."""
+        return float(self.local_bytes[start] + self.local_bytes[end]) + NEGLIGIBLE_BYTES
+
+    def seconds(self, starts: Ints, ends: Ints) -> Floats:
+        """Of the best path from each of ``starts`` to each of ``ends``: (A, B)."""
+        self._fill([int(s) for s in np.unique(starts[~self._known[starts]])])
+        found: Floats = self._seconds[np.ix_(starts, ends)]
+        return found
+
+    def _fill(self, starts: Sequence[int]) -> None:
+        """Rows of ``starts``, computed for one of those that differ only by a trade of dims and copied to the rest."""
+        pairs = [self.graph.representative(s, self.alike) for s in starts]
+        missing = np.unique(np.array([r for r, _ in pairs if not self._known[r]], dtype=np.int64))
+        if len(missing):
+            self._seconds[missing] = self._distances(missing).T
+            self._known[missing] = True
+        for start, (representative, traded) in zip(starts, pairs, strict=True):
+            self._seconds[start] = self._seconds[representative][traded]
+            self._known[start] = True
+
+    def _distances(self, starts: Ints) -> Floats:
+        """Seconds of the best paths from ``starts`` to all nodes: (nodes, starts).
+
+        Bellman and Ford's relaxation, first along the arcs that fit in the tightest bound, then from there along
+        those that the next one lets in as well, and so on. A pair is read off at its own bound.
+        """
+        levels = np.unique(self.peak)
+        allowed = self.local_bytes[:, None] + self.local_bytes[starts][None, :] + NEGLIGIBLE_BYTES
+        level = np.searchsorted(levels, allowed, side="right")
+        level_of_arc = np.searchsorted(levels, self.peak)
+        distance = np.full((len(self.graph.nodes), len(starts)), np.inf)
+        distance[starts, np.arange(len(starts))] = 0.0
+        out = np.full_like(distance, np.inf)
+        before = 0
+        for here in np.unique(level[np.isinf(out)]):
+            self._relax(distance, level_of_arc < here, (level_of_arc >= before) & (level_of_arc < here))
+            out = np.where(level == here, distance, out)
+            before = here
+        self._relax(distance, np.ones(len(self.arcs), dtype=bool), level_of_arc >= before)
+        return np.where(np.isinf(out), distance, out)
+
+    def _relax(self, distance: Floats, usable: Bools, first: Bools) -> None:
+        """Relax along the arcs ``first``, then along ``usable`` ones from whatever became nearer, to the end."""
+        head, tail = self.graph.head[self.arcs], self.graph.tail[self.arcs]
+        chosen = np.flatnonzero(first)
+        while len(chosen):
+            candidate = distance[tail[chosen]]
+            candidate += self.cost[chosen][:, None]
+            heads, begin = np.unique(head[chosen], return_index=True)
+            best = np.minimum.reduceat(candidate, begin, axis=0)
+            old = distance[heads]
+            nearer = (best < old).any(axis=1)
+            distance[heads] = np.minimum(best, old)
+            moved = np.zeros(len(distance), dtype=bool)
+            moved[heads[nearer]] = True
+            chosen = np.flatnonzero(usable & moved[tail])
+
+    @cached_property
+    def leaving(self) -> list[list[int]]:
+        """Positions in ``arcs`` of those that leave each node."""
+        out: list[list[int]] = [[] for _ in self.graph.nodes]
+        for i, t in enumerate(self.graph.tail[self.arcs]):
+            out[t].append(i)
+        return out
+
+    def shortest(self, start: int, end: int, bound: float) -> list[int] | None:
+        """Arcs of the cheapest path whose steps hold at most ``bound`` bytes; None when there is none."""
+        heads = self.graph.head[self.arcs]
+        queue: list[tuple[float, int, list[int], int]] = [(0.0, 0, [], start)]
+        done: set[int] = set()
+        while queue:
+            seconds, steps, taken, node = heapq.heappop(queue)
+            if node == end:
+                return taken
+            if node in done:
+                continue
+            done.add(node)
+            for i in self.leaving[node]:
+                head = int(heads[i])
+                if head not in done and self.peak[i] <= bound:
+                    heapq.heappush(queue, (seconds + float(self.cost[i]), steps + 1, [*taken, i], head))
+        return None
+
+
+def priced_graph(
+    ends: Sequence[ShardingSpec], shape: Sequence[int], itemsize: int, mesh: Mesh, costs: CollectivePricing
+) -> PricedGraph:
+    """The graph between ``ends``. A dim is cut into more parts than it has elements only if one of them does that."""
+    graph = graph_for(len(shape), mesh, ends)
+    # A dim that the whole mesh divides only matters by its bytes: shapes that agree in the rest share one graph.
+    even = [n > 0 and n % mesh.size == 0 for n in shape]
+    reduced = tuple(mesh.size if e else n for n, e in zip(shape, even, strict=True))
+    factor = math.prod(n // mesh.size for n, e in zip(shape, even, strict=True) if e)
+    over = graph.overcut(reduced)[[graph.index[s] for s in ends]].any(axis=0)
+    overcut_dims = tuple(int(d) for d in np.flatnonzero(over))
+    try:
+        return _priced_cached(graph, reduced, itemsize * factor, cast(Hashable, costs), overcut_dims)
+    except TypeError:  # costs that cannot be hashed
+        return _priced(graph, reduced, itemsize * factor, costs, overcut_dims)
+
+
+def _priced(
+    graph: SpecGraph, shape: tuple[int, ...], itemsize: int, costs: CollectivePricing, overcut_dims: tuple[int, ...]
+) -> PricedGraph:
+    local_bytes = graph.local_bytes(shape, itemsize)
+    over = graph.overcut(shape)
+    over[:, list(overcut_dims)] = False
+    usable = ~np.asarray(over.any(axis=1))
+    exists = usable[graph.tail] & usable[graph.head]
+    exists[graph.misfits(shape)] = False
+    arcs = np.flatnonzero(exists)
+    before, after = local_bytes[graph.tail[arcs]], local_bytes[graph.head[arcs]]
+    nbytes = np.where(graph.gathers[arcs], after, before)
+    kinds = [(n, d in overcut_dims) for d, n in enumerate(shape)]
+    alike = tuple(kinds.index(k) for k in kinds)
+    return PricedGraph(graph, local_bytes, arcs, _costs(graph, arcs, nbytes, costs), before + after, alike)
+
+
+def _costs(graph: SpecGraph, arcs: Ints, nbytes: Ints, costs: CollectivePricing) -> Floats:
+    """Seconds of each arc; each distinct (kind, axes, bytes) is priced once."""
+    keys, key_of_arc = graph.prices
+    sizes, size_of_arc = np.unique(nbytes, return_inverse=True)
+    codes, inverse = np.unique(key_of_arc[arcs] * len(sizes) + size_of_arc, return_inverse=True)
+    prices = []
+    for code in codes:
+        (kind, axes), size = keys[code // len(sizes)], int(sizes[code % len(sizes)])
+        prices.append(max(costs.seconds(kind, size, axis) for axis in axes))
+    return np.array(prices, dtype=np.float64)[inverse]
+
+
+_priced_cached = lru_cache(maxsize=1024)(_priced)
