@@ -37,7 +37,7 @@ types: $(READY) ## mypy, strict
 	@$(BIN)/python -m mypy --no-error-summary
 
 layers: $(READY) ## import-linter: who may import whom
-	@$(BIN)/python -m importlinter.cli lint --no-logo >$(VENV)/layers.log || { cat $(VENV)/layers.log; exit 1; }
+	@$(BIN)/lint-imports --no-logo >$(VENV)/layers.log || { cat $(VENV)/layers.log; exit 1; }
 
 check: lint types layers ## lint, types and layers
 
