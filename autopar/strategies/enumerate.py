@@ -180,9 +180,9 @@ def _equation(rule: Rule, node: Node, metas: Metas) -> Equation:
 
 
 def _linear(rule: Rule, node: Node, metas: Metas) -> LinearSets:
-    """The rule's linear sets, without those that name an operand which the node does not have."""
+    """The rule's linear sets, without those that name an operand which is absent, or of truth values."""
     sets = rule.linear if isinstance(rule.linear, tuple) else rule.linear(node, metas)
-    return tuple(s for s in sets if all(p < len(metas) for p in s))
+    return tuple(s for s in sets if all(p < len(metas) and metas[p].dtype != "bool" for p in s))
 
 
 def _replicated(node: Node, metas: Metas, mesh: Mesh) -> Strategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
@@ -54,17 +55,36 @@ def _contraction(node: Node, metas: Metas) -> str:
 rule(autopar.contract, _contraction, linear=BILINEAR, flops="product")
 
 
-# Attention. ``g`` groups of keys and values, each read by ``q`` query heads; both sequences are whole.
+# Attention. ``g`` groups of keys and values, each read by ``q`` query heads; the keys' sequence is whole.
 
 
-def _heads(queries: TensorMeta, keys: TensorMeta) -> tuple[str, str]:
-    """Heads of queries, and of keys and values."""
-    h, g = queries.shape[1], keys.shape[1]
-    return ("h", "h") if h == g else (f"(g={g} q)", "g")
+@dataclass(frozen=True)
+class _Letters:
+    """Terms of attention: query heads, key heads, and the queries' sequence.
 
+    Under a causal mask the last queries read the most keys, so that cutting them would not divide the work.
+    """
 
-def _mask(meta: TensorMeta, heads: str) -> str:
-    return " ".join(["b", heads, "[s]", "[t]"][4 - len(meta.shape) :])
+    heads: str
+    groups: str
+    queries: str
+
+    @staticmethod
+    def of(node: Node, queries: TensorMeta, keys: TensorMeta) -> _Letters:
+        h, g = queries.shape[1], keys.shape[1]
+        sequence = "[s]" if node.kwarg("is_causal", False) else "s"
+        return _Letters("h", "h", sequence) if h == g else _Letters(f"(g={g} [q])", "g", sequence)
+
+    def operands(self) -> list[str]:
+        keys = f"b {self.groups} [t]"
+        return [f"b {self.heads} {self.queries} [d]", f"{keys} [d]", f"{keys} [e]"]
+
+    def results(self) -> list[str]:
+        rows = f"b {self.heads} {self.queries}"
+        return [f"{rows} [e]", rows]
+
+    def mask(self, meta: TensorMeta) -> str:
+        return " ".join(["b", self.heads, self.queries, "[t]"][4 - len(meta.shape) :])
 
 
 def _has(node: Node, position: int) -> bool:
@@ -72,21 +92,19 @@ def _has(node: Node, position: int) -> bool:
 
 
 def _attention(node: Node, metas: Metas) -> str:
-    h, g = _heads(metas[0], metas[1])
-    operands = [f"b {h} [s] [d]", f"b {g} [t] [d]", f"b {g} [t] [e]"]
-    if _has(node, 3):
-        operands.append(_mask(metas[3], h))
-    if _has(node, 4):
-        operands.append("-")
-    return f"{', '.join(operands)} -> b {h} [s] [e], b {h} [s]"
+    letters = _Letters.of(node, metas[0], metas[1])
+    mask = [letters.mask(metas[3])] if _has(node, 3) else []
+    seed = ["-"] if _has(node, 4) else []
+    return f"{', '.join([*letters.operands(), *mask, *seed])} -> {', '.join(letters.results())}"
 
 
 def _attention_backward(node: Node, metas: Metas) -> str:
-    h, g = _heads(metas[1], metas[2])
-    q, k, v = f"b {h} [s] [d]", f"b {g} [t] [d]", f"b {g} [t] [e]"
-    mask = [_mask(metas[4], h)] if _has(node, 4) else []
+    letters = _Letters.of(node, metas[1], metas[2])
+    mask = [letters.mask(metas[4])] if _has(node, 4) else []
     seed = ["-"] if _has(node, 7) else []
-    return f"{', '.join([f'b {h} [s] [e]', q, k, v, *mask, f'b {h} [s] [e]', f'b {h} [s]', *seed])} -> {q}, {k}, {v}"
+    out, lse = letters.results()
+    operands = [out, *letters.operands(), *mask, out, lse, *seed]
+    return f"{', '.join(operands)} -> {', '.join(letters.operands())}"
 
 
 def _attention_products(node: Node, q: TensorMeta, k: TensorMeta, v: TensorMeta) -> float:
@@ -113,12 +131,12 @@ def _lower_attention(queries: int) -> Lowering:
     """Dropout numbers the probabilities [b, h, s, t] by their place in the global tensor."""
 
     def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-        batch, heads = strategy.inputs[queries].dims[:2]
-        b, h = metas[queries].shape[:2]
+        shape, cuts = metas[queries].shape[:3], strategy.inputs[queries].dims[:3]
         offset = node.kwarg("offset")
-        if not isinstance(offset, tuple) or not (batch or heads):
+        if not isinstance(offset, tuple) or not any(cuts):
             return node.op, node.args, node.kwargs
-        return _replace(node, offset=(local_offset(b, batch), local_offset(h, heads), *offset[2:]))
+        local = [local_offset(n, axes) if axes else o for n, axes, o in zip(shape, cuts, offset, strict=False)]
+        return _replace(node, offset=(*local, *offset[3:]))
 
     return lower
 

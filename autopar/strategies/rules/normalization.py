@@ -48,13 +48,13 @@ rule(aten._fused_rms_norm_backward, _rms_norm_backward, linear=((0,),))
 
 
 def _group_norm(node: Node, metas: Metas) -> str:
-    channels = f"(g={int_arg(node, 6)} q)"
+    channels = f"(g={int_arg(node, 6)} [q])"
     x = f"n {channels} {_spatial(metas[0].shape)}"
     return f"{x}{f', {channels}' * (len(metas) - 1)} -> {x}, n g, n g"
 
 
 def _group_norm_backward(node: Node, metas: Metas) -> str:
-    channels = f"(g={int_arg(node, 8)} q)"
+    channels = f"(g={int_arg(node, 8)} [q])"
     x = f"n {channels} {_spatial(metas[1].shape)}"
     return f"{x}, {x}, n g, n g{f', {channels}' * (len(metas) - 4)} -> {x}, {channels}, {channels}"
 

@@ -1,0 +1,194 @@
+"""Runs one op by one strategy on the ranks of a simulated mesh, and compares with the op on whole tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir import Node, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.sharding import ShardingSpec, Strategy
+from autopar.sharding.local import LocalLength, LocalOffset
+from autopar.sharding.spec import length, offset
+from autopar.strategies import localize, strategies
+
+MESHES = (Mesh((2,)), Mesh((2, 2)), Mesh((3,)))
+TOLERANCE = 1e-9  # of float64, for results that are not whole numbers
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op. ``values=False``: only the shapes and dtypes of its results are defined."""
+
+    node: Node
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor | None, ...]
+    values: bool = True
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        return tuple(map(meta, self.operands))
+
+    def __str__(self) -> str:
+        shapes = ", ".join(str(list(t.shape)) for t in self.operands)
+        plain = [a for a in self.node.args if not isinstance(a, Value)]
+        return f"{self.node.op}({shapes}; {plain} {dict(self.node.kwargs)})"
+
+
+def meta(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def sample(op: Any, *args: Any, values: bool = True, **kwargs: Any) -> Sample:
+    """Call ``op``, an overload of torch, and keep its node, operands and results."""
+    operands: list[Tensor] = []
+
+    def ir(arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            operands.append(arg)
+            return Value(f"x{len(operands) - 1}")
+        if isinstance(arg, (list, tuple)):
+            return tuple(map(ir, arg))
+        return str(arg) if isinstance(arg, torch.dtype) else arg
+
+    ir_args, ir_kwargs = ir(args), tuple((k, ir(v)) for k, v in kwargs.items())
+    results = _results(find_op(str(op))(*args, **kwargs))
+    outputs = tuple(None if r is None else meta(r) for r in results)
+    return Sample(Node("sample", str(op), ir_args, ir_kwargs, outputs), tuple(operands), results, values)
+
+
+def _results(value: Any) -> tuple[Tensor | None, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+class WrongRule(AssertionError):  # noqa: N818  it is an assertion
+    """A strategy whose shards do not make up the op's result."""
+
+
+def check(case: Sample, meshes: Sequence[Mesh] = MESHES) -> int:
+    """Try every strategy of the sample on every mesh; return how many there were.
+
+    Raises:
+        WrongRule: a strategy gives something else than the op on whole tensors.
+    """
+    tried = 0
+    for mesh in meshes:
+        for strategy in strategies(case.node, case.metas, mesh):
+            try:
+                check_strategy(case, strategy, mesh)
+            except Exception as error:
+                raise WrongRule(f"{case} by {strategy} {strategy.axes} on mesh {mesh}: {error}") from error
+            tried += 1
+    return tried
+
+
+def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
+    ranks = [mesh.coordinate(r) for r in range(mesh.size)]
+    op, args, kwargs = localize(case.node, strategy, case.metas, mesh)
+    shards = [shard(t, spec, mesh) for t, spec in zip(case.operands, strategy.inputs, strict=True)]
+    results = {}
+    for rank in ranks:
+        operands = iter([s[rank] for s in shards])
+        local_args = [_local(a, operands, mesh, rank) for a in args]
+        local_kwargs = {k: _local(a, operands, mesh, rank) for k, a in kwargs}
+        results[rank] = _results(find_op(op)(*local_args, **local_kwargs))
+    for index, (expected, spec) in enumerate(zip(case.results, strategy.outputs, strict=True)):
+        if expected is None:
+            assert spec is None, f"result {index} is absent"
+            continue
+        assert spec is not None, f"result {index} has no spec"
+        pieces = completed({rank: results[rank][index] for rank in ranks}, spec, mesh)
+        for rank, piece in pieces.items():
+            whole = expected[spec.local_slices(expected.shape, mesh, rank)]
+            assert_same(piece, whole, f"result {index} on rank {rank}", case.values)
+
+
+def shard(whole: Tensor, spec: ShardingSpec, mesh: Mesh) -> dict[tuple[int, ...], Tensor]:
+    """What each rank holds of ``whole``; a partial sum is split into random summands."""
+    summing = [a for a, _ in spec.partial]
+    parts = list(itertools.product(*(range(mesh.shape[a]) for a in summing)))
+    summands = dict(zip(parts, _split(whole, len(parts)), strict=True))
+    held = {}
+    for rank in map(mesh.coordinate, range(mesh.size)):
+        part = summands[tuple(rank[a] for a in summing)]
+        held[rank] = part[spec.local_slices(whole.shape, mesh, rank)].contiguous()
+    return held
+
+
+def _split(whole: Tensor, parts: int) -> Iterator[Tensor]:
+    rest = whole
+    for _ in range(parts - 1):
+        part = torch.randint(-5, 6, whole.shape).to(whole.dtype)
+        rest = rest - part
+        yield part
+    yield rest
+
+
+def completed(
+    pieces: dict[tuple[int, ...], Tensor | None], spec: ShardingSpec, mesh: Mesh
+) -> dict[tuple[int, ...], Tensor]:
+    """What each rank holds once partial results are reduced."""
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    for axis, kind in spec.partial:
+        groups = {r: [(*r[:axis], i, *r[axis + 1 :]) for i in range(mesh.shape[axis])] for r in pieces}
+        pieces = {r: reduce(combine[kind], [pieces[g] for g in group]) for r, group in groups.items()}
+    assert all(p is not None for p in pieces.values()), "a rank has no result"
+    return pieces  # type: ignore[return-value]
+
+
+def assert_same(found: Tensor, wanted: Tensor, what: str, values: bool = True) -> None:
+    """Equal, or within ``TOLERANCE`` where the wanted values are not whole numbers."""
+    assert found.shape == wanted.shape, f"{what} has shape {list(found.shape)}, not {list(wanted.shape)}"
+    assert found.dtype == wanted.dtype, f"{what} is {found.dtype}, not {wanted.dtype}"
+    if not values:
+        return
+    if not wanted.is_floating_point():
+        assert torch.equal(found, wanted), f"{what} differs"
+        return
+    whole = torch.equal(wanted, wanted.round())
+    tolerance = 0.0 if whole else TOLERANCE if wanted.dtype == torch.float64 else 1e-3
+    assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True), f"{what} differs"
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, asked: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient of x * rstd * weight, by autograd."""
+    with torch.enable_grad():
+        leaf, scale = x.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
+        normalized = torch.nn.functional.rms_norm(leaf, list(shape), scale, 1e-5)
+    leaves = [leaf] if scale is None else [leaf, scale]
+    found = torch.autograd.grad(normalized, leaves, grad)
+    return found[0], found[1] if scale is not None else None
+
+
+# Ops that have no kernel on CPUs.
+REFERENCES = {"aten._fused_rms_norm_backward.default": rms_norm_backward}
+
+
+def find_op(name: str) -> Any:
+    if name in REFERENCES:
+        return REFERENCES[name]
+    namespace, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+def _local(arg: Any, operands: Iterator[Tensor], mesh: Mesh, rank: tuple[int, ...]) -> Any:
+    """The argument on one rank: operands are taken in order."""
+    if isinstance(arg, Value):
+        return next(operands)
+    if isinstance(arg, LocalLength):
+        return length(arg.n, arg.axes, mesh, rank)
+    if isinstance(arg, LocalOffset):
+        return offset(arg.n, arg.axes, mesh, rank)
+    if isinstance(arg, tuple):
+        return [_local(a, operands, mesh, rank) for a in arg]
+    if isinstance(arg, str) and arg.startswith("torch."):
+        return getattr(torch, arg.removeprefix("torch."))
+    return arg
