@@ -74,8 +74,8 @@ class _Attention:
             scores.masked_fill_(~self._causal(rows, k.shape[2], q.device), -math.inf)
         return scores
 
-    def keep(self, shape: torch.Size, rows: slice) -> Tensor | None:
-        """[b, h, rows, t]: 1 / (1 - p) where dropout keeps, else 0; None without dropout."""
+    def keep(self, weights: Tensor, rows: slice) -> Tensor | None:
+        """As weights, [b, h, rows, t]: 1 / (1 - p) where dropout keeps, else 0; None without dropout."""
         if not self.dropout_p:
             return None
         assert self.seed is not None
@@ -85,11 +85,11 @@ class _Attention:
             self.site,
             self.dropout_p,
             self.global_shape,
-            list(shape),
+            list(weights.shape),
             [b, h, first + rows.start, t],
-            self.seed.device,
+            weights.device,
         )
-        return keep.to(torch.float32).mul_(1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0)
+        return keep.to(weights.dtype).mul_(1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0)
 
 
 def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _forward(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
         total = weights.sum(-1, keepdim=True)
         empty = total == 0
         lse[:, :, rows] = (total.log() + highest).masked_fill_(empty, 0).squeeze(-1)
-        keep = attention.keep(weights.shape, rows)
+        keep = attention.keep(weights, rows)
         if keep is not None:
             weights.mul_(keep)
         product = (_by_group(weights, v) @ v).view(*weights.shape[:3], v.shape[3])
@@ -201,7 +201,7 @@ def _backward(
             weights = attention.scores(q, k, rows).sub_(lse[:, :, rows, None]).exp_()
             grad = grad_out[:, :, rows]
             dweights = (_by_group(grad, v) @ v.transpose(-1, -2)).view(weights.shape)
-            keep = attention.keep(weights.shape, rows)
+            keep = attention.keep(weights, rows)
             kept = weights
             if keep is not None:
                 kept = weights * keep

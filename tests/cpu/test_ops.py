@@ -1,0 +1,191 @@
+"""What holds for every op: torch's own checks, fakes that equal the real results, backward ops in the joint graph."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autopar.ops
+
+OPS = torch.ops.autopar
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SEED = torch.tensor(7)
+
+
+def _channels_last(*shape, dtype):
+    """Contiguous in another order of dims, as the results must not be."""
+    return torch.randn(shape[0], *shape[2:], shape[1], dtype=dtype).movedim(-1, 1)
+
+
+def _attention(dtype, p=0.0, mask=None, s=5, d_v=8, is_causal=False):
+    q = torch.randn(2, s, 4, 8, dtype=dtype).transpose(1, 2)
+    k, v = torch.randn(2, 2, 7, 8, dtype=dtype), torch.randn(2, 7, 2, d_v, dtype=dtype).transpose(1, 2)
+    options = dict(
+        is_causal=is_causal, scale=0.3, dropout_p=p, site=1, global_shape=[4, 4, s, 7], offset=[2, 0, 0, 0]
+    )
+    return (q, k, v, mask, SEED if p else None), options
+
+
+def _cases(dtype):
+    """Name of an op, positional arguments, keyword arguments; differentiable operands first."""
+    x = torch.randn(3, 5, 10, dtype=dtype)
+    target = torch.tensor([1, -100, 9, 0, 4] * 3).view(3, 5)
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    mean, rstd = torch.randn(4, dtype=statistics), torch.rand(4, dtype=statistics) + 0.5
+    image, weight, bias = _channels_last(2, 4, 3, 3, dtype=dtype), torch.randn(4), torch.randn(4)
+    index = torch.tensor([[1, 2, 9], [0, 4, 2]])
+    attention, options = _attention(dtype)
+    out, lse = OPS.attention(*attention, **options)
+    shard = dict(global_shape=[5, 5, 20], offset=[1, 0, 5])
+    return [
+        ("contract", (torch.randn(2, 3, 4, dtype=dtype), torch.randn(5, 4, dtype=dtype), "bsk,nk->bsn"), {}),
+        ("contract", (torch.randn(2, 3, 4, dtype=dtype), torch.randn(2, 3, 5, dtype=dtype), "bsk,bsn->nk"), {}),
+        ("contract", (torch.randn(2, 3, 4, dtype=dtype), torch.randn(2, 5, 4, dtype=dtype), "bsk,btk->tbs"), {}),
+        ("contract", (torch.randn(2, 3, dtype=dtype).t(), torch.randn(2, dtype=dtype), "ab,b->ba"), {}),
+        ("attention", *_attention(dtype)),
+        ("attention", *_attention(dtype, p=0.4)),
+        ("attention", *_attention(dtype, mask=torch.rand(2, 1, 5, 7) < 0.8, is_causal=True)),
+        ("attention", *_attention(dtype, mask=torch.randn(7), d_v=6)),
+        ("attention", *_attention(dtype, s=0)),
+        (
+            "attention_backward",
+            (torch.randn_like(out), *attention[:4], out, lse, attention[4]),
+            options,
+        ),
+        ("dropout", (x.transpose(0, 1), SEED), dict(p=0.3, site=2, global_shape=[5, 3, 10], offset=[0, 0, 0])),
+        ("dropout", (x, SEED), dict(p=0.0, site=2, **shard)),
+        ("uniform", (SEED,), dict(site=2, shape=[3, 5, 10], dtype=dtype, **shard)),
+        ("lookup", (torch.randn(10, 4, dtype=dtype), index), dict(offset=0, padding_idx=2)),
+        ("lookup", (torch.randn(4, 10, dtype=dtype).t()[:3], index.t()), dict(offset=2)),
+        ("lookup_backward", (torch.randn(2, 3, 4, dtype=dtype), index), dict(rows=5, offset=1, padding_idx=4)),
+        ("sumexp", (x, x.amax(-1)), {}),
+        ("sumexp", (x.transpose(0, 1), x.amax(-1).t()), {}),
+        ("nll", (x, x.logsumexp(-1).to(statistics), target), dict(ignore_index=-100, offset=0)),
+        ("nll", (x.transpose(0, 1), x.logsumexp(-1).to(statistics).t(), target.t()), dict(ignore_index=4, offset=3)),
+        (
+            "nll_backward",
+            (torch.randn(3, 5, dtype=statistics), x, x.logsumexp(-1).to(statistics), target),
+            dict(ignore_index=-100, offset=0),
+        ),
+        ("squared_deviation", (image, mean), {}),
+        ("batch_norm", (image, weight, bias, mean, rstd), dict(count=18)),
+        ("batch_norm", (image, None, None, mean, rstd), dict(count=18)),
+        ("batch_norm_backward_reduce", (image, torch.randn_like(image), mean, rstd), {}),
+        ("batch_norm_backward_input", (image, image, weight, mean, rstd, mean, rstd), dict(count=18)),
+    ]
+
+
+GRADIENT = {
+    "contract": (0, 1),
+    "attention": (0, 1, 2),
+    "dropout": (0,),
+    "lookup": (0,),
+    "nll": (0,),
+    "batch_norm": (0, 1, 2),
+}
+NAMES = [name for name, _, _ in _cases(torch.float64)]
+IDS = [f"{name}-{number}" for number, name in enumerate(NAMES)]
+
+
+def _requiring_gradient(name, args):
+    differentiable = GRADIENT.get(name, ())
+    return tuple(
+        a.detach().requires_grad_() if position in differentiable and a is not None else a
+        for position, a in enumerate(args)
+    )
+
+
+def _strides(result):
+    results = result if isinstance(result, tuple | list) else [result]
+    return [(tuple(r.shape), r.stride(), r.dtype) for r in results]
+
+
+def test_registering_twice_is_harmless():
+    importlib.reload(autopar.ops)
+    assert OPS.dropout(torch.ones(1), SEED, p=0.0, site=0, global_shape=[1], offset=[0]) == 1
+
+
+def test_importing_the_ops_leaves_the_global_generator_alone():
+    code = "import torch; a = torch.get_rng_state(); import autopar.ops; assert (torch.get_rng_state() == a).all()"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_op_has_a_case_here():
+    registered = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("autopar::")
+    }
+    assert registered == set(NAMES)
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=IDS)
+def test_torchs_checks_pass(number):
+    """Schema, autograd registration, fake results, and the whole path through AOTAutograd with dynamic shapes."""
+    name, args, options = _cases(torch.float64)[number]
+    outcome = torch.library.opcheck(getattr(OPS, name).default, _requiring_gradient(name, args), options)
+    assert set(outcome.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=IDS)
+def test_fake_results_have_the_shapes_strides_and_dtypes_of_real_ones(number, dtype):
+    name, args, options = _cases(dtype)[number]
+    real = getattr(OPS, name)(*args, **options)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        fake = getattr(OPS, name)(*fakes, **options)
+    assert _strides(fake) == _strides(real)
+    assert all(torch.empty(shape).stride() == stride for shape, stride, _ in _strides(real))
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=IDS)
+def test_operands_are_left_as_they_were(number):
+    name, args, options = _cases(torch.float64)[number]
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    results = getattr(OPS, name)(*args, **options)
+    for a, b in zip(args, before, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    storages = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)} - {0}
+    results = results if isinstance(results, tuple) else (results,)
+    assert not any(r.untyped_storage().data_ptr() in storages for r in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "backward_ops"),
+    [
+        ("contract", ["contract", "contract"]),
+        ("attention", ["attention_backward"]),
+        ("dropout", ["dropout"]),
+        ("lookup", ["lookup_backward"]),
+        ("nll", ["nll_backward"]),
+        ("batch_norm", ["batch_norm_backward_reduce", "batch_norm_backward_input"]),
+    ],
+)
+def test_a_joint_graph_shows_the_ops_of_forward_and_backward(name, backward_ops):
+    _, args, options = next(case for case in _cases(torch.float64) if case[0] == name)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    positions = [p for p, a in enumerate(args) if isinstance(a, torch.Tensor)]
+
+    def joint(*tensors):
+        filled = list(args)
+        for position, tensor in zip(positions, tensors, strict=True):
+            filled[position] = tensor
+        filled = _requiring_gradient(name, filled)
+        result = getattr(OPS, name)(*filled, **options)
+        result = result[0] if isinstance(result, tuple) else result
+        return torch.autograd.grad(result, [filled[p] for p in GRADIENT[name]], torch.ones_like(result))
+
+    graph = make_fx(joint, tracing_mode="fake")(*tensors).graph
+    found = [str(node.target).split(".")[1] for node in graph.nodes if str(node.target).startswith("autopar.")]
+    assert found == [name, *backward_ops]
+
+
+@pytest.mark.parametrize("name", ["sumexp", "squared_deviation"])
+def test_statistics_are_constants_to_autograd(name):
+    _, (x, other), _ = next(case for case in _cases(torch.float64) if case[0] == name)
+    assert not getattr(OPS, name)(x.requires_grad_(), other).requires_grad

@@ -1,0 +1,72 @@
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from autopar.ops import cross_entropy
+
+OPS = torch.ops.autopar
+
+
+def _loss(shards, offsets, target, ignore_index=-100):
+    """As ranks that hold parts of the vocabulary compute it: [...]."""
+    m = torch.stack([s.detach().amax(-1) for s in shards if s.shape[-1]]).amax(0)
+    lse = m + sum(OPS.sumexp(s, m) for s in shards).log()
+    return sum(
+        OPS.nll(s, lse, target, ignore_index=ignore_index, offset=o) for s, o in zip(shards, offsets, strict=True)
+    )
+
+
+@pytest.mark.parametrize("cuts", [(0, 11), (0, 6, 11), (0, 3, 3, 7, 11), (0, 11, 11)])
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+@pytest.mark.parametrize("block", [1, 1 << 22])
+def test_the_shards_losses_and_gradients_are_torchs(cuts, ignore_index, block, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "BLOCK", block)
+    x = torch.randn(4, 6, 11, dtype=torch.float64) * 5
+    target = torch.randint(0, 11, (4, 6))
+    target[1, 2:] = ignore_index
+    whole = x.clone().requires_grad_()
+    rows = whole.view(-1, 11), target.view(-1)
+    expected = functional.cross_entropy(*rows, ignore_index=ignore_index, reduction="none")
+    shards = [x[..., a:b].clone().requires_grad_() for a, b in itertools.pairwise(cuts)]
+    found = _loss(shards, cuts[:-1], target, ignore_index)
+    weight = torch.randn(4, 6, dtype=torch.float64)
+    torch.testing.assert_close(found.view(-1), expected, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(found, shards, weight)
+    (expected_grad,) = torch.autograd.grad(expected, whole, weight.view(-1))
+    torch.testing.assert_close(torch.cat(grads, -1), expected_grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_run_in_float32_and_the_gradient_has_the_dtype_of_x(dtype):
+    x = (torch.randn(5, 5000) * 3).to(dtype)
+    target = torch.tensor([0, 4999, -100, 17, 3])
+    exact = x.double().requires_grad_()
+    expected = functional.cross_entropy(exact, target, reduction="none")
+    x.requires_grad_()
+    found = _loss([x], [0], target)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), exact)[0].to(dtype), rtol=2e-2, atol=1e-5)
+
+
+def test_large_logits_and_forbidden_classes_stay_finite():
+    x = torch.tensor([[3e4, -torch.inf, 0.0], [-3e4, -3e4, -torch.inf]], requires_grad=True)
+    target = torch.tensor([0, -100])
+    loss = _loss([x], [0], target)
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert torch.equal(loss, torch.zeros(2))
+    assert torch.equal(grad, torch.zeros(2, 3))
+
+
+def test_the_backward_holds_one_temporary_of_the_size_of_x():
+    x = torch.randn(64, 1000)
+    lse, target, grad = x.logsumexp(-1), torch.randint(0, 1000, (64,)), torch.ones(64)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        OPS.nll_backward(grad, x, lse, target, ignore_index=-100, offset=0)
+    allocated = sum(
+        max(0, event.self_cpu_memory_usage) for event in profile.events() if event.self_cpu_memory_usage > 0
+    )
+    assert allocated < 2.1 * x.nbytes
