@@ -11,7 +11,8 @@ A message of S bytes takes a + S / b (Hockney, 1994): a the latency, b the bandw
 
 in the S of the bus-bandwidth conventions of NCCL's tests. On an axis of m nodes with k ranks in each, the collective
 runs in two levels: inside the nodes with k in the place of n, and between nodes with m, where gathers and reductions
-have S / k left to move. Each launch adds the device's ``collective_launch_latency_s``.
+have S / k left to move; a permute takes as long as its slowest message. Each launch adds the device's
+``collective_launch_latency_s``.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def ring(kind: CollectiveKind, link: AxisLink) -> tuple[float, float]:
     a, b = link.intra_latency_s, link.intra_bytes_per_s
     A, B = link.inter_latency_s, link.inter_bytes_per_s
     if kind == "permute":
-        return (A, 1 / B) if m > 1 else (a, 1 / link.peer_bytes_per_s)
+        return max(a, A), max(1 / link.peer_bytes_per_s, 1 / B)
     alpha_s = (k - 1) * a + (m - 1) * A
     if kind == "broadcast":
         return alpha_s, 1 / b + 1 / B

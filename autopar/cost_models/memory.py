@@ -34,25 +34,25 @@ class OptimizerState:
     temporaries: int = 1
 
 
-_ADAM = OptimizerState(2, (("amsgrad", 1),), temporaries=2)
+_ADAM = OptimizerState(2, (("amsgrad", 1),))
 _EIGHT_BIT = OptimizerState(bytes_per_element=2, block=256)
 
 OPTIMIZERS: Mapping[str, OptimizerState] = {
     "adam": _ADAM,
     "adamw": _ADAM,
     "nadam": OptimizerState(2, temporaries=2),
-    "radam": OptimizerState(2, temporaries=3),
-    "adamax": OptimizerState(2, temporaries=3),
-    "adadelta": OptimizerState(2, temporaries=2),
+    "radam": OptimizerState(2),
+    "adamax": OptimizerState(2),
+    "adadelta": OptimizerState(2, temporaries=3),
     "adagrad": OptimizerState(1, temporaries=2),
-    "adafactor": OptimizerState(factored=True, temporaries=3),
+    "adafactor": OptimizerState(factored=True),
     "adam8bit": _EIGHT_BIT,
     "adamw8bit": _EIGHT_BIT,
-    "asgd": OptimizerState(1, temporaries=2),
+    "asgd": OptimizerState(1),
     "lion": OptimizerState(1, temporaries=2),
     "muon": OptimizerState(1, temporaries=3),
     "rmsprop": OptimizerState(1, (("momentum", 1), ("centered", 1)), temporaries=2),
-    "rprop": OptimizerState(2, temporaries=3),
+    "rprop": OptimizerState(2, temporaries=2),
     "sgd": OptimizerState(0, (("momentum", 1),)),
     "sgdmomentum": OptimizerState(1),
 }
@@ -102,8 +102,9 @@ def optimizer_step_bytes(optimizer: Any, numel: int, param_dtype: str, *, master
     """Upper estimate of the bytes that a step needs besides parameters, gradients and state.
 
     Pass the elements of all parameters on the device for ``foreach`` implementations, torch's default on
-    accelerators, and those of the largest parameter for ``foreach=False``; ``fused`` ones need nothing. An optimizer
-    given as bytes for each element is taken to need one parameter's worth.
+    accelerators, and those of the largest parameter for ``foreach=False`` and Muon; ``fused`` ones need nothing. With
+    weight decay added to the gradient, as most torch optimizers do. An optimizer given as bytes for each element is
+    taken to need one parameter's worth.
 
     Raises:
         AutoparError: no such optimizer.
@@ -125,7 +126,7 @@ def _find(optimizer: Any) -> tuple[OptimizerState, Mapping[str, Any]]:
     options: Mapping[str, Any] = {}
     if isinstance(optimizer, partial):
         optimizer, options = optimizer.func, optimizer.keywords
-    if hasattr(optimizer, "param_groups"):
+    if not isinstance(optimizer, type) and hasattr(optimizer, "param_groups"):
         optimizer, options = type(optimizer), getattr(optimizer, "defaults", {})
     names = [cls.__name__ for cls in optimizer.__mro__] if isinstance(optimizer, type) else [str(optimizer)]
     for name in map(_normalise, names):

@@ -58,6 +58,13 @@ class Device:
 
     def __post_init__(self) -> None:
         _check_positive(self, "device")
+        peaks = dict(self.peak_flops_per_s)
+        if "float32" not in peaks or not all(0 < peak < math.inf for peak in peaks.values()):
+            raise MeshError(
+                "A device needs a positive peak in FLOP/s for float32, and for each other dtype that it names.",
+                found=repr(peaks),
+                hint=f"a right line is: {example('peak_flops_per_s')}",
+            )
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s for contractions of ``dtype``."""
@@ -322,7 +329,7 @@ def _read_link(table: Table, *, nics: bool = False) -> Link:
     return Link(
         kind=table.text("kind"),
         nics=table.count("nics") if nics else 0,
-        sources=table.sources([*figures, "nics"]),
+        sources=table.sources([*figures, "nics"] if nics else figures),
         **_figures(table, figures),
     )
 

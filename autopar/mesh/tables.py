@@ -6,6 +6,7 @@ import difflib
 import importlib
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -136,10 +137,14 @@ class Table:
 
 
 def toml_value(value: str | bool | float) -> str:
-    """One value as TOML; JSON's strings and booleans are TOML's."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
-        return repr(value)
-    return f"{value!r}" if isinstance(value, (int, float)) and not isinstance(value, bool) else json.dumps(value)
+    """One value as TOML, large figures as ``450e9``; JSON's strings and booleans are TOML's."""
+    if isinstance(value, (str, bool)):
+        return json.dumps(value)
+    if value < 1e9:
+        return re.sub("e-0", "e-", repr(value))
+    unit = 12 if value >= 1e12 else 9
+    short = f"{value / 10**unit:.10g}e{unit}"
+    return short if float(short) == value else repr(float(value))
 
 
 def read_text(path: Path) -> str:

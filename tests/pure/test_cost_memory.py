@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost_models.memory import OPTIMIZERS, optimizer_state_bytes, optimizer_step_bytes
+from autopar.errors import AutoparError
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "float32", "bfloat16"),
+    [
+        ("adamw", 8, 4), ("Adam", 8, 4), ("nadam", 8, 4), ("RAdam", 8, 4), ("adamax", 8, 4),
+        ("sgd", 0, 0), ("sgd momentum", 4, 2), ("sgd_momentum", 4, 2), ("adagrad", 4, 2), ("rmsprop", 4, 2),
+        ("lion", 4, 2), ("muon", 4, 2), (8, 8, 8), (2.5, 2.5, 2.5), (0, 0, 0),
+    ],
+)  # fmt: skip
+def test_state_follows_the_dtype_of_the_parameter(optimizer, float32, bfloat16):
+    assert optimizer_state_bytes(optimizer, 1000, "float32") == 1000 * float32
+    assert optimizer_state_bytes(optimizer, 1000, "bfloat16") == 1000 * bfloat16
+
+
+def test_a_master_copy_is_counted_and_the_state_is_in_its_dtype():
+    assert optimizer_state_bytes("adamw", 1000, "bfloat16", master_dtype="float32") == 1000 * (4 + 8)
+    assert optimizer_state_bytes("sgd", 1000, "bfloat16", master_dtype="float32") == 4000
+    assert optimizer_state_bytes("adamw", 1000, "float32", master_dtype="float32") == 8000
+    assert optimizer_state_bytes(12, 1000, "bfloat16", master_dtype="float32") == 12000
+
+
+@pytest.mark.parametrize("name", ["8-bit adam", "adam8bit", "AdamW8bit", "8bit_adamw", "Adam 8-bit"])
+def test_eight_bit_states_carry_a_scale_for_each_block(name):
+    assert optimizer_state_bytes(name, 256 * 100, "bfloat16") == 256 * 100 * 2 + 100 * 8
+
+
+def test_adafactor_is_sublinear_for_a_matrix_and_an_upper_estimate_without_its_shape():
+    assert optimizer_state_bytes("adafactor", 6000, "float32", shape=(60, 100)) == 160 * 4
+    assert optimizer_state_bytes("adafactor", 6000, "float32", shape=(2, 30, 100)) == 260 * 4
+    assert optimizer_state_bytes("adafactor", 6000, "float32") == 6001 * 4
+
+
+@given(st.integers(1, 100), st.integers(1, 100))
+def test_the_upper_estimate_for_adafactor_is_one(rows, columns):
+    exact = optimizer_state_bytes("adafactor", rows * columns, "float32", shape=(rows, columns))
+    assert exact <= optimizer_state_bytes("adafactor", rows * columns, "float32")
+
+
+class AdamW:
+    pass
+
+
+class MyAdamW(AdamW):
+    pass
+
+
+class SGD:
+    param_groups = ()
+    defaults = {"momentum": 0.9}  # noqa: RUF012
+
+
+def test_classes_instances_and_partials_are_known_by_their_names():
+    assert optimizer_state_bytes(AdamW, 10, "float32") == 80
+    assert optimizer_state_bytes(MyAdamW, 10, "float32") == 80
+    assert optimizer_state_bytes(SGD, 10, "float32") == 0
+    assert optimizer_state_bytes(SGD(), 10, "float32") == 40
+    assert optimizer_state_bytes(partial(SGD, momentum=0.9), 10, "float32") == 40
+    assert optimizer_state_bytes(partial(SGD, lr=0.9), 10, "float32") == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamz", object, "", None, True])
+def test_an_unknown_optimizer_lists_the_known(optimizer):
+    with pytest.raises(AutoparError, match="not known") as caught:
+        optimizer_state_bytes(optimizer, 10, "float32")
+    assert all(name in caught.value.hint for name in OPTIMIZERS)
+    with pytest.raises(AutoparError, match="not known"):
+        optimizer_step_bytes(optimizer, 10, "float32")
+
+
+@pytest.mark.parametrize("number", [-1, math.inf, math.nan])
+def test_bytes_per_element_are_a_number_from_zero_on(number):
+    with pytest.raises(AutoparError, match="negative or infinite"):
+        optimizer_state_bytes(number, 10, "float32")
+
+
+@given(st.sampled_from(sorted(OPTIMIZERS)), st.integers(0, 10**9), st.integers(0, 10**9))
+def test_state_and_step_grow_with_the_parameter(name, numel, more):
+    for count in (optimizer_state_bytes, optimizer_step_bytes):
+        assert 0 <= count(name, numel, "float32") <= count(name, numel + more, "float32")
+    assert optimizer_step_bytes(name, numel, "bfloat16") * 2 == optimizer_step_bytes(name, numel, "float32")
+
+
+def test_the_step_of_an_optimizer_given_in_bytes_takes_one_tensor():
+    assert optimizer_step_bytes(8, 1000, "float32") == 4000
