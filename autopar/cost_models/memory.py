@@ -102,15 +102,18 @@ def optimizer_step_bytes(optimizer: Any, numel: int, param_dtype: str, *, master
     """Upper estimate of the bytes that a step needs besides parameters, gradients and state.
 
     Pass the elements of all parameters on the device for ``foreach`` implementations, torch's default on
-    accelerators, and those of the largest parameter for ``foreach=False`` and Muon; ``fused`` ones need nothing. With
-    weight decay added to the gradient, as most torch optimizers do. An optimizer given as bytes for each element is
-    taken to need one parameter's worth.
+    accelerators, and those of the largest parameter for ``foreach=False`` and Muon. Weight decay is taken to be
+    added to the gradient, as most torch optimizers do. Instances with ``fused=True`` need nothing; an optimizer given
+    as bytes for each element is taken to need one parameter's worth.
 
     Raises:
         AutoparError: no such optimizer.
     """
-    number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
-    temporaries = 1 if number else _find(optimizer)[0].temporaries
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
+        temporaries = 1
+    else:
+        state, options = _find(optimizer)
+        temporaries = 0 if options.get("fused") else state.temporaries
     return temporaries * numel * ITEMSIZE[master_dtype or param_dtype]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -268,6 +269,20 @@ def builtin_clusters() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
+def cluster_of_device(device_name: str) -> Cluster | None:
+    """The built-in cluster whose devices a driver calls ``device_name``; None where there is none.
+
+    ``"NVIDIA H100 80GB HBM3"`` gives ``dgx-h100``, ``"Tesla V100-SXM2-16GB"`` gives ``p3.16xlarge``. Only the model
+    counts, so that a card of another form factor is taken for its sibling.
+    """
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    for name in builtin_clusters():
+        models = re.findall(r"[a-z]+[0-9]{2,}[a-z]*", _load_builtin(name).device.name.lower())
+        if models and models[0] in words:
+            return _load_builtin(name)
+    return None
+
+
 @cache
 def _load_builtin(name: str) -> Cluster:
     text = (files("autopar.mesh") / "hardware" / f"{name}.toml").read_text(encoding="utf-8")
@@ -275,7 +290,7 @@ def _load_builtin(name: str) -> Cluster:
 
 
 def _unknown(name: str) -> MeshError:
-    near = difflib.get_close_matches(name, builtin_clusters(), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), builtin_clusters(), n=1, cutoff=0.4)
     did_you_mean = f'did you mean "{near[0]}"? ' if near else ""
     return MeshError(
         "No cluster has this name.",

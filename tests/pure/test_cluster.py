@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import MeshError
-from autopar.mesh import Cluster, Device, Link, builtin_clusters
+from autopar.mesh import Cluster, Device, Link, builtin_clusters, cluster_of_device, tables
 
 SECTIONS = ("device", "intra_node", "inter_node", "host")
 every_cluster = pytest.mark.parametrize("name", builtin_clusters())
@@ -129,6 +131,9 @@ def test_an_unknown_name_shows_the_nearest_and_all():
         Cluster.load("dgx-h1000")
     assert 'did you mean "dgx-h100"?' in caught.value.hint
     assert all(name in caught.value.hint for name in builtin_clusters())
+    with pytest.raises(MeshError, match="No cluster has this name") as caught:
+        Cluster.load("DGX-H100")
+    assert 'did you mean "dgx-h100"?' in caught.value.hint
     with pytest.raises(MeshError) as caught:
         Cluster.load("a toaster")
     assert "did you mean" not in caught.value.hint
@@ -247,3 +252,37 @@ def test_pairwise_links_give_small_groups_less():
     assert [link.group_bytes_per_s(n) for n in (2, 4, 8, 16)] == [64e9, 192e9, 448e9, 448e9]
     switch = Link("switch", 1e-6, 448e9, efficiency=0.5)
     assert {switch.group_bytes_per_s(n) for n in (1, 2, 8)} == {224e9}
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA H200", "dgx-h200"),
+        ("NVIDIA B200", "dgx-b200"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA L40S", "l40s-pcie"),
+        ("Tesla V100-SXM2-16GB", "p3.16xlarge"),
+    ],
+)
+def test_a_device_is_found_by_the_name_that_its_driver_gives(device, cluster):
+    assert cluster_of_device(device) == Cluster.load(cluster)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA GeForce RTX 4090", "NVIDIA L40", "cpu", ""])
+def test_a_device_that_no_file_describes_is_not_found(device):
+    assert cluster_of_device(device) is None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there tomli is what every other test uses")
+def test_python_3_10_reads_files_with_tomli(monkeypatch):
+    import tomllib
+
+    fake = SimpleNamespace(loads=lambda _: {"via": "tomli"}, TOMLDecodeError=OSError)
+    monkeypatch.setattr(tables, "sys", SimpleNamespace(version_info=(3, 10)))
+    monkeypatch.setitem(sys.modules, "tomli", fake)
+    assert tables.parse_toml("", "x") == {"via": "tomli"}
+    monkeypatch.setattr(tables, "sys", sys)
+    assert tables.parse_toml("via = 'tomllib'", "x") == tomllib.loads("via = 'tomllib'")

@@ -94,3 +94,8 @@ def test_state_and_step_grow_with_the_parameter(name, numel, more):
 
 def test_the_step_of_an_optimizer_given_in_bytes_takes_one_tensor():
     assert optimizer_step_bytes(8, 1000, "float32") == 4000
+
+
+def test_a_fused_step_needs_nothing():
+    assert optimizer_step_bytes(partial(AdamW, fused=True), 1000, "float32") == 0
+    assert optimizer_step_bytes(partial(AdamW, fused=None), 1000, "float32") == 4000
