@@ -16,6 +16,7 @@ from autopar.mesh import Mesh
 from autopar.sharding.priced_graph import CollectivePricing, Floats, PricedGraph, priced_graph
 from autopar.sharding.redistribution import Step
 from autopar.sharding.spec import ShardingSpec
+from autopar.sharding.spec_graph import unusual
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,30 @@ def all_pairs(
     costs: CollectivePricing,
 ) -> Floats:
     """Seconds of ``cheapest_path`` from each source to each target: (A, B), inf where there is no path."""
-    priced = priced_graph((*specs_src, *specs_dst), shape, itemsize, mesh, costs)
+    common = [i for i, s in enumerate(specs_src) if not unusual(s, mesh)]
+    common_dst = [j for j, d in enumerate(specs_dst) if not unusual(d, mesh)]
+    out = np.full((len(specs_src), len(specs_dst)), np.inf)
+    if common and common_dst:
+        args = ([specs_src[i] for i in common], [specs_dst[j] for j in common_dst])
+        out[np.ix_(common, common_dst)] = _seconds(*args, shape, itemsize, mesh, costs)
+    for i, j in np.ndindex(out.shape):
+        if i not in common or j not in common_dst:
+            # An unusual spec must not lend its neighbourhood to pairs that it does not belong to.
+            out[i, j] = _seconds([specs_src[i]], [specs_dst[j]], shape, itemsize, mesh, costs)[0, 0]
+    return out
+
+
+def _seconds(
+    sources: Sequence[ShardingSpec],
+    targets: Sequence[ShardingSpec],
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mesh,
+    costs: CollectivePricing,
+) -> Floats:
+    priced = priced_graph((*sources, *targets), shape, itemsize, mesh, costs)
     index = priced.graph.index
-    return priced.seconds(
-        np.array([index[s] for s in specs_src], dtype=np.int64), np.array([index[s] for s in specs_dst], dtype=np.int64)
-    )
+    return priced.seconds(np.array([index[s] for s in sources]), np.array([index[t] for t in targets]))
 
 
 def unreachable(src: ShardingSpec, dst: ShardingSpec) -> SpecError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ Dims = tuple[tuple[int, ...], ...]
 Partial = tuple[tuple[int, Reduction], ...]
 
 ALL_ORDERS_UP_TO_AXES = 3
-"""With more mesh axes than this, specs whose axes do not increase are nodes only where a caller names them."""
+"""With more mesh axes (of several ranks) than this, specs whose axes do not increase are nodes only as ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,21 +112,34 @@ class SpecGraph:
 
 
 def graph_for(ndim: int, mesh: Mesh, ends: Sequence[ShardingSpec]) -> SpecGraph:
-    """The graph in which redistributions between any two of ``ends`` are sought."""
+    """The graph in which redistributions between any two of ``ends`` are sought.
+
+    Its nodes are all specs over the mesh's axes, those of one rank only where an end mentions them. On meshes of
+    many axes only increasing orders are there, and what leads to the ``unusual`` ends.
+    """
     for spec in ends:
         spec.check(ndim, mesh)
     partials = {p for spec in ends for p in _subsets(spec.partial)} | {()}
-    wide = [a for a in range(mesh.ndim) if mesh.shape[a] > 1]
-    if len(wide) <= ALL_ORDERS_UP_TO_AXES:
-        odd = {s.dims for s in ends if not s.axes <= set(wide)}
-    else:
-        odd = {s.dims for s in ends if not (s.axes <= set(wide) and all(list(d) == sorted(d) for d in s.dims))}
-    return _graph(ndim, Mesh(mesh.shape), tuple(sorted(partials)), tuple(sorted(odd)))
+    mentioned = frozenset[int]().union(*(s.axes for s in ends))
+    axes = tuple(a for a in range(mesh.ndim) if mesh.shape[a] > 1 or a in mentioned)
+    odd = {dims for s in ends if unusual(s, mesh) for dims in _prefixes(s.dims)}
+    return _graph(ndim, Mesh(mesh.shape), axes, tuple(sorted(partials)), tuple(sorted(odd)))
+
+
+def unusual(spec: ShardingSpec, mesh: Mesh) -> bool:
+    """Whether the spec is a node only of the graphs that it is an end of."""
+    return not _all_orders(mesh) and any(list(d) != sorted(d) for d in spec.dims)
+
+
+def _all_orders(mesh: Mesh) -> bool:
+    return sum(n > 1 for n in mesh.shape) <= ALL_ORDERS_UP_TO_AXES
 
 
 @lru_cache(maxsize=256)
-def _graph(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]) -> SpecGraph:
-    nodes = tuple(dict.fromkeys(_nodes(ndim, mesh, partials, odd)))
+def _graph(
+    ndim: int, mesh: Mesh, axes: tuple[int, ...], partials: tuple[Partial, ...], odd: tuple[Dims, ...]
+) -> SpecGraph:
+    nodes = tuple(dict.fromkeys(_nodes(ndim, axes, partials, odd, increasing_only=not _all_orders(mesh))))
     index = {spec: i for i, spec in enumerate(nodes)}
     arcs = [
         (index[after], i, position, step)
@@ -140,12 +153,12 @@ def _graph(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims
     return SpecGraph(ndim, mesh, nodes, tail, head, tuple(a[3] for a in arcs), symmetric=not odd)
 
 
-def _nodes(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]) -> Iterator[ShardingSpec]:
-    wide = [a for a in range(mesh.ndim) if mesh.shape[a] > 1]
-    increasing_only = len(wide) > ALL_ORDERS_UP_TO_AXES
+def _nodes(
+    ndim: int, axes: tuple[int, ...], partials: tuple[Partial, ...], odd: tuple[Dims, ...], *, increasing_only: bool
+) -> Iterator[ShardingSpec]:
     for partial in partials:
         taken = {a for a, _ in partial}
-        for dims in _cuts(((),) * ndim, [a for a in wide if a not in taken], increasing_only):
+        for dims in _cuts(((),) * ndim, [a for a in axes if a not in taken], increasing_only):
             yield ShardingSpec(dims, partial)
         for dims in odd:
             if taken.isdisjoint(chain.from_iterable(dims)):
@@ -166,3 +179,8 @@ def _cuts(dims: Dims, axes: list[int], increasing_only: bool) -> Iterator[Dims]:
 def _subsets(partial: Partial) -> Iterator[Partial]:
     for size in range(len(partial) + 1):
         yield from combinations(partial, size)
+
+
+def _prefixes(dims: Dims) -> Iterator[Dims]:
+    """Every spec on the way to ``dims`` when its cuts are made one by one."""
+    return product(*([axes[:n] for n in range(len(axes) + 1)] for axes in dims))
