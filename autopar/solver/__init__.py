@@ -1,1 +1,17 @@
-"""solver."""
+"""Chooses one option a node: weighted constraint networks with usage limits, solved to proven bounds. Numbers only."""
+
+from autopar.solver.brute_force import brute_force
+from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, evaluate, peak_usage
+from autopar.solver.solve import solve
+
+__all__ = [
+    "Edge",
+    "Problem",
+    "Solution",
+    "TraceEntry",
+    "Usage",
+    "brute_force",
+    "evaluate",
+    "peak_usage",
+    "solve",
+]

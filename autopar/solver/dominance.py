@@ -1,0 +1,65 @@
+"""Options that another never does worse than (Goldstein 1994, dead-end elimination) are dropped.
+
+Option a goes when some other a' has cost[a] - cost[a'] >= sum over neighbours of max over b of (M[a', b] - M[a, b]) and
+uses no more at any time: then exchanging a for a' never costs, whatever the neighbours chose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.graph import Graph
+from autopar.solver.problem import Array
+
+_FORBIDDEN = 1e200
+
+
+@dataclass
+class WorkBudget:
+    """How many element operations may still be spent; counted, not timed, so that runs repeat exactly."""
+
+    elements: float
+
+
+def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
+    """One round over all nodes; the smallest option remains among equals."""
+    changed = False
+    for node in graph.nodes():
+        size = len(graph.costs[node])
+        if size > 1 and work.elements > 0:
+            mask = _undominated(graph, node, work)
+            if not mask.all():
+                graph.keep(node, mask)
+                changed = True
+    return changed
+
+
+def _undominated(graph: Graph, node: int, work: WorkBudget) -> np.ndarray:
+    cost = graph.costs[node]
+    gain = cost[:, None] - cost[None, :]
+    for row in graph.rows[node]:
+        gain = np.where(row.amount[None, :] <= row.amount[:, None], gain, -np.inf)
+    np.fill_diagonal(gain, -np.inf)
+    for matrix in graph.neighbours[node].values():
+        if not (gain > -_FORBIDDEN / 2).any():
+            break
+        gain = gain - graph.shared(("worst",), (matrix,), lambda m=matrix: _worst_exchange(m, work))  # type: ignore[misc]
+    return _keep_in_turn(gain)
+
+
+def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
+    """worst[a, a'] = max over b of (matrix[a', b] - matrix[a, b])."""
+    work.elements -= matrix.shape[0] * matrix.size
+    bounded = np.minimum(matrix, _FORBIDDEN)
+    return np.stack([(bounded - row).max(axis=1) for row in bounded])
+
+
+def _keep_in_turn(gain: Array) -> np.ndarray:
+    """Drop options from the largest down, each only for one that is still there."""
+    mask = np.ones(len(gain), dtype=bool)
+    better = gain >= 0
+    for option in range(len(gain) - 1, -1, -1):
+        mask[option] = not (better[option] & mask).any()
+    return mask

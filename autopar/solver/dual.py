@@ -1,0 +1,135 @@
+"""A lower bound and choices by dual ascent: sequential tree-reweighted message passing (Kolmogorov 2006, 2015).
+
+Costs are shifted between nodes and edges so that the sum of their minima, a bound, rises. An edge's costs are
+``matrix + left[a] + right[b]``; the shared matrix is never written. Sweeps go up and down the order of the nodes: a node
+collects from each edge to an earlier one its min-marginals, then hands its costs out to the edges to later ones. Rows of
+usage are priced by multipliers; any multipliers >= 0 give a valid bound, subgradient steps improve them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.graph import Graph
+from autopar.solver.problem import Array
+
+_BARRED = 1e30
+"""Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
+
+
+@dataclass
+class SweepResult:
+    """``lower_bound`` in seconds; ``choice``: decoded along the sweep; ``marginals``: a bound for each option."""
+
+    lower_bound: float
+    choice: dict[int, int]
+    marginals: dict[int, Array]
+
+
+class Dual:
+    """The state of the ascent for a graph that doesn't change meanwhile."""
+
+    def __init__(self, graph: Graph, prices: Array | None = None) -> None:
+        self.graph = graph
+        self.nodes = graph.nodes()
+        self.prices = np.zeros(len(graph.limits)) if prices is None else prices.copy()
+        self.theta = {node: graph.costs[node].copy() for node in self.nodes}
+        self.push: dict[int, dict[int, Array]] = {
+            node: {other: np.zeros(len(graph.costs[node])) for other in sorted(graph.neighbours[node])}
+            for node in self.nodes
+        }
+        self._price_usages(self.prices)
+        for u, v in graph.pairs():
+            self._collect(v, u)
+
+    def _collect(self, node: int, other: int) -> None:
+        """Move the min-marginals of the edge to ``node``."""
+        matrix, handed = self.graph.neighbours[other][node], self.push[other][node]
+        least = (matrix + handed[:, None]).min(axis=0)
+        self.theta[node] += self.push[node][other] + least
+        self.push[node][other] = -least
+
+    def sweep(self, forward: bool) -> SweepResult:
+        """One pass; the bound after it, a choice, and for each option a bound on every choice that takes it."""
+        order = self.nodes if forward else self.nodes[::-1]
+        constant = self.graph.offset - float(self.prices @ self.graph.limits)
+        bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
+        choice: dict[int, int] = {}
+        marginals: dict[int, Array] = {}
+        handed_least: dict[int, float] = {}
+        for node in order:
+            around = self.push[node]
+            earlier = [other for other in around if (other < node) == forward]
+            later = len(around) - len(earlier)
+            choice[node] = self._decode(node, earlier, choice)
+            before = float(self.theta[node].min()) + sum(handed_least[other] for other in earlier)
+            for other in earlier:
+                self._collect(node, other)
+            least = float(self.theta[node].min())
+            bound += least - before
+            marginals[node] = self.theta[node] + (bound - least)
+            share = 1.0 / max(len(earlier), later, 1)
+            handed_least[node] = share * least
+            if later:
+                self._hand_out(node, share, forward)
+        bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
+        return SweepResult(bound, choice, marginals)
+
+    def _hand_out(self, node: int, share: float, forward: bool) -> None:
+        part = self.theta[node] * share
+        count = 0
+        for other in self.push[node]:
+            if (other > node) == forward:
+                self.push[node][other] += part
+                count += 1
+        self.theta[node] -= part * count
+
+    def _decode(self, node: int, earlier: list[int], choice: dict[int, int]) -> int:
+        """The cheapest option given what earlier nodes chose."""
+        total = self.theta[node].copy()
+        for other in earlier:
+            column = np.minimum(self.graph.neighbours[other][node][choice[other]], _BARRED)
+            total += column + self.push[node][other]
+        return int(total.argmin())
+
+    # -- multipliers -----------------------------------------------------------------------------------------------
+
+    def _price_usages(self, change: Array) -> None:
+        if not change.any():
+            return
+        total = np.concatenate([[0.0], np.cumsum(change)])
+        for node in self.nodes:
+            for row in self.graph.rows[node]:
+                self.theta[node] += (total[row.end] - total[row.start]) * row.amount
+
+    def usage(self, choice: dict[int, int]) -> Array:
+        """What a choice uses at each time."""
+        change = np.zeros(len(self.graph.limits) + 1)
+        for node in self.nodes:
+            for row in self.graph.rows[node]:
+                change[row.start] += row.amount[choice[node]]
+                change[row.end] -= row.amount[choice[node]]
+        return np.cumsum(change)[:-1]
+
+    def step_prices(self, choice: dict[int, int], distance: float) -> None:
+        """A subgradient step (Polyak 1969): times that ``choice`` overfills become dearer, others cheaper.
+
+        ``distance``: seconds that the bound is thought to be below the optimum.
+        """
+        limits = np.maximum(self.graph.limits, 1e-300)
+        excess = self.usage(choice) / limits - 1.0
+        excess = np.where((excess > 0) | (self.prices > 0), excess, 0.0)
+        norm = float(excess @ excess)
+        if norm > 0:
+            changed = np.maximum(self.prices + distance * excess / norm / limits, 0.0)
+            self._price_usages(changed - self.prices)
+            self.prices = changed
+
+    def pair_bounds(self, u: int, v: int, lower_bound: float) -> Array:
+        """Right after a sweep: a bound on every choice that takes options a of u and b of v."""
+        left = self.theta[u] - self.theta[u].min() + self.push[u][v]
+        right = self.theta[v] - self.theta[v].min() + self.push[v][u]
+        return np.asarray(self.graph.neighbours[u][v] + left[:, None] + right + lower_bound)

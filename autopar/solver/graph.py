@@ -1,0 +1,237 @@
+"""The problem while it shrinks: remaining options, one matrix for each pair of neighbours, and the way back.
+
+Every change keeps the optimal value. Nodes that leave are recorded on a trail; ``expand`` replays it backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.solver.problem import USAGE_TOLERANCE, Array, IndexArray, Problem
+from autopar.solver.times import undominated_times
+
+
+class Row(NamedTuple):
+    """What each option of one node uses at the times start <= t < end, above its least option."""
+
+    start: int
+    end: int
+    amount: Array
+
+
+@dataclass(frozen=True)
+class _Removed:
+    """A node that left: its best option follows from those of its neighbours (original option numbers)."""
+
+    node: int
+    options: IndexArray
+    cost: Array
+    neighbours: tuple[tuple[int, IndexArray, Array], ...]
+
+
+class Graph:
+    """A mutable constraint network. Options are kept in ascending order of their original numbers."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.costs = [np.asarray(cost, dtype=float) for cost in problem.costs]
+        self.options: list[IndexArray] = [np.arange(len(cost)) for cost in self.costs]
+        self.neighbours: list[dict[int, Array]] = [{} for _ in self.costs]
+        self.alive = [True] * len(self.costs)
+        self.rows: list[list[Row]] = [[] for _ in self.costs]
+        self.limits: Array = np.zeros(0)
+        self.offset = 0.0
+        self._unsettled: set[int] = set()
+        self._trail: list[_Removed] = []
+        self._shared: dict[tuple[object, ...], tuple[Array, ...]] = {}
+        for edge in problem.edges:
+            if edge.u == edge.v:
+                self.costs[edge.u] = self.costs[edge.u] + np.diagonal(edge.cost)
+            else:
+                self.add_edge(edge.u, edge.v, edge.cost)
+        self._read_usages(problem)
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> list[int]:
+        """The nodes that remain, ascending."""
+        return [node for node, alive in enumerate(self.alive) if alive]
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Each remaining edge once, as (u, v) with u < v."""
+        return [(u, v) for u in self.nodes() for v in self.neighbours[u] if u < v]
+
+    def size(self) -> tuple[int, int, int]:
+        """Remaining nodes, options and pairs of options."""
+        nodes = self.nodes()
+        options = sum(len(self.costs[node]) for node in nodes)
+        return len(nodes), options, sum(self.neighbours[u][v].size for u, v in self.pairs())
+
+    # -- changes ---------------------------------------------------------------------------------------------------
+
+    def shared(self, key: tuple[object, ...], sources: tuple[Array, ...], make: Callable[[], Array]) -> Array:
+        """A matrix derived from others, made once for all the edges that share them.
+
+        ``key`` and the identities of ``sources`` name it; the sources are held, so an identity is never reused.
+        """
+        full_key = (*key, *map(id, sources))
+        if full_key not in self._shared:
+            self._shared[full_key] = (make(), *sources)
+        return self._shared[full_key][0]
+
+    def forget_shared(self) -> None:
+        """Release the matrices that only the cache still holds."""
+        self._shared.clear()
+
+    def transposed(self, matrix: Array) -> Array:
+        return self.shared(("transposed",), (matrix,), lambda: matrix.T)
+
+    def set_edge(self, u: int, v: int, matrix: Array) -> None:
+        self.neighbours[u][v] = matrix
+        self.neighbours[v][u] = self.transposed(matrix)
+
+    def add_edge(self, u: int, v: int, matrix: Array) -> None:
+        """Parallel edges are added up."""
+        present = self.neighbours[u].get(v)
+        if present is not None:
+            total = self.shared(("sum",), (present, matrix), lambda: present + matrix)
+            self.set_edge(u, v, total)
+        else:
+            self.set_edge(u, v, matrix)
+
+    def drop_edge(self, u: int, v: int) -> None:
+        del self.neighbours[u][v]
+        del self.neighbours[v][u]
+
+    def keep(self, node: int, mask: np.ndarray) -> None:
+        """Only the options where ``mask`` is true remain.
+
+        Raises:
+            InfeasibleError: none remains.
+        """
+        if mask.all():
+            return
+        if not mask.any():
+            raise InfeasibleError("No choice is allowed.", found=f"node {node} has no option that fits its neighbours")
+        self.costs[node] = self.costs[node][mask]
+        self.options[node] = self.options[node][mask]
+        self.rows[node] = [Row(row.start, row.end, row.amount[mask]) for row in self.rows[node]]
+        name = mask.tobytes()
+        for other, matrix in self.neighbours[node].items():
+            kept = self.shared(("keep", name), (matrix,), lambda m=matrix: m[mask])  # type: ignore[misc]
+            self.set_edge(node, other, kept)
+        self._unsettled.add(node)
+
+    def remove(self, node: int) -> None:
+        """Take the node out; its choice will follow from those of its present neighbours."""
+        around = tuple((other, self.options[other], matrix) for other, matrix in self.neighbours[node].items())
+        self._trail.append(_Removed(node, self.options[node], self.costs[node], around))
+        for other in list(self.neighbours[node]):
+            self.drop_edge(node, other)
+        self.alive[node] = False
+        self.rows[node] = []
+
+    def expand(self, choice: dict[int, int]) -> tuple[int, ...]:
+        """Original option numbers of every node, from local option indices of those that remain."""
+        full = np.zeros(len(self.costs), dtype=np.int64)
+        for node, option in choice.items():
+            full[node] = self.options[node][option]
+        for removed in reversed(self._trail):
+            total = removed.cost
+            for other, options, matrix in removed.neighbours:
+                total = total + matrix[:, np.searchsorted(options, full[other])]
+            full[removed.node] = removed.options[int(total.argmin())]
+        return tuple(int(option) for option in full)
+
+    def project(self, choice: tuple[int, ...]) -> dict[int, int]:
+        """Local option indices of the remaining nodes; an option that is gone becomes the cheapest one left."""
+        local = {}
+        for node in self.nodes():
+            at = int(np.searchsorted(self.options[node], choice[node]))
+            present = at < len(self.options[node]) and self.options[node][at] == choice[node]
+            local[node] = at if present else int(self.costs[node].argmin())
+        return local
+
+    # -- usages ----------------------------------------------------------------------------------------------------
+
+    def _read_usages(self, problem: Problem) -> None:
+        live = [usage for usage in problem.usages if usage.start < usage.end and usage.option.max() > 0]
+        if not live or problem.limit == np.inf:
+            return
+        times = np.unique([usage.start for usage in live] + [usage.end for usage in live])
+        for usage in live:
+            start, end = np.searchsorted(times, (usage.start, usage.end))
+            self.rows[usage.node].append(Row(int(start), int(end), np.asarray(usage.option, dtype=float)))
+        self.limits = np.full(len(times), problem.limit * (1 + USAGE_TOLERANCE))
+        self._unsettled.update(self.nodes())
+        self.drop_loose_times()
+
+    def add_rows(self, node: int, rows: list[Row]) -> None:
+        self.rows[node].extend(rows)
+        self._unsettled.add(node)
+
+    def _settle_rows(self) -> None:
+        for node in sorted(self._unsettled):
+            self._normalise_rows(node)
+        self._unsettled.clear()
+
+    def _normalise_rows(self, node: int) -> None:
+        """What every option uses is taken from the limit; equal intervals are added up, empty rows go."""
+        merged: dict[tuple[int, int], Array] = {}
+        for row in self.rows[node]:
+            least = row.amount.min()
+            if least > 0:
+                self.limits[row.start : row.end] -= least
+            if row.amount.max() > least:
+                key = (row.start, row.end)
+                above = row.amount - least
+                merged[key] = merged[key] + above if key in merged else above
+        self.rows[node] = [Row(start, end, amount) for (start, end), amount in merged.items()]
+
+    def drop_loose_times(self) -> None:
+        """Times at which even the largest options fit constrain nothing; nor do those implied by another.
+
+        Raises:
+            InfeasibleError: at some time even the smallest options do not fit.
+        """
+        self._settle_rows()
+        if not len(self.limits):
+            return
+        if self.limits.min() < 0:
+            over = -float(self.limits.min())
+            raise InfeasibleError("No choice fits the limit.", found=f"the smallest options exceed it by {over:,.0f}")
+        for node in self.nodes():
+            if self.rows[node]:
+                self.keep(node, ~self.oversized(node))
+        intervals = [(row.start, row.end) for node in self.nodes() for row in self.rows[node]]
+        largest = np.zeros(len(self.limits) + 1)
+        for node in self.nodes():
+            for row in self.rows[node]:
+                largest[row.start] += row.amount.max()
+                largest[row.end] -= row.amount.max()
+        tight = np.cumsum(largest)[:-1] > self.limits
+        self._keep_times(undominated_times(intervals, self.limits, tight))
+
+    def oversized(self, node: int) -> np.ndarray:
+        """Which options exceed what is left at some time when every other node uses its least."""
+        over = np.zeros(len(self.costs[node]), dtype=bool)
+        for row in self.rows[node]:
+            over |= row.amount > self.limits[row.start : row.end].min()
+        return over
+
+    def _keep_times(self, kept: IndexArray) -> None:
+        if len(kept) == len(self.limits):
+            return
+        self.limits = self.limits[kept]
+        for node in self.nodes():
+            moved = []
+            for row in self.rows[node]:
+                start, end = np.searchsorted(kept, (row.start, row.end))
+                if start < end:
+                    moved.append(Row(int(start), int(end), row.amount))
+            self.rows[node] = moved

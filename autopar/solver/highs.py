@@ -1,0 +1,95 @@
+"""HiGHS as the integer programming back end, through ``highspy``."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import SolverError
+from autopar.solver.ilp import IlpLimits, IlpResult, Model
+from autopar.solver.problem import Array
+
+FEASIBILITY_TOLERANCE = 1e-8
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("highspy") is not None
+
+
+def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResult:
+    """Solve with one thread and a fixed seed; ``start`` are the values of a feasible point.
+
+    Raises:
+        SolverError: highspy is not installed.
+    """
+    try:
+        import highspy
+    except ImportError as error:
+        raise SolverError("The HiGHS back end is not installed.", hint="pip install highspy, or backend='cbc'") from error
+    solver = highspy.Highs()
+    for name, value in _options(limits).items():
+        solver.setOptionValue(name, value)
+    solver.passModel(_as_lp(highspy, model))
+    if start is not None:
+        point = highspy.HighsSolution()
+        point.col_value = start.tolist()
+        point.value_valid = True
+        solver.setSolution(point)
+    if limits.report is not None:
+        _report_progress(solver, model, limits)
+    solver.run()
+    return _read(highspy, solver, model)
+
+
+def _options(limits: IlpLimits) -> dict[str, Any]:
+    return {
+        "output_flag": False,
+        "time_limit": max(limits.seconds, 0.01),
+        "mip_rel_gap": limits.gap,
+        "mip_abs_gap": 0.0,
+        "mip_feasibility_tolerance": FEASIBILITY_TOLERANCE,
+        "primal_feasibility_tolerance": FEASIBILITY_TOLERANCE,
+        "dual_feasibility_tolerance": FEASIBILITY_TOLERANCE,
+        "threads": 1,
+        "parallel": "off",
+        "random_seed": 0,
+    }
+
+
+def _as_lp(highspy: Any, model: Model) -> Any:
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(model.cost), len(model.row_lower)
+    lp.col_cost_ = model.cost
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(model.cost)), model.upper
+    lp.row_lower_, lp.row_upper_ = model.row_lower, model.row_upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = model.starts.astype(np.int32)
+    lp.a_matrix_.index_ = model.columns.astype(np.int32)
+    lp.a_matrix_.value_ = model.values
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    lp.integrality_ = [kinds[int(integer)] for integer in model.integer]
+    return lp
+
+
+def _report_progress(solver: Any, model: Model, limits: IlpLimits) -> None:
+    def on_event(event: Any) -> None:
+        assert limits.report is not None
+        limits.report(event.data_out.mip_primal_bound * model.scale, event.data_out.mip_dual_bound * model.scale)
+
+    solver.cbMipLogging.subscribe(on_event)
+
+
+def _read(highspy: Any, solver: Any, model: Model) -> IlpResult:
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return IlpResult(None, math.inf, finished=True)
+    if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
+        raise SolverError("HiGHS failed.", found=solver.modelStatusToString(status), hint="try backend='cbc'")
+    info = solver.getInfo()
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    choice = model.choice(np.array(solver.getSolution().col_value)) if found else None
+    bound = info.mip_dual_bound * model.scale
+    return IlpResult(choice, bound, finished=status == highspy.HighsModelStatus.kOptimal)

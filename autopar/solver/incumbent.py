@@ -1,0 +1,70 @@
+"""The best choice and the best bound so far, and the clock they race against."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from autopar.solver.problem import Problem, TraceEntry, evaluate, relative_gap
+
+ROUNDING = 1e-9
+"""Relative rounding of sums of costs: bounds closer to an objective than this are not told apart from it."""
+
+
+class Incumbent:
+    """Offers that are worse are ignored, so that nothing found is ever lost."""
+
+    def __init__(
+        self, problem: Problem, time_limit: float, gap: float, progress: Callable[[TraceEntry], None] | None
+    ) -> None:
+        self.problem = problem
+        self.gap = gap
+        self.choice: tuple[int, ...] | None = None
+        self.objective = math.inf
+        self.lower_bound = -math.inf
+        self.found_by = ""
+        self.trace: list[TraceEntry] = []
+        self._progress = progress
+        self._began = time.monotonic()
+        self._time_limit = time_limit
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def seconds_left(self) -> float:
+        return self._time_limit - self.seconds()
+
+    def offer(self, choice: Sequence[int], found_by: str) -> bool:
+        """Take the choice when it is allowed and cheaper, or as cheap and smaller in lexicographic order."""
+        objective, feasible = evaluate(self.problem, choice)
+        if not feasible or objective >= self.objective:
+            return False
+        self.choice, self.objective, self.found_by = tuple(map(int, choice)), objective, found_by
+        self._note()
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """A bound above the objective is rounding: the two are then equal."""
+        if bound > self.lower_bound:
+            self.lower_bound = bound
+            self._note()
+
+    def bound(self) -> float:
+        return min(self.lower_bound, self.objective)
+
+    def proven(self) -> bool:
+        """Whether the gap is as small as was asked, or as rounding can tell."""
+        if self.choice is None:
+            return False
+        return relative_gap(self.objective, self.bound()) <= max(self.gap, ROUNDING)
+
+    def cutoff(self) -> float:
+        """Whatever costs more than this can be left out."""
+        return self.objective + ROUNDING * abs(self.objective)
+
+    def _note(self) -> None:
+        entry = TraceEntry(self.seconds(), self.objective, self.bound())
+        self.trace.append(entry)
+        if self._progress is not None:
+            self._progress(entry)

@@ -1,0 +1,154 @@
+"""What the solver is asked and what it answers: numbers only.
+
+A problem is a weighted constraint network: minimise ``sum of costs[v][x_v] + sum of edges' cost[x_u, x_v]`` while at every
+time the usages of the chosen options stay within ``limit``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import SolverError
+
+Array: TypeAlias = npt.NDArray[np.float64]
+IndexArray: TypeAlias = npt.NDArray[np.int64]
+
+USAGE_TOLERANCE = 1e-9
+"""Usage may exceed the limit by this share of it: sums of floats in another order differ by so much."""
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """A cost between two nodes. ``cost`` has shape (S_u, S_v), in seconds; ``math.inf`` forbids a pair."""
+
+    u: int
+    v: int
+    cost: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Usage:
+    """What each option of ``node`` uses (bytes, >= 0, shape (S_node,)) at the times start <= t < end."""
+
+    node: int
+    option: Array
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """``costs``: one vector of seconds for each node (>= 0, inf forbids the option); ``limit``: bytes at every time.
+
+    Raises:
+        SolverError: a shape that does not fit, or a number that is negative or nan.
+    """
+
+    costs: tuple[Array, ...]
+    edges: tuple[Edge, ...]
+    usages: tuple[Usage, ...] = ()
+    limit: float = math.inf
+
+    def __post_init__(self) -> None:
+        sizes = [_vector_size(cost, f"the costs of node {node}") for node, cost in enumerate(self.costs)]
+        checked: set[int] = set()
+        for edge in self.edges:
+            expected = (sizes[edge.u], sizes[edge.v])
+            if edge.cost.shape != expected:
+                raise SolverError(
+                    f"The edge {edge.u} - {edge.v} has costs of the wrong shape.",
+                    found=f"{edge.cost.shape}, where the nodes have {expected} options",
+                )
+            if id(edge.cost) not in checked:
+                checked.add(id(edge.cost))
+                _check_values(edge.cost, f"the edge {edge.u} - {edge.v}")
+        for usage in self.usages:
+            if usage.option.shape != (sizes[usage.node],):
+                raise SolverError(
+                    f"A usage of node {usage.node} has the wrong shape.",
+                    found=f"{usage.option.shape}, where the node has {sizes[usage.node]} options",
+                )
+            _check_values(usage.option, f"a usage of node {usage.node}")
+
+
+@dataclass(frozen=True)
+class TraceEntry:
+    """The best objective and bound known ``seconds`` after the start."""
+
+    seconds: float
+    objective: float
+    lower_bound: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The chosen option of each node, its objective in seconds, and a bound that no choice can beat.
+
+    ``proven``: the gap is within what was asked. ``size``: counts of the problem, of what reductions left, and of the ILP.
+    ``method``: in words, what found and proved it. ``trace``: how objective and bound approached each other.
+    """
+
+    choice: tuple[int, ...]
+    objective: float
+    lower_bound: float
+    proven: bool
+    size: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    method: str = ""
+    trace: tuple[TraceEntry, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """(objective - lower_bound) / objective; 0 when the objective is 0."""
+        return relative_gap(self.objective, self.lower_bound)
+
+
+def relative_gap(objective: float, lower_bound: float) -> float:
+    """(objective - lower_bound) / objective; 0 when the objective is 0, inf when there is none."""
+    if objective == 0:
+        return 0.0
+    if math.isinf(objective):
+        return math.inf
+    return (objective - lower_bound) / abs(objective)
+
+
+def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, bool]:
+    """The objective of a choice in seconds, and whether nothing forbidden is chosen and the limit holds."""
+    objective = math.fsum(float(cost[option]) for cost, option in zip(problem.costs, choice, strict=True))
+    objective += math.fsum(float(edge.cost[choice[edge.u], choice[edge.v]]) for edge in problem.edges)
+    within = peak_usage(problem, choice) <= problem.limit * (1 + USAGE_TOLERANCE)
+    return objective, math.isfinite(objective) and within
+
+
+def peak_usage(problem: Problem, choice: Sequence[int]) -> float:
+    """The largest usage at any time, in bytes."""
+    live = [usage for usage in problem.usages if usage.start < usage.end]
+    if not live:
+        return 0.0
+    times = np.unique([usage.start for usage in live] + [usage.end for usage in live])
+    starts = np.searchsorted(times, [usage.start for usage in live])
+    ends = np.searchsorted(times, [usage.end for usage in live])
+    amounts = np.array([usage.option[choice[usage.node]] for usage in live], dtype=float)
+    change = np.zeros(len(times))
+    np.add.at(change, starts, amounts)
+    np.subtract.at(change, ends, amounts)
+    return float(np.cumsum(change).max())
+
+
+def _vector_size(cost: Any, what: str) -> int:
+    if np.ndim(cost) != 1 or len(cost) == 0:
+        raise SolverError(f"Expected a vector of at least one option for {what}.", found=f"shape {np.shape(cost)}")
+    _check_values(cost, what)
+    return len(cost)
+
+
+def _check_values(values: Array, what: str) -> None:
+    # One comparison finds negative numbers and nan alike.
+    if not (values >= 0).all():
+        raise SolverError(f"Costs and usages must be numbers >= 0; {what} has another.", found=str(values[~(values >= 0)][:3]))

@@ -1,0 +1,130 @@
+"""Better choices near a known one: one node at a time, two neighbours at a time, whole trees of nodes at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.solver.graph import Graph
+from autopar.solver.problem import Array
+
+_BARRED = 1e30
+
+
+class Search:
+    """A choice that only gets better: first less forbidden, then less over the limit, then cheaper."""
+
+    def __init__(self, graph: Graph, choice: dict[int, int]) -> None:
+        self.graph = graph
+        self.choice = dict(choice)
+        self.used = np.zeros(len(graph.limits))
+        for node in graph.nodes():
+            self._account(node, self.choice[node], 1.0)
+        highest = max((float(cost.max()) for cost in graph.costs), default=0.0)
+        self.overuse_price = 1e3 * (highest + 1.0)
+
+    # -- what a choice costs ---------------------------------------------------------------------------------------
+
+    def objective(self) -> float:
+        """Seconds, inf when something forbidden is chosen."""
+        costs = [float(self.graph.costs[node][option]) for node, option in self.choice.items()]
+        edges = [
+            float(self.graph.neighbours[u][v][self.choice[u], self.choice[v]]) for u, v in self.graph.pairs()
+        ]
+        return self.graph.offset + math.fsum(costs) + math.fsum(edges)
+
+    def feasible(self) -> bool:
+        return bool((self.used <= self.graph.limits).all()) and math.isfinite(self.objective())
+
+    def _account(self, node: int, option: int, sign: float) -> None:
+        for row in self.graph.rows[node]:
+            self.used[row.start : row.end] += sign * row.amount[option]
+
+    def _take(self, node: int, option: int) -> None:
+        self._account(node, self.choice[node], -1.0)
+        self.choice[node] = option
+        self._account(node, option, 1.0)
+
+    def conditional(self, node: int, without: tuple[int, ...] = ()) -> Array:
+        """Seconds of each option of a node, given its neighbours' choices (except ``without``)."""
+        total = self.graph.costs[node].copy()
+        for other, matrix in self.graph.neighbours[node].items():
+            if other not in without:
+                total += np.minimum(matrix[:, self.choice[other]], _BARRED)
+        return total
+
+    def _overuse(self, node: int) -> Array:
+        """How far each option would be over the limit, relative to it and added over times, the others staying."""
+        over = np.zeros(len(self.graph.costs[node]))
+        rows = self.graph.rows[node]
+        if not rows:
+            return over
+        first, last = min(row.start for row in rows), max(row.end for row in rows)
+        mine = np.zeros((len(over), last - first))
+        for row in rows:
+            mine[:, row.start - first : row.end - first] += row.amount[:, None]
+        room = self.graph.limits[first:last] - (self.used[first:last] - mine[self.choice[node]])
+        excess = np.maximum(mine - room - 1e-12 * self.graph.limits[first:last], 0.0)
+        return np.asarray((excess / np.maximum(self.graph.limits[first:last], 1e-300)).sum(axis=1))
+
+    # -- moves -----------------------------------------------------------------------------------------------------
+
+    def improve_nodes(self) -> bool:
+        """Every node in turn takes its best option; whether any changed."""
+        changed = False
+        for node in self.graph.nodes():
+            total = self.conditional(node)
+            if self.graph.rows[node]:
+                total = total + self.overuse_price * self._overuse(node)
+            best = int(total.argmin())
+            if total[best] < total[self.choice[node]]:
+                self._take(node, best)
+                changed = True
+        return changed
+
+    def improve_pairs(self) -> bool:
+        """Every two neighbours in turn take their best pair of options, as far as the limit allows."""
+        changed = False
+        for u, v in self.graph.pairs():
+            changed |= self._improve_pair(u, v)
+        return changed
+
+    def _improve_pair(self, u: int, v: int) -> bool:
+        left, right = self.conditional(u, (v,)), self.conditional(v, (u,))
+        total = np.minimum(self.graph.neighbours[u][v], _BARRED) + left[:, None] + right
+        present = total[self.choice[u], self.choice[v]]
+        a, b = divmod(int(total.argmin()), total.shape[1])
+        if total[a, b] >= present - 1e-12 * abs(present):
+            return False
+        if not (self.graph.rows[u] or self.graph.rows[v]):
+            self._take(u, a)
+            self._take(v, b)
+            return True
+        return self._take_if_it_fits(u, v, total, float(present))
+
+    def _take_if_it_fits(self, u: int, v: int, total: Array, present: float) -> bool:
+        old = self.choice[u], self.choice[v]
+        over = float(np.maximum(self.used - self.graph.limits, 0).sum())
+        candidates = np.argsort(total, axis=None, kind="stable")[:32]
+        for flat in candidates:
+            a, b = divmod(int(flat), total.shape[1])
+            if total[a, b] >= present - 1e-12 * abs(present):
+                break
+            self._take(u, a)
+            self._take(v, b)
+            if float(np.maximum(self.used - self.graph.limits, 0).sum()) <= over:
+                return True
+            self._take(u, old[0])
+            self._take(v, old[1])
+        return False
+
+    def descend(self, seconds_left: Callable[[], float], *, pairs: bool = True, rounds: int = 20) -> None:
+        """Moves of one node, then of two, until none helps."""
+        for _ in range(rounds):
+            for _ in range(rounds):
+                if seconds_left() < 0 or not self.improve_nodes():
+                    break
+            if not pairs or seconds_left() < 0 or not self.improve_pairs():
+                break
