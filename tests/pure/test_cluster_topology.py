@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,14 @@ def test_ranks_that_send_at_once_share_the_network_cards_of_their_node():
     l40s = Cluster.load("l40s-pcie")
     card = l40s.inter_node.bandwidth_bytes_per_s * l40s.inter_node.efficiency
     assert axis_links(Mesh((2, 8)), l40s)[0].inter_bytes_per_s == pytest.approx(card / 2)
+
+
+def test_a_rank_drives_only_the_network_cards_next_to_it():
+    # Of mesh (8, 3) only the groups 6-7-8 and 15-16-17 leave their node, two ranks of a node at most.
+    card = H100.inter_node.bandwidth_bytes_per_s * H100.inter_node.efficiency
+    assert axis_links(Mesh((8, 3)), H100)[1].inter_bytes_per_s == card
+    two_cards_each = replace(H100, inter_node=replace(H100.inter_node, nics=16))
+    assert axis_links(Mesh((4, 8)), two_cards_each)[0].inter_bytes_per_s == 2 * card
 
 
 def test_part_of_a_node_has_links_inside_it_alone():

@@ -139,6 +139,8 @@ def test_pairwise_links_make_an_all_reduce_of_a_pair_as_slow_as_one_link():
     assert pair.seconds("all_reduce", 1e9, 1) == pytest.approx(1e9 / (64e9 * 0.7), rel=1e-2)
     assert eight.seconds("all_reduce", 1e9, 0) == pytest.approx(1e9 * 14 / 8 / (448e9 * 0.7), rel=2e-2)
 
+    assert eight.seconds("permute", 1e9, 0) == pytest.approx(1e9 / (64e9 * 0.7), rel=1e-2)
+
 
 def test_the_bus_bandwidth_of_a_large_all_reduce_is_that_of_the_link():
     cost = CollectiveCosts(Mesh((8,)), Cluster.load("dgx-a100"))
