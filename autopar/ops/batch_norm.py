@@ -76,10 +76,12 @@ def _backward_input(
     count: int,
 ) -> Tensor:
     # dx = rstd w (g - sum(g) / count - xhat sum(g xhat) / count), with xhat = (x - mean) rstd
-    slope = rstd * sum_grad_xhat / -count
     scale = rstd if weight is None else rstd * weight
-    out = (x - _channels(mean, x)).mul_(_channels(slope, x)).add_(grad).sub_(_channels(sum_grad / count, x))
-    return out.mul_(_channels(scale, x)).to(x.dtype).contiguous()
+    slope = scale * rstd * sum_grad_xhat / -count
+    shift = scale * sum_grad / -count
+    out = x - _channels(mean, x)
+    torch.addcmul(_channels(shift, x), out, _channels(slope, x), out=out)
+    return out.addcmul_(grad.to(out.dtype), _channels(scale, x)).to(x.dtype).contiguous()
 
 
 def _backward_input_fake(grad: Tensor, x: Tensor, *_: Any, count: int) -> Tensor:

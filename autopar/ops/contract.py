@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Contraction:
     columns: str  # of w and the result
     summed: str  # of both operands alone
 
-    @property
+    @functools.cached_property
     def swapped(self) -> Contraction:
         return Contraction(self.w, self.x, self.out, self.batch, self.columns, self.rows, self.summed)
 
@@ -79,17 +80,22 @@ def _sizes(terms: Contraction, x: Tensor, w: Tensor) -> dict[str, Any]:
 
 def _matrix(x: Tensor, letters: str, *groups: str) -> Tensor:
     """The operand with its dims reordered and merged, one dim a group; a copy only where the strides force one."""
-    order = "".join(groups)
-    if order != letters:
-        x = x.permute([letters.index(letter) for letter in order])
-    lengths = [len(group) for group in groups]
-    if lengths == [1] * len(groups):
+    permutation, parts = _layout(letters, groups)
+    if permutation:
+        x = x.permute(permutation)
+    if not parts:
         return x
-    sizes, start = [], 0
-    for length in lengths:
-        sizes.append(math.prod(x.shape[start : start + length]))
-        start += length
-    return x.reshape(sizes)
+    return x.reshape([math.prod(x.shape[part]) for part in parts])
+
+
+@functools.cache
+def _layout(letters: str, groups: tuple[str, ...]) -> tuple[list[int], list[slice]]:
+    """The permutation that brings the groups together, and the dims that each then has; empty where nothing changes."""
+    order = "".join(groups)
+    permutation = [letters.index(letter) for letter in order] if order != letters else []
+    ends = list(itertools.accumulate(map(len, groups)))
+    parts = [slice(end - len(group), end) for group, end in zip(groups, ends, strict=True)]
+    return permutation, parts if [len(group) for group in groups] != [1] * len(groups) else []
 
 
 def _contract(x: Tensor, w: Tensor, equation: str) -> Tensor:
@@ -97,9 +103,8 @@ def _contract(x: Tensor, w: Tensor, equation: str) -> Tensor:
     sizes = _sizes(terms, x, w)
     if terms.out == terms.batch + terms.columns + terms.rows:
         terms, x, w = terms.swapped, w, x
-    shape = [sizes[letter] for letter in terms.batch + terms.rows + terms.columns]
-    product = _product(terms, x, w).view(shape)
     order = terms.batch + terms.rows + terms.columns
+    product = _product(terms, x, w).view([sizes[letter] for letter in order])
     if order == terms.out:
         return product
     return product.permute([order.index(letter) for letter in terms.out]).contiguous()

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from autopar.ops.registration import accumulation_dtype, define, differentiate, without_gradient
 
-# Elements converted to the accumulation dtype at a time.
-BLOCK = 1 << 22
+# Elements held in the accumulation dtype at a time; a CPU's caches hold as many.
+CPU_BLOCK = 1 << 18
+BLOCK = 1 << 26
 
 
-def _blocks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, BLOCK // max(1, columns))
-    return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Ranges of the rows of x [rows, v]."""
+    block = CPU_BLOCK if x.device.type == "cpu" else BLOCK
+    step = max(1, block // max(1, x.shape[1]))
+    return (slice(start, min(len(x), start + step)) for start in range(0, len(x), step))
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ def _sumexp(x: Tensor, m: Tensor) -> Tensor:
     dtype = accumulation_dtype(x.dtype)
     out = torch.empty(m.shape, dtype=dtype, device=x.device)
     flat_x, flat_m, flat_out = _flat(x), m.reshape(-1, 1).to(dtype), out.view(-1)
-    for rows in _blocks(*flat_x.shape):
+    for rows in _blocks(flat_x):
         torch.sum(torch.sub(flat_x[rows], flat_m[rows]).exp_(), dim=-1, out=flat_out[rows])
     return out
 
@@ -69,10 +72,11 @@ def _nll_backward(
     # Ignored rows multiply by zero below; the exponential must be finite for that.
     scale = grad.reshape(-1, 1).masked_fill(target.reshape(-1, 1) == ignore_index, 0).to(lse.dtype)
     flat_x, flat_lse, flat_out = _flat(x), lse.reshape(-1, 1), _flat(out)
-    for rows in _blocks(*flat_x.shape):
-        part = torch.sub(flat_x[rows], flat_lse[rows]).exp_()
+    for rows in _blocks(flat_x):
+        place = flat_out[rows] if out.dtype == lse.dtype else torch.empty_like(flat_x[rows], dtype=lse.dtype)
+        part = torch.sub(flat_x[rows], flat_lse[rows], out=place).exp_()
         part.scatter_add_(-1, position[rows], here[rows].to(part.dtype).neg_())
-        flat_out[rows] = part.mul_(scale[rows])
+        torch.mul(part, scale[rows], out=flat_out[rows])
     return out
 
 

@@ -20,9 +20,9 @@ def _loss(shards, offsets, target, ignore_index=-100):
 
 @pytest.mark.parametrize("cuts", [(0, 11), (0, 6, 11), (0, 3, 3, 7, 11), (0, 11, 11)])
 @pytest.mark.parametrize("ignore_index", [-100, 3])
-@pytest.mark.parametrize("block", [1, 1 << 22])
+@pytest.mark.parametrize("block", [1, 1 << 18])
 def test_the_shards_losses_and_gradients_are_torchs(cuts, ignore_index, block, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "BLOCK", block)
+    monkeypatch.setattr(cross_entropy, "CPU_BLOCK", block)
     x = torch.randn(4, 6, 11, dtype=torch.float64) * 5
     target = torch.randint(0, 11, (4, 6))
     target[1, 2:] = ignore_index
@@ -61,7 +61,7 @@ def test_large_logits_and_forbidden_classes_stay_finite():
     assert torch.equal(grad, torch.zeros(2, 3))
 
 
-def test_the_backward_holds_one_temporary_of_the_size_of_x():
+def test_the_backward_allocates_its_result_and_little_else():
     x = torch.randn(64, 1000)
     lse, target, grad = x.logsumexp(-1), torch.randint(0, 1000, (64,)), torch.ones(64)
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -69,4 +69,4 @@ def test_the_backward_holds_one_temporary_of_the_size_of_x():
     allocated = sum(
         max(0, event.self_cpu_memory_usage) for event in profile.events() if event.self_cpu_memory_usage > 0
     )
-    assert allocated < 2.1 * x.nbytes
+    assert x.nbytes <= allocated < 1.1 * x.nbytes
