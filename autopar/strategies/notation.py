@@ -107,9 +107,8 @@ class _Reader:
         self.stated: dict[str, int] = {}
 
     def term(self, text: str) -> Term:
-        if text.strip() == "-":
-            return Term(())
         head, slash, tail = text.partition("/")
+        head = "" if head.strip() == "-" else head
         dims: list[Dim] = []
         ellipsis = None
         tokens = list(self.tokens(head))

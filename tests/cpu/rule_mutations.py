@@ -42,7 +42,8 @@ def _texts(text: str) -> Iterator[tuple[str, str]]:
     read = {f for t in equation.inputs for d in t.dims for f in d.factors}
     for index, term in enumerate(equation.outputs):
         own = [f for d in term.dims for f in d.factors]
-        for lost in sorted(read - set(own) - equation.fixed - term.independent):
+        ellipsis = {"..."} if any(t.ellipsis is not None for t in equation.inputs) and term.ellipsis is None else set()
+        for lost in sorted((read | ellipsis) - set(own) - equation.fixed - term.independent):
             claimed = f"{results[index]} {lost}" if "/" in results[index] else f"{results[index]} / {lost}"
             yield f"result {index} is not a sum over {lost}", _joined(left, results, index, claimed)
         if term.independent:

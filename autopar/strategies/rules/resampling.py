@@ -49,5 +49,5 @@ rule(aten.grid_sampler_3d_backward, f"n c y0 y1 y2, {_SAMPLED_3D} -> {_SAMPLED_3
 
 
 # Sliding blocks: channels are the first factor of a block's elements.
-rule(aten.im2col, "n c [x0] [x1] -> n (c k) [windows]", linear=LINEAR)
-rule(aten.col2im, "n (c k) [windows] -> n c [x0] [x1]", linear=LINEAR)
+rule(aten.im2col, "n c [x0] [x1] -> n (c [k]) [windows]", linear=LINEAR)
+rule(aten.col2im, "n (c [k]) [windows] -> n c [x0] [x1]", linear=LINEAR)

@@ -345,12 +345,12 @@ for _kind in ("reflection_pad", "replication_pad"):
 
 def _pixel_shuffle(node: Node, metas: Metas) -> str:
     r = int_arg(node, 1)
-    return f"... (c r={r} s={r}) h w -> ... c (h r) (w s)"
+    return f"... (c [r={r}] [s={r}]) h w -> ... c (h [r]) (w [s])"
 
 
 def _pixel_unshuffle(node: Node, metas: Metas) -> str:
     r = int_arg(node, 1)
-    return f"... c (h r={r}) (w s={r}) -> ... (c r s) h w"
+    return f"... c (h [r={r}]) (w [s={r}]) -> ... (c [r] [s]) h w"
 
 
 _view(aten.pixel_shuffle, _pixel_shuffle)

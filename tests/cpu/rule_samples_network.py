@@ -1,0 +1,194 @@
+"""Samples of products, normalisation, convolution, pooling, indexing and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.cpu.rule_operands import distinct, index, mask, overload, positive, unit, x
+from tests.cpu.rule_simulation import Sample, sample
+
+aten = torch.ops.aten
+
+
+def contraction() -> Iterator[Sample]:
+    yield sample(aten.mm.default, x(4, 5), x(5, 6))
+    yield sample(aten.bmm.default, x(2, 4, 5), x(2, 5, 3))
+    yield sample(aten.mv.default, x(4, 5), x(5))
+    yield sample(aten.dot.default, x(5), x(5))
+    yield sample(aten.vdot.default, x(5), x(5))
+    yield sample(aten.outer.default, x(5), x(4))
+    yield sample(aten.linear.default, x(2, 3, 5), x(4, 5))
+    yield sample(aten.linear.default, x(4, 5), x(4, 5), x(4))
+    for left, right in (((5,), (5,)), ((4, 5), (5,)), ((5,), (5, 4)), ((4, 5), (5, 6)), ((2, 4, 5), (5, 3)),
+                        ((2, 4, 5), (2, 5, 3)), ((2, 4, 5), (5,)), ((5,), (2, 5, 3)), ((2, 1, 4, 5), (3, 5, 4))):  # fmt: skip
+        yield sample(aten.matmul.default, x(*left), x(*right))
+    for bias in ((6,), (4, 6), (4, 1), ()):
+        yield sample(aten.addmm.default, x(*bias), x(4, 5), x(5, 6))
+    yield sample(aten.addmm.default, x(6), x(4, 5), x(5, 6), beta=2, alpha=3)
+    yield sample(aten.baddbmm.default, x(2, 1, 3), x(2, 4, 5), x(2, 5, 3))
+    yield sample(aten.addmv.default, x(4), x(4, 5), x(5))
+
+
+def normalization() -> Iterator[Sample]:
+    a, w, b = x(4, 5, 6), x(6), x(6)
+    for shape, affine in (([6], (w, b)), ([6], (None, None)), ([5, 6], (x(5, 6), x(5, 6))), ([6], (w, None))):
+        forward = sample(aten.native_layer_norm.default, a, shape, *affine, 1e-5)
+        yield forward
+        _, mean, rstd = forward.results
+        asked = [True, affine[0] is not None, affine[1] is not None]
+        yield sample(aten.native_layer_norm_backward.default, x(4, 5, 6), a, shape, mean, rstd, *affine, asked)
+    for shape, weight in (([6], w), ([6], None)):
+        forward = sample(aten._fused_rms_norm.default, a, shape, weight, 1e-5)
+        yield forward
+        rstd = forward.results[1]
+        asked = [True, weight is not None]
+        yield sample(aten._fused_rms_norm_backward.default, x(4, 5, 6), a, shape, rstd, weight, asked)
+    image = x(4, 8, 3, 2)
+    for groups, affine in ((4, (x(8), x(8))), (1, (None, None)), (8, (x(8), None))):
+        forward = sample(aten.native_group_norm.default, image, *affine, 4, 8, 6, groups, 1e-5)
+        yield forward
+        _, mean, rstd = forward.results
+        asked = [True, affine[0] is not None, affine[1] is not None]
+        counts = (4, 8, 6, groups)
+        backward = aten.native_group_norm_backward.default
+        yield sample(backward, x(4, 8, 3, 2), image, mean, rstd, affine[0], *counts, asked)
+
+
+def convolution() -> Iterator[Sample]:
+    cases: list[tuple[tuple[int, ...], tuple[int, ...], bool, bool, int]] = [
+        ((4, 5, 4, 4), (6, 5, 3, 3), False, False, 1),
+        ((4, 5, 4, 4), (6, 5, 3, 3), True, False, 1),
+        ((4, 4, 6), (8, 1, 3), True, False, 4),
+        ((4, 8, 6), (4, 4, 3), False, False, 2),
+        ((4, 5, 4, 4), (5, 6, 3, 3), False, True, 1),
+        ((4, 5, 4), (5, 6, 3), True, True, 1),
+        ((4, 4, 4), (4, 2, 3), True, True, 4),
+        ((2, 2, 3, 3, 3), (4, 2, 2, 2, 2), False, False, 1),
+    ]
+    for shape, weight, biased, transposed, groups in cases:
+        n = len(shape) - 2
+        i, w = x(*shape), x(*weight)
+        outs = weight[1] * groups if transposed else weight[0]
+        options = ([2] * n, [1] * n, [1] * n, transposed, [0] * n, groups)
+        forward = sample(aten.convolution.default, i, w, x(outs) if biased else None, *options)
+        yield forward
+        grad, sizes = x(*forward.results[0].shape), [outs] if biased else None
+        yield sample(aten.convolution_backward.default, grad, i, w, sizes, *options, [True, True, biased])
+    yield sample(aten.convolution_backward.default, grad, i, w, None, *options, [False, True, False])
+
+
+def resampling() -> Iterator[Sample]:
+    for n in (2, 3):
+        image = distinct(4, 3, *[4] * n) if n == 2 else distinct(2, 2, 4, 4, 4)
+        small = x(*image.shape[:2], *[2] * n)
+        pool = sample(overload(f"max_pool{n}d_with_indices"), image, [2] * n)
+        yield pool
+        windows = ([2] * n, [2] * n, [0] * n)
+        backward = overload(f"max_pool{n}d_with_indices_backward")
+        yield sample(backward, small, image, *windows, [1] * n, False, pool.results[1])
+        yield sample(overload(f"avg_pool{n}d"), image, [2] * n)
+        yield sample(overload(f"avg_pool{n}d_backward"), small, image, *windows, False, True, None)
+        yield sample(overload(f"_adaptive_avg_pool{n}d"), image, [2] * n)
+        yield sample(overload(f"_adaptive_avg_pool{n}d_backward"), small, image)
+        pool = sample(overload(f"adaptive_max_pool{n}d"), image, [2] * n)
+        yield pool
+        yield sample(overload(f"adaptive_max_pool{n}d_backward"), small, image, pool.results[1])
+    yield from resizes()
+    for n in (2, 3):
+        image, grid = x(2, 4, *[3] * n), torch.rand(2, *[2] * n, n, dtype=torch.float64)
+        forward = sample(overload(f"grid_sampler_{n}d"), image, grid, 0, 0, False)
+        yield forward
+        grad = x(*forward.results[0].shape)
+        yield sample(overload(f"grid_sampler_{n}d_backward"), grad, image, grid, 0, 0, False, [True, True])
+    yield sample(aten.im2col.default, x(2, 4, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2])
+    yield sample(aten.col2im.default, x(2, 16, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2])
+
+
+def resizes() -> Iterator[Sample]:
+    for kind in ("nearest1d", "linear1d", "nearest2d", "bilinear2d", "bicubic2d", "nearest3d", "trilinear3d"):
+        n = int(kind[-2])
+        before, after = [2, 4, *[3] * n], [2, 4, *[5] * n]
+        corners = () if kind.startswith("nearest") else (False,)
+        for name in (f"upsample_{kind}", *([f"_upsample_nearest_exact{n}d"] if not corners else [])):
+            yield sample(overload(name), x(*before), after[2:], *corners)
+            yield sample(overload(f"{name}_backward"), x(*after), after[2:], before, *corners)
+    yield sample(aten.upsample_bilinear2d.vec, x(2, 4, 3, 3), [5, 5], False, None)
+
+
+def indexing() -> Iterator[Sample]:
+    yield sample(aten.embedding.default, x(7, 6), index(7, 4, 5))
+    yield sample(aten.embedding_dense_backward.default, x(4, 5, 6), index(7, 4, 5), 7, -1, False)
+    yield sample(aten.embedding_dense_backward.default, x(4, 5), index(3, 4), 3, 0, True)
+    yield sample(aten.gather.default, x(4, 7), 1, index(7, 4, 5))
+    yield sample(aten.gather.default, x(4, 7), 0, index(4, 3, 5))
+    yield sample(aten.gather.default, x(), 0, torch.tensor(0))
+    columns = torch.stack([torch.randperm(7)[:5] for _ in range(4)])
+    yield sample(aten.scatter.src, x(4, 7), 1, columns, x(4, 5))
+    yield sample(aten.scatter.value, x(4, 7), 1, columns, 0)
+    yield sample(aten.scatter.value, x(4, 7), -1, columns, 3)
+    yield sample(aten.scatter_add.default, x(4, 7), 1, index(7, 4, 5), x(4, 5))
+    yield sample(aten.scatter_add.default, x(4, 7), 0, index(4, 6, 5), x(6, 6))
+    yield sample(aten.scatter_reduce.two, x(4, 7), 1, index(7, 4, 5), x(4, 5), "amax")
+    yield sample(aten.index_select.default, x(4, 7), 1, index(7, 5))
+    yield sample(aten.index_select.default, x(4, 7), 1, torch.tensor(2))
+    yield sample(aten.index_add.default, x(4, 7), 1, index(7, 5), x(4, 5))
+    yield sample(aten.index_copy.default, x(4, 7), 1, torch.randperm(7)[:5], x(4, 5))
+    yield sample(aten.index_fill.int_Scalar, x(4, 7), 1, index(7, 5), 2)
+    yield from advanced_indexing()
+    yield sample(aten.nonzero.default, mask(4, 5))
+    yield sample(aten.masked_scatter.default, x(4, 5), mask(4, 5), x(20))
+    boundaries = torch.arange(-3.0, 3.0, dtype=torch.float64)
+    yield sample(aten.bucketize.Tensor, x(4, 5), boundaries)
+    yield sample(aten.searchsorted.Tensor, x(4, 6).sort(-1)[0], x(4, 5))
+    yield sample(aten.histc.default, x(20), 4)
+    yield sample(aten.bincount.default, index(5, 20))
+
+
+def advanced_indexing() -> Iterator[Sample]:
+    a, i, j = x(4, 7, 5), index(4, 6), index(5, 3, 1)
+    for op in (aten.index.Tensor, aten._unsafe_index.Tensor):
+        yield sample(op, a, [i])
+        yield sample(op, a, [None, index(7, 2, 6)])
+        yield sample(op, a, [index(4, 6), None, j])
+        yield sample(op, a, [None, index(7, 6), j])
+    yield sample(aten.index.Tensor, a, [mask(4)])
+    once = torch.randperm(7)[:6]
+    for op in (aten.index_put.default, aten._unsafe_index_put.default):
+        yield sample(op, a, [None, once], x(4, 6, 5))
+        yield sample(op, a, [None, index(7, 6)], x(4, 6, 5), True)
+        yield sample(op, a, [None, once], x(5))
+        yield sample(op, a, [i.clone(), None, index(5, 6)], x(6, 7), True)
+    yield sample(aten.index_put.default, a, [mask(4)], positive())
+
+
+def losses() -> Iterator[Sample]:
+    a, b = unit(4, 5), unit(4, 5)
+    compared = (("mse_loss", ()), ("smooth_l1_loss", (0.5,)), ("huber_loss", (0.5,)), ("soft_margin_loss", ()))
+    for reduction, grad in ((0, x(4, 5)), (1, x()), (2, x())):
+        for name, extra in compared:
+            yield sample(overload(name), a, b, reduction, *extra)
+            yield sample(overload(f"{name}_backward"), grad, a, b, reduction, *extra)
+        for weight in (None, x(5)):
+            yield sample(aten.binary_cross_entropy.default, a, b, weight, reduction)
+            yield sample(aten.binary_cross_entropy_backward.default, grad, a, b, weight, reduction)
+        yield sample(aten.binary_cross_entropy_with_logits.default, a, b, None, None, reduction)
+    for reduction in (0, 1, 2):
+        for weight in (None, positive(6)):
+            yield from nll(aten.nll_loss_forward, aten.nll_loss_backward, (4, 6), (4,), weight, reduction)
+        yield from nll(aten.nll_loss2d_forward, aten.nll_loss2d_backward, (4, 6, 2, 3), (4, 2, 3), None, reduction)
+    yield from nll(aten.nll_loss_forward, aten.nll_loss_backward, (6,), (), None, 1)
+    yield sample(aten._cdist_forward.default, x(2, 4, 3), x(2, 5, 3), 2.0, None)
+
+
+def nll(
+    op: Any, backward: Any, shape: tuple[int, ...], samples: tuple[int, ...], weight: Tensor | None, reduction: int
+) -> Iterator[Sample]:
+    logits, target = -unit(*shape), index(6, *samples)
+    forward = sample(op.default, logits, target, weight, reduction, 2)
+    yield forward
+    loss, total = forward.results
+    yield sample(backward.default, x(*loss.shape), logits, target, weight, reduction, 2, total)

@@ -1,0 +1,78 @@
+"""Samples of autopar's own ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import ops  # noqa: F401  registers torch.ops.autopar
+from tests.cpu.rule_operands import index, mask, positive, x
+from tests.cpu.rule_simulation import Sample, sample
+
+autopar = torch.ops.autopar
+
+
+def contractions() -> Iterator[Sample]:
+    yield sample(autopar.contract.default, x(2, 5, 3), x(4, 3), "bsk,nk->bsn")
+    yield sample(autopar.contract.default, x(2, 5, 3), x(2, 5, 4), "bsk,bsn->nk")
+    yield sample(autopar.contract.default, x(2, 4, 5), x(2, 5, 3), "bmk,bkn->bmn")
+
+
+def attention() -> Iterator[Sample]:
+    seed = torch.tensor(7)
+    cases: list[tuple[int, int, int, Tensor | None, dict[str, Any]]] = [
+        (4, 4, 5, None, {"is_causal": True}),
+        (4, 2, 4, None, {"is_causal": False}),
+        (4, 4, 4, mask(2, 1, 4, 6) | (torch.arange(6) == 0), {"is_causal": False}),
+        (4, 2, 5, x(2, 4, 5, 6), {"is_causal": False}),
+        (4, 4, 4, x(4, 6), {"is_causal": False, "dropout_p": 0.5}),
+        (6, 3, 5, None, {"is_causal": True, "dropout_p": 0.25}),
+    ]
+    for heads, groups, queries, allowed, changes in cases:
+        keys = queries if changes["is_causal"] else 6
+        q, k, v = x(2, heads, queries, 3), x(2, groups, keys, 3), x(2, groups, keys, 4)
+        options: dict[str, Any] = {
+            "scale": 0.5,
+            "dropout_p": 0.0,
+            "site": 3,
+            "global_shape": [2, heads, queries, keys],
+            "offset": [0, 0, 0, 0],
+            **changes,
+        }
+        dice = seed if options["dropout_p"] else None
+        forward = sample(autopar.attention.default, q, k, v, allowed, dice, **options)
+        yield forward
+        out, lse = forward.results
+        grad = x(*out.shape)
+        yield sample(autopar.attention_backward.default, grad, q, k, v, allowed, out, lse, dice, **options)
+
+
+def positional() -> Iterator[Sample]:
+    """Ops that know where their shard lies."""
+    seed, place = torch.tensor(3), {"global_shape": [4, 5, 6], "offset": [0, 0, 0]}
+    yield sample(autopar.dropout.default, x(4, 5, 6), seed, p=0.5, site=1, **place)
+    yield sample(autopar.uniform.default, seed, site=1, shape=[4, 5, 6], dtype=torch.float64, **place)
+    table, rows = x(7, 6), index(7, 4, 5)
+    for padding in (-1, 3):
+        yield sample(autopar.lookup.default, table, rows, offset=0, padding_idx=padding)
+        yield sample(autopar.lookup_backward.default, x(4, 5, 6), rows, rows=7, offset=0, padding_idx=padding)
+    logits, target = x(4, 2, 7), index(7, 4, 2)
+    target[0] = -100
+    lse = logits.logsumexp(-1)
+    options = {"ignore_index": -100, "offset": 0}
+    yield sample(autopar.sumexp.default, logits, logits.amax(-1))
+    yield sample(autopar.nll.default, logits, lse, target, **options)
+    yield sample(autopar.nll_backward.default, x(4, 2), logits, lse, target, **options)
+
+
+def batch_norm() -> Iterator[Sample]:
+    for shape, affine in (((4, 6, 2, 5), (x(6), x(6))), ((4, 6), (None, None)), ((4, 5, 6), (x(5), None))):
+        image, grad, c, n = x(*shape), x(*shape), shape[1], 1000
+        mean, rstd = x(c), positive(c)
+        yield sample(autopar.squared_deviation.default, image, mean)
+        yield sample(autopar.batch_norm.default, image, *affine, mean, rstd, count=n)
+        yield sample(autopar.batch_norm_backward_reduce.default, grad, image, mean, rstd)
+        yield sample(autopar.batch_norm_backward_input.default, grad, image, affine[0], mean, rstd, x(c), x(c), count=n)
