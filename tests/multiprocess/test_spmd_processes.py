@@ -134,7 +134,9 @@ def four() -> list[dict[str, Any]]:
 
 
 def test_every_step_on_four_processes(four):
-    assert [r["steps on (2, 2)"] for r in four] == [4 + 4 * 5 + 2 * 5 + 4 * 3] * 4, "from RR, 4 like S0R, 2 like S0S1, 4 like S01R"
+    from_RR, from_four_like_S0R, from_two_like_S0S1, from_four_like_S01R = 4, 4 * 5, 2 * 5, 4 * 3
+    expected = from_RR + from_four_like_S0R + from_two_like_S0S1 + from_four_like_S01R
+    assert [r["steps on (2, 2)"] for r in four] == [expected] * 4
     assert [r["steps on (4,)"] for r in four] == [6] * 4
 
 
