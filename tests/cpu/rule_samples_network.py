@@ -23,8 +23,9 @@ def contraction() -> Iterator[Sample]:
     yield sample(aten.outer.default, x(5), x(4))
     yield sample(aten.linear.default, x(2, 3, 5), x(4, 5))
     yield sample(aten.linear.default, x(4, 5), x(4, 5), x(4))
-    for left, right in (((5,), (5,)), ((4, 5), (5,)), ((5,), (5, 4)), ((4, 5), (5, 6)), ((2, 4, 5), (5, 3)),
-                        ((2, 4, 5), (2, 5, 3)), ((2, 4, 5), (5,)), ((5,), (2, 5, 3)), ((2, 1, 4, 5), (3, 5, 4))):  # fmt: skip
+    vectors = (((5,), (5,)), ((4, 5), (5,)), ((5,), (5, 4)), ((2, 4, 5), (5,)), ((5,), (2, 5, 3)))
+    matrices = (((4, 5), (5, 6)), ((2, 4, 5), (5, 3)), ((2, 4, 5), (2, 5, 3)), ((2, 1, 4, 5), (3, 5, 4)))
+    for left, right in (*vectors, *matrices):
         yield sample(aten.matmul.default, x(*left), x(*right))
     for bias in ((6,), (4, 6), (4, 1), ()):
         yield sample(aten.addmm.default, x(*bias), x(4, 5), x(5, 6))
