@@ -1,6 +1,7 @@
 """Chooses one option a node: weighted constraint networks with usage limits, solved to proven bounds. Numbers only."""
 
 from autopar.solver.brute_force import brute_force
+from autopar.solver.minimum_limit import minimum_limit
 from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, evaluate, peak_usage
 from autopar.solver.solve import solve
 
@@ -12,6 +13,7 @@ __all__ = [
     "Usage",
     "brute_force",
     "evaluate",
+    "minimum_limit",
     "peak_usage",
     "solve",
 ]

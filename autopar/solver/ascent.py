@@ -17,7 +17,9 @@ STALL = 1e-4
 """Relative progress of the bound, as a share of the gap, below which a sweep counts as stalled."""
 
 
-def search_from(graph: Graph, choice: dict[int, int], incumbent: Incumbent, found_by: str, *, pairs: bool = True) -> bool:
+def search_from(
+    graph: Graph, choice: dict[int, int], incumbent: Incumbent, found_by: str, *, pairs: bool = True
+) -> bool:
     """Improve a choice by local search and offer it."""
     search = Search(graph, choice)
     search.descend(incumbent.seconds_left, pairs=pairs)

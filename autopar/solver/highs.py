@@ -28,11 +28,14 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
     try:
         import highspy
     except ImportError as error:
-        raise SolverError("The HiGHS back end is not installed.", hint="pip install highspy, or backend='cbc'") from error
+        raise SolverError(
+            "The HiGHS back end is not installed.", hint="pip install highspy, or backend='cbc'"
+        ) from error
     solver = highspy.Highs()
     for name, value in _options(limits).items():
         solver.setOptionValue(name, value)
-    solver.passModel(_as_lp(highspy, model))
+    if solver.passModel(_as_lp(highspy, model)) == highspy.HighsStatus.kError:
+        raise SolverError("HiGHS did not accept the integer program.", hint="try backend='cbc'")
     if start is not None:
         point = highspy.HighsSolution()
         point.col_value = start.tolist()

@@ -112,7 +112,9 @@ def build(graph: Graph, magnitude: float) -> Model:
     integer = np.arange(len(cost)) < first[-1]
     flow_ends = (_joined(ends_u), _joined(ends_v))
     starts, columns, values, lower, upper = rows.arrays()
-    return Model(cost, np.ones(len(cost)), integer, starts, columns, values, lower, upper, scale, nodes, first, flow_ends)
+    return Model(
+        cost, np.ones(len(cost)), integer, starts, columns, values, lower, upper, scale, nodes, first, flow_ends
+    )
 
 
 def _joined(parts: list[IndexArray]) -> IndexArray:
@@ -158,9 +160,12 @@ class _Rows:
     def arrays(self) -> tuple[IndexArray, IndexArray, Array, Array, Array]:
         row, column = _joined(self._rows), _joined(self._columns)
         value = np.concatenate(self._values) if self._values else np.zeros(0)
-        order = np.argsort(row, kind="stable")
-        starts = np.searchsorted(row[order], np.arange(self.count + 1))
-        return starts, column[order], value[order], np.concatenate(self._lower), np.concatenate(self._upper)
+        # A node with several rows of usage at one time has several entries there: they are added up.
+        place, inverse = np.unique(row * max(self.variables, 1) + column, return_inverse=True)
+        starts = np.searchsorted(place, np.arange(self.count + 1) * max(self.variables, 1))
+        total = np.bincount(inverse, weights=value, minlength=len(place))
+        lower, upper = np.concatenate(self._lower), np.concatenate(self._upper)
+        return starts, place % max(self.variables, 1), total, lower, upper
 
 
 def _add_usages(graph: Graph, rows: _Rows, start_of: dict[int, int]) -> None:

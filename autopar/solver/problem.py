@@ -1,7 +1,7 @@
 """What the solver is asked and what it answers: numbers only.
 
-A problem is a weighted constraint network: minimise ``sum of costs[v][x_v] + sum of edges' cost[x_u, x_v]`` while at every
-time the usages of the chosen options stay within ``limit``.
+A problem is a weighted constraint network: minimise ``sum of costs[v][x_v] + sum of edges' cost[x_u, x_v]`` while at
+every time the usages of the chosen options stay within ``limit``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TraceEntry:
 class Solution:
     """The chosen option of each node, its objective in seconds, and a bound that no choice can beat.
 
-    ``proven``: the gap is within what was asked. ``size``: counts of the problem, of what reductions left, and of the ILP.
+    ``proven``: the gap is within what was asked. ``size``: counts of the problem, of what reductions left, of the ILP.
     ``method``: in words, what found and proved it. ``trace``: how objective and bound approached each other.
     """
 
@@ -151,4 +151,5 @@ def _vector_size(cost: Any, what: str) -> int:
 def _check_values(values: Array, what: str) -> None:
     # One comparison finds negative numbers and nan alike.
     if not (values >= 0).all():
-        raise SolverError(f"Costs and usages must be numbers >= 0; {what} has another.", found=str(values[~(values >= 0)][:3]))
+        wrong = values[~(values >= 0)][:3]
+        raise SolverError(f"Costs and usages must be numbers >= 0; {what} has another.", found=str(wrong))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ from autopar.solver.problem import Array
 GRACE_SECONDS = 1.0
 """How long CBC may take, after its time is up and it has been interrupted, to write what it has."""
 
-_BOUND_LINES = (r"^Lower bound:\s+(\S+)", r"best possible (-?[\d.]+(?:e[+-]?\d+)?)", r"^Continuous objective value is (\S+)")
+_BOUND_LINES = (
+    r"^Lower bound:\s+(\S+)",
+    r"best possible (-?[\d.]+(?:e[+-]?\d+)?)",
+    r"^Continuous objective value is (\S+)",
+)
 
 
 def solve_pulp(model: Model, limits: IlpLimits, start: Array | None, name: str) -> IlpResult:
@@ -34,13 +39,20 @@ def solve_pulp(model: Model, limits: IlpLimits, start: Array | None, name: str) 
         import pulp
     except ImportError as error:
         raise SolverError("PuLP is not installed.", hint="pip install pulp, or backend='highs'") from error
-    problem, variables = _as_pulp(pulp, model, start)
     try:
-        if name == "cbc":
-            return _solve_cbc(pulp, problem, variables, model, limits, start is not None)
-        return _solve_named(pulp, problem, variables, model, limits, name)
+        with warnings.catch_warnings():
+            # PuLP 3.3 deprecates for 4.0 what earlier versions only have.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return _solve(pulp, model, limits, start, name)
     except (pulp.PulpError, OSError) as error:
         raise SolverError(f"The solver {name!r} failed.", found=str(error), hint=_missing_hint(pulp)) from error
+
+
+def _solve(pulp: Any, model: Model, limits: IlpLimits, start: Array | None, name: str) -> IlpResult:
+    problem, variables = _as_pulp(pulp, model, start)
+    if name == "cbc":
+        return _solve_cbc(pulp, problem, variables, model, limits, start is not None)
+    return _solve_named(pulp, problem, variables, model, limits, name)
 
 
 def _missing_hint(pulp: Any) -> str:
@@ -108,9 +120,7 @@ def cbc_path() -> str:
     return path
 
 
-def _solve_cbc(
-    pulp: Any, problem: Any, variables: list[Any], model: Model, limits: IlpLimits, warm: bool
-) -> IlpResult:
+def _solve_cbc(pulp: Any, problem: Any, variables: list[Any], model: Model, limits: IlpLimits, warm: bool) -> IlpResult:
     path = cbc_path()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="autopar-cbc-") as folder:

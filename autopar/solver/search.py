@@ -30,9 +30,7 @@ class Search:
     def objective(self) -> float:
         """Seconds, inf when something forbidden is chosen."""
         costs = [float(self.graph.costs[node][option]) for node, option in self.choice.items()]
-        edges = [
-            float(self.graph.neighbours[u][v][self.choice[u], self.choice[v]]) for u, v in self.graph.pairs()
-        ]
+        edges = [float(self.graph.neighbours[u][v][self.choice[u], self.choice[v]]) for u, v in self.graph.pairs()]
         return self.graph.offset + math.fsum(costs) + math.fsum(edges)
 
     def feasible(self) -> bool:

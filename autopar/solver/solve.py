@@ -42,7 +42,7 @@ def solve(
     Args:
         problem: what to choose.
         time_limit: seconds; kept within two.
-        backend: of the integer program: "highs", "cbc", any other name that PuLP knows, or "auto": HiGHS when installed.
+        backend: of the integer program: "highs", "cbc", any name that PuLP knows, or "auto": HiGHS when installed.
         gap: relative; the search ends when (objective - bound) / objective is no larger.
         warm_starts: choices to begin with; infeasible ones are ignored.
         progress: called with each better objective or bound.
@@ -128,7 +128,7 @@ def _prove(
     size: dict[str, int],
     method: list[str],
 ) -> None:
-    if incumbent.choice is not None and graph.nodes():
+    if incumbent.choice is not None and prices is not None and graph.nodes():
         bar_superfluous_pairs(graph, incumbent, prices)
         reduce(graph, WorkBudget(WORK_PER_SECOND))
     size.update(_sizes("reduced_", graph))

@@ -9,13 +9,11 @@ import numpy as np
 from autopar.solver.problem import Array, IndexArray
 
 
-def undominated_times(
-    intervals: Sequence[tuple[int, int]], limits: Array, tight: np.ndarray
-) -> IndexArray:
+def undominated_times(intervals: Sequence[tuple[int, int]], limits: Array, tight: np.ndarray) -> IndexArray:
     """The tight times that no neighbour in time implies, ascending.
 
-    Amounts are >= 0, so a time is implied by another that has all its rows and no larger limit. Going from t to the next
-    time, the rows of t are all there when none ends, and those of the next were all there when none starts.
+    Amounts are >= 0, so a time is implied by another that has all its rows and no larger limit. Going from t to the
+    next time, the rows of t are all there when none ends, and those of the next were all there when none starts.
     """
     started = np.zeros(len(limits) + 1, dtype=np.int64)
     ended = np.zeros(len(limits) + 1, dtype=np.int64)
