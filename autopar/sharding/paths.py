@@ -72,16 +72,18 @@ def all_pairs(
     costs: CollectivePricing,
 ) -> Floats:
     """Seconds of ``cheapest_path`` from each source to each target: (A, B), inf where there is no path."""
-    common = [i for i, s in enumerate(specs_src) if not unusual(s, mesh)]
-    common_dst = [j for j, d in enumerate(specs_dst) if not unusual(d, mesh)]
-    out = np.full((len(specs_src), len(specs_dst)), np.inf)
-    if common and common_dst:
-        args = ([specs_src[i] for i in common], [specs_dst[j] for j in common_dst])
-        out[np.ix_(common, common_dst)] = _seconds(*args, shape, itemsize, mesh, costs)
-    for i, j in np.ndindex(out.shape):
-        if i not in common or j not in common_dst:
-            # An unusual spec must not lend its neighbourhood to pairs that it does not belong to.
-            out[i, j] = _seconds([specs_src[i]], [specs_dst[j]], shape, itemsize, mesh, costs)[0, 0]
+    rows = [i for i, s in enumerate(specs_src) if not unusual(s, mesh)]
+    columns = [j for j, d in enumerate(specs_dst) if not unusual(d, mesh)]
+    if len(rows) == len(specs_src) and len(columns) == len(specs_dst):
+        return _seconds(specs_src, specs_dst, shape, itemsize, mesh, costs)
+    common = np.zeros((len(specs_src), len(specs_dst)), dtype=bool)
+    common[np.ix_(rows, columns)] = True
+    out = np.full(common.shape, np.inf)
+    sources, targets = [specs_src[i] for i in rows], [specs_dst[j] for j in columns]
+    out[np.ix_(rows, columns)] = _seconds(sources, targets, shape, itemsize, mesh, costs)
+    for i, j in zip(*np.nonzero(~common), strict=True):
+        # An unusual spec must not lend its neighbourhood to pairs that it does not belong to.
+        out[i, j] = _seconds([specs_src[i]], [specs_dst[j]], shape, itemsize, mesh, costs)[0, 0]
     return out
 
 
@@ -95,7 +97,8 @@ def _seconds(
 ) -> Floats:
     priced = priced_graph((*sources, *targets), shape, itemsize, mesh, costs)
     index = priced.graph.index
-    return priced.seconds(np.array([index[s] for s in sources]), np.array([index[t] for t in targets]))
+    rows, columns = ([index[s] for s in specs] for specs in (sources, targets))
+    return priced.seconds(np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64))
 
 
 def unreachable(src: ShardingSpec, dst: ShardingSpec) -> SpecError:

@@ -57,13 +57,7 @@ class PricedGraph:
     cost: Floats
     peak: Ints
     alike: tuple[int, ...]
-    _seconds: Floats = field(init=False)
-    _known: Bools = field(init=False)
-
-    def __post_init__(self) -> None:
-        n = len(self.graph.nodes)
-        self._seconds = np.full((n, n), np.inf)
-        self._known = np.zeros(n, dtype=bool)
+    _rows: dict[int, Floats] = field(init=False, default_factory=dict)
 
     def bound(self, start: int, end: int) -> float:
         """Bytes that a step between the two may hold."""
@@ -71,20 +65,19 @@ class PricedGraph:
 
     def seconds(self, starts: Ints, ends: Ints) -> Floats:
         """Of the best path from each of ``starts`` to each of ``ends``: (A, B)."""
-        self._fill([int(s) for s in np.unique(starts[~self._known[starts]])])
-        found: Floats = self._seconds[np.ix_(starts, ends)]
-        return found
+        self._fill([int(s) for s in starts if int(s) not in self._rows])
+        if not len(starts):
+            return np.zeros((0, len(ends)))
+        return np.stack([self._rows[int(s)][ends] for s in starts])
 
     def _fill(self, starts: Sequence[int]) -> None:
         """Rows of ``starts``, computed for one of those that differ only by a trade of dims and copied to the rest."""
         pairs = [self.graph.representative(s, self.alike) for s in starts]
-        missing = np.unique(np.array([r for r, _ in pairs if not self._known[r]], dtype=np.int64))
-        if len(missing):
-            self._seconds[missing] = self._distances(missing).T
-            self._known[missing] = True
+        missing = sorted({r for r, _ in pairs} - self._rows.keys())
+        if missing:
+            self._rows |= zip(missing, self._distances(np.array(missing)).T.copy(), strict=True)
         for start, (representative, traded) in zip(starts, pairs, strict=True):
-            self._seconds[start] = self._seconds[representative][traded]
-            self._known[start] = True
+            self._rows[start] = self._rows[representative][traded]
 
     def _distances(self, starts: Ints) -> Floats:
         """Seconds of the best paths from ``starts`` to all nodes: (nodes, starts).
@@ -196,4 +189,4 @@ def _costs(graph: SpecGraph, arcs: Ints, nbytes: Ints, costs: CollectivePricing)
     return np.array(prices, dtype=np.float64)[inverse]
 
 
-_priced_cached = lru_cache(maxsize=1024)(_priced)
+_priced_cached = lru_cache(maxsize=512)(_priced)
