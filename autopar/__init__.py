@@ -1,1 +1,45 @@
-"""autopar."""
+"""autopar: an automatic parallelization compiler for PyTorch.
+
+Names are imported on first use: the planner below them starts without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import autoparallelize, plan, simulate
+    from autopar.errors import AutoparError
+    from autopar.mesh import Cluster
+    from autopar.plans import Plan
+    from autopar.strategies import register_rule
+    from autopar.tracer import ColoTracer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AutoparError": "errors",
+    "Cluster": "mesh",
+    "ColoTracer": "tracer",
+    "Plan": "plans",
+    "autoparallelize": "api",
+    "plan": "api",
+    "register_rule": "strategies",
+    "simulate": "api",
+}
+
+__all__ = ["AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "plan", "register_rule", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"autopar.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

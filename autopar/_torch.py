@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+# The type of resolved ops, `torch.ops.aten.mm.default`; torch.ops has no public name for it.
+from torch._ops import OpOverload
+
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.ops.random import keep_mask
-from autopar.ops.registration import accumulation_dtype, define, differentiate
+from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
 # Scores held at a time: on a CPU near the size of its caches, elsewhere as many as keep the device busy.
 CPU_SCORES = 1 << 21
@@ -250,4 +250,5 @@ define(
     _attention_backward,
     _backward_fake,
 )
+once_differentiable("attention_backward")
 differentiate("attention", _gradient, _context)

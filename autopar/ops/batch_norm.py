@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.registration import accumulation_dtype, define, differentiate, without_gradient
+from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable, without_gradient
 
 
 def _channels(statistic: Tensor, x: Tensor) -> Tensor:
@@ -55,6 +55,12 @@ def _batch_norm_fake(
 
 def _backward_reduce(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     dtype = _statistics_dtype(x, mean)
+    if x.device.type == "cpu" and x.numel() and grad.dtype == x.dtype == mean.dtype == rstd.dtype:
+        # torch's kernel for the whole gradient, asked for these two sums alone, takes a single pass.
+        _, sum_grad_xhat, sum_grad = torch.ops.aten.native_batch_norm_backward(
+            grad, x, torch.ones_like(mean), None, None, mean, rstd, True, 0.0, [False, True, True]
+        )
+        return sum_grad, sum_grad_xhat
     sum_grad_xhat = _sum((x - _channels(mean, x)).mul_(grad)) * rstd
     return grad.sum([dim for dim in range(x.dim()) if dim != 1], dtype=dtype), sum_grad_xhat.to(dtype)
 
@@ -129,4 +135,6 @@ define(
     _backward_input,
     _backward_input_fake,
 )
+once_differentiable("batch_norm_backward_reduce")
+once_differentiable("batch_norm_backward_input")
 differentiate("batch_norm", _gradient, _context)

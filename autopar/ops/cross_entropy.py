@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.registration import accumulation_dtype, define, differentiate, without_gradient
+from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable, without_gradient
 
 # Elements held in the accumulation dtype at a time; a CPU's caches hold as many.
 CPU_BLOCK = 1 << 18
@@ -105,4 +105,5 @@ define(
     _nll_backward,
     _nll_backward_fake,
 )
+once_differentiable("nll_backward")
 differentiate("nll", _nll_gradient, _nll_context)

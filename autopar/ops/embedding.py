@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.ops.registration import accumulation_dtype, define, differentiate
+from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
 
 def _inside(index: Tensor, offset: int, rows: int) -> Tensor | None:
@@ -73,4 +73,5 @@ define(
     _lookup_backward,
     _lookup_backward_fake,
 )
+once_differentiable("lookup_backward")
 differentiate("lookup", _lookup_gradient, _lookup_context)

@@ -54,18 +54,24 @@ def key(seed: Tensor, site: int) -> Tensor:
     return mix_(words + _signed((site + 1) * GAMMA))
 
 
-@functools.lru_cache(maxsize=16)
 def _multiples(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, count + 1, device=device) * GAMMA
+    # Kept on a CPU only: under the capture of a CUDA graph it would be kept without having been computed.
+    return _multiples_on_cpu(count) if device.type == "cpu" else torch.arange(1, count + 1, device=device) * GAMMA
+
+
+@functools.lru_cache(maxsize=16)
+def _multiples_on_cpu(count: int) -> Tensor:
+    return torch.arange(1, count + 1, device="cpu") * GAMMA
 
 
 def _runs(
     global_shape: Sequence[int], shape: Sequence[int], offset: Sequence[int], device: torch.device
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, int, int | None]:
     """The local tensor as runs of elements that are neighbours in the global one too.
 
     Returns:
-        The global linear index of each run's first element, int64 [runs], and the length of a run.
+        The global linear index of each run's first element, int64 [runs]; the length of a run; and what
+        all those indices are modulo 2, None where they differ.
     """
     if not len(global_shape) == len(shape) == len(offset):
         raise AutoparError(
@@ -78,22 +84,21 @@ def _runs(
         cut -= 1
         length *= shape[cut]
     first = sum(start * stride for start, stride in zip(offset, strides, strict=True))
+    odd = any(shape[dim] > 1 and strides[dim] % 2 for dim in range(cut))
     starts = torch.full((1,), first, dtype=torch.int64, device=device)
     for dim in range(cut):
         steps = torch.arange(shape[dim], device=device) * strides[dim]
         starts = (starts[:, None] + steps).reshape(-1)
-    return starts, length
+    return starts, length, None if odd else first % 2
 
 
-def _bits_of_runs(state: Tensor, starts: Tensor, length: int) -> Tensor:
+def _bits_of_runs(state: Tensor, starts: Tensor, length: int, parity: int | None) -> Tensor:
     """32 random bits for each element of runs of equal length: int32 [runs, length], uniform over all of int32."""
     words = (starts >> 1).mul_(GAMMA).add_(state)[:, None] + _multiples(length // 2 + 1, starts.device)
     halves = mix_(words).view(torch.int32)
+    if parity is not None:
+        return halves[:, parity : parity + length]
     odd = starts.bitwise_and(1).bool()
-    if len(odd) == 1 or starts.device.type == "cpu":
-        first = int(odd[0])
-        if bool((odd == first).all()):
-            return halves[:, first : first + length]
     return torch.where(odd[:, None], halves[:, 1 : length + 1], halves[:, :length])
 
 
@@ -113,18 +118,19 @@ def random_bits(
     if math.prod(shape) == 0:
         return
     state = key(seed, site).to(device)
-    starts, length = _runs(global_shape, shape, offset, device)
+    starts, length, parity = _runs(global_shape, shape, offset, device)
     block = CPU_BLOCK if device.type == "cpu" else BLOCK
     if length <= block:
         rows = block // length
         for row in range(0, len(starts), rows):
-            bits = _bits_of_runs(state, starts[row : row + rows], length)
+            bits = _bits_of_runs(state, starts[row : row + rows], length, parity)
             yield slice(row * length, (row + len(bits)) * length), bits.reshape(-1)
         return
     for row in range(len(starts)):
         for column in range(0, length, block):
             width = min(block, length - column)
-            bits = _bits_of_runs(state, starts[row : row + 1] + column, width)
+            start_parity = None if parity is None else (parity + column) % 2
+            bits = _bits_of_runs(state, starts[row : row + 1] + column, width, start_parity)
             yield slice(row * length + column, row * length + column + width), bits[0]
 
 

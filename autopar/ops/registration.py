@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from autopar.errors import AutoparError
+
 # A fragment, so that a user's own library of this name (or a kernel for another device) can add to it.
 LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -21,8 +23,23 @@ def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> 
     torch.library.register_fake(f"autopar::{name}", fake, lib=LIBRARY)
 
 
-def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+def differentiate(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
+) -> None:
     torch.library.register_autograd(f"autopar::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def once_differentiable(name: str) -> None:
+    """Second derivatives through ``autopar::<name>``, the gradient of another op, are refused rather than lost."""
+
+    def backward(ctx: Any, *_: Any) -> None:
+        raise AutoparError(
+            "The ops of autopar have first derivatives only.",
+            found=f"a gradient through autopar::{name}",
+            hint="Compute second derivatives (create_graph=True) with the model as it was before autoparallelize.",
+        )
+
+    differentiate(name, backward)
 
 
 def without_gradient(name: str) -> None:

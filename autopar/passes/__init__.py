@@ -1,1 +1,5 @@
-"""passes."""
+"""From the planned program to the graphs that run."""
+
+from autopar.passes.lower import Lowered, lower
+
+__all__ = ["Lowered", "lower"]

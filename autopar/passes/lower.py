@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar import spmd
+from autopar.runtime import spmd
 from autopar.ir import Graph, Input, Output, Phase, Value
 from autopar.mesh import Mesh
 from autopar.program import LocalTensor, Op, Program
@@ -32,7 +32,7 @@ class Lowered:
         inputs: meaning and spec of each forward input after ``rank``.
         results: meaning and spec of each result of the forward: outputs and mutations.
         saved: names of the tensors that the forward keeps for the backward.
-        tangents: meaning of each tangent, in order.
+        tangents: meaning and spec of each tangent, in order.
         gradients: meaning and spec of each result of the backward.
     """
 
@@ -41,7 +41,7 @@ class Lowered:
     inputs: tuple[tuple[Input, ShardingSpec], ...]
     results: tuple[tuple[Output, ShardingSpec], ...]
     saved: tuple[str, ...]
-    tangents: tuple[Input, ...]
+    tangents: tuple[tuple[Input, ShardingSpec], ...]
     gradients: tuple[tuple[Output, ShardingSpec], ...]
 
 
@@ -72,7 +72,8 @@ def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
 
     return Lowered(
         forward, backward, tuple((graph.input_of[op.node], op.writes[0].spec) for op in fed),
-        with_spec(results["forward"]), saved, tuple(graph.input_of[op.node] for op in tangents),
+        with_spec(results["forward"]), saved,
+        tuple((graph.input_of[op.node], op.writes[0].spec) for op in tangents),
         with_spec(results["backward"]),
     )  # fmt: skip
 
@@ -160,7 +161,7 @@ class _Builder:
         for index in range(len(node.outputs)):
             tensor = at.get(str(Value(node.name, index)))
             if tensor is not None:
-                item = self.fx.call_function(operator.getitem, (call, index), name=f"{identifier(op.name)}_{index}")
+                item = self.fx.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
                 self.values[tensor.name] = self._described(item, tensor)
 
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -204,5 +205,5 @@ def resolve_op(name: str) -> Any:
 
 
 def identifier(name: str) -> str:
-    """A Python name for a tensor of the program: ``mm|S0R|f`` becomes ``mm_S0R_f``."""
-    return re.sub(r"\W+", "_", name).strip("_")
+    """A Python name for a tensor of the program: ``split.1|S0R|f`` becomes ``split_out1_S0R_f``."""
+    return re.sub(r"\W+", "_", name.replace(".", "_out")).strip("_")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir import Graph, Node, Phase, TensorMeta, Value
+from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.constraints import Forced
 from autopar.planner.options import Options
@@ -91,8 +91,8 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced) -> Decisi
     for node in graph.nodes:
         d.add(_variable(graph, node, mesh, options, forced))
     for output in graph.outputs:
-        if output.kind == "output":
-            d.add(_output_variable(graph, output.value, output.name, mesh, options, forced))
+        if output.kind == "output" or output.name.startswith("input:"):
+            d.add(_output_variable(graph, output, mesh, options, forced))
     for value in list(_values(graph)):
         _hand_over(d, value, forced)
     return d
@@ -117,6 +117,8 @@ def _variable(graph: Graph, node: Node, mesh: Mesh, options: Options, forced: Fo
         specs = stored_specs(meta.shape, mesh)
     elif meaning.kind == "input":
         specs = _input_specs(meta, mesh, options, graph)
+    elif meaning.kind == "tangent":
+        specs = _output_specs(graph, meta, mesh, options)
     else:
         specs = (ShardingSpec.replicated(len(meta.shape)),)
     choices = tuple(Strategy((), (s,)) for s in specs)
@@ -128,9 +130,25 @@ def _op_options(graph: Graph, node: Node, mesh: Mesh) -> tuple[Strategy, ...]:
 
 
 def _input_specs(meta: TensorMeta, mesh: Mesh, options: Options, graph: Graph) -> tuple[ShardingSpec, ...]:
-    if options.batch == "local" and meta.shape and meta.shape[0] == batch_size(graph):
-        return (ShardingSpec((tuple(range(mesh.ndim)), *((),) * (len(meta.shape) - 1))),)
+    if options.batch == "local":
+        return (_batch_spec(meta, mesh, graph),)
     return stored_specs(meta.shape, mesh)
+
+
+def _batch_spec(meta: TensorMeta, mesh: Mesh, graph: Graph) -> ShardingSpec:
+    """With local batches: dim 0 cut over all ranks in order where it is the batch, else whole."""
+    if meta.shape and meta.shape[0] == batch_size(graph):
+        return ShardingSpec((tuple(range(mesh.ndim)), *((),) * (len(meta.shape) - 1)))
+    return ShardingSpec.replicated(len(meta.shape))
+
+
+def _output_specs(graph: Graph, meta: TensorMeta, mesh: Mesh, options: Options) -> tuple[ShardingSpec, ...]:
+    """The specs in which an output may be given to the caller, and in which its tangent comes back."""
+    if not given_whole(graph, meta, options):
+        return stored_specs(meta.shape, mesh)
+    if options.batch == "local":
+        return (_batch_spec(meta, mesh, graph),)
+    return (ShardingSpec.replicated(len(meta.shape)),)
 
 
 def batch_size(graph: Graph) -> int:
@@ -142,22 +160,25 @@ def batch_size(graph: Graph) -> int:
     return -1
 
 
-def _output_variable(
-    graph: Graph, value: Value, name: str, mesh: Mesh, options: Options, forced: Forced
-) -> Variable:
+def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options, forced: Forced) -> Variable:
+    value, name = output.value, output.name
     meta = graph.meta(value)
-    if name in forced.outputs:
-        specs: tuple[ShardingSpec, ...] = (forced.outputs[name],)
-    elif whole_output(graph, meta, options):
-        specs = (ShardingSpec.replicated(len(meta.shape)),)
+    if output.kind == "gradient":
+        # An input's gradient comes as the input did.
+        specs: tuple[ShardingSpec, ...] = (_batch_spec(meta, mesh, graph) if options.batch == "local" else ShardingSpec.replicated(len(meta.shape)),)
+    elif name in forced.outputs:
+        specs = (forced.outputs[name],)
     else:
-        specs = stored_specs(meta.shape, mesh)
+        specs = _output_specs(graph, meta, mesh, options)
     choices = tuple(Strategy((s,), (s,)) for s in specs)
     return Variable(output_key(name), "output", choices, graph.by_name[value.node].phase, value=value)
 
 
-def whole_output(graph: Graph, meta: TensorMeta, options: Options) -> bool:
-    """Whether an output is given to the caller as a whole tensor; scalars (the loss) always are."""
+def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
+    """Whether an output is given to the caller as a plain tensor: whole, or with local batches this rank's slice.
+
+    Scalars (the loss) always are; with ``outputs="auto"`` others are DTensors beside a scalar loss.
+    """
     if not meta.shape or options.outputs == "whole":
         return True
     if options.outputs == "dtensor":
@@ -193,7 +214,7 @@ def _readers(d: Decisions, value: Value) -> list[tuple[int, int]]:
     for output in d.graph.outputs:
         if output.value != value:
             continue
-        if output.kind == "output":
+        if output.kind == "output" or output.name.startswith("input:"):
             readers.append((d.index[output_key(output.name)], 0))
         else:
             owner = next(i.node for i in d.graph.inputs if i.name == output.name and i.kind in ("parameter", "buffer"))

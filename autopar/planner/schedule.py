@@ -118,7 +118,7 @@ class _Scheduler:
     def _result(self, at: int) -> str:
         output = self.graph.outputs[at]
         phase = self.graph.by_name[output.value.node].phase
-        if output.kind == "output":
+        if output.kind == "output" or output.name.startswith("input:"):
             return self._read(output.value, self._chosen(output_key(output.name)).inputs[0], phase)
         owner = next(i.node for i in self.graph.inputs if i.name == output.name and i.kind in ("parameter", "buffer"))
         spec = self._chosen(owner).outputs[0]

@@ -19,7 +19,7 @@ from autopar.planner.pricing import Prices, problem
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.program import Program
-from autopar.solver import Solution, minimum_limit, solve
+from autopar.solver import Solution, solve
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
@@ -170,6 +170,8 @@ class _Search:
 
     def _infeasible(self, deadline: float, positions: Sequence[int]) -> InfeasibleError:
         asked = problem(self.decisions, self.prices, self.options, positions, 1e30)
+        from autopar.solver import minimum_limit
+
         least = minimum_limit(asked, time_limit=max(min(deadline - time.perf_counter(), 20.0), 5.0))
         least = self._smallest_that_works(least, positions)
         return InfeasibleError(

@@ -47,6 +47,9 @@ class Rank(Protocol):
     @property
     def coordinate(self) -> tuple[int, ...]: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
         """Start a collective on ``buffer``; ``finish`` returns what it receives."""
         ...
@@ -62,6 +65,7 @@ class LocalRank:
 
     mesh: Mesh
     coordinate: tuple[int, ...]
+    device: torch.device = torch.device("cpu")
 
     def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
         return buffer
@@ -107,6 +111,11 @@ class ProcessRank:
         object.__setattr__(self, "coordinate", tuple(coordinate))
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "whole", _torch.group_name(_torch.whole_group(device_mesh)))
+
+    @property
+    def device(self) -> torch.device:
+        kind = self.device_mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
         if exchange.kind == "permute":

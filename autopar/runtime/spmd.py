@@ -332,3 +332,12 @@ def _unpack_scattered(buffer: Tensor, dim: int, mine: int, dtype: torch.dtype, d
 
 def _unpack_permuted(buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _restored(buffer.reshape(shape), dtype)
+
+
+COLLECTIVES = frozenset({all_gather, all_to_all, all_reduce, reduce_scatter, permute})
+"""The functions that exchange data between ranks."""
+
+
+def device(rank: Rank) -> torch.device:
+    """Where the rank's tensors live."""
+    return rank.device

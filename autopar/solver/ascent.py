@@ -29,8 +29,8 @@ def search_from(
 def ascend(graph: Graph, incumbent: Incumbent, sweeps: int, prices: Array | None, deadline: float) -> Dual:
     """Sweep until the bound stalls, the gap closes or the clock (seconds since the start) reaches the deadline.
 
-    Options that every better choice avoids are removed from the graph at the end; the dual returned belongs to the graph
-    before that. With usages, prices move after every second sweep.
+    Options that every better choice avoids are removed from the graph at the end; the dual returned belongs to the
+    graph before that. With usages, prices move after every second sweep.
     """
     dual = Dual(graph, prices)
     best_prices, best = dual.prices.copy(), -math.inf

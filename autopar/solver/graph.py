@@ -48,7 +48,7 @@ class Graph:
         self.offset = 0.0
         self._unsettled: set[int] = set()
         self._trail: list[_Removed] = []
-        self._shared: dict[tuple[object, ...], tuple[Array, ...]] = {}
+        self._shared: dict[tuple[object, ...], tuple[np.ndarray, ...]] = {}
         for edge in problem.edges:
             if edge.u == edge.v:
                 self.costs[edge.u] = self.costs[edge.u] + np.diagonal(edge.cost)
@@ -74,7 +74,7 @@ class Graph:
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
-    def shared(self, key: tuple[object, ...], sources: tuple[Array, ...], make: Callable[[], Array]) -> Array:
+    def shared(self, key: tuple[object, ...], sources: tuple[Array, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
         """A matrix derived from others, made once for all the edges that share them.
 
         ``key`` and the identities of ``sources`` name it; the sources are held, so an identity is never reused.

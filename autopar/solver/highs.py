@@ -31,7 +31,7 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         raise SolverError(
             "The HiGHS back end is not installed.", hint="pip install highspy, or backend='cbc'"
         ) from error
-    solver = highspy.Highs()
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(limits).items():
         solver.setOptionValue(name, value)
     if solver.passModel(_as_lp(highspy, model)) == highspy.HighsStatus.kError:

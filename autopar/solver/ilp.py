@@ -1,7 +1,7 @@
 """The integer program of what remains: binary x for each option, a flow >= 0 for each finite pair of an edge.
 
-Flow links are equalities (sum_b e[a, b] = x[u, a] and sum_a e[a, b] = x[v, b]), whose relaxation is almost always integral;
-forbidden pairs have no variable. One row a time that can bind keeps the usages within the limit.
+Flow links are equalities (sum_b e[a, b] = x[u, a] and sum_a e[a, b] = x[v, b]), whose relaxation is almost always
+integral; forbidden pairs have no variable. One row a time that can bind keeps the usages within the limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ USAGE_SCALE = 1e4
 class Model:
     """min cost @ x, row_lower <= A x <= row_upper, 0 <= x <= upper; A in compressed rows (starts, columns, values).
 
-    ``cost * scale`` is in seconds. The first columns are the options of ``nodes``, ``first[i]`` being where node i's start.
+    ``cost * scale`` is in seconds. The first columns are the options of ``nodes``, those of node i from
+    ``first[i]`` on.
     """
 
     cost: Array
@@ -157,7 +158,7 @@ class _Rows:
             self.add_entries(np.arange(size), start + np.arange(size), -np.ones(size))
             self.close(np.zeros(size), np.zeros(size))
 
-    def arrays(self) -> tuple[IndexArray, IndexArray, Array, Array, Array]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, Array, Array, Array]:
         row, column = _joined(self._rows), _joined(self._columns)
         value = np.concatenate(self._values) if self._values else np.zeros(0)
         # A node with several rows of usage at one time has several entries there: they are added up.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.solver.condense import condense_usages
 from autopar.solver.dominance import WorkBudget, drop_dominated
 from autopar.solver.graph import Graph, Row
-from autopar.solver.problem import Array, IndexArray
+from autopar.solver.problem import Array
 
 ROUNDING = 1e-13
 """Relative difference below which a matrix counts as a sum of a row and a column."""
@@ -21,6 +22,15 @@ FILL_FACTOR = 1.5
 def reduce(graph: Graph, work: WorkBudget) -> None:
     """Apply every reduction until nothing changes."""
     while True:
+        _reduce_to_fixpoint(graph, work)
+        before = graph.size(), len(graph.limits)
+        if not condense_usages(graph) or (graph.size(), len(graph.limits)) == before:
+            break
+    graph.forget_shared()
+
+
+def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
+    while True:
         drop_forbidden(graph)
         graph.drop_loose_times()
         changed = absorb_separable(graph)
@@ -30,7 +40,6 @@ def reduce(graph: Graph, work: WorkBudget) -> None:
             changed = drop_dominated(graph, work)
         if not changed:
             break
-    graph.forget_shared()
 
 
 def drop_forbidden(graph: Graph) -> bool:
@@ -93,7 +102,7 @@ def merge_determined(graph: Graph) -> bool:
     return changed
 
 
-def _determined(graph: Graph, node: int, matrix: Array) -> IndexArray | None:
+def _determined(graph: Graph, node: int, matrix: Array) -> np.ndarray | None:
     """The option of ``node`` for each option of the neighbour, if there is one that nothing can better."""
     only = graph.shared(("only finite",), (matrix,), lambda: _only_finite(matrix))
     if len(only):
@@ -103,13 +112,13 @@ def _determined(graph: Graph, node: int, matrix: Array) -> IndexArray | None:
     return _best_leaf_options(graph, node, matrix)
 
 
-def _only_finite(matrix: Array) -> IndexArray:
+def _only_finite(matrix: Array) -> np.ndarray:
     """The one finite row of each column; empty when some column has more."""
     finite = np.isfinite(matrix)
     return finite.argmax(axis=0) if (finite.sum(axis=0) == 1).all() else np.zeros(0, dtype=np.int64)
 
 
-def _best_leaf_options(graph: Graph, node: int, matrix: Array) -> IndexArray | None:
+def _best_leaf_options(graph: Graph, node: int, matrix: Array) -> np.ndarray | None:
     """For each option of a leaf's neighbour: the leaf's cheapest option, if it also uses the least at every time."""
     total = graph.costs[node][:, None] + matrix
     allowed = np.isfinite(total)
@@ -124,13 +133,16 @@ def _best_leaf_options(graph: Graph, node: int, matrix: Array) -> IndexArray | N
 
 def _merge_is_small(graph: Graph, node: int, other: int) -> bool:
     mine, theirs = len(graph.costs[node]), len(graph.costs[other])
+    if mine == theirs and len(graph.neighbours[other]) < len(graph.neighbours[node]):
+        # Each determines the other: the one with fewer edges moves.
+        return False
     rest = [third for third in graph.neighbours[node] if third != other]
     before = mine * theirs + sum(mine * len(graph.costs[third]) for third in rest)
     after = sum(theirs * len(graph.costs[third]) for third in rest if third not in graph.neighbours[other])
     return after <= FILL_FACTOR * before
 
 
-def merge(graph: Graph, node: int, other: int, chosen: IndexArray) -> None:
+def merge(graph: Graph, node: int, other: int, chosen: np.ndarray) -> None:
     """``node`` takes option ``chosen[b]`` whenever ``other`` takes b."""
     matrix = graph.neighbours[node][other]
     graph.costs[other] = graph.costs[other] + graph.costs[node][chosen] + matrix[chosen, np.arange(len(chosen))]

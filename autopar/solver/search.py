@@ -47,7 +47,7 @@ class Search:
 
     def conditional(self, node: int, without: tuple[int, ...] = ()) -> Array:
         """Seconds of each option of a node, given its neighbours' choices (except ``without``)."""
-        total = self.graph.costs[node].copy()
+        total: Array = self.graph.costs[node].copy()
         for other, matrix in self.graph.neighbours[node].items():
             if other not in without:
                 total += np.minimum(matrix[:, self.choice[other]], _BARRED)

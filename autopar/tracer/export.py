@@ -8,7 +8,7 @@ import inspect
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError, InputError
-from autopar.tracer.structure import Structure, flatten
+from autopar.structure import Structure, flatten
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,18 @@ class Call:
         return self.structure.paths
 
 
-def bind(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def bind(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
+) -> Call:
     """Bind a call to the signature of ``model.forward``, so that the same call by position or keyword is one.
+
+    Args:
+        forward: the unbound function whose signature counts, when ``model.forward`` is not the user's own.
 
     Raises:
         InputError: the arguments do not fit the signature.
     """
-    signature = inspect.signature(model.forward)
+    signature = inspect.signature(forward.__get__(model) if forward is not None else model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

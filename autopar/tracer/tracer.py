@@ -17,7 +17,7 @@ from autopar.tracer.convert import to_ir, value_of
 from autopar.tracer.export import Call, Exported, bind, capture_error, export
 from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.joint import joint_of, loss_of
-from autopar.tracer.structure import Structure
+from autopar.structure import Structure
 
 OutputsMode = Literal["auto", "whole", "dtensor"]
 
@@ -69,11 +69,10 @@ class ColoTracer:
 
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         """As ``trace``, with the meaning of every input and output."""
-        args, kwargs = as_call(meta_inputs)
-        call = bind(model, args, kwargs)
+        call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode)
-        fakes = tuple(fake_like(t.detach(), mode) for t in call.tensors)
+        fakes = tuple(fake_like(t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), mode) for t in call.tensors)
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
         exported = export(copied, Call(call.structure, fakes))
@@ -140,6 +139,8 @@ def _meanings(
         if meant is None or not isinstance(arg, fx.Node):
             continue
         name = returned.paths[int(meant.target)] if meant.kind == "output" else str(meant.target)
+        if meant.kind == "gradient" and isinstance(meant.target, int):
+            name = f"input:{call.names[meant.target]}"
         outs.append(ir.Output(value_of(arg), meant.kind, name))
     return module, ins, outs
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from autopar.ir import Node, Value
+from collections.abc import Sequence
+
+from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.localize import local_length
-from autopar.strategies.registry import LocalCall, Metas, aten, lowering, rule
+from autopar.strategies.registry import LocalCall, Metas, Notation, aten, lowering, rule
 from autopar.strategies.rules.terms import int_arg, ints_arg
 
 
@@ -89,3 +91,45 @@ def _local_counts(node: Node, strategy: Strategy, mesh: Mesh, *, x: int, counts:
         local_length(groups, channels, mesh),
     )
     return node.op, (*node.args[:counts], *local, *node.args[counts + 4 :]), node.kwargs
+
+
+# Batch normalisation as one op sees all samples of a channel, unless its statistics are given.
+
+
+def _samples(node: Node, position: int, ndim: int) -> str:
+    """Terms of x: samples and space are whole while statistics are taken from them."""
+    space = [f"s{i}" for i in range(ndim - 2)]
+    if bool(node.args[position]):
+        return " ".join(["[n]", "c", *(f"[{s}]" for s in space)])
+    return " ".join(["n", "c", *space])
+
+
+def _vectors(metas: Sequence[TensorMeta | None], name: str) -> list[str]:
+    """Vectors of channels; without training those that are saved can be empty."""
+    return [f"[{name}{i}]" if meta is not None and meta.numel == 0 else "c" for i, meta in enumerate(metas)]
+
+
+def _batch_norm(training: int) -> Notation:
+    def notation(node: Node, metas: Metas) -> str:
+        x = _samples(node, training, len(metas[0].shape))
+        operands, results = _vectors(metas[1:], "empty"), _vectors(node.outputs[1:], "none")
+        return f"{', '.join([x, *operands])} -> {', '.join([x, *results])}"
+
+    return notation
+
+
+def _batch_norm_inference(node: Node, metas: Metas) -> str:
+    x = " ".join(["n", "c", *(f"s{i}" for i in range(len(metas[0].shape) - 2))])
+    results = [f"{v} / n ..." if v == "c" else v for v in _vectors(node.outputs[1:], "none")]
+    return f"{', '.join([x, *_vectors(metas[1:], 'empty')])} -> {', '.join([x, *results])}"
+
+
+def _batch_norm_backward(node: Node, metas: Metas) -> str:
+    x = _samples(node, 7, len(metas[1].shape))
+    return f"{', '.join([x, x, *_vectors(metas[2:], 'empty')])} -> {x}, c, c"
+
+
+rule(aten.native_batch_norm, _batch_norm(5))
+rule(aten._native_batch_norm_legit_functional, _batch_norm(5))
+rule(aten._native_batch_norm_legit_no_training, _batch_norm_inference)
+rule(aten.native_batch_norm_backward, _batch_norm_backward, linear=((0,),))

@@ -1,0 +1,355 @@
+"""The compiler on one page: capture, plan, lower, emit, run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from autopar import codegen, passes, planner
+from autopar.arguments import as_bytes, as_cluster, as_mesh, as_optimizer, canonical_names
+from autopar.errors import MeshError, PlanError
+from autopar.ir import Graph
+from autopar.launch import device_mesh_for, ensure_process_group
+from autopar.mesh import Cluster, Mesh, candidate_meshes
+from autopar.planner import Options
+from autopar.plans import Plan
+from autopar.predictions import make_plan
+from autopar.runtime.agreement import decided_by_first, together, world_size
+from autopar.runtime.execution import Executable
+from autopar.runtime.materialize import materialize
+from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
+from autopar.tracer import Capture, ColoTracer
+from autopar.tracer.export import Call, bind
+from autopar.tracer.tracer import as_call
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MeshLike = Any
+MESHES_TRIED = 4
+"""With mesh=None so many of the candidate meshes are planned."""
+
+
+def plan(
+    model: nn.Module,
+    meta_inputs: Any,
+    *,
+    mesh: MeshLike = None,
+    cluster: str | Path | Cluster | None = None,
+    memory_budget: int | str | None = None,
+    optimizer: Any = "adamw",
+    mixed_precision: Any = None,
+    batch: Literal["global", "local"] = "global",
+    outputs: Literal["auto", "whole", "dtensor"] = "auto",
+    constraints: Mapping[str, str] | None = None,
+    backend: str = "eager",
+    time_limit: float = 60.0,
+    solver: str = "auto",
+    gap: float = 1e-4,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan how ``model`` trains on a cluster; needs no process group and no GPU, and allocates nothing.
+
+    Args: as ``autoparallelize``; ``solver`` is ``"cbc"``, ``"highs"`` or another that PuLP knows, ``gap`` the
+        relative gap at which it may stop, ``progress`` is told each stage.
+
+    Raises:
+        CaptureError, MeshError, ConstraintError, InfeasibleError: see there.
+    """
+    _check_backend(backend, mixed_precision)
+    hardware = as_cluster(cluster)
+    size = _world(mesh, hardware)
+    options = Options(
+        as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
+        canonical_names(model), time_limit, solver, gap,
+    )  # fmt: skip
+    started = time.perf_counter()
+    capture = _capture(model, bind(model, *as_call(meta_inputs)), options, size)
+    return _plan(capture, mesh, hardware, size, options, time.perf_counter() - started, progress)
+
+
+def _check_backend(backend: str, mixed_precision: Any) -> None:
+    if backend != "eager":
+        raise PlanError(f"There is no backend {backend!r} yet.", found=repr(backend), hint='use backend="eager".')
+    if mixed_precision is not None:
+        raise PlanError(
+            "mixed_precision is not supported yet.",
+            found=repr(mixed_precision),
+            hint="convert the model, as in model.bfloat16(), before parallelizing it.",
+        )
+
+
+def _world(mesh: MeshLike, cluster: Cluster) -> int:
+    """Ranks of the job: of the process group, else of the mesh, else of the cluster."""
+    if torch.distributed.is_initialized():
+        return world_size()
+    if mesh is not None:
+        return as_mesh(mesh).size
+    return cluster.size
+
+
+def _capture(model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False) -> Capture:
+    whole = call if options.batch == "global" else _whole_batch(call, world)
+    return ColoTracer(options.outputs, every_tangent=every).capture(model, whole)
+
+
+def _whole_batch(call: Call, world: int) -> Call:
+    """The call with the batch of all ranks: dim 0 of every tensor that has it is ``world`` times as long."""
+    batch = next((t.shape[0] for t in call.tensors if t.ndim), -1)
+
+    def grown(t: Tensor) -> Tensor:
+        if t.ndim and t.shape[0] == batch:
+            return torch.empty((batch * world, *t.shape[1:]), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+        return t
+
+    return Call(call.structure, tuple(map(grown, call.tensors)))
+
+
+def _plan(
+    capture: Capture, mesh: MeshLike, cluster: Cluster, size: int, options: Options, captured_s: float,
+    progress: Callable[[str], None] | None,
+) -> Plan:  # fmt: skip
+    meshes = (as_mesh(mesh),) if mesh is not None else candidate_meshes(size, cluster)[:MESHES_TRIED]
+    if mesh is None and options.constraints:
+        raise MeshError(
+            "Constraints name mesh axes, so the mesh must be given.",
+            found="mesh=None with constraints",
+            hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.',
+        )
+    each = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(meshes))
+    plans = [_plan_on(capture, m, cluster, each, captured_s, progress) for m in meshes]
+    best = min(plans, key=lambda p: (p.step_time, p.peak_memory))
+    tried = tuple((str(p.mesh), p.step_time) for p in plans) if len(plans) > 1 else ()
+    return dataclasses.replace(best, candidates=tried)
+
+
+def _plan_on(
+    capture: Capture, mesh: Mesh, cluster: Cluster, options: Options, captured_s: float,
+    progress: Callable[[str], None] | None,
+) -> Plan:  # fmt: skip
+    sized = cluster.sized(mesh.size)
+    planned = planner.plan_graph(capture.graph, mesh, sized, options, progress)
+    started = time.perf_counter()
+    lowered = passes.lower(planned.program, capture.graph, mesh)
+    header = [
+        f"{capture.graph.name} on mesh {mesh}, the program that every rank runs.", "",
+        f"Plan for graph {capture.graph.digest}, written by autopar.",
+    ]  # fmt: skip
+    source = codegen.emit(lowered.forward, lowered.backward, header)
+    planned.timings["capture"] = captured_s
+    planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
+    return make_plan(planned, capture.graph, mesh, sized, options, source, capture.notices)
+
+
+def autoparallelize(
+    model: nn.Module,
+    meta_inputs: Any,
+    *,
+    mesh: MeshLike = None,
+    cluster: str | Path | Cluster | None = None,
+    memory_budget: int | str | None = None,
+    optimizer: Any = "adamw",
+    mixed_precision: Any = None,
+    batch: Literal["global", "local"] = "global",
+    outputs: Literal["auto", "whole", "dtensor"] = "auto",
+    constraints: Mapping[str, str] | None = None,
+    plan: Plan | str | Path | None = None,
+    backend: str = "eager",
+    time_limit: float = 60.0,
+    solver: str = "auto",
+    gap: float = 1e-4,
+    progress: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Make ``model`` train on the cluster: the same object, with DTensor parameters and the planned program as forward.
+
+    Args:
+        meta_inputs: a tensor, a tuple (positional) or a dict (by keyword) of tensors; values do not matter.
+        mesh: None (chosen), ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or a torch DeviceMesh; its size is the world's.
+        cluster: None (what this process sees), a name such as ``"dgx-h100"``, a file, or a ``Cluster``.
+        memory_budget: bytes, or text such as ``"60GiB"``, for everything on one device; None is its memory.
+        optimizer: whose state the budget must hold: a name, a ``torch.optim`` class, or bytes per element.
+        batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
+        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors.
+        constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
+        plan: a Plan or the path of a saved one, to run without a search.
+        time_limit: seconds for the solver.
+
+    Returns:
+        ``model``, whose class is now a subclass of what it was.
+
+    Raises:
+        AutoparError: on every rank at once, and the model is as it was.
+    """
+    _check_backend(backend, mixed_precision)
+    if isinstance(model, ParallelModule):
+        raise PlanError("The model is already parallel.", found=type(model).__name__, hint="parallelize a fresh model.")
+    ensure_process_group(model)
+    hardware = as_cluster(cluster)
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
+    options = Options(
+        as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
+        canonical_names(model), time_limit, solver, gap,
+    )  # fmt: skip
+    if given is not None:
+        options = dataclasses.replace(options, **{k: given.options[k] for k in ("batch", "outputs") if k in given.options})
+    started = time.perf_counter()
+    capture = together(
+        lambda: _capture(model, bind(model, *as_call(meta_inputs)), options, world_size()), lambda c: c.graph.digest
+    )
+    captured_s = time.perf_counter() - started
+    if given is not None:
+        together(lambda: _check_belongs(given, capture.graph))
+        made = given
+    else:
+        text = decided_by_first(
+            lambda: _shared(_plan(capture, mesh, hardware, world_size(), options, captured_s, progress))
+        )
+        made = text if isinstance(text, Plan) else Plan.from_json(text)
+    return _parallelize(model, meta_inputs, capture, made, hardware, options, mesh)
+
+
+def _shared(plan: Plan) -> Any:
+    """What rank 0 tells the others; alone it keeps its plan, which can be asked why."""
+    return plan if world_size() == 1 else plan.to_json()
+
+
+def _check_world(mesh: Mesh | None) -> None:
+    if mesh is not None and mesh.size != world_size():
+        raise MeshError(
+            f"The mesh has {mesh.size} ranks, and the job has {world_size()}.",
+            found=f"mesh {mesh}, world size {world_size()}",
+            hint=f"start {mesh.size} processes (torchrun --nproc-per-node {mesh.size}), or give a mesh of {world_size()}.",
+        )
+
+
+def _check_belongs(plan: Plan, graph: Graph) -> None:
+    if plan.graph_digest != graph.digest:
+        raise PlanError(
+            "The plan belongs to another model or other inputs.",
+            found=f"a plan of {plan.model} for graph {plan.graph_digest}; this is {graph.name}, graph {graph.digest}",
+            hint="plan again for this model and batch: autopar.plan(model, meta_inputs, ...).",
+        )
+
+
+def _parallelize(
+    model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, cluster: Cluster, options: Options, mesh: MeshLike
+) -> nn.Module:  # fmt: skip
+    """The point of no return: shard the parameters and swap the class."""
+    device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
+    parameters = {n: made.specs[n] for n in made.parameters}
+    planned = bind(model, *as_call(meta_inputs))
+    original = type(model)
+    state = State(
+        model, made.mesh, device_mesh, bind, lambda call: compile_variant(call), made, planned, parameters,
+        local_batch=options.batch == "local", original_class=original, seed=decided_by_first(torch.initial_seed),
+    )  # fmt: skip
+
+    def compile_variant(call: Call) -> Variant:
+        return _compile(state, call, cluster, options)
+
+    first = _variant(capture, made, options, state, planned, cluster)
+    state.variants[variant_key(model, planned)] = first
+    materialize(model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, state.seed)
+    model.__class__ = parallel_class(original)
+    model._autopar = state  # type: ignore[assignment]
+    state.bind = _bound_as(original)
+    return model
+
+
+def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
+    """Bind calls to the forward that the user wrote."""
+
+    def bind_original(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        return bind(model, args, kwargs, original.forward)
+
+    return bind_original
+
+
+def _compile(state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False) -> Variant:
+    """Plan and lower the model for another batch or mode, with the parameters where they are."""
+    kept = {name: str(spec) for name, spec in state.specs.items()}
+    fixed = dataclasses.replace(options, constraints=kept)
+    capture = together(
+        lambda: _capture(state.model, call, fixed, state.mesh.size, every=every), lambda c: c.graph.digest
+    )
+    made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
+    return _variant(capture, made if isinstance(made, Plan) else Plan.from_json(made), options, state, call, cluster)
+
+
+def _variant(
+    capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster
+) -> Variant:
+    executable = _executable(capture, made, options)
+
+    def every_tangent() -> Executable:
+        return _compile(state, call, cluster, options, every=True).executable
+
+    outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
+    return Variant(executable, _builder(capture, outputs), outputs, every_tangent, capture.constants)
+
+
+def _builder(capture: Capture, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
+    order = {name: i for i, name in enumerate(outputs)}
+
+    def build(values: Sequence[Any]) -> Any:
+        return capture.returned.build([values[order[p]] if p in order else None for p in capture.returned.paths])
+
+    return build
+
+
+def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
+    lowered = passes.lower(made.program, capture.graph, made.mesh)
+    namespace = codegen.load(made.source, f"autopar_{made.digest}")
+    kinds = {(o.kind, o.name): capture.graph.meta(o.value).shape for o in capture.graph.outputs}
+    whole = frozenset(
+        o.name for o in capture.graph.outputs
+        if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
+    )  # fmt: skip
+    return Executable(
+        namespace["forward"], namespace["backward"], lowered.inputs,
+        tuple((o, s, kinds[o.kind, o.name]) for o, s in lowered.results),
+        lowered.tangents, tuple((o, s, kinds[o.kind, o.name]) for o, s in lowered.gradients), whole,
+    )  # fmt: skip
+
+
+def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -> Simulation:
+    """Run every rank of ``plan`` in this one process, on values.
+
+    Args:
+        model: with real parameters; it is not changed.
+        meta_inputs: with values; the whole batch.
+        plan: made for this model and these inputs' shapes.
+        seed: of dropout, the same that ``autoparallelize`` would draw.
+
+    Returns:
+        Whole outputs, whole gradients by FQN (of the scalar loss, or of the sum of the outputs), and the measured peak.
+
+    Raises:
+        PlanError: the plan belongs to another model or other inputs.
+    """
+    call = bind(model, *as_call(meta_inputs))
+    capture = ColoTracer(plan.options.get("outputs", "auto")).capture(model, call)
+    _check_belongs(plan, capture.graph)
+    lowered = passes.lower(plan.program, capture.graph, plan.mesh)
+    outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture), seed)
+    built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
+    return dataclasses.replace(rest, outputs=built)
+
+
+def _named(model: nn.Module, call: Call, capture: Capture) -> dict[tuple[str, str], Tensor]:
+    """Every tensor that a program can ask for, by kind and name."""
+    found: dict[tuple[str, str], Tensor] = {("constant", k): t for k, t in capture.constants.items()}
+    found |= {("input", n): t for n, t in zip(call.names, call.tensors, strict=True)}
+    found |= {("parameter", n): p.detach() for n, p in model.named_parameters()}
+    return found | {("buffer", n): b.detach() for n, b in model.named_buffers()}
+
+
+__all__ = ["ParallelModule", "autoparallelize", "plan", "simulate"]

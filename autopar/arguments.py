@@ -1,0 +1,98 @@
+"""What users write, as the planner takes it: sizes, meshes, clusters, optimizers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError, MeshError
+from autopar.mesh import Cluster, Mesh, builtin_clusters, cluster_of_device
+
+_UNITS = {"": 1, "b": 1} | {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)} | {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+
+
+def as_bytes(size: int | float | str | None) -> int | None:
+    """Bytes of ``60 * 2**30``, ``"60GiB"`` or ``"60 GB"``; None stays None.
+
+    Raises:
+        AutoparError: the text is no size, or the size is not positive.
+    """
+    if size is None:
+        return None
+    if isinstance(size, str):
+        m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if m and m[2].lower() in _UNITS:
+            size = float(m[1]) * _UNITS[m[2].lower()]
+    if isinstance(size, str) or isinstance(size, bool) or size <= 0:
+        raise AutoparError(
+            "memory_budget is no size.", found=repr(size), hint='write bytes, or text such as "60GiB" or "500 MB".'
+        )
+    return int(size)
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """A ``Mesh`` of ``8``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or a torch DeviceMesh.
+
+    Raises:
+        MeshError: it is none of these.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, int) and not isinstance(mesh, bool):
+        return Mesh((mesh,))
+    if isinstance(mesh, Mapping):
+        return Mesh(tuple(mesh.values()), tuple(map(str, mesh)))
+    if isinstance(mesh, (tuple, list)):
+        return Mesh(tuple(mesh))
+    if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh"):
+        return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh_dim_names or ()))
+    raise MeshError("This is no mesh.", found=repr(mesh), hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.')
+
+
+def as_cluster(cluster: Any) -> Cluster:
+    """A ``Cluster``, by name, path or as it is; None is what this process sees."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is None:
+        return seen_cluster()
+    return Cluster.load(str(cluster) if isinstance(cluster, Path) else cluster)
+
+
+def seen_cluster() -> Cluster:
+    """The cluster that this process is part of, by the name of its GPU; the CPU where there is none."""
+    if torch.cuda.is_available():
+        known = cluster_of_device(torch.cuda.get_device_name())
+        if known is None:
+            raise MeshError(
+                "No built-in cluster has this GPU.",
+                found=torch.cuda.get_device_name(),
+                hint=f"name the nearest, cluster={builtin_clusters()[0]!r}, or the file of one like yours.",
+            )
+        return known
+    return Cluster.load("cpu-2")
+
+
+def as_optimizer(optimizer: Any) -> str | float:
+    """A name or bytes per element, of a name, a number or a ``torch.optim`` class or instance."""
+    if isinstance(optimizer, (str, int, float)):
+        return optimizer if isinstance(optimizer, str) else float(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = type(optimizer)
+    return str(optimizer.__name__)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter or buffer, with the first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        known = first.setdefault(id(tensor), name)
+        if known != name:
+            aliases[name] = known
+    return aliases

@@ -1,0 +1,196 @@
+"""``Plan``: every decision and every prediction, immutable, with a canonical text form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError, PlanError
+from autopar.mesh import Mesh
+from autopar.plans.records import Action, Activation, Collective
+from autopar.plans.serial import program_from, program_to
+from autopar.program import Program
+from autopar.sharding import ShardingSpec
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained on a mesh. Seconds and bytes are predictions for one device of the cluster.
+
+    Args:
+        model: name of the model's class.
+        graph_digest: of the captured program that the plan belongs to.
+        mesh: the ranks' arrangement.
+        cluster: its name.
+        program: the local program: every op's strategy, every redistribution, in order.
+        specs: of parameters, buffers, inputs, outputs, modules' outputs and graph nodes, by name.
+        activations: what the backward reads of the forward, by node.
+        objective: seconds of the solver's cost; ``lower_bound`` is what no plan can beat.
+        step_time: seconds of a step, by simulating its compute and communication streams.
+        peak_memory: bytes on the fullest device; ``memory`` is what they are at that moment.
+        source: the emitted local program.
+        timings: seconds that planning took, by stage.
+        options: as given by the user.
+        solver: method and sizes of the problem.
+        notices: what the user should know.
+        candidates: other meshes that were planned, with their step times.
+    """
+
+    model: str
+    graph_digest: str
+    mesh: Mesh
+    cluster: str
+    program: Program
+    specs: Mapping[str, ShardingSpec]
+    parameters: Mapping[str, int]
+    activations: Mapping[str, Activation]
+    objective: float
+    lower_bound: float
+    step_time: float
+    peak_memory: int
+    memory: Mapping[str, int]
+    source: str
+    timings: Mapping[str, float]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    solver: Mapping[str, Any] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    candidates: tuple[tuple[str, float], ...] = ()
+    _explain: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """(objective - lower_bound) / objective; 0 for a free program."""
+        return (self.objective - self.lower_bound) / self.objective if self.objective else 0.0
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """One record for each launch, in the order of the program."""
+        found = []
+        for op in self.program.ops:
+            if op.step is not None and op.is_collective:
+                found.append(Collective(op.step.kind, (op.reads[0],), op.step.axis, op.wire_bytes, op.seconds, op.phase))
+        return tuple(found)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the decisions: two plans with one digest run the same program."""
+        text = json.dumps(program_to(replace_times(self.program)), sort_keys=True)
+        return hashlib.sha256((self.graph_digest + text).encode()).hexdigest()[:16]
+
+    def explain(self, name: str) -> str:
+        """What each alternative spec of a tensor would have cost, in text.
+
+        Raises:
+            PlanError: the plan was loaded from a file, without the problem that it solved.
+        """
+        if self._explain is None:
+            raise PlanError(
+                "This plan cannot be asked why.",
+                found="a plan without the problem that it came from",
+                hint="call autopar.plan again and explain its result.",
+            )
+        return self._explain(name)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between two plans: mesh, predictions, and every spec that both name."""
+        lines = []
+        if str(self.mesh) != str(other.mesh):
+            lines.append(f"mesh          {self.mesh} -> {other.mesh}")
+        lines.append(f"step time     {self.step_time * 1e3:.3f} ms -> {other.step_time * 1e3:.3f} ms")
+        lines.append(f"peak memory   {self.peak_memory:,} B -> {other.peak_memory:,} B")
+        lines.append(f"collectives   {len(self.collectives)} -> {len(other.collectives)}")
+        for name in self.specs:
+            if name in other.specs and self.specs[name] != other.specs[name]:
+                lines.append(f"{name}: {self.specs[name]} -> {other.specs[name]}")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        """The canonical text: equal plans have equal text."""
+        return json.dumps(self._data(), indent=1, sort_keys=True)
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            "format": "autopar-plan", "version": FORMAT_VERSION, "digest": self.digest,
+            "model": self.model, "graph_digest": self.graph_digest, "cluster": self.cluster,
+            "mesh": {"shape": list(self.mesh.shape), "names": list(self.mesh.names)},
+            "program": program_to(self.program),
+            "specs": {k: str(s) for k, s in self.specs.items()},
+            "parameters": dict(self.parameters),
+            "activations": {k: [a.action, str(a.spec), a.bytes] for k, a in self.activations.items()},
+            "objective": self.objective, "lower_bound": self.lower_bound, "step_time": self.step_time,
+            "peak_memory": self.peak_memory, "memory": dict(self.memory), "source": self.source,
+            "timings": dict(self.timings), "options": dict(self.options), "solver": dict(self.solver),
+            "notices": list(self.notices), "candidates": [list(c) for c in self.candidates],
+        }  # fmt: skip
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a saved plan.
+
+        Raises:
+            PlanError: the file is missing, is no plan, or is of a newer version.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError("The plan cannot be read.", found=str(error), hint="give the path of a saved plan.") from None
+        return Plan.from_json(text, str(path))
+
+    @staticmethod
+    def from_json(text: str, where: str = "text") -> Plan:
+        """The plan that ``to_json`` wrote."""
+        try:
+            data = json.loads(text)
+            if data.get("format") != "autopar-plan":
+                raise KeyError("format")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise PlanError("This is no autopar plan.", found=f"{where}: {error}", hint="save one with plan.save(path).") from None
+        if data["version"] != FORMAT_VERSION:
+            raise PlanError(
+                "The plan was saved by another version of autopar.",
+                found=f"format version {data['version']}, this one reads {FORMAT_VERSION}",
+                hint="plan again with this version, or install the one that saved it.",
+            )
+        try:
+            return _plan_from(data)
+        except (KeyError, TypeError, ValueError, AutoparError) as error:
+            raise PlanError("The plan is damaged.", found=f"{where}: {type(error).__name__} {error}", hint="plan again.") from None
+
+    def __str__(self) -> str:
+        from autopar.plans.table import table
+
+        return table(self)
+
+
+def replace_times(program: Program) -> Program:
+    """The program without predicted seconds, which are no decision."""
+    return replace(program, ops=tuple(replace(op, seconds=0.0) for op in program.ops))
+
+
+def _plan_from(data: Mapping[str, Any]) -> Plan:
+    def activation(action: Action, spec: str, size: int) -> Activation:
+        return Activation(action, ShardingSpec.parse(spec), size)
+
+    return Plan(
+        model=data["model"], graph_digest=data["graph_digest"],
+        mesh=Mesh(tuple(data["mesh"]["shape"]), tuple(data["mesh"]["names"])),
+        cluster=data["cluster"], program=program_from(data["program"]),
+        specs={k: ShardingSpec.parse(s) for k, s in data["specs"].items()},
+        parameters=data["parameters"],
+        activations={k: activation(*a) for k, a in data["activations"].items()},
+        objective=data["objective"], lower_bound=data["lower_bound"], step_time=data["step_time"],
+        peak_memory=data["peak_memory"], memory=data["memory"], source=data["source"], timings=data["timings"],
+        options=data["options"], solver=data["solver"], notices=tuple(data["notices"]),
+        candidates=tuple((m, s) for m, s in data["candidates"]),
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+"""What a plan says about single tensors and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.ir import Phase
+from autopar.sharding import ShardingSpec, StepKind
+
+Action = Literal["keep", "recompute", "offload"]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What happens between forward and backward to a value that the backward reads.
+
+    Args:
+        action: kept, recomputed in the backward, or offloaded to the host.
+        spec: in which it is kept.
+        bytes: held on the fullest device.
+    """
+
+    action: Action
+    spec: ShardingSpec
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch.
+
+    Args:
+        tensors: names of what it carries.
+        axis: the mesh axis over which it runs.
+        bytes: of the message: the gathered size of an all-gather, the local size before any other.
+        seconds: predicted.
+    """
+
+    kind: StepKind
+    tensors: tuple[str, ...]
+    axis: int
+    bytes: int
+    seconds: float
+    phase: Phase
+
+
+def ring_bytes(kind: StepKind, size: int, ranks: int) -> float:
+    """Bytes that each rank sends in a ring: 2(N-1)/N S for an all-reduce, (N-1)/N S for the others (Thakur et al., 2005)."""
+    return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+
+
+Specs = Mapping[str, ShardingSpec]

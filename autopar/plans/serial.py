@@ -1,0 +1,63 @@
+"""A local program as JSON data, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.ir import Output, TensorMeta, Value
+from autopar.program import LocalTensor, Op, Program
+from autopar.sharding import ShardingSpec, Step, Strategy
+
+
+def program_to(program: Program) -> dict[str, Any]:
+    return {
+        "ops": [_op_to(op) for op in program.ops],
+        "results": [[o.kind, o.name, o.value.node, o.value.index, tensor] for o, tensor in program.results],
+    }
+
+
+def program_from(data: Mapping[str, Any]) -> Program:
+    results = tuple((Output(Value(node, index), kind, name), tensor) for kind, name, node, index, tensor in data["results"])
+    return Program(tuple(_op_from(op) for op in data["ops"]), results)
+
+
+def _op_to(op: Op) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": op.name, "kind": op.kind, "node": op.node, "reads": list(op.reads), "phase": op.phase,
+        "writes": [[t.name, list(t.meta.shape), t.meta.dtype, str(t.spec), t.bytes] for t in op.writes],
+        "seconds": op.seconds,
+    }  # fmt: skip
+    if op.strategy is not None:
+        s = op.strategy
+        data["strategy"] = {
+            "inputs": [str(i) for i in s.inputs], "outputs": [None if o is None else str(o) for o in s.outputs],
+            "axes": list(s.axes), "work": s.work,
+        }  # fmt: skip
+    if op.step is not None:
+        t = op.step
+        data["step"] = {
+            "kind": t.kind, "axis": t.axis, "dim": t.dim, "to_dim": t.to_dim, "reduction": t.reduction, "axes": list(t.axes),
+        }  # fmt: skip
+        data["wire_bytes"] = op.wire_bytes
+    if op.alias:
+        data["alias"] = True
+    return data
+
+
+def _op_from(data: Mapping[str, Any]) -> Op:
+    strategy = step = None
+    if "strategy" in data:
+        s = data["strategy"]
+        outputs = tuple(None if o is None else ShardingSpec.parse(o) for o in s["outputs"])
+        strategy = Strategy(tuple(map(ShardingSpec.parse, s["inputs"])), outputs, tuple(s["axes"]), s["work"])
+    if "step" in data:
+        step = Step(**{**data["step"], "axes": tuple(data["step"]["axes"])})
+    writes = tuple(
+        LocalTensor(name, TensorMeta(tuple(shape), dtype), ShardingSpec.parse(spec), size)
+        for name, shape, dtype, spec, size in data["writes"]
+    )
+    return Op(
+        data["name"], data["kind"], data["node"], tuple(data["reads"]), writes, data["phase"], strategy, step,
+        data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
+    )  # fmt: skip

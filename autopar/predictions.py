@@ -1,0 +1,86 @@
+"""A ``Plan`` from what the planner found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autopar.ir import Graph, Value
+from autopar.mesh import Cluster, Mesh
+from autopar.planner import Options, Planned
+from autopar.planner.constraints import module_outputs
+from autopar.planner.explain import explain
+from autopar.plans import Activation, Plan
+from autopar.sharding import ShardingSpec
+
+
+def make_plan(
+    planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, source: str, notices: tuple[str, ...]
+) -> Plan:
+    """Gather decisions and predictions under the names that users know."""
+    program = planned.program
+    made: dict[str, ShardingSpec] = {name: t.spec for name, t in program.tensors.items()}
+    specs: dict[str, ShardingSpec] = {}
+    parameters: dict[str, int] = {}
+    for meaning in graph.inputs:
+        spec = made[meaning.node]
+        if meaning.kind == "input":
+            specs[f"input:{meaning.name}"] = spec
+            specs.setdefault(meaning.name, spec)
+        elif meaning.kind in ("parameter", "buffer"):
+            specs[meaning.name] = spec
+        if meaning.kind == "parameter":
+            parameters[meaning.name] = program.tensors[meaning.node].bytes
+    for output, name in program.results:
+        if output.kind == "output":
+            specs[f"output:{output.name}"] = made[name]
+            specs.setdefault(output.name, made[name])
+    for alias, name in options.aliases.items():
+        if name in specs:
+            specs[alias] = specs[name]
+    for module, node in module_outputs(graph).items():
+        specs.setdefault(module, _settled(made, Value(node.name)))
+    for node in graph.nodes:
+        if node.op != "placeholder" and str(Value(node.name)) in made:
+            specs.setdefault(node.name, made[node.name])
+    s = planned.solution
+    return Plan(
+        model=graph.name, graph_digest=graph.digest, mesh=mesh, cluster=cluster.name, program=program,
+        specs=specs, parameters=parameters, activations=_activations(planned, graph), objective=s.objective,
+        lower_bound=min(s.lower_bound, s.objective), step_time=planned.timeline.seconds,
+        peak_memory=planned.memory.peak_bytes, memory=planned.memory.by_kind, source=source,
+        timings=planned.timings, options=_options(options),
+        solver={"method": s.method, "proven": s.proven, "seconds": s.seconds, **s.size},
+        notices=(*notices, *planned.notices), _explain=_explainer(planned, graph, mesh, cluster, options),
+    )  # fmt: skip
+
+
+def _settled(made: dict[str, ShardingSpec], value: Value) -> ShardingSpec:
+    """The spec in which a module's output is read: after a reduction, where it was partial."""
+    spec = made[str(value)]
+    later = [s for name, s in made.items() if name.startswith(f"{value}|") and not s.partial]
+    return later[0] if spec.partial and later else spec
+
+
+def _activations(planned: Planned, graph: Graph) -> dict[str, Activation]:
+    program = planned.program
+    inputs = {op.writes[0].name for op in program.ops if op.kind == "input"}
+    forward = {t.name: t for op in program.ops if op.phase == "forward" for t in op.writes}
+    read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
+    return {
+        name.split("|")[0]: Activation("keep", t.spec, t.bytes)
+        for name, t in forward.items()
+        if name in read and name not in inputs
+    }
+
+
+def _options(options: Options) -> dict[str, Any]:
+    return {
+        "memory_budget_bytes": options.memory_budget_bytes, "optimizer": options.optimizer, "batch": options.batch,
+        "outputs": options.outputs, "constraints": dict(options.constraints), "time_limit_s": options.time_limit_s,
+        "solver": options.solver, "gap": options.gap,
+    }  # fmt: skip
+
+
+def _explainer(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Callable[[str], str]:
+    return lambda name: explain(planned, graph, mesh, cluster, options, name)
