@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar.ops
+from autopar._torch import FakeTensorMode, joint_graph
+from autopar.errors import AutoparError
 
 OPS = torch.ops.autopar
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -189,3 +190,48 @@ def test_a_joint_graph_shows_the_ops_of_forward_and_backward(name, backward_ops)
 def test_statistics_are_constants_to_autograd(name):
     _, (x, other), _ = next(case for case in _cases(torch.float64) if case[0] == name)
     assert not getattr(OPS, name)(x.requires_grad_(), other).requires_grad
+
+
+@pytest.mark.parametrize("number", [n for n, name in enumerate(NAMES) if "backward" in name])
+def test_second_derivatives_are_refused(number):
+    name, (grad, *args), options = _cases(torch.float64)[number]
+    result = getattr(OPS, name)(grad.requires_grad_(), *args, **options)
+    with pytest.raises(AutoparError, match="first derivatives only"):
+        (result[0] if isinstance(result, tuple) else result).sum().backward()
+
+
+class _Model(torch.nn.Module):
+    """A linear layer, dropout, attention and a loss in the ops, as a rewritten capture has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(11, 16))
+        self.qkv = torch.nn.Parameter(torch.randn(48, 16))
+
+    def forward(self, index, seed):
+        x = OPS.lookup(self.table, index, offset=0)
+        x = OPS.dropout(x, seed, p=0.2, site=0, global_shape=list(x.shape), offset=[0, 0, 0])
+        b, s, _ = x.shape
+        q, k, v = OPS.contract(x, self.qkv, "bsk,nk->bsn").view(b, s, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y, _ = OPS.attention(
+            q, k, v, None, seed, is_causal=True, scale=0.3, dropout_p=0.1, site=1,
+            global_shape=[b, 2, s, s], offset=[0, 0, 0, 0],
+        )  # fmt: skip
+        logits = OPS.contract(y.transpose(1, 2).reshape(b, s, 16), self.table, "bsk,nk->bsn")
+        m = logits.detach().amax(-1)
+        return OPS.nll(logits, m + OPS.sumexp(logits, m).log(), index, ignore_index=-100, offset=0).mean()
+
+
+def test_an_exported_models_joint_graph_computes_the_eager_gradients():
+    model, args = _Model(), (torch.randint(0, 11, (2, 6)), SEED)
+    loss = model(*args)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    exported = torch.export.export(model, args, strict=False).module()
+    graph, inputs, outputs = joint_graph(exported, args, {})
+    parameters = dict(exported.named_parameters())
+    primals = [parameters[i.target] if i.kind == "parameter" else args[i.target] for i in inputs if i.kind != "tangent"]
+    values = [value for part in graph(primals, [torch.ones(())]) for value in part]
+    results = dict(zip([o and (o.kind, o.target) for o in outputs], values, strict=True))
+    torch.testing.assert_close(results["output", 0], loss)
+    for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(results["gradient", name], grad)

@@ -74,3 +74,20 @@ def test_low_precision_has_float32_statistics_and_gradients_of_each_operands_dty
     for operand, a, b in zip((x, weight, bias), found_grads, expected_grads, strict=True):
         assert a.dtype == operand.dtype
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("strided", ["x", "grad", "both"])
+def test_the_layout_in_memory_changes_no_value(strided):
+    x, grad = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    mean, rstd, count = _statistics([x], 3, torch.float64)
+    expected = _forward_and_backward(x, grad, mean, rstd, count)
+    x = x if strided == "grad" else x.to(memory_format=torch.channels_last)
+    grad = grad if strided == "x" else grad.to(memory_format=torch.channels_last)
+    for a, b in zip(_forward_and_backward(x, grad, mean, rstd, count), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def _forward_and_backward(x, grad, mean, rstd, count):
+    sums = OPS.batch_norm_backward_reduce(grad, x, mean, rstd)
+    dx = OPS.batch_norm_backward_input(grad, x, None, mean, rstd, *sums, count=count)
+    return OPS.batch_norm(x, None, None, mean, rstd, count=count), *sums, dx
