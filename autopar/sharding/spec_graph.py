@@ -18,7 +18,7 @@ Dims = tuple[tuple[int, ...], ...]
 Partial = tuple[tuple[int, Reduction], ...]
 
 ALL_ORDERS_UP_TO_AXES = 3
-"""With more mesh axes (of several ranks) than this, specs whose axes do not increase are nodes only as ends."""
+"""With more mesh axes than this, specs whose axes do not increase are nodes only as ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,32 +114,26 @@ class SpecGraph:
 def graph_for(ndim: int, mesh: Mesh, ends: Sequence[ShardingSpec]) -> SpecGraph:
     """The graph in which redistributions between any two of ``ends`` are sought.
 
-    Its nodes are all specs over the mesh's axes, those of one rank only where an end mentions them. On meshes of
-    many axes only increasing orders are there, and what leads to the ``unusual`` ends.
+    Its nodes are all specs over the mesh's axes that are as partial as an end or less. On meshes of many axes only
+    increasing orders are there, and what leads to the ``unusual`` ends. What one pair of ends can reach does not
+    depend on the other ends, so that a pair costs the same alone and among others.
     """
     for spec in ends:
         spec.check(ndim, mesh)
-    partials = {p for spec in ends for p in _subsets(spec.partial)} | {()}
-    mentioned = frozenset[int]().union(*(s.axes for s in ends))
-    axes = tuple(a for a in range(mesh.ndim) if mesh.shape[a] > 1 or a in mentioned)
+    mesh = Mesh(mesh.shape)
+    partials = {q for p in {s.partial for s in ends} for q in _less_partial(p, mesh)} | {()}
     odd = {dims for s in ends if unusual(s, mesh) for dims in _prefixes(s.dims)}
-    return _graph(ndim, Mesh(mesh.shape), axes, tuple(sorted(partials)), tuple(sorted(odd)))
+    return _graph(ndim, mesh, tuple(sorted(partials)), tuple(sorted(odd)))
 
 
 def unusual(spec: ShardingSpec, mesh: Mesh) -> bool:
     """Whether the spec is a node only of the graphs that it is an end of."""
-    return not _all_orders(mesh) and any(list(d) != sorted(d) for d in spec.dims)
-
-
-def _all_orders(mesh: Mesh) -> bool:
-    return sum(n > 1 for n in mesh.shape) <= ALL_ORDERS_UP_TO_AXES
+    return mesh.ndim > ALL_ORDERS_UP_TO_AXES and any(list(d) != sorted(d) for d in spec.dims)
 
 
 @lru_cache(maxsize=256)
-def _graph(
-    ndim: int, mesh: Mesh, axes: tuple[int, ...], partials: tuple[Partial, ...], odd: tuple[Dims, ...]
-) -> SpecGraph:
-    nodes = tuple(dict.fromkeys(_nodes(ndim, axes, partials, odd, increasing_only=not _all_orders(mesh))))
+def _graph(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]) -> SpecGraph:
+    nodes = tuple(dict.fromkeys(_nodes(ndim, mesh, partials, odd)))
     index = {spec: i for i, spec in enumerate(nodes)}
     arcs = [
         (index[after], i, position, step)
@@ -153,12 +147,11 @@ def _graph(
     return SpecGraph(ndim, mesh, nodes, tail, head, tuple(a[3] for a in arcs), symmetric=not odd)
 
 
-def _nodes(
-    ndim: int, axes: tuple[int, ...], partials: tuple[Partial, ...], odd: tuple[Dims, ...], *, increasing_only: bool
-) -> Iterator[ShardingSpec]:
+def _nodes(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims, ...]) -> Iterator[ShardingSpec]:
+    increasing_only = mesh.ndim > ALL_ORDERS_UP_TO_AXES
     for partial in partials:
         taken = {a for a, _ in partial}
-        for dims in _cuts(((),) * ndim, [a for a in axes if a not in taken], increasing_only):
+        for dims in _cuts(((),) * ndim, [a for a in range(mesh.ndim) if a not in taken], increasing_only):
             yield ShardingSpec(dims, partial)
         for dims in odd:
             if taken.isdisjoint(chain.from_iterable(dims)):
@@ -176,9 +169,16 @@ def _cuts(dims: Dims, axes: list[int], increasing_only: bool) -> Iterator[Dims]:
             yield from _cuts((*dims[:d], (*cut[:at], axes[0], *cut[at:]), *dims[d + 1 :]), axes[1:], increasing_only)
 
 
-def _subsets(partial: Partial) -> Iterator[Partial]:
-    for size in range(len(partial) + 1):
-        yield from combinations(partial, size)
+@lru_cache(maxsize=1024)
+def _less_partial(partial: Partial, mesh: Mesh) -> frozenset[Partial]:
+    """What reductions, and permutes between axes of equal size, can make of ``partial``."""
+    found: set[Partial] = set()
+    for subset in chain.from_iterable(combinations(partial, size) for size in range(len(partial) + 1)):
+        places = [[a for a in range(mesh.ndim) if mesh.shape[a] == mesh.shape[axis]] for axis, _ in subset]
+        for axes in product(*places):
+            if len(set(axes)) == len(axes):
+                found.add(tuple(sorted(zip(axes, (kind for _, kind in subset), strict=True))))
+    return frozenset(found)
 
 
 def _prefixes(dims: Dims) -> Iterator[Dims]:

@@ -192,6 +192,30 @@ def test_orders_that_only_an_end_has_work_on_a_mesh_of_four_axes():
         assert cheapest_path(src, dst, (64, 64), 4, mesh, uniform(mesh)).seconds == seconds[i, j]
 
 
+@pytest.mark.parametrize("price", [uniform, uneven])
+@pytest.mark.parametrize("mesh", [Mesh((2, 2)), Mesh((1, 2)), Mesh((2, 2, 4))], ids=str)
+def test_a_pair_costs_the_same_alone_and_among_others(mesh, price):
+    specs = [parse(t) for t in ("RR P0", "RR P1", "RR P01", "RR Pmax0", "S10R", "S0R P1", "RS0", "RR", "RS1 P0")]
+    for shape in ((64, 64), (4096, 8192), (4095, 8191)):
+        together = all_pairs(specs, specs, shape, 4, mesh, price(mesh))
+        for (i, src), (j, dst) in itertools.product(enumerate(specs), repeat=2):
+            assert all_pairs([src], [dst], shape, 4, mesh, price(mesh)).item() == together[i, j]
+            if math.isfinite(together[i, j]):
+                assert cheapest_path(src, dst, shape, 4, mesh, price(mesh)).seconds == together[i, j]
+
+
+def test_partial_sums_may_move_to_a_faster_axis_of_equal_size_before_they_are_added():
+    mesh = Mesh((2, 2))
+    costs = AlphaBeta(mesh, (1e-5, 1e-6), (1e-10, 1e-11))
+
+    class FastPermutes(AlphaBeta):
+        def seconds(self, kind: str, nbytes: int, axis: int) -> float:
+            return 1e-9 if kind == "permute" else costs.seconds(kind, nbytes, axis)
+
+    path = cheapest_path(parse("R P0"), parse("R"), (4096,), 4, mesh, FastPermutes(mesh, (), ()))
+    assert str(path) == "R P0 -> R P1 -> R"
+
+
 def test_an_unusual_order_of_uneven_shards_is_reached_cut_by_cut():
     mesh = Mesh((2, 3, 2, 5))
     path = cheapest_path(parse("R"), parse("S3210"), (1001,), 4, mesh, uniform(mesh))
