@@ -13,10 +13,10 @@ import numpy as np
 
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
-from autopar.sharding.priced_graph import CollectivePricing, Floats, PricedGraph, priced_graph
+from autopar.sharding.priced_graph import CollectivePricing, Floats, PricedGraph, priced, priced_graph
 from autopar.sharding.redistribution import Step
 from autopar.sharding.spec import ShardingSpec
-from autopar.sharding.spec_graph import unusual
+from autopar.sharding.spec_graph import graph_for, unusual
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ def cheapest_path(
     Raises:
         SpecError: no path exists: the target is partial where the source is not, or reduces otherwise.
     """
-    priced = priced_graph((src, dst), shape, itemsize, mesh, costs)
-    start, end = priced.graph.index[src], priced.graph.index[dst]
-    arcs = priced.shortest(start, end, priced.bound(start, end))
+    tensor = priced_graph((src, dst), shape, itemsize, mesh, costs)
+    start, end = tensor.graph.index[src], tensor.graph.index[dst]
+    arcs = tensor.shortest(start, end, tensor.bound(start, end))
     if arcs is None:
-        arcs = priced.shortest(start, end, np.inf)
+        arcs = tensor.shortest(start, end, np.inf)
     if arcs is None:
         raise unreachable(src, dst)
-    return path_of(priced, start, arcs)
+    return path_of(tensor, start, arcs)
 
 
 def all_pairs(
@@ -95,10 +95,17 @@ def _seconds(
     mesh: Mesh,
     costs: CollectivePricing,
 ) -> Floats:
-    priced = priced_graph((*sources, *targets), shape, itemsize, mesh, costs)
-    index = priced.graph.index
-    rows, columns = ([index[s] for s in specs] for specs in (sources, targets))
-    return priced.seconds(np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64))
+    graph = graph_for(len(shape), mesh, (*sources, *targets))
+    rows, columns = (np.array([graph.index[s] for s in specs], dtype=np.int64) for specs in (sources, targets))
+    overcut = graph.overcut(shape) @ (1 << np.arange(len(shape)))
+    pairs = overcut[rows][:, None] | overcut[columns][None, :]
+    out = np.full(pairs.shape, np.inf)
+    for code in np.unique(pairs):
+        tensor = priced(graph, shape, itemsize, costs, tuple(d for d in range(len(shape)) if code >> d & 1))
+        here = pairs == code
+        i, j = np.flatnonzero(here.any(axis=1)), np.flatnonzero(here.any(axis=0))
+        out[here] = tensor.seconds(rows[i], columns[j])[here[np.ix_(i, j)]]
+    return out
 
 
 def unreachable(src: ShardingSpec, dst: ShardingSpec) -> SpecError:
@@ -109,13 +116,13 @@ def unreachable(src: ShardingSpec, dst: ShardingSpec) -> SpecError:
     )
 
 
-def path_of(priced: PricedGraph, start: int, arcs: Sequence[int]) -> Path:
-    """The path that takes ``arcs`` of ``priced`` from node ``start``."""
-    graph = priced.graph
-    steps = tuple(graph.steps[priced.arcs[i]] for i in arcs)
-    specs = (graph.nodes[start], *(graph.nodes[graph.head[priced.arcs[i]]] for i in arcs))
+def path_of(tensor: PricedGraph, start: int, arcs: Sequence[int]) -> Path:
+    """The path that takes ``arcs`` of ``tensor`` from node ``start``."""
+    graph = tensor.graph
+    steps = tuple(graph.steps[tensor.arcs[i]] for i in arcs)
+    specs = (graph.nodes[start], *(graph.nodes[graph.head[tensor.arcs[i]]] for i in arcs))
     seconds = 0.0
     for i in arcs:
-        seconds += float(priced.cost[i])
-    peak = max((int(priced.peak[i]) for i in arcs), default=int(priced.local_bytes[start]))
+        seconds += float(tensor.cost[i])
+    peak = max((int(tensor.peak[i]) for i in arcs), default=int(tensor.local_bytes[start]))
     return Path(steps, specs, seconds, peak)

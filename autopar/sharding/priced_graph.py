@@ -148,12 +148,19 @@ def priced_graph(
 ) -> PricedGraph:
     """The graph between ``ends``. A dim is cut into more parts than it has elements only if one of them does that."""
     graph = graph_for(len(shape), mesh, ends)
+    over = graph.overcut(shape)[[graph.index[s] for s in ends]].any(axis=0)
+    return priced(graph, shape, itemsize, costs, tuple(int(d) for d in np.flatnonzero(over)))
+
+
+def priced(
+    graph: SpecGraph, shape: Sequence[int], itemsize: int, costs: CollectivePricing, overcut_dims: tuple[int, ...]
+) -> PricedGraph:
+    """``graph`` for one tensor, of whose dims only ``overcut_dims`` are cut into more parts than they have elements."""
     # A dim that the whole mesh divides only matters by its bytes: shapes that agree in the rest share one graph.
-    even = [n > 0 and n % mesh.size == 0 for n in shape]
-    reduced = tuple(mesh.size if e else n for n, e in zip(shape, even, strict=True))
-    factor = math.prod(n // mesh.size for n, e in zip(shape, even, strict=True) if e)
-    over = graph.overcut(reduced)[[graph.index[s] for s in ends]].any(axis=0)
-    overcut_dims = tuple(int(d) for d in np.flatnonzero(over))
+    size = graph.mesh.size
+    even = [n > 0 and n % size == 0 for n in shape]
+    reduced = tuple(size if e else n for n, e in zip(shape, even, strict=True))
+    factor = math.prod(n // size for n, e in zip(shape, even, strict=True) if e)
     try:
         return _priced_cached(graph, reduced, itemsize * factor, cast(Hashable, costs), overcut_dims)
     except TypeError:  # costs that cannot be hashed

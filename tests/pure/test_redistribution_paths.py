@@ -196,7 +196,7 @@ def test_orders_that_only_an_end_has_work_on_a_mesh_of_four_axes():
 @pytest.mark.parametrize("mesh", [Mesh((2, 2)), Mesh((1, 2)), Mesh((2, 2, 4))], ids=str)
 def test_a_pair_costs_the_same_alone_and_among_others(mesh, price):
     specs = [parse(t) for t in ("RR P0", "RR P1", "RR P01", "RR Pmax0", "S10R", "S0R P1", "RS0", "RR", "RS1 P0")]
-    for shape in ((64, 64), (4096, 8192), (4095, 8191)):
+    for shape in ((64, 64), (4096, 8192), (4095, 8191), (2, 4096), (3, 1)):
         together = all_pairs(specs, specs, shape, 4, mesh, price(mesh))
         for (i, src), (j, dst) in itertools.product(enumerate(specs), repeat=2):
             assert all_pairs([src], [dst], shape, 4, mesh, price(mesh)).item() == together[i, j]
