@@ -1,0 +1,172 @@
+"""Each reduction alone keeps the optimum and finds its way back; the ILP and the dual bound hold without any of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError
+from autopar.solver import Edge, Problem, Usage, brute_force, evaluate
+from autopar.solver import highs as highs_backend
+from autopar.solver.condense import condense_usages
+from autopar.solver.dominance import WorkBudget, drop_dominated
+from autopar.solver.dual import Dual
+from autopar.solver.graph import Graph
+from autopar.solver.highs import solve_highs
+from autopar.solver.ilp import IlpLimits, build
+from autopar.solver.pulp_backend import solve_pulp
+from autopar.solver.reductions import (
+    absorb_separable,
+    drop_forbidden,
+    eliminate,
+    merge_determined,
+    min_plus,
+    reduce,
+)
+from tests.pure.solver_problems import problems
+
+REDUCTIONS: list[Callable[[Graph], object]] = [
+    drop_forbidden,
+    absorb_separable,
+    merge_determined,
+    eliminate,
+    condense_usages,
+    lambda graph: drop_dominated(graph, WorkBudget(1e9)),
+    lambda graph: reduce(graph, WorkBudget(1e9)),
+]
+NAMES = ["forbidden", "separable", "determined", "eliminate", "condense", "dominated", "all"]
+
+
+def optimum(problem: Problem) -> float:
+    try:
+        return brute_force(problem).objective
+    except InfeasibleError:
+        return math.inf
+
+
+def rest(graph: Graph) -> Problem:
+    """The graph as a problem of its own; the constant is left out, limits become the room of one more node each."""
+    nodes = graph.nodes()
+    place = {node: index for index, node in enumerate(nodes)}
+    edges = tuple(Edge(place[u], place[v], graph.neighbours[u][v]) for u, v in graph.pairs())
+    usages = [Usage(place[n], row.amount, row.start, row.end) for n in nodes for row in graph.rows[n]]
+    limit = float(graph.limits.max(initial=0.0))
+    fillers = tuple(np.zeros(1) for _ in graph.limits)
+    for time, room in enumerate(graph.limits):
+        usages.append(Usage(len(nodes) + time, np.array([limit - room]), time, time + 1))
+    return Problem(tuple(graph.costs[node] for node in nodes) + fillers, edges, tuple(usages), limit)
+
+
+def settled_graph(problem: Problem) -> Graph:
+    """A graph whose forbidden options are gone; an infeasible problem is no example."""
+    try:
+        graph = Graph(problem)
+        drop_forbidden(graph)
+        graph.drop_loose_times()
+        drop_forbidden(graph)
+        graph.drop_loose_times()
+    except InfeasibleError:
+        assert optimum(problem) == math.inf
+        assume(False)
+    return graph
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=NAMES)
+@settings(max_examples=60, deadline=None)
+@given(problem=problems())
+def test_keeps_the_optimum(reduction: Callable[[Graph], object], problem: Problem) -> None:
+    graph = settled_graph(problem)
+    try:
+        reduction(graph)
+        graph.drop_loose_times()
+    except InfeasibleError:
+        assert optimum(problem) == math.inf
+        return
+    try:
+        best = brute_force(rest(graph))
+    except InfeasibleError:
+        assert optimum(problem) == math.inf
+        return
+    assert best.objective + graph.offset == pytest.approx(optimum(problem))
+    choice = graph.expand(dict(zip(graph.nodes(), best.choice, strict=False)))
+    assert evaluate(problem, choice) == (pytest.approx(optimum(problem)), True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), steps=st.integers(1, 8))
+def test_dual_bounds_are_bounds(problem: Problem, steps: int) -> None:
+    graph = settled_graph(problem)
+    best = optimum(problem)
+    assume(math.isfinite(best))
+    chosen = brute_force(problem).choice
+    dual = Dual(graph)
+    for step in range(steps):
+        result = dual.sweep(forward=step % 2 == 1)
+        assert result.lower_bound <= best + 1e-9 * (1 + best)
+        for u, v in graph.pairs():
+            bounds = dual.pair_bounds(u, v, result.lower_bound)
+            at = tuple(int(np.searchsorted(graph.options[node], chosen[node])) for node in (u, v))
+            assert bounds[at] <= best + 1e-9 * (1 + best)
+        for node, marginal in result.marginals.items():
+            at_node = int(np.searchsorted(graph.options[node], chosen[node]))
+            assert marginal[at_node] <= best + 1e-9 * (1 + best)
+        if len(graph.limits):
+            dual.step_prices(result.choice, 5.0)
+
+
+def test_dual_bound_is_tight_on_a_tree() -> None:
+    random = np.random.default_rng(1)
+    edges = tuple(Edge(node // 2, node, random.random((4, 4))) for node in range(1, 7))
+    problem = Problem(tuple(random.random(4) for _ in range(7)), edges)
+    dual = Dual(Graph(problem))
+    for step in range(60):
+        result = dual.sweep(forward=step % 2 == 1)
+    assert result.lower_bound == pytest.approx(brute_force(problem).objective, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cbc"] + ["highs"] * highs_backend.is_installed())
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(limited=True))
+def test_ilp_alone_equals_brute_force(backend: str, problem: Problem) -> None:
+    graph = settled_graph(problem)
+    assume(graph.nodes())
+    model = build(graph, 100.0)
+    limits = IlpLimits(10.0, 0.0)
+    result = solve_highs(model, limits, None) if backend == "highs" else solve_pulp(model, limits, None, "cbc")
+    best = optimum(problem)
+    if result.choice is None:
+        assert best == math.inf
+    else:
+        assert result.finished
+        assert evaluate(problem, graph.expand(result.choice)) == (pytest.approx(best), True)
+        assert result.lower_bound + graph.offset <= best + 1e-6 * (1 + best)
+
+
+def test_min_plus_is_the_minimum_over_paths() -> None:
+    random = np.random.default_rng(2)
+    left, cost, right = random.random((5, 3)), random.random(5), random.random((5, 4))
+    expected = (left[:, :, None] + cost[:, None, None] + right[:, None, :]).min(axis=0)
+    np.testing.assert_allclose(min_plus(left, cost, right), expected)
+
+
+def test_a_tree_is_solved_by_elimination() -> None:
+    random = np.random.default_rng(3)
+    edges = tuple(Edge(node // 2, node, random.random((5, 5))) for node in range(1, 30))
+    graph = Graph(Problem(tuple(random.random(5) for _ in range(30)), edges))
+    eliminate(graph)
+    assert graph.nodes() == []
+
+
+def test_edges_that_share_a_matrix_still_do_after_pruning() -> None:
+    matrix = np.random.default_rng(4).random((4, 4))
+    matrix[:, 2] = matrix[2, :] = math.inf
+    edges = (Edge(0, 1, matrix), Edge(2, 3, matrix))
+    graph = Graph(Problem(tuple(np.zeros(4) for _ in range(4)), edges))
+    drop_forbidden(graph)
+    assert graph.neighbours[0][1].shape == (3, 3)
+    assert graph.neighbours[0][1] is graph.neighbours[2][3]
