@@ -32,6 +32,7 @@ def contraction() -> Iterator[Sample]:
     yield sample(aten.addmm.default, x(6), x(4, 5), x(5, 6), beta=2, alpha=3)
     yield sample(aten.baddbmm.default, x(2, 1, 3), x(2, 4, 5), x(2, 5, 3))
     yield sample(aten.addmv.default, x(4), x(4, 5), x(5))
+    yield from grouped()
 
 
 def normalization() -> Iterator[Sample]:
@@ -48,6 +49,7 @@ def normalization() -> Iterator[Sample]:
         rstd = forward.results[1]
         asked = [True, weight is not None]
         yield sample(aten._fused_rms_norm_backward.default, x(4, 5, 6), a, shape, rstd, weight, asked)
+    yield from batch_norms()
     image = x(4, 8, 3, 2)
     for groups, affine in ((4, (x(8), x(8))), (1, (None, None)), (8, (x(8), None))):
         forward = sample(aten.native_group_norm.default, image, *affine, 4, 8, 6, groups, 1e-5)
@@ -57,6 +59,31 @@ def normalization() -> Iterator[Sample]:
         counts = (4, 8, 6, groups)
         backward = aten.native_group_norm_backward.default
         yield sample(backward, x(4, 8, 3, 2), image, mean, rstd, affine[0], *counts, asked)
+
+
+def batch_norms() -> Iterator[Sample]:
+    image, c = x(4, 6, 2, 5), (x(6), x(6), x(6), positive(6))
+    for training in (True, False):
+        forward = sample(aten._native_batch_norm_legit_functional.default, image, *c, training, 0.1, 1e-5)
+        yield forward
+        saved = forward.results[1:3] if training else (None, None)
+        yield sample(aten.native_batch_norm.default, image, *c, training, 0.1, 1e-5)
+        rest = (c[0], c[2], c[3], *saved, training, 1e-5, [True, True, True])
+        yield sample(aten.native_batch_norm_backward.default, x(4, 6, 2, 5), image, *rest)
+    yield sample(aten._native_batch_norm_legit_no_training.default, image, *c, 0.1, 1e-5)
+
+
+def grouped() -> Iterator[Sample]:
+    """Rows by expert. The kernel takes float32 at most."""
+    rows, experts, grad = x(6, 8).float(), x(3, 8, 16).float(), x(6, 16).float()
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    yield sample(aten._grouped_mm.default, rows, experts, ends)
+    yield sample(
+        aten._grouped_mm.default, x(8, 8).float(), x(8, 16).float(), torch.tensor([4, 4, 8], dtype=torch.int32)
+    )
+    yield sample(aten._grouped_mm.default, x(2, 4, 8).float(), x(2, 8, 16).float())
+    yield sample("transformers.grouped_mm_fallback.default", rows, experts, ends)
+    yield sample("transformers.grouped_mm_fallback_backward.default", rows, experts, ends, grad)
 
 
 def convolution() -> Iterator[Sample]:
@@ -182,7 +209,9 @@ def losses() -> Iterator[Sample]:
             yield from nll(aten.nll_loss_forward, aten.nll_loss_backward, (4, 6), (4,), weight, reduction)
         yield from nll(aten.nll_loss2d_forward, aten.nll_loss2d_backward, (4, 6, 2, 3), (4, 2, 3), None, reduction)
     yield from nll(aten.nll_loss_forward, aten.nll_loss_backward, (6,), (), None, 1)
-    yield sample(aten._cdist_forward.default, x(2, 4, 3), x(2, 5, 3), 2.0, None)
+    distances = sample(aten._cdist_forward.default, x(2, 4, 3), x(2, 5, 3), 2.0, None)
+    yield distances
+    yield sample(aten._cdist_backward.default, x(2, 4, 5), *distances.operands, 2.0, distances.results[0])
 
 
 def nll(

@@ -48,6 +48,20 @@ def attention() -> Iterator[Sample]:
         out, lse = forward.results
         grad = x(*out.shape)
         yield sample(autopar.attention_backward.default, grad, q, k, v, allowed, out, lse, dice, **options)
+    yield from flash()
+
+
+def flash() -> Iterator[Sample]:
+    """torch's attention for CPUs."""
+    aten = torch.ops.aten
+    op, backward = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{b}").default for b in ("", "_backward"))
+    for groups, causal, allowed in ((4, True, None), (2, False, None), (4, False, x(2, 1, 4, 4)), (4, False, x(4, 4))):
+        q, k, v = x(2, 4, 4, 8), x(2, groups, 4, 8), x(2, groups, 4, 8)
+        forward = sample(op, q, k, v, 0.0, causal, attn_mask=allowed)
+        yield forward
+        if groups == 4:
+            grad = x(2, 4, 4, 8)
+            yield sample(backward, grad, q, k, v, *forward.results, 0.0, causal, attn_mask=allowed)
 
 
 def positional() -> Iterator[Sample]:

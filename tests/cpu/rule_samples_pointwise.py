@@ -55,7 +55,10 @@ def pointwise() -> Iterator[Sample]:
 def pointwise_with_arguments() -> Iterator[Sample]:
     a, b = x(4, 5), x(4, 5)
     z = torch.complex(a, b)
-    yield from (sample(aten.real.default, z), sample(aten.imag.default, z))
+    for op in (aten.real, aten.imag, aten.conj, aten._conj, aten._conj_physical, aten.resolve_conj, aten.resolve_neg):
+        yield sample(op.default, z)
+    yield sample(aten.complex.default, a, b)
+    yield sample(aten.polar.default, a, b)
     yield sample(aten.bitwise_not.default, index(4, 4, 5))
     yield sample(aten.add.Tensor, a, 2.0)
     yield sample(aten.add.Tensor, a, b, alpha=3)

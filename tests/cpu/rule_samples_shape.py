@@ -73,6 +73,13 @@ def joins() -> Iterator[Sample]:
     yield sample(aten.pixel_shuffle.default, x(2, 16, 3, 5), 2)
     yield sample(aten.pixel_unshuffle.default, x(2, 4, 4, 6), 2)
     yield sample(aten.as_strided.default, x(4, 5), [5, 4], [1, 5])
+    yield sample(aten.as_strided_scatter.default, x(4, 5), x(5, 4), [5, 4], [1, 5])
+    yield sample(aten.view_as_complex.default, x(4, 5, 2))
+    z = torch.complex(x(4, 6), x(4, 6))
+    yield sample(aten.view_as_real.default, z)
+    yield sample(aten._fft_r2c.default, x(4, 6), [1], 0, True)
+    yield sample(aten._fft_c2c.default, z, [1], 0, True)
+    yield sample(aten._fft_c2r.default, z, [1], 0, 10)
 
 
 def reductions() -> Iterator[Sample]:
@@ -136,6 +143,9 @@ def creation() -> Iterator[Sample]:
     yield sample(aten.arange.default, 5)
     yield sample(aten.scalar_tensor.default, 5.0)
     yield sample(aten.eye.default, 4)
+    yield sample(aten.linspace.default, 0, 1, 4)
+    yield sample(aten.tril_indices.default, 3, 3)
+    yield sample(aten.triu_indices.default, 3, 3)
     for op, args in ((aten.rand, ([4],)), (aten.randn, ([4],)), (aten.randint, (5, [4])), (aten.randperm, (5,))):
         yield sample(op.default, *args, values=False)
     for op, args in ((aten.new_zeros, ()), (aten.new_ones, ()), (aten.new_full, (3,))):

@@ -16,8 +16,9 @@ from tests.cpu.rule_simulation import Sample, WrongRule, check
 
 # Ops that are replicated on purpose: random streams, results whose size depends on values, strides of a storage.
 REPLICATED = """
-    arange argsort as_strided bernoulli bincount eye histc index_fill masked_scatter multinomial native_dropout nonzero
-    rand rand_like randint randint_like randn randn_like randperm scalar_tensor
+    arange argsort as_strided as_strided_scatter bernoulli bincount eye histc index_fill masked_scatter
+    multinomial native_dropout nonzero linspace rand rand_like randint randint_like randn randn_like randperm
+    scalar_tensor tril_indices triu_indices
 """.split()
 
 
@@ -65,13 +66,16 @@ TRUE = {
     r"aten\.bitwise_left_shift: linear": "rare",
     r"aten\.cat: linear in operands \(1, 2\)": "the first operand is empty",
     r"aten\.\w+_pad\dd_backward: linear in operands \(0, 1\)": "the second operand gives the shape alone",
-    r"aten\.as_strided: linear": "rare",
+    r"aten\.as_strided(_scatter)?: linear": "rare",
+    r"aten\.polar: linear in operands \(0,\)": "rare",
+    r"aten\.native_batch_norm_backward: linear in operands \(0, [34]\)": "running statistics do not count in training",
     r"aten\.native_layer_norm_backward: linear in operands \(0, 5\)": "the bias does not count",
     r"aten\._fused_rms_norm_backward: linear in operands \(0, 2\)": "the reference finds rstd by itself",
     r"aten\.convolution_backward: linear in operands": "each gradient is a product of two of the three operands",
     r"aten\.nll_loss(2d)?_forward: .*": "without a reduction the total weight is zero",
-    r"autopar\.attention.*: s is no longer whole": "under a causal mask the work would be uneven",
-    r"autopar\.attention_backward: [et] is no longer whole": "the forward has no such cut",
+    r".*attention.*: s is no longer whole": "under a causal mask the work would be uneven",
+    r".*attention.*_backward: [et] is no longer whole": "the forward has no such cut",
+    r"transformers\.grouped_mm_fallback_backward: linear in operands \(0, 1\)": "each gradient has one of the two",
     r"autopar\.nll: ": "the loss of an element is never negative, and linear in x and lse together",
     r"autopar\.batch_norm\w*: linear": "linear in the scale, and in the shift",
 }

@@ -1,6 +1,7 @@
 """Every rule that autopar has of its own, by kind of op."""
 
 from autopar.strategies.rules import (
+    attention,
     autopar_ops,
     contraction,
     convolution,
@@ -15,6 +16,7 @@ from autopar.strategies.rules import (
 )
 
 __all__ = [
+    "attention",
     "autopar_ops",
     "contraction",
     "convolution",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.ir import Node
-from autopar.strategies.registry import Metas, aten, rule
+from autopar.ir import Node, TensorMeta
+from autopar.strategies.registry import LinearSets, Metas, OpName, aten, rule
+from autopar.strategies.rules.terms import replicated
 
-BILINEAR = ((0,), (1,))
+BILINEAR: LinearSets = ((0,), (1,))
 
 rule(aten.mm, "m k, k n -> m n", linear=BILINEAR, flops="product")
 rule(aten.bmm, "b m k, b k n -> b m n", linear=BILINEAR, flops="product")
@@ -53,3 +54,46 @@ def _plus_product(op: object, operands: str, product: str) -> None:
 _plus_product(aten.addmm, "m [k], [k] n", "m n")
 _plus_product(aten.baddbmm, "b m [k], b [k] n", "b m n")
 _plus_product(aten.addmv, "m [k], [k]", "m")
+
+
+# Products by group: rows ``t`` belong to experts ``e`` by ``offs``, the cumulative counts; those stay whole.
+
+ALIGNMENT_BYTES = 16  # of rows, which the kernel demands of shards too
+
+
+def _aligned(name: str, meta: TensorMeta) -> str:
+    return f"({name} [{name}_align={ALIGNMENT_BYTES // meta.itemsize}])"
+
+
+def _grouped(node: Node, metas: Metas) -> str:
+    shapes = [len(m.shape) for m in metas]
+    k, n = _aligned("k", metas[0]), _aligned("n", metas[1])
+    if shapes == [3, 3]:
+        return f"e m {k}, e {k} {n} -> e m {n}"
+    if shapes == [2, 3, 1]:
+        return f"[t] {k}, [e] {k} {n}, [e] -> [t] {n}"
+    if shapes == [2, 2, 1]:  # the gradient of the weight
+        return f"{k} [t], [t] {n}, [e] -> [e] {k} {n}"
+    return replicated(node, metas)
+
+
+def _grouped_flops(node: Node, metas: Metas) -> float:
+    """Each row meets the matrix of one expert alone."""
+    return 2.0 * metas[0].numel * metas[1].shape[-1]
+
+
+rule(aten._grouped_mm, _grouped, linear=BILINEAR, flops=_grouped_flops)
+
+_library = OpName("transformers")
+rule(
+    _library.grouped_mm_fallback,
+    "[t] k, [e] k n, [e] -> [t] n",
+    linear=BILINEAR,
+    flops=lambda node, metas: 2.0 * metas[0].numel * metas[1].shape[-1],
+)
+rule(
+    _library.grouped_mm_fallback_backward,
+    "[t] k, [e] k n, [e], [t] n -> [t] k, [e] k n",
+    linear=((3,),),
+    flops=lambda node, metas: 4.0 * metas[0].numel * metas[1].shape[-1],
+)

@@ -14,7 +14,8 @@ for _op in (aten.full, aten.zeros, aten.ones, aten.empty.memory_format):
 
 rule("placeholder", "-> ...")
 
-for _op in (aten.arange, aten.scalar_tensor, aten.rand, aten.randn, aten.randint, aten.randperm, aten.eye):
+for _op in (aten.arange, aten.scalar_tensor, aten.rand, aten.randn, aten.randint, aten.randperm, aten.eye,
+            aten.linspace, aten.tril_indices, aten.triu_indices):  # fmt: skip
     rule(_op, replicated)
 
 

@@ -74,3 +74,4 @@ for _op in (aten.nll_loss_forward, aten.nll_loss2d_forward):
 for _op in (aten.nll_loss_backward, aten.nll_loss2d_backward):
     rule(_op, _nll_backward, linear=GRADIENT)
 rule(aten._cdist_forward, "... p [m], ... r [m] -> ... p r")
+rule(aten._cdist_backward, "... p r, ... p [m], ... r [m], ... p r -> ... p [m]", linear=GRADIENT)

@@ -93,43 +93,39 @@ def _local_counts(node: Node, strategy: Strategy, mesh: Mesh, *, x: int, counts:
     return node.op, (*node.args[:counts], *local, *node.args[counts + 4 :]), node.kwargs
 
 
-# Batch normalisation as one op sees all samples of a channel, unless its statistics are given.
-
-
-def _samples(node: Node, position: int, ndim: int) -> str:
-    """Terms of x: samples and space are whole while statistics are taken from them."""
-    space = [f"s{i}" for i in range(ndim - 2)]
-    if bool(node.args[position]):
-        return " ".join(["[n]", "c", *(f"[{s}]" for s in space)])
-    return " ".join(["n", "c", *space])
+# Batch normalisation in one op sees all samples of a channel, unless its statistics are given.
 
 
 def _vectors(metas: Sequence[TensorMeta | None], name: str) -> list[str]:
-    """Vectors of channels; without training those that are saved can be empty."""
+    """Vectors of channels; those that are saved for training can be empty."""
     return [f"[{name}{i}]" if meta is not None and meta.numel == 0 else "c" for i, meta in enumerate(metas)]
 
 
-def _batch_norm(training: int) -> Notation:
+def _samples(ndim: int, training: bool) -> str:
+    """Samples and space are whole while statistics are taken from them."""
+    space = [f"s{i}" for i in range(ndim - 2)]
+    return " ".join(["[n]", "c", *(f"[{s}]" for s in space)] if training else ["n", "c", *space])
+
+
+def _batch_norm(training: int | None) -> Notation:
+    """``training`` is the position of that argument."""
+
     def notation(node: Node, metas: Metas) -> str:
-        x = _samples(node, training, len(metas[0].shape))
-        operands, results = _vectors(metas[1:], "empty"), _vectors(node.outputs[1:], "none")
-        return f"{', '.join([x, *operands])} -> {', '.join([x, *results])}"
+        ndim = len(metas[0].shape)
+        x = _samples(ndim, training is not None and bool(node.args[training]))
+        given = f"/ n {' '.join(f's{i}' for i in range(ndim - 2))}"  # without training, statistics are passed on
+        results = [f"{v} {given}" for v in _vectors(node.outputs[1:], "saved")]
+        return f"{', '.join([x, *_vectors(metas[1:], 'empty')])} -> {', '.join([x, *results])}"
 
     return notation
 
 
-def _batch_norm_inference(node: Node, metas: Metas) -> str:
-    x = " ".join(["n", "c", *(f"s{i}" for i in range(len(metas[0].shape) - 2))])
-    results = [f"{v} / n ..." if v == "c" else v for v in _vectors(node.outputs[1:], "none")]
-    return f"{', '.join([x, *_vectors(metas[1:], 'empty')])} -> {', '.join([x, *results])}"
-
-
 def _batch_norm_backward(node: Node, metas: Metas) -> str:
-    x = _samples(node, 7, len(metas[1].shape))
+    x = _samples(len(metas[1].shape), bool(node.args[7]))
     return f"{', '.join([x, x, *_vectors(metas[2:], 'empty')])} -> {x}, c, c"
 
 
 rule(aten.native_batch_norm, _batch_norm(5))
 rule(aten._native_batch_norm_legit_functional, _batch_norm(5))
-rule(aten._native_batch_norm_legit_no_training, _batch_norm_inference)
+rule(aten._native_batch_norm_legit_no_training, _batch_norm(None))
 rule(aten.native_batch_norm_backward, _batch_norm_backward, linear=((0,),))

@@ -7,8 +7,8 @@ from autopar.strategies.registry import Linear, LinearSets, Metas, aten, rule
 
 # Linear in the first operand: in the only one, in the numerator, in the gradient.
 FIRST = """
-    alias clone conj detach lift_fresh_copy neg positive real imag deg2rad rad2deg
-    div.Scalar div.Tensor true_divide.Tensor true_divide.Scalar mul.Scalar
+    alias clone conj _conj _conj_physical resolve_conj resolve_neg detach lift_fresh_copy neg positive real imag
+    deg2rad rad2deg div.Scalar div.Tensor true_divide.Tensor true_divide.Scalar mul.Scalar
     gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward
     leaky_relu_backward elu_backward softplus_backward hardsigmoid_backward hardswish_backward mish_backward
     logit_backward native_dropout_backward _prelu_kernel_backward
@@ -18,7 +18,7 @@ FIRST = """
 BILINEAR = "mul.Tensor"
 
 # Linear in both operands together.
-TOGETHER = "add.Tensor sub.Tensor rsub.Tensor lerp.Scalar lerp.Tensor addcdiv"
+TOGETHER = "complex add.Tensor sub.Tensor rsub.Tensor lerp.Scalar lerp.Tensor addcdiv"
 
 NONLINEAR = """
     abs acos acosh angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
@@ -29,7 +29,7 @@ NONLINEAR = """
     logical_xor logit lt maximum minimum mish nan_to_num ne ones_like pow polygamma _prelu_kernel
     reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
     special_entr special_erfcx special_i0 special_i0e special_i1 special_i1e special_ndtri special_xlog1py sqrt square
-    tan tanh threshold trunc xlogy zeros_like empty_like add.Scalar sub.Scalar rsub.Scalar nextafter
+    tan tanh threshold trunc xlogy zeros_like empty_like add.Scalar sub.Scalar rsub.Scalar nextafter polar
     where.Scalar i0
 """
 

@@ -1,4 +1,4 @@
-"""Ops that move elements and compute nothing. All are linear, in all operands together."""
+"""Ops that move elements, all linear in all operands together; Fourier transforms, which are so too."""
 
 from __future__ import annotations
 
@@ -357,4 +357,20 @@ _view(aten.pixel_shuffle, _pixel_shuffle)
 _view(aten.pixel_unshuffle, _pixel_unshuffle)
 
 
-rule(aten.as_strided, replicated)  # strides speak of the whole storage
+for _op in (aten.as_strided, aten.as_strided_scatter):
+    rule(_op, replicated)  # strides speak of the whole storage
+
+_view(aten.view_as_real, "... -> ... [parts]")
+_view(aten.view_as_complex, "... [parts] -> ...")
+
+
+# Fourier transforms: linear, and the transformed dims are whole.
+
+
+def _transformed(node: Node, metas: Metas) -> str:
+    ndim = len(metas[0].shape)
+    return _kept(node, metas, [wrap(d, ndim) for d in ints_arg(node, 1, "dim")])
+
+
+for _op in (aten._fft_r2c, aten._fft_c2c, aten._fft_c2r):
+    _view(_op, _transformed)
