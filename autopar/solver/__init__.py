@@ -3,7 +3,7 @@
 from autopar.solver.brute_force import brute_force
 from autopar.solver.minimum_limit import minimum_limit
 from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, evaluate, peak_usage
-from autopar.solver.solve import solve
+from autopar.solver.pipeline import solve
 
 __all__ = [
     "Edge",

@@ -1,9 +1,9 @@
 """A lower bound and choices by dual ascent: sequential tree-reweighted message passing (Kolmogorov 2006, 2015).
 
 Costs are shifted between nodes and edges so that the sum of their minima, a bound, rises. An edge's costs are
-``matrix + left[a] + right[b]``; the shared matrix is never written. Sweeps go up and down the order of the nodes: a node
-collects from each edge to an earlier one its min-marginals, then hands its costs out to the edges to later ones. Rows of
-usage are priced by multipliers; any multipliers >= 0 give a valid bound, subgradient steps improve them.
+``matrix + left[a] + right[b]``; the shared matrix is never written. Sweeps go up and down the order of the nodes: a
+node collects from each edge to an earlier one its min-marginals, then hands its costs out to the edges to later ones.
+Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound, subgradient steps improve them.
 """
 
 from __future__ import annotations

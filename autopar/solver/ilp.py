@@ -158,7 +158,7 @@ class _Rows:
             self.add_entries(np.arange(size), start + np.arange(size), -np.ones(size))
             self.close(np.zeros(size), np.zeros(size))
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, Array, Array, Array]:
+    def arrays(self) -> tuple[IndexArray, IndexArray, Array, Array, Array]:
         row, column = _joined(self._rows), _joined(self._columns)
         value = np.concatenate(self._values) if self._values else np.zeros(0)
         # A node with several rows of usage at one time has several entries there: they are added up.
@@ -166,7 +166,9 @@ class _Rows:
         starts = np.searchsorted(place, np.arange(self.count + 1) * max(self.variables, 1))
         total = np.bincount(inverse, weights=value, minlength=len(place))
         lower, upper = np.concatenate(self._lower), np.concatenate(self._upper)
-        return starts, place % max(self.variables, 1), total, lower, upper
+        columns: IndexArray = (place % max(self.variables, 1)).astype(np.int64)
+        weights: Array = total.astype(float)
+        return starts.astype(np.int64), columns, weights, lower, upper
 
 
 def _add_usages(graph: Graph, rows: _Rows, start_of: dict[int, int]) -> None:

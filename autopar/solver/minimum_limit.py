@@ -19,7 +19,7 @@ def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = 
     Raises:
         InfeasibleError: no choice is allowed at any limit.
     """
-    from autopar.solver.solve import solve
+    from autopar.solver.pipeline import solve
 
     problem = _only_forbidden(problem)
     began_with = solve(replace(problem, limit=math.inf), time_limit=time_limit, backend=backend)

@@ -40,10 +40,19 @@ class Search:
         for row in self.graph.rows[node]:
             self.used[row.start : row.end] += sign * row.amount[option]
 
-    def _take(self, node: int, option: int) -> None:
+    def take(self, node: int, option: int) -> None:
+        """Change one choice."""
         self._account(node, self.choice[node], -1.0)
         self.choice[node] = option
         self._account(node, option, 1.0)
+
+    def used_by_others(self, nodes: tuple[int, ...]) -> Array:
+        """What all nodes but these use at each time."""
+        used = self.used.copy()
+        for node in nodes:
+            for row in self.graph.rows[node]:
+                used[row.start : row.end] -= row.amount[self.choice[node]]
+        return np.asarray(used)
 
     def conditional(self, node: int, without: tuple[int, ...] = ()) -> Array:
         """Seconds of each option of a node, given its neighbours' choices (except ``without``)."""
@@ -51,7 +60,7 @@ class Search:
         for other, matrix in self.graph.neighbours[node].items():
             if other not in without:
                 total += np.minimum(matrix[:, self.choice[other]], _BARRED)
-        return total
+        return np.asarray(total, dtype=float)
 
     def _overuse(self, node: int) -> Array:
         """How far each option would be over the limit, relative to it and added over times, the others staying."""
@@ -78,7 +87,7 @@ class Search:
                 total = total + self.overuse_price * self._overuse(node)
             best = int(total.argmin())
             if total[best] < total[self.choice[node]]:
-                self._take(node, best)
+                self.take(node, best)
                 changed = True
         return changed
 
@@ -97,8 +106,8 @@ class Search:
         if total[a, b] >= present - 1e-12 * abs(present):
             return False
         if not (self.graph.rows[u] or self.graph.rows[v]):
-            self._take(u, a)
-            self._take(v, b)
+            self.take(u, a)
+            self.take(v, b)
             return True
         return self._take_if_it_fits(u, v, total, float(present))
 
@@ -110,12 +119,12 @@ class Search:
             a, b = divmod(int(flat), total.shape[1])
             if total[a, b] >= present - 1e-12 * abs(present):
                 break
-            self._take(u, a)
-            self._take(v, b)
+            self.take(u, a)
+            self.take(v, b)
             if float(np.maximum(self.used - self.graph.limits, 0).sum()) <= over:
                 return True
-            self._take(u, old[0])
-            self._take(v, old[1])
+            self.take(u, old[0])
+            self.take(v, old[1])
         return False
 
     def descend(self, seconds_left: Callable[[], float], *, pairs: bool = True, rounds: int = 20) -> None:

@@ -131,6 +131,17 @@ def test_warm_start_is_never_lost() -> None:
     assert again.objective <= good.objective
 
 
+def test_a_problem_too_large_for_the_ilp_still_improves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solver.pipeline.MAX_FLOWS", 10)
+    monkeypatch.setattr("autopar.solver.neighbourhood.MAX_PART_PAIRS", 300)
+    problem = hard_problem(30, 5, limit_share=0.5)
+    solution = solve(problem, time_limit=2.0)
+    assert "solving parts" in solution.method
+    assert evaluate(problem, solution.choice) == (solution.objective, True)
+    assert 0 < solution.lower_bound <= solution.objective
+    assert solution.seconds < 4.0
+
+
 def test_a_choice_must_fit() -> None:
     problem = Problem((np.zeros(2),), (), (Usage(0, np.array([1.0, 5.0]), 0, 2), Usage(0, np.ones(2), 1, 3)), 5.0)
     assert peak_usage(problem, [1]) == 6.0

@@ -15,6 +15,7 @@ from autopar.solver.dominance import WorkBudget
 from autopar.solver.graph import Graph
 from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, flow_count
 from autopar.solver.incumbent import Incumbent
+from autopar.solver.neighbourhood import improve_parts
 from autopar.solver.problem import Array, Problem, Solution, TraceEntry, evaluate
 from autopar.solver.pulp_backend import solve_pulp
 from autopar.solver.reductions import reduce
@@ -137,6 +138,8 @@ def _prove(
         incumbent.raise_bound(min(graph.offset, incumbent.objective))
         return
     if flow_count(graph) > MAX_FLOWS or incumbent.seconds_left() < 0:
+        method.append("solving parts")
+        _improve_large(graph, incumbent, backend, prices)
         return
     model = build(graph, incumbent.objective - graph.offset)
     size.update(model.size())
@@ -147,6 +150,17 @@ def _prove(
         search_from(graph, result.choice, incumbent, f"ILP by {chosen}")
     # Everything at least as dear as the incumbent may have been taken out.
     incumbent.raise_bound(min(result.lower_bound + graph.offset, incumbent.objective))
+
+
+def _improve_large(graph: Graph, incumbent: Incumbent, backend: str, prices: Array | None) -> None:
+    """No single integer program: better choices from parts of it, a better bound from more message passing."""
+
+    def solve_part(part: Problem, seconds: float, warm: Sequence[int]) -> Solution:
+        return solve(part, time_limit=seconds, backend=backend, gap=incumbent.gap, warm_starts=[warm])
+
+    deadline = incumbent.seconds() + 0.3 * max(incumbent.seconds_left(), 0.0)
+    ascend(graph, incumbent, 10 * SWEEPS, prices, deadline)
+    improve_parts(graph, incumbent, solve_part)
 
 
 def _backend_name(backend: str) -> str:
