@@ -2,8 +2,8 @@
 
 from autopar.solver.brute_force import brute_force
 from autopar.solver.minimum_limit import minimum_limit
-from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, evaluate, peak_usage
 from autopar.solver.pipeline import solve
+from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, evaluate, peak_usage
 
 __all__ = [
     "Edge",
