@@ -180,9 +180,25 @@ def _equation(rule: Rule, node: Node, metas: Metas) -> Equation:
 
 
 def _linear(rule: Rule, node: Node, metas: Metas) -> LinearSets:
-    """The rule's linear sets, without those that name an operand which is absent, or of truth values."""
+    """The rule's linear sets, without those that name an operand which is absent, or that a cast would break.
+
+    Truth values have no sum, and the sum of truncated parts is not the truncated sum.
+    """
     sets = rule.linear if isinstance(rule.linear, tuple) else rule.linear(node, metas)
-    return tuple(s for s in sets if all(p < len(metas) and metas[p].dtype != "bool" for p in s))
+    results = [o for o in node.outputs if o is not None]
+    truncated = not all(map(_is_real, results))
+
+    def summable(position: int) -> bool:
+        if position >= len(metas) or "bool" in (metas[position].dtype, *(r.dtype for r in results)):
+            return False
+        return not (truncated and _is_real(metas[position]))
+
+    return tuple(s for s in sets if all(map(summable, s)))
+
+
+def _is_real(meta: TensorMeta) -> bool:
+    """Whether the dtype has fractions."""
+    return meta.dtype.startswith(("float", "bfloat", "complex"))
 
 
 def _replicated(node: Node, metas: Metas, mesh: Mesh) -> Strategy:

@@ -76,6 +76,7 @@ def pointwise_with_arguments() -> Iterator[Sample]:
     yield sample(aten._to_copy.default, a, dtype=torch.int64)
     yield sample(aten._to_copy.default, index(5, 4, 5), dtype=torch.float64)
     yield sample(aten._to_copy.default, mask(4, 5), dtype=torch.float64)
+    yield sample(aten._to_copy.default, index(2, 4, 5), dtype=torch.bool)
     yield sample(aten.clamp.default, a, -1, 2)
     yield sample(aten.clamp.Tensor, a, x(5), x(4, 5) + 9)
     yield sample(aten.clamp_max.default, a, 2)

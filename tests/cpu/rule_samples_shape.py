@@ -118,6 +118,8 @@ def along() -> Iterator[Sample]:
     a, d = x(4, 5), distinct(4, 5)
     for op in (aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin):
         yield sample(op.default, d / 4, 1)
+    yield sample(aten.cumsum.default, a / 2, 1, dtype=torch.int64)
+    yield sample(aten.sum.dim_IntList, a / 2, [1], dtype=torch.int64)
     yield sample(aten._softmax.default, a, -1, False)
     yield sample(aten._log_softmax.default, a, -1, False)
     yield sample(aten._safe_softmax.default, a, -1)

@@ -145,6 +145,15 @@ def test_truth_values_are_never_partial() -> None:
     assert texts(copied, 2) == ["R -> R", "S0 -> S0"]
 
 
+def test_a_cast_that_truncates_is_not_linear() -> None:
+    def cast(before: str, after: str) -> list[str]:
+        node = call("aten._to_copy.default", tensor(4, dtype=before), out=(tensor(4, dtype=after),), dtype=after)
+        return [t for t in texts(node, 2) if "P" in t]
+
+    assert cast("float32", "bfloat16") == cast("int64", "float32") == cast("int64", "int32") == ["R P0 -> R P0"]
+    assert cast("float32", "int64") == cast("int64", "bool") == cast("bool", "float32") == []
+
+
 def test_program_inputs_may_come_at_any_spec() -> None:
     assert texts(call("placeholder", out=(tensor(4, 6),)), 2) == [" -> RR", " -> S0R", " -> RS0"]
 

@@ -44,12 +44,6 @@ def _pointwise(ops: str, linear: Linear = ()) -> None:
         rule(f"aten.{op}", broadcast, linear=linear, elementwise=True)
 
 
-def _to_copy_sums(node: Node, metas: Metas) -> LinearSets:
-    # The sum of truncated parts is not the truncated sum.
-    result = node.outputs[0]
-    return ((0,),) if result is not None and result.dtype.startswith(("float", "bfloat", "complex")) else ()
-
-
 def _where_sums(node: Node, metas: Metas) -> LinearSets:
     """Linear in what is chosen from, together; a number that is chosen must be zero, or every rank would add it."""
     chosen = node.args[1:]
@@ -70,7 +64,7 @@ _pointwise(TOGETHER, ((0, 1),))
 _pointwise(NONLINEAR)
 _pointwise("addcmul", ((0, 1), (0, 2)))
 _pointwise("copy", ((1,),))
-_pointwise("_to_copy", _to_copy_sums)
+_pointwise("_to_copy", ((0,),))
 _pointwise("where.self where.ScalarOther where.ScalarSelf", _where_sums)
 _pointwise("masked_fill", _masked_fill_sums)
 
