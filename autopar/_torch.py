@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-# The type of resolved ops, `torch.ops.aten.mm.default`; torch.ops has no public name for it.
+# The type of a resolved op such as torch.ops.aten.mm.default; torch.ops has no public name for it.
 from torch._ops import OpOverload
 
+# The type of resolved ops, `torch.ops.aten.mm.default`; torch.ops has no public name for it.
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -30,6 +31,7 @@ __all__ = [
     "FakeTensorMode",
     "JointInput",
     "JointOutput",
+    "OpOverload",
     "all_gather",
     "all_reduce",
     "all_to_all",

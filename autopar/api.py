@@ -15,16 +15,16 @@ from autopar import codegen, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_mesh, as_optimizer, canonical_names
 from autopar.errors import MeshError, PlanError
 from autopar.ir import Graph
-from autopar.launch import device_mesh_for, ensure_process_group
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
+from autopar.planner.predictions import make_plan
 from autopar.plans import Plan
-from autopar.predictions import make_plan
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
+from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.materialize import materialize
-from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
+from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.tracer import Capture, ColoTracer
 from autopar.tracer.export import Call, bind
 from autopar.tracer.tracer import as_call
@@ -53,6 +53,7 @@ def plan(
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-4,
+    search: str = "joint",
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan how ``model`` trains on a cluster; needs no process group and no GPU, and allocates nothing.
@@ -68,7 +69,7 @@ def plan(
     size = _world(mesh, hardware)
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
-        canonical_names(model), time_limit, solver, gap,
+        canonical_names(model), time_limit, solver, gap, search,
     )  # fmt: skip
     started = time.perf_counter()
     capture = _capture(model, bind(model, *as_call(meta_inputs)), options, size)
@@ -165,6 +166,7 @@ def autoparallelize(
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-4,
+    search: str = "joint",
     progress: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """Make ``model`` train on the cluster: the same object, with DTensor parameters and the planned program as forward.
@@ -196,7 +198,7 @@ def autoparallelize(
     _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
-        canonical_names(model), time_limit, solver, gap,
+        canonical_names(model), time_limit, solver, gap, search,
     )  # fmt: skip
     if given is not None:
         options = dataclasses.replace(options, **{k: given.options[k] for k in ("batch", "outputs") if k in given.options})

@@ -17,7 +17,7 @@ import torch
 from torch import device, float16, float32, float64, bfloat16, int8, int16, int32, int64, uint8  # noqa: F401
 
 import autopar.ops  # noqa: F401
-from autopar.runtime import spmd
+from autopar import spmd
 
 aten = torch.ops.aten
 autopar = torch.ops.autopar

@@ -1,5 +1,5 @@
 """From the planned program to the graphs that run."""
 
-from autopar.passes.lower import Lowered, lower
+from autopar.passes.lower import lower
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["lower"]

@@ -14,35 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.runtime import spmd
-from autopar.ir import Graph, Input, Output, Phase, Value
+from autopar import spmd
+from autopar.ir import Graph, Output, Phase, Value
 from autopar.mesh import Mesh
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalLength, LocalOffset, ShardingSpec
+from autopar.spmd import Lowered
 from autopar.strategies import localize
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """The local program as two torch.fx graphs.
-
-    ``forward(rank, *inputs) -> (*results, *saved)`` and ``backward(rank, *saved, *tangents) -> results``.
-
-    Args:
-        inputs: meaning and spec of each forward input after ``rank``.
-        results: meaning and spec of each result of the forward: outputs and mutations.
-        saved: names of the tensors that the forward keeps for the backward.
-        tangents: meaning and spec of each tangent, in order.
-        gradients: meaning and spec of each result of the backward.
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    inputs: tuple[tuple[Input, ShardingSpec], ...]
-    results: tuple[tuple[Output, ShardingSpec], ...]
-    saved: tuple[str, ...]
-    tangents: tuple[tuple[Input, ShardingSpec], ...]
-    gradients: tuple[tuple[Output, ShardingSpec], ...]
 
 
 def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:

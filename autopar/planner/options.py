@@ -21,6 +21,8 @@ class Options:
         time_limit_s: for the solver.
         solver: ``"auto"``, ``"cbc"``, ``"highs"`` or another that PuLP knows.
         gap: relative gap at which the solver may stop.
+        search: ``"joint"``, or ``"random:SEED"``: every op takes any strategy that can be reached, to test what
+            searched plans never do.
     """
 
     memory_budget_bytes: int | None = None
@@ -32,3 +34,4 @@ class Options:
     time_limit_s: float = 60.0
     solver: str = "auto"
     gap: float = 1e-4
+    search: str = "joint"

@@ -16,10 +16,11 @@ from autopar.planner.decisions import Decisions, decide
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices, problem
+from autopar.planner.random_plans import random_solution
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.program import Program
-from autopar.solver import Solution, solve
+from autopar.solver import Problem, Solution, minimum_limit, solve
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
@@ -137,10 +138,7 @@ class _Search:
         built = time.perf_counter()
         self.say("solve")
         try:
-            solution = solve(
-                asked, time_limit=max(deadline - built, 1.0), backend=self.options.solver, gap=self.options.gap,
-                warm_starts=() if warm is None else (warm,),
-            )  # fmt: skip
+            solution = self._choose(asked, deadline, warm)
         except InfeasibleError:
             raise self._infeasible(deadline, positions) from None
         solved = time.perf_counter()
@@ -151,6 +149,15 @@ class _Search:
         for k, v in times.items():
             self.timings[k] += v
         return _Result(program, solution, memory, self.timings), limit
+
+    def _choose(self, asked: Problem, deadline: float, warm: Sequence[int] | None) -> Solution:
+        kind, _, seed = self.options.search.partition(":")
+        if kind == "random":
+            return random_solution(asked, int(seed))
+        return solve(
+            asked, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
+            gap=self.options.gap, warm_starts=() if warm is None else (warm,),
+        )  # fmt: skip
 
     def _position(self, result: _Result) -> int:
         """The graph node that runs when the program's memory is highest."""
@@ -170,8 +177,6 @@ class _Search:
 
     def _infeasible(self, deadline: float, positions: Sequence[int]) -> InfeasibleError:
         asked = problem(self.decisions, self.prices, self.options, positions, 1e30)
-        from autopar.solver import minimum_limit
-
         least = minimum_limit(asked, time_limit=max(min(deadline - time.perf_counter(), 20.0), 5.0))
         least = self._smallest_that_works(least, positions)
         return InfeasibleError(

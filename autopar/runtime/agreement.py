@@ -67,7 +67,7 @@ def decided_by_first(function: Callable[[], T]) -> T:
             box = [("ok", function())]
         except AutoparError as error:
             box = [("error", error)]
-        except Exception as error:  # noqa: BLE001  an unpicklable error must still reach the other ranks
+        except Exception as error:
             box = [("error", RankError("Planning failed on rank 0.", found=f"{type(error).__name__}: {error}"))]
             dist.broadcast_object_list(box, src=0)
             raise

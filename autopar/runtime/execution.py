@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.ir import Input, Output
 from autopar.mesh import Mesh
-from autopar.runtime.placements import to_placements
-from autopar.runtime.ranks import Rank
 from autopar.sharding import ShardingSpec
+from autopar.spmd.placements import to_placements
+from autopar.spmd.ranks import Rank
 
 Local = Callable[[Any, list[Any]], tuple[Any, ...]]
 

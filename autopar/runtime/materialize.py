@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.runtime.placements import to_placements
 from autopar.sharding import ShardingSpec
+from autopar.spmd.placements import to_placements
 
 Owner = tuple[nn.Module, str, str]
 

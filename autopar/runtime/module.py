@@ -19,8 +19,8 @@ from autopar.errors import InputError
 from autopar.ir import Output
 from autopar.mesh import Mesh
 from autopar.runtime.execution import Executable, Step, forward_values
-from autopar.runtime.ranks import ProcessRank
 from autopar.sharding import ShardingSpec
+from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
 
 MAX_VARIANTS = 16
@@ -121,7 +121,8 @@ class ParallelModule(nn.Module):
 
 def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``kind`` whose forward is the compiled program."""
-    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_autopar_original": kind}
+    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
 
 
 def run(state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
+from autopar import spmd
 from autopar.ir import Graph, Input, Output
 from autopar.mesh import Mesh
-from autopar.runtime import spmd
-from autopar.runtime.ranks import LocalRank, local_ranks
 from autopar.sharding import ShardingSpec
+from autopar.spmd import Ends, LocalRank, Lowered, Results, local_ranks
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,6 @@ class Simulation:
     grads: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     peak_memory: int
-
-
-class Lowered(Protocol):
-    """A local program; see ``passes.lower``."""
-
-    @property
-    def forward(self) -> fx.GraphModule: ...
-    @property
-    def backward(self) -> fx.GraphModule: ...
-    @property
-    def inputs(self) -> Ends: ...
-    @property
-    def results(self) -> Results: ...
-    @property
-    def tangents(self) -> Ends: ...
-    @property
-    def gradients(self) -> Results: ...
-
-
-Ends = Sequence[tuple[Input, ShardingSpec]]
-Results = Sequence[tuple[Output, ShardingSpec]]
 
 
 def simulate_program(
@@ -110,7 +89,7 @@ def _whole(ends: Results, values: Sequence[Sequence[Tensor]], graph: Graph, mesh
 
 @dataclass
 class Meter:
-    """Bytes of the tensors that one rank holds, by storage; views count once. """
+    """Bytes of the tensors that one rank holds, by storage; views count once."""
 
     held: int = 0
     peak: int = 0

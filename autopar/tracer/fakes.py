@@ -42,7 +42,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _constant(value, f"{name}.{key}" if name else key)
     try:
-        return copy.deepcopy(model, memo)
+        return _as_written(copy.deepcopy(model, memo))
     except CaptureError:
         raise
     except Exception as error:
@@ -51,6 +51,16 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             found=f"{type(error).__name__}: {error}",
             hint="keep open files, locks and generators out of the model's attributes.",
         ) from error
+
+
+def _as_written(model: nn.Module) -> nn.Module:
+    """The copy of a parallel model runs what the user wrote."""
+    for module in model.modules():
+        original = getattr(type(module), "_autopar_original", None)
+        if original is not None:
+            module.__class__ = original
+            module.__dict__.pop("_autopar", None)
+    return model
 
 
 def _constant(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -12,12 +12,12 @@ from torch import fx, nn
 from autopar import ir
 from autopar._torch import FakeTensorMode, JointInput, JointOutput
 from autopar.errors import AutoparError, CaptureError
+from autopar.structure import Structure
 from autopar.tracer.cleanup import clean
 from autopar.tracer.convert import to_ir, value_of
 from autopar.tracer.export import Call, Exported, bind, capture_error, export
 from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.joint import joint_of, loss_of
-from autopar.structure import Structure
 
 OutputsMode = Literal["auto", "whole", "dtensor"]
 
@@ -68,7 +68,11 @@ class ColoTracer:
         return self.capture(model, meta_inputs).graph_module
 
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
-        """As ``trace``, with the meaning of every input and output."""
+        """As ``trace``, with the meaning of every input and output. The backward is captured under ``no_grad`` too."""
+        with torch.enable_grad():
+            return self._capture(model, meta_inputs)
+
+    def _capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
-from autopar.runtime import spmd
-from autopar.runtime.ranks import LocalRank, local_ranks
+from autopar import spmd
+from autopar.spmd.ranks import LocalRank, local_ranks
 from autopar.sharding import LocalLength, ShardingSpec, Step, all_pairs, cheapest_path, steps_from
 from tests.alpha_beta import uneven, uniform
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.runtime import spmd
-from autopar.runtime.ranks import ProcessRank
+from autopar import spmd
+from autopar.spmd.ranks import ProcessRank
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

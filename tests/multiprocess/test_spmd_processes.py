@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import MeshError, SpecError
 from autopar.mesh import Mesh
-from autopar.runtime import spmd
-from autopar.runtime.placements import to_placements
-from autopar.runtime.ranks import ProcessRank
+from autopar import spmd
+from autopar.spmd.placements import to_placements
+from autopar.spmd.ranks import ProcessRank
 from autopar.sharding import ShardingSpec, cheapest_path, steps_from
 from tests.alpha_beta import uniform
 from tests.cpu.test_spmd_redistribution import reachable

@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
-from autopar.runtime.ranks import Exchange, Rank
 from autopar.sharding import spec as sharding
 from autopar.sharding.local import LocalLength, local_length
 from autopar.sharding.redistribution import Step
 from autopar.sharding.spec import Reduction, ShardingSpec, chunk
+from autopar.spmd.ranks import Exchange, Rank
 
 CARRIED_AS = {
     torch.bool: torch.uint8,

@@ -1,0 +1,30 @@
+"""What a local program calls: collectives that real and simulated ranks share, and the ranks themselves."""
+
+from autopar.spmd.collectives import (
+    COLLECTIVES,
+    Pending,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    apply_step,
+    device,
+    length,
+    offset,
+    permute,
+    reduce_scatter,
+    resolve,
+    simulate,
+    simulate_step,
+    slice_shard,
+    step_call,
+    wait,
+)
+from autopar.spmd.lowered import Ends, Lowered, Results
+from autopar.spmd.placements import from_placements, to_placements
+from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, local_ranks
+
+__all__ = [
+    "COLLECTIVES", "Ends", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank", "Results", "all_gather",
+    "all_reduce", "all_to_all", "apply_step", "device", "from_placements", "length", "local_ranks", "offset", "permute",
+    "reduce_scatter", "resolve", "simulate", "simulate_step", "slice_shard", "step_call", "to_placements", "wait",
+]  # fmt: skip

@@ -1,0 +1,38 @@
+"""A local program as torch.fx graphs: what lowering makes and the runtime and the simulation run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import fx
+
+from autopar.ir import Input, Output
+from autopar.sharding import ShardingSpec
+
+Ends: TypeAlias = Sequence[tuple[Input, ShardingSpec]]
+Results: TypeAlias = Sequence[tuple[Output, ShardingSpec]]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The local program as two torch.fx graphs.
+
+    ``forward(rank, *inputs) -> (*results, *saved)`` and ``backward(rank, *saved, *tangents) -> gradients``.
+
+    Args:
+        inputs: meaning and spec of each forward input after ``rank``.
+        results: meaning and spec of each result of the forward: outputs and mutations.
+        saved: names of the tensors that the forward keeps for the backward.
+        tangents: meaning and spec of each tangent, in order.
+        gradients: meaning and spec of each result of the backward.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    inputs: Ends
+    results: Results
+    saved: tuple[str, ...]
+    tangents: Ends
+    gradients: Results
