@@ -6,6 +6,7 @@ Returning NotImplemented leaves the op as it is.
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -146,11 +147,14 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        return NotImplemented
     shape = q.shape
     if not 3 <= q.ndim <= 4 or k.ndim != q.ndim or v.ndim != q.ndim:
         return NotImplemented
+    learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    if learned and (q.ndim != 4 or k.shape[1] != q.shape[1]):
+        return NotImplemented
+    if learned:
+        return _attention_by_parts(tracer, q, k, v, attn_mask, dropout_p, q.shape[-1] ** -0.5 if scale is None else scale)
     if q.ndim == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
         if attn_mask is not None and attn_mask.ndim == 3:
@@ -168,6 +172,13 @@ def attention(
     return out if len(shape) == 4 else out.squeeze(1)
 
 
+def _attention_by_parts(tracer: Any, q: Any, k: Any, v: Any, bias: Any, dropout_p: float, scale: float) -> Any:
+    """Attention whose additive bias is trained (T5): the bias needs the scores' gradient, which no kernel gives."""
+    scores = ops.contract(q * scale, k, "bhsd,bhtd->bhst") + bias
+    weights = dropout(tracer, scores.softmax(-1), dropout_p, True)
+    return ops.contract(weights, v, "bhst,bhtd->bhsd")
+
+
 @replaces(aten.dropout.default)
 def dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any:
     if not train or p == 0:
@@ -181,6 +192,89 @@ def dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any:
 def dropout_(tracer: Any, x: Operand, p: float, train: bool) -> Any:
     plain = x.materialize() if isinstance(x, Flat) else x
     return plain.copy_(dropout(tracer, plain, p, train)) if train and p else plain
+
+
+def _uniform(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+    """Numbers in [0, 1) that depend on the seed, the place in the program and the global index alone."""
+    sizes = [int(n) for n in shape]
+    kind = dtype or torch.get_default_dtype()
+    return ops.uniform(tracer.seed, site=tracer.next_site(), global_shape=sizes, shape=sizes, offset=[0] * len(sizes), dtype=kind)
+
+
+def _normal(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+    """Box-Muller on two uniform numbers; the first is taken from (0, 1]."""
+    radius = (-2 * (1 - _uniform(tracer, shape, dtype)).log()).sqrt()
+    return radius * (2 * math.pi * _uniform(tracer, shape, dtype)).cos()
+
+
+@replaces(aten.rand.default)
+def rand(tracer: Any, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return _uniform(tracer, size, dtype)
+
+
+@replaces(aten.rand_like.default)
+def rand_like(tracer: Any, x: Operand, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return like(x, _uniform(tracer, base_of(x).shape, dtype or base_of(x).dtype))
+
+
+@replaces(aten.randn.default)
+def randn(tracer: Any, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return _normal(tracer, size, dtype)
+
+
+@replaces(aten.randn_like.default)
+def randn_like(tracer: Any, x: Operand, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return like(x, _normal(tracer, base_of(x).shape, dtype or base_of(x).dtype))
+
+
+@replaces(aten.randint.low)
+def randint_low(tracer: Any, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return (_uniform(tracer, size, torch.float64) * (high - low) + low).floor().to(dtype or torch.int64)
+
+
+@replaces(aten.randint.default)
+def randint(tracer: Any, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return randint_low(tracer, 0, high, size, dtype=dtype)
+
+
+@replaces(aten.randperm.default)
+def randperm(tracer: Any, n: int, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return _uniform(tracer, [n], torch.float64).argsort().to(dtype or torch.int64)
+
+
+@replaces(aten.bernoulli.default)
+def bernoulli(tracer: Any, x: Operand, *, generator: Any = None) -> Any:
+    base = base_of(x)
+    return like(x, (_uniform(tracer, base.shape, base.dtype) < base.detach()).to(base.dtype))
+
+
+@replaces(aten.bernoulli.p)
+def bernoulli_p(tracer: Any, x: Operand, p: float, *, generator: Any = None) -> Any:
+    base = base_of(x)
+    return like(x, (_uniform(tracer, base.shape, torch.float32) < p).to(base.dtype))
+
+
+@replaces(aten.bernoulli_.float)
+def bernoulli_(tracer: Any, x: Operand, p: float = 0.5, *, generator: Any = None) -> Any:
+    plain = x.materialize() if isinstance(x, Flat) else x
+    return plain.copy_((_uniform(tracer, plain.shape, torch.float32) < p).to(plain.dtype))
+
+
+@replaces(aten.uniform_.default)
+def uniform_(tracer: Any, x: Operand, low: float = 0, high: float = 1, *, generator: Any = None) -> Any:
+    plain = x.materialize() if isinstance(x, Flat) else x
+    return plain.copy_(_uniform(tracer, plain.shape, plain.dtype) * (high - low) + low)
+
+
+@replaces(aten.normal_.default)
+def normal_(tracer: Any, x: Operand, mean: float = 0, std: float = 1, *, generator: Any = None) -> Any:
+    plain = x.materialize() if isinstance(x, Flat) else x
+    return plain.copy_(_normal(tracer, plain.shape, plain.dtype) * std + mean)
+
+
+@replaces(aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+def other_dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any:
+    return x if not train or p == 0 else NotImplemented
 
 
 @replaces(aten.embedding.default)
