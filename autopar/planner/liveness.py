@@ -84,7 +84,8 @@ def _changes(program: Program, graph: Graph) -> dict[int, list[tuple[str, int]]]
     for name, root in program.root.items():
         ends[root] = max(ends.get(root, -1), program.last_read.get(name, program.writer[name]))
     roles = {program.root[name]: output.kind for output, name in program.results}
-    first_backward = next((i for i, op in enumerate(program.ops) if op.phase == "backward"), len(program.ops))
+    backward = (i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input")
+    first_backward = next(backward, len(program.ops))
     changes: dict[int, list[tuple[str, int]]] = {}
     for at, op in enumerate(program.ops):
         for tensor in op.writes:

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 VIEWS = frozenset(
     f"aten.{n}"
     for n in (
-        "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
+        "view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
         "select", "split", "split_with_sizes", "unbind", "alias", "detach", "diagonal", "as_strided", "movedim",
     )
 )  # fmt: skip

@@ -109,7 +109,9 @@ class _Search:
     def run(self, deadline: float) -> _Result:
         """Solve; while the exact liveness is over the budget, add a row for that moment, tightened by what the rows
         do not see (redistributed copies and what an op holds while it runs)."""
-        turn = next((i for i, n in enumerate(self.graph.nodes) if n.phase == "backward"), len(self.graph.nodes))
+        nodes = self.graph.nodes
+        backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
+        turn = next(backward, len(nodes))
         positions = [turn, len(self.graph.nodes)]
         limit = self.budget
         incumbent: Sequence[int] | None = None

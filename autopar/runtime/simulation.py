@@ -131,6 +131,9 @@ def run(
     feeds = [iter(own) for own in inputs]
     for node in module.graph.nodes:
         if node.op == "output":
+            for held in values.values():
+                for meter, value in zip(meters, held, strict=True):
+                    meter.drop(value)
             return [tuple(values[a][r] for a in node.args[0]) for r in range(len(ranks))]
         if node.op == "placeholder":
             made = list(ranks) if node.target == "rank" else [next(feed) for feed in feeds]
