@@ -182,7 +182,7 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
     text = f"{type(error).__name__} {error}"
     if any(w in text for w in ("GuardOnDataDependent", "DataDependent", ".item()", "data-dependent", "tolist")):
-        hint = "this line depends on the values of a tensor; write it with torch.where or masks, or move it out of forward."
+        hint = "this line needs the values of a tensor; write it with torch.where or masks, or move it out of forward."
     elif isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         hint = "capture allocates nothing itself; the model allocates a large constant here."
     else:

@@ -76,12 +76,13 @@ class ColoTracer:
         call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode)
-        fakes = tuple(fake_like(t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), mode) for t in call.tensors)
+        fakes = tuple(fake_like(t, mode) for t in call.tensors)
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
         exported = export(copied, Call(call.structure, fakes))
         program, returned = exported.program, exported.returned
-        loss = None if self._every_tangent else loss_of(returned.paths, _output_values(program), exported.differentiable)
+        values = _output_values(program)
+        loss = None if self._every_tangent else loss_of(returned.paths, values, exported.differentiable)
         differentiable = _differentiable(exported, loss)
         try:
             joint = joint_of(program, copied, fakes, seed, loss, differentiable)
@@ -95,8 +96,9 @@ class ColoTracer:
         _check_gradients(outs, ins, joint.outputs)
         graph = to_ir(graph_module.graph, ins, outs, type(model).__name__)
         return Capture(
-            graph_module, graph, call, returned, loss, differentiable, joint.constants, _notices(returned)
-        )
+            graph_module, graph, call, returned, loss, differentiable, joint.constants,
+            _notices(returned, call, joint.outputs),
+        )  # fmt: skip
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,7 +112,8 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
     output = next(n for n in program.graph.nodes if n.op == "output")
-    user = [a for a, s in zip(output.args[0], program.graph_signature.output_specs, strict=True) if s.kind.name == "USER_OUTPUT"]
+    specs = program.graph_signature.output_specs
+    user = [a for a, s in zip(output.args[0], specs, strict=True) if s.kind.name == "USER_OUTPUT"]
     return [a.meta["val"] if isinstance(a, fx.Node) else a for a in user]
 
 
@@ -140,13 +143,17 @@ def _meanings(
     outs = []
     output = next(n for n in module.graph.nodes if n.op == "output")
     for arg, meant in zip(output.args[0], outputs, strict=True):
-        if meant is None or not isinstance(arg, fx.Node):
+        if meant is None or not isinstance(arg, fx.Node) or _changes_input(meant):
             continue
         name = returned.paths[int(meant.target)] if meant.kind == "output" else str(meant.target)
         if meant.kind == "gradient" and isinstance(meant.target, int):
             name = f"input:{call.names[meant.target]}"
         outs.append(ir.Output(value_of(arg), meant.kind, name))
     return module, ins, outs
+
+
+def _changes_input(meant: JointOutput) -> bool:
+    return meant.kind == "mutation" and isinstance(meant.target, int)
 
 
 def _check_gradients(
@@ -161,5 +168,9 @@ def _check_gradients(
         )
 
 
-def _notices(returned: Structure) -> tuple[str, ...]:
-    return tuple(f"output {path} ({kind}) is None in training" for path, kind in returned.dropped)
+def _notices(returned: Structure, call: Call, outputs: Sequence[JointOutput | None]) -> tuple[str, ...]:
+    changed = [call.names[int(o.target)] for o in outputs if o is not None and _changes_input(o)]
+    return (
+        *(f"output {path} ({kind}) is None in training" for path, kind in returned.dropped),
+        *(f"the model changes input {name} in place; the caller's tensor stays as it was" for name in changed),
+    )

@@ -1,0 +1,81 @@
+"""What every test of capture compares: the plan's simulation with the model run as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.structure import flatten
+from autopar.tracer import Capture, ColoTracer
+from autopar.tracer.tracer import as_call
+
+TOLERANCE = 1e-9
+
+
+def captured(model: nn.Module, inputs: Any, **options: Any) -> Capture:
+    return ColoTracer(**options).capture(model, inputs)
+
+
+def ops_of(capture: Capture) -> list[str]:
+    return [n.op for n in capture.graph.nodes if n.op != "placeholder"]
+
+
+def eager(model: nn.Module, inputs: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs, gradients (of the loss, or of the sum of the outputs) and buffers of one ordinary step."""
+    model = copy.deepcopy(model)
+    args, kwargs = as_call(inputs)
+    leaves, structure = flatten((list(args), dict(kwargs)))
+    # One tensor that is passed twice stays one tensor.
+    fresh = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in leaves}
+    args, kwargs = structure.build([fresh[id(t)] for t in leaves])
+    output = model(*args, **kwargs)
+    tensors, returned = flatten(output)
+    differentiable = [t for t in tensors if t.requires_grad]
+    losses = [t for t, p in zip(tensors, returned.paths, strict=True) if t.requires_grad and t.ndim == 0]
+    named = [t for t, p in zip(tensors, returned.paths, strict=True) if p.split(".")[-1] == "loss" and t.requires_grad]
+    total = (named or losses or [sum(t.sum() for t in differentiable)])[0]
+    total.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for tensor in leaves:
+        if tensor.requires_grad and fresh[id(tensor)].grad is not None:
+            grads[f"input {id(tensor)}"] = fresh[id(tensor)].grad
+    return output, grads, dict(model.named_buffers())
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal structure, type for type, and equal tensors."""
+    assert type(found) is type(expected)
+    (left, one), (right, two) = flatten(found), flatten(expected)
+    assert one.paths == two.paths
+    assert one.plain == two.plain
+    for path, a, b in zip(one.paths, left, right, strict=True):
+        assert a.dtype == b.dtype, path
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, p=path: f"{p}: {m}")
+
+
+def assert_simulates(model: nn.Module, inputs: Any, mesh: tuple[int, ...] = (2,), **options: Any) -> autopar.Plan:
+    """Plan, simulate all ranks, and compare outputs, gradients and buffers with the model as it is (float64)."""
+    plan = autopar.plan(model, inputs, mesh=mesh, **options)
+    result = autopar.simulate(model, inputs, plan=plan)
+    output, grads, buffers = eager(model, inputs)
+    assert_same(result.outputs, output)
+    found = {n: g for n, g in result.grads.items() if not n.startswith("input:")}
+    assert_grads(found, {n: g for n, g in grads.items() if not n.startswith("input ")})
+    for name, value in result.buffers.items():
+        torch.testing.assert_close(value, buffers[name], rtol=TOLERANCE, atol=TOLERANCE)
+    changed = {n for n, b in model.named_buffers() if not torch.equal(b, buffers[n])}
+    assert changed <= set(result.buffers)
+    return plan
+
+
+def assert_grads(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing = {n for n, g in expected.items() if n not in found and bool(g.any())}
+    assert not missing
+    for name, value in found.items():
+        reference = expected.get(name, torch.zeros_like(value))
+        torch.testing.assert_close(value, reference, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
