@@ -143,18 +143,18 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def markdown(records: Sequence[Record], arguments: Sequence[str]) -> str:
+def markdown(records: Sequence[Record], arguments: str) -> str:
     rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, records)]
     lines = [
         "# Time of planning",
         "",
-        f"`python benchmarks/planning.py {' '.join(arguments)}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d},",
+        f"`python benchmarks/planning.py {arguments}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d},",
         f"on {machine()}, one thread.",
         "",
         "Stages are in seconds. `variables`, `options` and `pairs` are the problem as the planner states it; `options",
-        "left` is what remained of them when the solver had last reduced it, `ILP` the variables of the integer program,",
-        "0 where message passing had proven the optimum without one. `step` and `peak` are predictions for one H100,",
-        "not measurements.",
+        "left` is what remained of them when the solver had last reduced it; `ILP` is the variables of the integer",
+        "program, 0 where message passing had proven the optimum without one. `step` and `peak` are predictions for",
+        "one H100, not measurements.",
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
@@ -184,7 +184,9 @@ def main() -> int:
                     options.json.write_text(json.dumps(described, indent=1) + "\n")
     console.print(table(records))
     if options.markdown:
-        options.markdown.write_text(markdown(records, [a for a in sys.argv[1:] if "/" not in a and "--json" not in a]))
+        chosen = (("models", options.models), ("layers", options.layers), ("meshes", options.meshes))
+        arguments = " ".join(f"--{name} {' '.join(map(str, values))}" for name, values in chosen)
+        options.markdown.write_text(markdown(records, arguments))
     return 0
 
 
