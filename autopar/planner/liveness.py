@@ -1,7 +1,8 @@
 """Exact liveness of a local program: which bytes are held after each op, by kind.
 
 A tensor lives from the op that makes it to the last op that reads it or a view of it; parameters, buffers, optimizer
-state and the batch live throughout, gradients from their making to the end, outputs to the end.
+state and the batch live throughout, gradients from their making to the end, outputs to the end, where the optimizer
+steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from autopar.planner.options import Options
 from autopar.planner.pricing import state_bytes
 from autopar.program import Program
 
-KINDS = ("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "temporaries", "outputs")
+KINDS = ("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "temporaries", "outputs", "step")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> Mem
     """Bytes held during every op of ``program``, and the peak by kind."""
     steady = _steady(program, graph, mesh, options)
     changes = _changes(program, graph)
+    changes.setdefault(len(program.ops), []).insert(0, ("step", _step_bytes(program, graph, mesh, options)))
     held = dict.fromkeys(KINDS, 0) | steady
     timeline: list[int] = []
     best: tuple[int, int, dict[str, int]] = (-1, 0, held)
@@ -76,6 +78,15 @@ def _steady(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dic
         else:
             sums["inputs"] += tensor.bytes
     return sums
+
+
+def _step_bytes(program: Program, graph: Graph, mesh: Mesh, options: Options) -> int:
+    """What the optimizer's step needs beside parameters, gradients and state; all parameters step together."""
+    total = 0
+    for op in program.ops:
+        if op.kind == "input" and graph.input_of[op.node].trainable:
+            total += state_bytes(op.writes[0].meta, op.writes[0].spec, mesh, True, options).step
+    return total
 
 
 def _changes(program: Program, graph: Graph) -> dict[int, list[tuple[str, int]]]:

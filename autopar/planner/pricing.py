@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models import CollectiveCosts, ComputeCosts, optimizer_state_bytes
+from autopar.cost_models import CollectiveCosts, ComputeCosts, optimizer_state_bytes, optimizer_step_bytes
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.decisions import Decisions, Handover, Variable, spec_read
@@ -145,19 +145,22 @@ class StateBytes:
     parameter: int
     optimizer: int
     gradient: int
+    step: int
 
     @property
     def total(self) -> int:
-        return self.parameter + self.optimizer + self.gradient
+        """While the optimizer steps."""
+        return self.parameter + self.optimizer + self.gradient + self.step
 
 
 def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: bool, options: Options) -> StateBytes:
-    """What parameter, optimizer state and gradient of a parameter take on the fullest rank."""
+    """What a parameter, its optimizer state, its gradient and the optimizer's step take on the fullest rank."""
     numel = math.prod(spec.local_shape(meta.shape, mesh))
     held = numel * meta.itemsize
     if not trainable:
-        return StateBytes(held, 0, 0)
-    return StateBytes(held, optimizer_state_bytes(options.optimizer, numel, meta.dtype), held)
+        return StateBytes(held, 0, 0, 0)
+    state = optimizer_state_bytes(options.optimizer, numel, meta.dtype)
+    return StateBytes(held, state, held, optimizer_step_bytes(options.optimizer, numel, meta.dtype))
 
 
 def usages(d: Decisions, options: Options, positions: Sequence[int]) -> tuple[Usage, ...]:
