@@ -73,16 +73,16 @@ class _Builder:
 
     graph: Graph
     mesh: Mesh
-    fx: fx.Graph = field(default_factory=fx.Graph)
+    built: fx.Graph = field(default_factory=fx.Graph)
     values: dict[str, fx.Node] = field(default_factory=dict)
     pending: dict[str, fx.Node] = field(default_factory=dict)
     _integers: dict[Any, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rank = self.fx.placeholder("rank")
+        self.rank = self.built.placeholder("rank")
 
     def placeholder(self, tensor: LocalTensor) -> None:
-        node = self.fx.placeholder(identifier(tensor.name))
+        node = self.built.placeholder(identifier(tensor.name))
         self.values[tensor.name] = self._described(node, tensor)
 
     def run(self, ops: Sequence[Op]) -> None:
@@ -93,9 +93,9 @@ class _Builder:
                 self._compute(op)
 
     def finish(self, results: Sequence[str]) -> fx.GraphModule:
-        self.fx.output(tuple(self._read(name) for name in results))
-        self.fx.lint()
-        return fx.GraphModule(torch.nn.Module(), self.fx)
+        self.built.output(tuple(self._read(name) for name in results))
+        self.built.lint()
+        return fx.GraphModule(torch.nn.Module(), self.built)
 
     def _described(self, node: fx.Node, tensor: LocalTensor) -> fx.Node:
         node.meta["tensor"] = tensor
@@ -104,7 +104,7 @@ class _Builder:
     def _read(self, name: str) -> fx.Node:
         if name in self.pending:
             pending = self.pending.pop(name)
-            waited = self.fx.call_function(spmd.wait, (pending,), name=identifier(name))
+            waited = self.built.call_function(spmd.wait, (pending,), name=identifier(name))
             self.values[name] = self._described(waited, pending.meta["tensor"])
         return self.values[name]
 
@@ -115,8 +115,8 @@ class _Builder:
         before: LocalTensor = source.meta["tensor"]
         function, kwargs = spmd.step_call(step, before.spec, tensor.meta.shape, self.mesh)
         local = {k: self._argument(v) for k, v in kwargs.items()}
-        name = identifier(tensor.name)
-        node = self.fx.call_function(function, (self.rank, source), local, name=name if not op.is_collective else f"{name}_launched")
+        name = identifier(tensor.name) + ("_launched" if op.is_collective else "")
+        node = self.built.call_function(function, (self.rank, source), local, name=name)
         node.meta["op"] = op
         self._described(node, tensor)
         (self.pending if op.is_collective else self.values)[tensor.name] = node
@@ -130,16 +130,16 @@ class _Builder:
         operands = iter(op.reads)
         made = self._made_args(args, kwargs, operands)
         target = resolve_op(name)
-        call = self.fx.call_function(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
+        call = self.built.call_function(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
         call.meta["op"] = op
-        if len(node.outputs) == 1:
+        if len(node.outputs) == 1 and not _returns_list(target):
             self.values[op.writes[0].name] = self._described(call, op.writes[0])
             return
         at = {t.name: t for t in op.writes}
         for index in range(len(node.outputs)):
             tensor = at.get(str(Value(node.name, index)))
             if tensor is not None:
-                item = self.fx.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
+                item = self.built.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
                 self.values[tensor.name] = self._described(item, tensor)
 
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -163,7 +163,7 @@ class _Builder:
         """An integer that differs between ranks, computed once."""
         if arg not in self._integers:
             function = spmd.length if isinstance(arg, LocalLength) else spmd.offset
-            self._integers[arg] = self.fx.call_function(function, (self.rank, arg.n, arg.axes))
+            self._integers[arg] = self.built.call_function(function, (self.rank, arg.n, arg.axes))
         return self._integers[arg]
 
     def _with_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,13 @@ class _Builder:
         schema = getattr(target, "_schema", None)
         arguments = schema.arguments if schema is not None else ()
         makes = any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
-        return {**kwargs, "device": self.fx.call_function(spmd.device, (self.rank,))} if makes else kwargs
+        return {**kwargs, "device": self.built.call_function(spmd.device, (self.rank,))} if makes else kwargs
+
+
+def _returns_list(target: Any) -> bool:
+    """Whether an op returns a list even of one tensor, as ``split`` does."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and len(schema.returns) == 1 and str(schema.returns[0].type).startswith("List")
 
 
 def resolve_op(name: str) -> Any:
