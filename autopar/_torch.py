@@ -67,8 +67,8 @@ class JointOutput:
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a (fake or functional) tensor: aliasing outputs have equal keys."""
     if torch._is_functional_tensor(tensor):
-        torch._sync(tensor)
-    return tensor.untyped_storage()._cdata
+        torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
+    return int(tensor.untyped_storage()._cdata)
 
 
 def joint_graph(

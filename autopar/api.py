@@ -107,7 +107,8 @@ def _whole_batch(call: Call, world: int) -> Call:
 
     def grown(t: Tensor) -> Tensor:
         if t.ndim and t.shape[0] == batch:
-            return torch.empty((batch * world, *t.shape[1:]), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+            shape = (batch * world, *t.shape[1:])
+            return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
         return t
 
     return Call(call.structure, tuple(map(grown, call.tensors)))
@@ -201,7 +202,8 @@ def autoparallelize(
         canonical_names(model), time_limit, solver, gap, search,
     )  # fmt: skip
     if given is not None:
-        options = dataclasses.replace(options, **{k: given.options[k] for k in ("batch", "outputs") if k in given.options})
+        planned_with = {k: given.options[k] for k in ("batch", "outputs") if k in given.options}
+        options = dataclasses.replace(options, **planned_with)
     started = time.perf_counter()
     capture = together(
         lambda: _capture(model, bind(model, *as_call(meta_inputs)), options, world_size()), lambda c: c.graph.digest
@@ -228,7 +230,8 @@ def _check_world(mesh: Mesh | None) -> None:
         raise MeshError(
             f"The mesh has {mesh.size} ranks, and the job has {world_size()}.",
             found=f"mesh {mesh}, world size {world_size()}",
-            hint=f"start {mesh.size} processes (torchrun --nproc-per-node {mesh.size}), or give a mesh of {world_size()}.",
+            hint=f"start {mesh.size} processes (torchrun --nproc-per-node {mesh.size}), "
+            f"or give a mesh of {world_size()}.",
         )
 
 
@@ -250,12 +253,10 @@ def _parallelize(
     planned = bind(model, *as_call(meta_inputs))
     original = type(model)
     state = State(
-        model, made.mesh, device_mesh, bind, lambda call: compile_variant(call), made, planned, parameters,
+        model, made.mesh, device_mesh, bind, lambda call: _compile(state, call, cluster, options), made, planned,
+        parameters,
         local_batch=options.batch == "local", original_class=original, seed=decided_by_first(torch.initial_seed),
     )  # fmt: skip
-
-    def compile_variant(call: Call) -> Variant:
-        return _compile(state, call, cluster, options)
 
     first = _variant(capture, made, options, state, planned, cluster)
     state.variants[variant_key(model, planned)] = first
@@ -275,7 +276,7 @@ def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], 
     return bind_original
 
 
-def _compile(state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False) -> Variant:
+def _compile(state: State, call: Any, cluster: Cluster, options: Options, *, every: bool = False) -> Variant:
     """Plan and lower the model for another batch or mode, with the parameters where they are."""
     kept = {name: str(spec) for name, spec in state.specs.items()}
     fixed = dataclasses.replace(options, constraints=kept)
@@ -316,9 +317,9 @@ def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
         if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
     )  # fmt: skip
     return Executable(
-        namespace["forward"], namespace["backward"], lowered.inputs,
+        namespace["forward"], namespace["backward"], tuple(lowered.inputs),
         tuple((o, s, kinds[o.kind, o.name]) for o, s in lowered.results),
-        lowered.tangents, tuple((o, s, kinds[o.kind, o.name]) for o, s in lowered.gradients), whole,
+        tuple(lowered.tangents), tuple((o, s, kinds[o.kind, o.name]) for o, s in lowered.gradients), whole,
     )  # fmt: skip
 
 

@@ -13,7 +13,9 @@ from torch import nn
 from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Cluster, Mesh, builtin_clusters, cluster_of_device
 
-_UNITS = {"": 1, "b": 1} | {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)} | {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
 
 
 def as_bytes(size: int | float | str | None) -> int | None:
@@ -28,7 +30,7 @@ def as_bytes(size: int | float | str | None) -> int | None:
         m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if m and m[2].lower() in _UNITS:
             size = float(m[1]) * _UNITS[m[2].lower()]
-    if isinstance(size, str) or isinstance(size, bool) or size <= 0:
+    if isinstance(size, (str, bool)) or size <= 0:
         raise AutoparError(
             "memory_budget is no size.", found=repr(size), hint='write bytes, or text such as "60GiB" or "500 MB".'
         )

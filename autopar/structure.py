@@ -67,7 +67,7 @@ def _children(value: Any) -> tuple[list[tuple[Any, Any]] | None, Callable[[list[
     kind = type(value)
     if isinstance(value, Mapping):
         # A Hugging Face ModelOutput is both a mapping and a dataclass; its mapping side leaves out what is None.
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(kind):
             return list(value.items()), lambda items: kind(**dict(items))
         return list(value.items()), lambda items: kind(items) if kind is not dict else dict(items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

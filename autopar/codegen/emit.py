@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,9 +94,9 @@ def _text(value: Any) -> str:
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner}{',' if len(value) == 1 else ''})"
-    if isinstance(value, float) and value != value:
+    if isinstance(value, float) and math.isnan(value):
         return 'float("nan")'
-    if isinstance(value, float) and abs(value) == float("inf"):
+    if isinstance(value, float) and math.isinf(value):
         return f'float("{value}")'
     return repr(value)
 

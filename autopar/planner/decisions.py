@@ -165,7 +165,10 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
     meta = graph.meta(value)
     if output.kind == "gradient":
         # An input's gradient comes as the input did.
-        specs: tuple[ShardingSpec, ...] = (_batch_spec(meta, mesh, graph) if options.batch == "local" else ShardingSpec.replicated(len(meta.shape)),)
+        local = options.batch == "local"
+        specs: tuple[ShardingSpec, ...] = (
+            _batch_spec(meta, mesh, graph) if local else ShardingSpec.replicated(len(meta.shape)),
+        )
     elif name in forced.outputs:
         specs = (forced.outputs[name],)
     else:
@@ -194,8 +197,8 @@ def _hand_over(d: Decisions, value: Value, forced: Forced) -> None:
     source, out = d.index[value.node], value.index
     if value in forced.values:
         spec = forced.values[value]
-        copy = Variable(forced_key(value), "copy", (Strategy((spec,), (spec,)),), graph.by_name[value.node].phase, value=value)
-        target = d.add(copy)
+        only = (Strategy((spec,), (spec,)),)
+        target = d.add(Variable(forced_key(value), "copy", only, graph.by_name[value.node].phase, value=value))
         d.handovers.append(Handover(source, out, target, 0, meta))
         source, out = target, 0
     readers = _readers(d, value)

@@ -30,13 +30,14 @@ def explain(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
             rows.append((float("inf"), str(spec), error.what))
             continue
         changed = _changed(planned, other, graph)
-        rows.append((other.solution.objective, str(spec), f"{changed} other tensors change" if changed else "nothing else changes"))
+        note = f"{changed} other tensors change" if changed else "nothing else changes"
+        rows.append((other.solution.objective, str(spec), note))
     rows.sort()
     best = planned.solution.objective
     lines = [f"{name}: each spec it could have, with the rest of the plan made best for it"]
-    for cost, spec, note in rows:
+    for cost, text, note in rows:
         ratio = f"{cost * 1e3:10.3f} ms  {cost / best:6.2f} x" if cost < float("inf") else "  impossible        "
-        lines.append(f"  {spec:<12} {ratio}  {note}")
+        lines.append(f"  {text:<12} {ratio}  {note}")
     return "\n".join(lines)
 
 

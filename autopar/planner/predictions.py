@@ -15,8 +15,9 @@ from autopar.sharding import ShardingSpec
 
 
 def make_plan(
-    planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, source: str, notices: tuple[str, ...]
-) -> Plan:
+    planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, source: str,
+    notices: tuple[str, ...],
+) -> Plan:  # fmt: skip
     """Gather decisions and predictions under the names that users know."""
     program = planned.program
     made: dict[str, ShardingSpec] = {name: t.spec for name, t in program.tensors.items()}

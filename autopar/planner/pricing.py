@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models import CollectiveCosts, ComputeCosts, optimizer_state_bytes, optimizer_step_bytes
+from autopar.cost_models import CollectiveCosts, ComputeCosts, ComputeKind, optimizer_state_bytes, optimizer_step_bytes
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.decisions import Decisions, Handover, Variable, spec_read
@@ -57,7 +57,7 @@ class Prices:
 
     def _node_seconds(self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy]) -> Array:
         total = flops(node, tuple(metas))
-        kind = "view" if node.packet in VIEWS else "matmul" if total else "memory"
+        kind: ComputeKind = "view" if node.packet in VIEWS else "matmul" if total else "memory"
         outs = [m for m in node.outputs if m is not None]
         dtype = outs[0].dtype if outs else "float32"
         ops = np.array([total * o.work for o in options])

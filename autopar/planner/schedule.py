@@ -137,7 +137,8 @@ class _Scheduler:
         return made[target]
 
     def _step(
-        self, value: Value, meta: TensorMeta, source: str, before: ShardingSpec, step: Step, after: ShardingSpec, phase: Phase
+        self, value: Value, meta: TensorMeta, source: str, before: ShardingSpec, step: Step, after: ShardingSpec,
+        phase: Phase,
     ) -> str:  # fmt: skip
         name = f"{value}|{after}|{phase[0]}"
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)

@@ -147,9 +147,10 @@ class _Search:
         program = schedule(self.decisions, solution.choice, self.prices)
         lowered = time.perf_counter()
         memory = profile(program, self.graph, self.decisions.mesh, self.options)
-        times = {"build": built - start, "solve": solved - built, "lower": lowered - solved, "verify": time.perf_counter() - lowered}
-        for k, v in times.items():
-            self.timings[k] += v
+        ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
+        for stage, end in ends.items():
+            self.timings[stage] += end - start
+            start = end
         return _Result(program, solution, memory, self.timings), limit
 
     def _choose(self, asked: Problem, deadline: float, warm: Sequence[int] | None) -> Solution:
@@ -184,7 +185,8 @@ class _Search:
         return InfeasibleError(
             "No plan fits the memory budget.",
             found=f"a budget of {_text(self.budget)} a device on mesh {self.decisions.mesh}",
-            hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; more ranks need less each.",
+            hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; "
+            "more ranks need less each.",
         )
 
     def _smallest_that_works(self, least: float, positions: Sequence[int]) -> float:

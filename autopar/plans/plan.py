@@ -72,11 +72,11 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """One record for each launch, in the order of the program."""
-        found = []
-        for op in self.program.ops:
-            if op.step is not None and op.is_collective:
-                found.append(Collective(op.step.kind, (op.reads[0],), op.step.axis, op.wire_bytes, op.seconds, op.phase))
-        return tuple(found)
+        return tuple(
+            Collective(op.step.kind, (op.reads[0],), op.step.axis, op.wire_bytes, op.seconds, op.phase)
+            for op in self.program.ops
+            if op.step is not None and op.is_collective
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -106,9 +106,11 @@ class Plan:
         lines.append(f"step time     {self.step_time * 1e3:.3f} ms -> {other.step_time * 1e3:.3f} ms")
         lines.append(f"peak memory   {self.peak_memory:,} B -> {other.peak_memory:,} B")
         lines.append(f"collectives   {len(self.collectives)} -> {len(other.collectives)}")
-        for name in self.specs:
-            if name in other.specs and self.specs[name] != other.specs[name]:
-                lines.append(f"{name}: {self.specs[name]} -> {other.specs[name]}")
+        lines += [
+            f"{name}: {spec} -> {other.specs[name]}"
+            for name, spec in self.specs.items()
+            if name in other.specs and spec != other.specs[name]
+        ]
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -144,7 +146,8 @@ class Plan:
         try:
             text = Path(path).read_text()
         except OSError as error:
-            raise PlanError("The plan cannot be read.", found=str(error), hint="give the path of a saved plan.") from None
+            hint = "give the path of a saved plan."
+            raise PlanError("The plan cannot be read.", found=str(error), hint=hint) from None
         return Plan.from_json(text, str(path))
 
     @staticmethod
@@ -152,25 +155,30 @@ class Plan:
         """The plan that ``to_json`` wrote."""
         try:
             data = json.loads(text)
-            if data.get("format") != "autopar-plan":
-                raise KeyError("format")
-        except (ValueError, KeyError, AttributeError) as error:
-            raise PlanError("This is no autopar plan.", found=f"{where}: {error}", hint="save one with plan.save(path).") from None
-        if data["version"] != FORMAT_VERSION:
+        except ValueError as error:
+            raise _no_plan(f"{where}: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != "autopar-plan":
+            raise _no_plan(where)
+        if data.get("version") != FORMAT_VERSION:
             raise PlanError(
                 "The plan was saved by another version of autopar.",
-                found=f"format version {data['version']}, this one reads {FORMAT_VERSION}",
+                found=f"format version {data.get('version')}, this one reads {FORMAT_VERSION}",
                 hint="plan again with this version, or install the one that saved it.",
             )
         try:
             return _plan_from(data)
         except (KeyError, TypeError, ValueError, AutoparError) as error:
-            raise PlanError("The plan is damaged.", found=f"{where}: {type(error).__name__} {error}", hint="plan again.") from None
+            found = f"{where}: {type(error).__name__} {error}"
+            raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
 
     def __str__(self) -> str:
         from autopar.plans.table import table
 
         return table(self)
+
+
+def _no_plan(found: str) -> PlanError:
+    return PlanError("This is no autopar plan.", found=found, hint="save one with plan.save(path).")
 
 
 def replace_times(program: Program) -> Program:

@@ -47,7 +47,10 @@ class Collective:
 
 
 def ring_bytes(kind: StepKind, size: int, ranks: int) -> float:
-    """Bytes that each rank sends in a ring: 2(N-1)/N S for an all-reduce, (N-1)/N S for the others (Thakur et al., 2005)."""
+    """Bytes that each rank sends in a ring: 2(N-1)/N S for an all-reduce, (N-1)/N S for the others.
+
+    As in Thakur, Rabenseifner and Gropp, 2005.
+    """
     return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 

@@ -18,7 +18,9 @@ def program_to(program: Program) -> dict[str, Any]:
 
 
 def program_from(data: Mapping[str, Any]) -> Program:
-    results = tuple((Output(Value(node, index), kind, name), tensor) for kind, name, node, index, tensor in data["results"])
+    results = tuple(
+        (Output(Value(node, index), kind, name), tensor) for kind, name, node, index, tensor in data["results"]
+    )
     return Program(tuple(_op_from(op) for op in data["ops"]), results)
 
 
@@ -37,7 +39,8 @@ def _op_to(op: Op) -> dict[str, Any]:
     if op.step is not None:
         t = op.step
         data["step"] = {
-            "kind": t.kind, "axis": t.axis, "dim": t.dim, "to_dim": t.to_dim, "reduction": t.reduction, "axes": list(t.axes),
+            "kind": t.kind, "axis": t.axis, "dim": t.dim, "to_dim": t.to_dim, "reduction": t.reduction,
+            "axes": list(t.axes),
         }  # fmt: skip
         data["wire_bytes"] = op.wire_bytes
     if op.alias:

@@ -14,11 +14,13 @@ WIDTH = 100
 
 def table(plan: Plan) -> str:
     """Head, memory, one row for each distinct parameter (repeated layers folded), collectives by kind and axis."""
+    bound = f"at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})"
+    kinds = ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
     lines = [
         f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}",
         f"  step time    {seconds(plan.step_time)} predicted",
-        f"  plan cost    {seconds(plan.objective)}, at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})",
-        f"  peak memory  {size(plan.peak_memory)} a device: " + ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items()),
+        f"  plan cost    {seconds(plan.objective)}, {bound}",
+        f"  peak memory  {size(plan.peak_memory)} a device: {kinds}",
         "",
     ]
     lines += _columns(["parameter", "spec", "bytes a device"], _parameters(plan))
@@ -34,7 +36,8 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
 
     out: list[str] = []
     for line in lines:
-        out += textwrap.wrap(line, WIDTH, subsequent_indent="    ", drop_whitespace=False) if len(line) > WIDTH else [line]
+        long = len(line) > WIDTH
+        out += textwrap.wrap(line, WIDTH, subsequent_indent="    ", drop_whitespace=False) if long else [line]
     return [line.rstrip() for line in out]
 
 
@@ -45,7 +48,9 @@ def _parameters(plan: Plan) -> list[list[str]]:
         key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), str(plan.specs[name]))
         rows.setdefault(key, []).append(held)
     return [
-        [name if len(held) > 1 else _single(plan, name, spec), spec, size(sum(held)) + (f"  (x {len(held)})" if len(held) > 1 else "")]
+        [name, spec, f"{size(sum(held))}  (x {len(held)})"]
+        if len(held) > 1
+        else [_single(plan, name, spec), spec, size(held[0])]
         for (name, spec), held in rows.items()
     ]
 

@@ -38,13 +38,15 @@ def together(function: Callable[[], T], key: Callable[[T], object] | None = None
         result = function()
     except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         error = caught
-    said = _share(("error", type(error).__name__, str(error)) if error else ("ok", key(result) if key and result is not None else None, ""))
+    digest = key(result) if key and result is not None else None
+    said = _share(("error", type(error).__name__, str(error)) if error else ("ok", digest, ""))
     if error is not None:
         raise error
     failed = [(rank, name, text) for rank, (kind, name, text) in enumerate(said) if kind == "error"]
     if failed:
         rank, name, text = failed[0]
-        raise RankError(f"Rank {rank} failed, so all ranks stop.", found=f"{name}: {text}", hint="mend the error of that rank.")
+        what_failed = f"Rank {rank} failed, so all ranks stop."
+        raise RankError(what_failed, found=f"{name}: {text}", hint="mend the error of that rank.")
     mine = said[this_rank()][1]
     other = next((rank for rank, (_, k, _) in enumerate(said) if k != said[0][1]), None)
     if other is not None:

@@ -50,7 +50,9 @@ def simulate_program(
         # Results stay with the caller, saved tensors are handed to the backward, which frees them.
         for meter, values in zip(meters, made, strict=True):
             meter.take(values)
-        back = [[*values[n:], *_tangents(lowered.tangents, graph, mesh, r)] for values, r in zip(made, ranks, strict=True)]
+        tangents = [_tangents(lowered.tangents, graph, mesh, r) for r in ranks]
+        back = [[*values[n:], *own] for values, own in zip(made, tangents, strict=True)]
+        del tangents
         for meter, values in zip(meters, made, strict=True):
             meter.drop(list(values[n:]))
         results = [values[:n] for values in made]
@@ -63,7 +65,9 @@ def simulate_program(
     return outputs, Simulation(outputs, grads, buffers, max(m.peak for m in meters))
 
 
-def _feed(ends: Ends, named: Mapping[tuple[str, str], Tensor], mesh: Mesh, at: Sequence[int], seed: int) -> list[Tensor]:
+def _feed(
+    ends: Ends, named: Mapping[tuple[str, str], Tensor], mesh: Mesh, at: Sequence[int], seed: int
+) -> list[Tensor]:
     def of(meaning: Input, spec: ShardingSpec) -> Tensor:
         if meaning.kind == "seed":
             return torch.tensor(seed, dtype=torch.int64)
@@ -75,9 +79,8 @@ def _feed(ends: Ends, named: Mapping[tuple[str, str], Tensor], mesh: Mesh, at: S
 def _tangents(ends: Ends, graph: Graph, mesh: Mesh, rank: LocalRank) -> list[Tensor]:
     """Ones: the gradient of the loss, or of the sum of the outputs."""
     metas = [(graph.by_name[i.node].outputs[0], spec) for i, spec in ends]
-    return [
-        torch.ones(spec.local_shape(m.shape, mesh, rank.coordinate), dtype=getattr(torch, m.dtype)) for m, spec in metas if m
-    ]
+    shapes = [(spec.local_shape(m.shape, mesh, rank.coordinate), m.dtype) for m, spec in metas if m]
+    return [torch.ones(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
 
 
 def _whole(ends: Results, values: Sequence[Sequence[Tensor]], graph: Graph, mesh: Mesh) -> dict[Output, Tensor]:
@@ -112,7 +115,7 @@ class Meter:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _storages(value: Any) -> list[tuple[int, int]]:
@@ -125,7 +128,7 @@ def _storages(value: Any) -> list[tuple[int, int]]:
 def run(
     module: fx.GraphModule, ranks: Sequence[LocalRank], inputs: list[list[Any]], meters: Sequence[Meter]
 ) -> list[tuple[Any, ...]]:
-    """Run ``module(rank, *inputs)`` on every rank; ``inputs`` (one list a rank) is emptied. Returns each rank's results."""
+    """Run ``module(rank, *inputs)`` on every rank and return the results; the lists of ``inputs`` are emptied."""
     values: dict[fx.Node, list[Any]] = {}
     last = _last_uses(module.graph)
     feeds = [iter(own) for own in inputs]

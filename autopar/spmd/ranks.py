@@ -65,7 +65,7 @@ class LocalRank:
 
     mesh: Mesh
     coordinate: tuple[int, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
         return buffer

@@ -102,13 +102,16 @@ def loss_of(paths: Sequence[str], values: Sequence[Any], differentiable: Sequenc
     return next(iter(named or scalars), None)
 
 
-def _mean(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _mean(
+    x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A sum and a division: the mean of a shard is not the mean."""
     dims = list(range(x.ndim)) if dims is None or dims == [] else list(dims)
     count = 1
     for d in dims:
         count *= x.shape[d]
-    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / count
+    total: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
+    return total / count
 
 
 def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -130,4 +133,5 @@ def joint_of(
     def named(x: Any) -> Any:
         return type(x)(x.kind, rename.get(x.target, x.target)) if x is not None else None
 
-    return Joint(graph_module, [named(i) for i in ins], [named(o) for o in outs], module.constants, loss, differentiable)
+    inputs_named, outputs_named = [named(i) for i in ins], [named(o) for o in outs]
+    return Joint(graph_module, inputs_named, outputs_named, module.constants, loss, differentiable)

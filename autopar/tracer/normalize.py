@@ -23,6 +23,11 @@ _NO_OPS = {
 _LAST_DIM = {aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default}
 
 
+_SAME_SHAPE = {
+    aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.alias.default, aten.detach.default,
+}  # fmt: skip
+
+
 class Normalizing(fx.Interpreter):
     """Interprets an exported graph; what it runs is what gets traced into the joint graph."""
 
@@ -55,7 +60,7 @@ class Normalizing(fx.Interpreter):
             args, kwargs = flat.materialize((args, kwargs))
         return super().call_function(target, args, kwargs)
 
-    def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = flat.materialize((args, kwargs))
         return super().call_method(target, args, kwargs)
 
@@ -64,6 +69,7 @@ class Normalizing(fx.Interpreter):
 
     def _view(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0]
+        shape: Any
         if target is aten.flatten.using_ints:
             shape = _flattened(tuple(x.shape), *args[1:], **kwargs)
         else:
@@ -79,7 +85,7 @@ class Normalizing(fx.Interpreter):
         tags = getattr(target, "tags", ())
         if torch.Tag.pointwise in tags and not target._schema.is_mutable:
             return flat.pointwise(target, args, kwargs)
-        if target in (aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.alias.default, aten.detach.default):
+        if target in _SAME_SHAPE:
             return flat.trailing(target, x, *args[1:], **kwargs) if isinstance(x, Flat) else NotImplemented
         if not isinstance(x, Flat):
             return NotImplemented

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import autopar.ops  # noqa: F401  registers torch.ops.autopar
-from autopar.tracer.flat import Flat
+from autopar.tracer.flat import Flat, materialize
 
 aten = torch.ops.aten
 ops = torch.ops.autopar
@@ -108,7 +108,9 @@ def addmm(tracer: Any, bias: torch.Tensor, x: Operand, y: Operand, *, beta: floa
 
 
 @replaces(aten.baddbmm.default)
-def baddbmm(tracer: Any, bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def baddbmm(
+    tracer: Any, bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
     if any(isinstance(t, Flat) for t in (bias, x, y)):
         return NotImplemented
     product = ops.contract(x, y, "bmk,bkn->bmn")
@@ -154,7 +156,8 @@ def attention(
     if learned and (q.ndim != 4 or k.shape[1] != q.shape[1]):
         return NotImplemented
     if learned:
-        return _attention_by_parts(tracer, q, k, v, attn_mask, dropout_p, q.shape[-1] ** -0.5 if scale is None else scale)
+        scaled_by = q.shape[-1] ** -0.5 if scale is None else scale
+        return _attention_by_parts(tracer, q, k, v, attn_mask, dropout_p, scaled_by)
     if q.ndim == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
         if attn_mask is not None and attn_mask.ndim == 3:
@@ -184,8 +187,8 @@ def dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any:
     if not train or p == 0:
         return x
     base = base_of(x)
-    shape = list(base.shape)
-    return like(x, ops.dropout(base, tracer.seed, p=p, site=tracer.next_site(), global_shape=shape, offset=[0] * len(shape)))
+    shape, offset = list(base.shape), [0] * base.ndim
+    return like(x, ops.dropout(base, tracer.seed, p=p, site=tracer.next_site(), global_shape=shape, offset=offset))
 
 
 @replaces(aten.dropout_.default)
@@ -198,7 +201,10 @@ def _uniform(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> to
     """Numbers in [0, 1) that depend on the seed, the place in the program and the global index alone."""
     sizes = [int(n) for n in shape]
     kind = dtype or torch.get_default_dtype()
-    return ops.uniform(tracer.seed, site=tracer.next_site(), global_shape=sizes, shape=sizes, offset=[0] * len(sizes), dtype=kind)
+    result: torch.Tensor = ops.uniform(
+        tracer.seed, site=tracer.next_site(), global_shape=sizes, shape=sizes, offset=[0] * len(sizes), dtype=kind
+    )
+    return result
 
 
 def _normal(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
@@ -228,7 +234,9 @@ def randn_like(tracer: Any, x: Operand, *, dtype: torch.dtype | None = None, **_
 
 
 @replaces(aten.randint.low)
-def randint_low(tracer: Any, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+def randint_low(
+    tracer: Any, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
+) -> Any:
     return (_uniform(tracer, size, torch.float64) * (high - low) + low).floor().to(dtype or torch.int64)
 
 
@@ -295,10 +303,11 @@ def cross_entropy_loss(
     if weight is not None or label_smoothing != 0 or base_of(target).is_floating_point():
         return NotImplemented
     if isinstance(x, Flat) and isinstance(target, Flat) and x.lead_shape == target.base.shape and len(x.rest) == 1:
-        scores, index, flat = x.base, target.base, True
+        scores, index = x.base, target.base
+        flat = True
     else:
-        scores, index, flat = (t.materialize() if isinstance(t, Flat) else t for t in (x, target)), None, False
-        scores, index = scores
+        scores, index = materialize((x, target))
+        flat = False
         if scores.ndim > 1:
             scores = scores.movedim(1, -1)
     detached = scores.detach()
@@ -310,7 +319,7 @@ def cross_entropy_loss(
         return Flat(result, x.lead) if flat and isinstance(x, Flat) else result
     total = losses.sum()
     if reduction == 1:
-        total = total / (index != ignore_index).sum()
+        total = total / torch.ne(index, ignore_index).sum()
     return total.to(base_of(x).dtype)
 
 
@@ -355,7 +364,7 @@ def _averaged(loss: Any) -> Replacement:
         if any(isinstance(a, Flat) for a in args):
             x, y = args[:2]
             same = isinstance(x, Flat) and isinstance(y, Flat) and x.lead_shape == y.lead_shape
-            args = (x.base, y.base, *args[2:]) if same else tuple(a.materialize() if isinstance(a, Flat) else a for a in args)
+            args = (x.base, y.base, *args[2:]) if same else materialize(args)
         values = [*args, *defaults[len(args) :]]
         names = [a.name for a in loss._schema.arguments]
         values = [kwargs.get(n, v) for n, v in zip(names, values, strict=True)]

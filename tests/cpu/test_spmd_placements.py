@@ -10,8 +10,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
-from autopar.spmd.placements import from_placements, to_placements
 from autopar.sharding import ShardingSpec
+from autopar.spmd.placements import from_placements, to_placements
 from tests.cpu.test_spmd_redistribution import reachable
 
 parse = ShardingSpec.parse

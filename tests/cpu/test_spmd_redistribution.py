@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar import spmd
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
-from autopar import spmd
-from autopar.spmd.ranks import LocalRank, local_ranks
 from autopar.sharding import LocalLength, ShardingSpec, Step, all_pairs, cheapest_path, steps_from
+from autopar.spmd.ranks import LocalRank, local_ranks
 from tests.alpha_beta import uneven, uniform
 
 parse = ShardingSpec.parse

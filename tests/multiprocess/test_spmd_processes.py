@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from autopar import spmd
 from autopar.errors import MeshError, SpecError
 from autopar.mesh import Mesh
-from autopar import spmd
+from autopar.sharding import ShardingSpec, cheapest_path, steps_from
 from autopar.spmd.placements import to_placements
 from autopar.spmd.ranks import ProcessRank
-from autopar.sharding import ShardingSpec, cheapest_path, steps_from
 from tests.alpha_beta import uniform
 from tests.cpu.test_spmd_redistribution import reachable
 from tests.ranks import run_ranks
