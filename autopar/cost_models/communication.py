@@ -13,6 +13,9 @@ in the S of the bus-bandwidth conventions of NCCL's tests. On an axis of m nodes
 runs in two levels: inside the nodes with k in the place of n, and between nodes with m, where gathers and reductions
 have S / k left to move; a permute takes as long as its slowest message. Each launch adds the device's
 ``collective_launch_latency_s``.
+
+Where the cluster was measured in groups that lie over its nodes as an axis's do, the measured times of a kind take
+the place of these formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 
 from autopar.cost_models.compute import Amounts, ComputeCosts, Seconds
 from autopar.errors import AutoparError
-from autopar.mesh import AxisLink, Cluster, Mesh, axis_links
+from autopar.mesh import AxisLink, Cluster, CollectiveTimes, Mesh, axis_links
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "slice", "broadcast"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -47,8 +50,9 @@ class CollectiveCosts:
     broadcast           the tensor
     ==================  ===========================================================================
 
-    An axis of one rank costs nothing. On any other, every kind costs more than 0 s, even for 0 bytes, and is affine
-    in ``nbytes``, so that one launch for two tensors is never slower than two launches.
+    An axis of one rank costs nothing. On any other, every kind costs more than 0 s, even for 0 bytes, and never less
+    for more bytes. By formula it is affine in ``nbytes``, so that one launch for two tensors is never slower than
+    two launches; measured times may rise faster, where the larger message no longer fits a cache.
 
     Raises:
         MeshError: the mesh does not fit the cluster.
@@ -69,28 +73,47 @@ class CollectiveCosts:
     def _lines(self) -> tuple[dict[str, tuple[float, float]], ...]:
         return tuple({kind: self._line(kind, link) for kind in KINDS} for link in self.links)
 
+    @cached_property
+    def _measured(self) -> tuple[dict[str, CollectiveTimes], ...]:
+        times = self.cluster.sized(self.mesh.size).measured
+        found = [{kind: times.collective(kind, k.ranks_per_node, k.nodes) for kind in KINDS} for k in self.links]
+        return tuple({kind: t for kind, t in of.items() if t is not None} for of in found)
+
     def linear(self, kind: CollectiveKind, axis: int) -> tuple[float, float]:
-        """(alpha_s, beta_s_per_byte) with ``seconds == alpha_s + beta_s_per_byte * nbytes``; (0, 0) for one rank.
+        """(alpha_s, beta_s_per_byte) of the line alpha_s + beta_s_per_byte * nbytes; (0, 0) for one rank.
+
+        It equals `seconds` where that follows the formulas, and fits it best where it follows measurements.
 
         Raises:
             AutoparError: no such kind or axis.
         """
+        self._check(kind, axis)
+        measured = self._measured[axis].get(kind)
+        return (measured.alpha_s, measured.beta_s_per_byte) if measured is not None else self._lines[axis][kind]
+
+    def _check(self, kind: CollectiveKind, axis: int) -> None:
         if kind not in KINDS or not 0 <= axis < self.mesh.ndim:
             raise AutoparError(
                 "No such collective or mesh axis.",
                 found=f"{kind} on axis {axis} of mesh {self.mesh}",
                 hint=f"kinds are {', '.join(KINDS)}; axes 0 to {self.mesh.ndim - 1}.",
             )
-        return self._lines[axis][kind]
 
     def seconds(self, kind: CollectiveKind, nbytes: float, axis: int) -> float:
         """Seconds of one launch; see the class for what ``nbytes`` counts."""
-        alpha_s, beta_s_per_byte = self.linear(kind, axis)
+        self._check(kind, axis)
+        if kind in self._measured[axis]:
+            return float(self.seconds_array(kind, nbytes, axis))
+        alpha_s, beta_s_per_byte = self._lines[axis][kind]
         return alpha_s + beta_s_per_byte * nbytes
 
     def seconds_array(self, kind: CollectiveKind, nbytes: Amounts, axis: int) -> Seconds:
         """`seconds` for an array of sizes; equal to it bit by bit."""
-        alpha_s, beta_s_per_byte = self.linear(kind, axis)
+        self._check(kind, axis)
+        measured = self._measured[axis].get(kind)
+        if measured is not None:
+            return measured.curve.at(np.maximum(nbytes, measured.curve.amounts[0]))
+        alpha_s, beta_s_per_byte = self._lines[axis][kind]
         return np.asarray(alpha_s + beta_s_per_byte * np.asarray(nbytes, np.float64))
 
     def _line(self, kind: CollectiveKind, link: AxisLink) -> tuple[float, float]:

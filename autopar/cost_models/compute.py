@@ -8,6 +8,10 @@ traffic. Small kernels stay below both roofs, so each roof is scaled by an effic
 where ``e`` is the share of the peak that the largest kernels reach and ``ramp`` the seconds for which a kernel runs
 at half of that share. Both are figures of the device (``matmul_efficiency``, ``matmul_ramp_s`` and
 ``memory_efficiency``, ``memory_ramp_s``). Time ``x / (peak efficiency(x))`` is then ``x / (e peak) + ramp``.
+
+Where the cluster was measured, the curves of its kernels take the place of both roofs: that of the op itself, else
+that of its kind ("matmul", "attention", "memory"). A contraction then takes the longer of what its curve says of its
+FLOPs and what the memory's says of its bytes, so that a product of thin matrices is bound by its traffic.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import AutoparError
-from autopar.mesh import Cluster, Device
+from autopar.mesh import Cluster, Curve, Device
 
-ComputeKind = Literal["matmul", "memory", "view"]
+ComputeKind = Literal["matmul", "attention", "memory", "view"]
 Amounts = Union[float, NDArray[np.floating], NDArray[np.integer]]
 Seconds = NDArray[np.float64]
 
@@ -35,54 +39,89 @@ class _Roof(NamedTuple):
     launch_latency_s: float
 
 
+class _Curves(NamedTuple):
+    """Measured seconds over FLOPs and over bytes, of which the longer counts; None where the roof stands."""
+
+    flops: Curve | None
+    bytes: Curve | None
+
+
+FREE = Curve((1.0,), (1e-30,))
+"""Of the traffic of an op whose measured time over its FLOPs holds that already."""
+
+
 @dataclass(frozen=True)
 class ComputeCosts:
     """Seconds of kernels on the devices of ``cluster``."""
 
     cluster: Cluster
 
-    def seconds(self, flops: float, bytes_read_written: float, dtype: str, kind: ComputeKind = "matmul") -> float:
+    def seconds(
+        self, flops: float, bytes_read_written: float, dtype: str, kind: ComputeKind = "matmul", op: str = ""
+    ) -> float:
         """Seconds of one kernel on one device, monotone in both amounts.
 
         Args:
             flops: floating-point operations, a multiplication and an addition being two.
             bytes_read_written: traffic to and from the device's memory.
             dtype: of the operands: whose peak bounds a contraction.
-            kind: "matmul" for contractions; "memory" for everything else that runs a kernel, whose arithmetic is at
-                float32's rate and seldom counts; "view" for what only changes shapes and strides, which takes 0 s.
+            kind: "matmul" for contractions, "attention" for the fused kernel; "memory" for everything else that runs
+                a kernel, whose arithmetic is at float32's rate and seldom counts; "view" for what only changes shapes
+                and strides, which takes no kernel.
+            op: its name, such as ``"aten.gelu"``, for clusters on which it was measured by itself.
         """
-        if kind == "view":
-            return 0.0
-        roof = self._roof(dtype, kind)
-        arithmetic_s = flops / roof.flops_per_s + roof.flops_ramp_s if flops > 0 else 0.0
-        memory_s = bytes_read_written / roof.bytes_per_s + roof.bytes_ramp_s if bytes_read_written > 0 else 0.0
-        return max(arithmetic_s, memory_s) + roof.launch_latency_s
+        return float(self.seconds_array(flops, bytes_read_written, dtype, kind, op))
 
     def seconds_array(
-        self, flops: Amounts, bytes_read_written: Amounts, dtype: str, kind: ComputeKind = "matmul"
+        self, flops: Amounts, bytes_read_written: Amounts, dtype: str, kind: ComputeKind = "matmul", op: str = ""
     ) -> Seconds:
         """`seconds` for arrays of amounts that broadcast against each other; equal to it bit by bit."""
         work, traffic = np.broadcast_arrays(np.asarray(flops, np.float64), np.asarray(bytes_read_written, np.float64))
         if kind == "view":
-            return np.zeros(work.shape)
-        roof = self._roof(dtype, kind)
-        arithmetic_s = np.where(work > 0, work / roof.flops_per_s + roof.flops_ramp_s, 0.0)
-        memory_s = np.where(traffic > 0, traffic / roof.bytes_per_s + roof.bytes_ramp_s, 0.0)
-        return np.asarray(np.maximum(arithmetic_s, memory_s) + roof.launch_latency_s)
+            return np.full(work.shape, self.cluster.measured.call_s)
+        roof, curves = self._priced(dtype, kind, op)
+        arithmetic_s = (
+            np.where(work > 0, work / roof.flops_per_s + roof.flops_ramp_s + roof.launch_latency_s, 0.0)
+            if curves.flops is None else curves.flops.at(work)
+        )  # fmt: skip
+        memory_s = (
+            np.where(traffic > 0, traffic / roof.bytes_per_s + roof.bytes_ramp_s + roof.launch_latency_s, 0.0)
+            if curves.bytes is None else curves.bytes.at(traffic)
+        )  # fmt: skip
+        return np.maximum(np.maximum(arithmetic_s, memory_s), roof.launch_latency_s)
 
-    def _roof(self, dtype: str, kind: str) -> _Roof:
-        roof = self._roofs.get((dtype, kind))
-        if roof is None:
-            roof = self._roofs[dtype, kind] = _roof(self.cluster.device, dtype, kind)
-        return roof
+    def _priced(self, dtype: str, kind: str, op: str) -> tuple[_Roof, _Curves]:
+        found = self._roofs.get((dtype, kind, op))
+        if found is None:
+            found = _roof(self.cluster.device, dtype, kind), self._curves(dtype, kind, op)
+            self._roofs[dtype, kind, op] = found
+        return found
 
     @cached_property
-    def _roofs(self) -> dict[tuple[str, str], _Roof]:
+    def _roofs(self) -> dict[tuple[str, str, str], tuple[_Roof, _Curves]]:
         return {}
+
+    def _curves(self, dtype: str, kind: str, op: str) -> _Curves:
+        """An op that was measured by itself says all; else the curve of the kind, and traffic at the memory's."""
+        measured = self.cluster.measured
+        own = measured.kernel(op, dtype) or (measured.kernel(op, "float32") if kind == "memory" else None)
+        if own is not None:
+            if own.unit == "bytes":
+                return _Curves(None, own.curve)
+            return _Curves(own.curve, FREE)
+        work = None if kind == "memory" else measured.kernel(kind, dtype)
+        if work is None and kind == "attention":
+            work = measured.kernel("matmul", dtype)
+        traffic = measured.kernel("memory", dtype) or measured.kernel("memory", "float32")
+        return _Curves(work.curve if work else None, traffic.curve if traffic else None)
 
     def copy_line(self) -> tuple[float, float]:
         """(alpha_s, beta_s_per_byte) of a memory-bound kernel of any positive traffic: alpha + beta * bytes."""
-        roof = self._roof("float32", "memory")
+        traffic = self.cluster.measured.kernel("memory", "float32")
+        if traffic is not None:
+            first, last = traffic.curve.seconds[0], traffic.curve.seconds[-1]
+            return first, last / traffic.curve.amounts[-1]
+        roof = _roof(self.cluster.device, "float32", "memory")
         return roof.launch_latency_s + roof.bytes_ramp_s, 1 / roof.bytes_per_s
 
     def host_seconds(self, nbytes: float) -> float:
@@ -92,11 +131,14 @@ class ComputeCosts:
 
 
 def _roof(device: Device, dtype: str, kind: str) -> _Roof:
-    if kind not in {"matmul", "memory"}:
-        raise AutoparError("No such kind of kernel.", found=repr(kind), hint='one of "matmul", "memory", "view".')
+    if kind not in {"matmul", "attention", "memory"}:
+        raise AutoparError(
+            "No such kind of kernel.", found=repr(kind), hint='one of "matmul", "attention", "memory", "view".'
+        )
+    contracts = kind != "memory"
     return _Roof(
-        flops_per_s=device.peak(dtype if kind == "matmul" else "float32") * device.matmul_efficiency,
-        flops_ramp_s=device.matmul_ramp_s if kind == "matmul" else 0.0,
+        flops_per_s=device.peak(dtype if contracts else "float32") * device.matmul_efficiency,
+        flops_ramp_s=device.matmul_ramp_s if contracts else 0.0,
         bytes_per_s=device.memory_bytes_per_s * device.memory_efficiency,
         bytes_ramp_s=device.memory_ramp_s,
         launch_latency_s=device.launch_latency_s,

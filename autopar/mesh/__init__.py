@@ -1,10 +1,11 @@
 """Logical meshes, clusters and the hardware that they are made of."""
 
 from autopar.mesh.cluster import Cluster, Device, Link, builtin_clusters, cluster_of_device
+from autopar.mesh.measured import CollectiveTimes, Curve, KernelTimes, Measured, rising
 from autopar.mesh.mesh import Mesh
 from autopar.mesh.topology import AxisLink, axis_links, candidate_meshes
 
 __all__ = [
-    "AxisLink", "Cluster", "Device", "Link", "Mesh",
-    "axis_links", "builtin_clusters", "candidate_meshes", "cluster_of_device",
+    "AxisLink", "Cluster", "CollectiveTimes", "Curve", "Device", "KernelTimes", "Link", "Measured", "Mesh",
+    "axis_links", "builtin_clusters", "candidate_meshes", "cluster_of_device", "rising",
 ]  # fmt: skip

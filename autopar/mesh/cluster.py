@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import MeshError
+from autopar.mesh.measured import Measured, measured_lines, read_measured
 from autopar.mesh.tables import Table, example, parse_toml, read_text, toml_value
 
 Sources = tuple[tuple[str, str], ...]
@@ -124,6 +125,7 @@ class Cluster:
         oversubscribe: the devices are processes that share one machine, of which any number may run.
         description: one line for people.
         sources: (figure, where it comes from).
+        measured: times that `autopar profile` took, which go before the figures.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Cluster:
     oversubscribe: bool = False
     description: str = ""
     sources: Sources = ()
+    measured: Measured = field(default_factory=Measured)
 
     def __post_init__(self) -> None:
         _check_positive(self, self.name, {"fixed", "oversubscribe"})
@@ -189,7 +192,10 @@ class Cluster:
             peak_flops_per_s=tuple((dtype, peak * share) for dtype, peak in device.peak_flops_per_s),
         )
         intra = replace(intra, bandwidth_bytes_per_s=intra.bandwidth_bytes_per_s * share)
-        return replace(self, devices_per_node=processes, device=device, intra_node=intra, nodes=1, fixed=True)
+        measured = self.measured.slowed(1 / share)
+        return replace(
+            self, devices_per_node=processes, device=device, intra_node=intra, nodes=1, fixed=True, measured=measured
+        )
 
     @classmethod
     def load(cls, name: str | Path | Cluster) -> Cluster:
@@ -228,7 +234,7 @@ class Cluster:
         top = Table(parse_toml(text, origin), "", origin)
         figures = ("devices_per_node",)
         links = ("intra_node", "inter_node", "host")
-        top.only(["name", "description", "nodes", "oversubscribe", "device", *figures, *links])
+        top.only(["name", "description", "nodes", "oversubscribe", "device", "measured", *figures, *links])
         return cls(
             name=top.text("name"),
             description=top.text("description", ""),
@@ -241,6 +247,7 @@ class Cluster:
             inter_node=_read_link(top.table("inter_node"), nics=True),
             host=_read_link(top.table("host")),
             sources=top.sources(figures),
+            measured=read_measured(top.table("measured")) if "measured" in top.values else Measured(),
         )
 
     def to_toml(self) -> str:
@@ -252,6 +259,7 @@ class Cluster:
         lines += _source_table("source", self.sources)
         for section in ("device", "intra_node", "inter_node", "host"):
             lines += _section(section, getattr(self, section))
+        lines += measured_lines(self.measured)
         return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -301,15 +309,15 @@ def _unknown(name: str) -> MeshError:
 
 def _check_positive(record: Any, name: str, skip: set[str] | None = None) -> None:
     """A latency of zero makes a solver scatter tiny collectives, so that no figure may be zero."""
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if field.name in (skip or ()) or isinstance(value, bool) or not isinstance(value, (int, float)):
+    for figure in fields(record):
+        value = getattr(record, figure.name)
+        if figure.name in (skip or ()) or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        if not 0 < value < math.inf and not (field.name == "nics" and value == 0):
+        if not 0 < value < math.inf and not (figure.name == "nics" and value == 0):
             raise MeshError(
-                f"{field.name} of {name} must be positive.",
+                f"{figure.name} of {name} must be positive.",
                 found=repr(value),
-                hint=f"a right line is: {example(field.name)}",
+                hint=f"a right line is: {example(figure.name)}",
             )
 
 

@@ -35,6 +35,17 @@ EXAMPLES: Mapping[str, str] = {
     "efficiency": "efficiency = 0.8",
     "matmul_efficiency": "matmul_efficiency = 0.7",
     "memory_efficiency": "memory_efficiency = 0.85",
+    "measured": "[measured]\noverlap = 0.5",
+    "overlap": "overlap = 0.5",
+    "collectives": '[[measured.collectives]]\nkind = "all_reduce"',
+    "kernels": '[[measured.kernels]]\nkind = "matmul"',
+    "dtype": 'dtype = "float32"',
+    "ranks_per_node": "ranks_per_node = 2",
+    "beta_s_per_byte": "beta_s_per_byte = 1e-9",
+    "error": "error = 0.05",
+    "bytes": "bytes = [8, 65536]",
+    "flops": "flops = [1e6, 1e9]",
+    "seconds": "seconds = [2e-5, 6e-5]",
 }
 """A right line for every key; other keys are seconds or FLOP/s and share the two below."""
 
@@ -108,6 +119,36 @@ class Table:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self.error("must be a positive number in SI units.", key, "nothing" if value is None else repr(value))
         return float(value)
+
+    def at_least_zero(self, key: str, default: float | None = None) -> float:
+        """A finite figure that may be 0."""
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise self.error("must be a number of at least 0.", key, "nothing" if value is None else repr(value))
+        return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Positive, finite figures in SI units, at least one."""
+        value = self.values.get(key)
+        right = isinstance(value, list) and value and all(
+            isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf for x in value
+        )  # fmt: skip
+        if not right or not isinstance(value, list):
+            raise self.error("must be a list of positive numbers.", key, "nothing" if value is None else repr(value))
+        return tuple(map(float, value))
+
+    def choice(self, key: str, known: Iterable[str]) -> str:
+        value = self.text(key)
+        if value not in (known := tuple(known)):
+            raise self.error(f"must be one of {', '.join(known)}.", key, repr(value))
+        return value
+
+    def tables(self, key: str) -> tuple[Table, ...]:
+        """The tables of an array ``[[path.key]]``; none where it is absent."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+            raise self.error("must be an array of tables.", key, repr(value))
+        return tuple(Table(v, f"{self.path}.{key}[{i}]", self.origin) for i, v in enumerate(value))
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.number(key, default)
