@@ -1,0 +1,209 @@
+"""Plans for the zoo, simulated and compared with the model as it is; captures and references are made once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar import passes, planner
+from autopar.arguments import canonical_names
+from autopar.mesh import Cluster, Mesh
+from autopar.planner.constraints import module_outputs
+from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.structure import flatten
+from autopar.tracer import Capture, ColoTracer
+from tests.models import ZOO
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+FLOOR = 1e-3
+"""Some true gradients are zero; they are compared with this share of the largest of the model."""
+
+
+class Promoted(TorchFunctionMode):
+    """Whatever a float64 model computes in float32 is computed in float64, so that equality can be asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one ordinary step on one device gives: tensors by the names that a capture gives them."""
+
+    outputs: Mapping[str, Tensor]
+    grads: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of the zoo with its capture, and what one device gives (None with dropout)."""
+
+    model: nn.Module
+    inputs: Mapping[str, Tensor]
+    capture: Capture
+    reference: Reference | None
+
+    def named(self) -> dict[tuple[str, str], Tensor]:
+        call = self.capture.call
+        found = {("constant", k): t for k, t in self.capture.constants.items()}
+        found |= {("input", n): self.inputs[n] for n in call.names}
+        found |= {("parameter", n): p.detach() for n, p in self.model.named_parameters()}
+        return found | {("buffer", n): b.detach() for n, b in self.model.named_buffers()}
+
+
+@cache
+def subject(name: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> Subject:
+    model, inputs = ZOO[name].made(dtype, dropout)
+    with Promoted() if dtype is torch.float64 else warnings.catch_warnings():
+        capture = ColoTracer().capture(model, inputs)
+        reference = None if dropout else eager(model, inputs)
+    return Subject(model, inputs, capture, reference)
+
+
+def eager(model: nn.Module, inputs: Mapping[str, Tensor]) -> Reference:
+    """Outputs, gradients (of the loss, or of the sum of the outputs) and buffers of one step on one device."""
+    model = copy.deepcopy(model)
+    cached = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+    tensors, returned = flatten(model(**inputs, **cached))
+    outputs = dict(zip(returned.paths, tensors, strict=True))
+    scalars = [t for t in tensors if t.ndim == 0 and t.requires_grad]
+    (outputs.get("loss", scalars[0]) if scalars else sum(t.sum() for t in tensors)).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Reference({k: t.detach() for k, t in outputs.items()}, grads, dict(model.named_buffers()))
+
+
+@cache
+def cluster_where_sharding_pays() -> Cluster:
+    """Slow devices with fast links: what no small model meets on real hardware, its cheapest plan being one replica."""
+    base = Cluster.load("dgx-h100")
+    device = dataclasses.replace(
+        base.device, launch_latency_s=1e-9, collective_launch_latency_s=1e-9, memory_bytes_per_s=1e9,
+        peak_flops_per_s=(("float32", 1e9),), matmul_ramp_s=1e-9, memory_ramp_s=1e-9,
+    )  # fmt: skip
+    link = dataclasses.replace(base.intra_node, latency_s=1e-9)
+    return dataclasses.replace(base, device=device, intra_node=link)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A plan's program, what it is predicted to take, and what its simulation gave."""
+
+    planned: planner.Planned
+    result: Simulation
+
+    @property
+    def collectives(self) -> Counter[str]:
+        return Counter(op.step.kind for op in self.planned.program.collectives if op.step)
+
+
+def run(
+    of: Subject, mesh: tuple[int, ...], constraints: Mapping[str, str] | None = None, search: str = "joint", seed: int = 0
+) -> Ran:
+    """Plan and simulate. Fails where an op has no rule."""
+    on = Mesh(mesh)
+    options = planner.Options(
+        constraints=constraints or {}, aliases=canonical_names(of.model), search=search, time_limit_s=20.0, gap=0.05
+    )
+    cluster = cluster_where_sharding_pays().sized(on.size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned = planner.plan_graph(of.capture.graph, on, cluster, options)
+    assert not planned.notices
+    lowered = passes.lower(planned.program, of.capture.graph, on)
+    outputs, rest = simulate_program(lowered, of.capture.graph, on, of.named(), seed)
+    return Ran(planned, dataclasses.replace(rest, outputs=outputs))
+
+
+def assert_equals_one_device(of: Subject, result: Simulation, dtype: torch.dtype) -> None:
+    """Every output, gradient and buffer, by the larger of the tensor's own size and a share of the model's."""
+    assert of.reference is not None
+    assert_equal(result, of.reference, TOLERANCE[dtype])
+
+
+def assert_equal(result: Simulation, expected: Reference | Simulation, tolerance: float) -> None:
+    assert set(result.outputs) == set(expected.outputs)
+    assert not {n for n, g in expected.grads.items() if bool(g.any())} - set(result.grads)
+    largest = max(float(g.abs().max()) for g in expected.grads.values())
+    errors = {}
+    for name, value in result.grads.items():
+        errors[name] = _error(value, expected.grads.get(name, torch.zeros_like(value)), FLOOR * largest)
+    for name, value in result.outputs.items():
+        errors[f"output:{name}"] = _error(value, expected.outputs[name], 1e-30)
+    for name, value in result.buffers.items():
+        errors[f"buffer:{name}"] = _error(value, expected.buffers[name], 1e-30)
+    wrong = {n: e for n, e in errors.items() if not e <= tolerance}
+    assert not wrong, f"relative errors over {tolerance:g}: {wrong}"
+
+
+def _error(found: Tensor, expected: Tensor, floor: float) -> float:
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    if not found.numel():
+        return 0.0
+    difference = (found.double() - expected.double()).abs().max()
+    return float(difference / max(float(expected.double().abs().max()), floor))
+
+
+def data_parallel(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
+    """Whole parameters; the batch is cut over all axes, and so are the results of every large module."""
+    return {n: _replicated(p.ndim) for n, p in of.model.named_parameters()} | _batch(of, mesh) | _results(name, of, mesh, len(mesh))
+
+
+def fully_sharded(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
+    """Dim 0 of every parameter and the batch are cut over all axes."""
+    cut = _cut(range(len(mesh)))
+    stored = {n: cut + "R" * (p.ndim - 1) for n, p in of.model.named_parameters() if p.ndim}
+    return stored | _batch(of, mesh) | _results(name, of, mesh, len(mesh))
+
+
+def tensor_parallel(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
+    """Columns, rows, heads and the vocabulary are cut over the last axis, the batch over those before it."""
+    model, axis = ZOO[name], len(mesh) - 1
+    cuts = [(glob, dim) for globs in (model.column, model.row) for glob, dim in globs.items()]
+    stored = {}
+    for n, p in of.model.named_parameters():
+        dim = next((d for glob, d in cuts if fnmatch.fnmatchcase(n, glob)), None)
+        stored[n] = "".join(f"S{axis}" if d == dim else "R" for d in range(p.ndim))
+    return stored | _batch(of, mesh[:-1]) | _results(name, of, mesh, len(mesh) - 1)
+
+
+FORCED = {"data_parallel": data_parallel, "fully_sharded": fully_sharded, "tensor_parallel": tensor_parallel}
+
+
+def _batch(of: Subject, axes: tuple[int, ...]) -> dict[str, str]:
+    return {f"input:{n}": _cut(range(len(axes))) + "R" * (t.ndim - 1) for n, t in of.inputs.items()}
+
+
+def _results(name: str, of: Subject, mesh: tuple[int, ...], batch_axes: int) -> dict[str, str]:
+    """The results of the modules that tensor parallelism reduces, cut by batch alone."""
+    made = module_outputs(of.capture.graph)
+    return {
+        module: _cut(range(batch_axes)) + "R" * (len(node.outputs[0].shape) - 1)
+        for glob in ZOO[name].whole
+        for module, node in made.items()
+        if fnmatch.fnmatchcase(module, glob) and node.outputs[0] is not None
+    }
+
+
+def _replicated(ndim: int) -> str:
+    return "R" * ndim or "-"
+
+
+def _cut(axes: range) -> str:
+    return "S" + "".join(map(str, axes)) if len(axes) else "R"
