@@ -28,6 +28,9 @@ def clean(module: fx.GraphModule) -> None:
             graph.erase_node(node)
     _merge_equal(graph)
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if node.op == "output":
+            node.meta["val"] = fx.node.map_arg(node.args[0], lambda n: n.meta["val"])
     graph.lint()
     module.recompile()
 

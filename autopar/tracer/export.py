@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import inspect
-import sys
-import traceback
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from autopar.errors import CaptureError, InputError
+from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
+from autopar.tracer import functions
+from autopar.tracer.blame import capture_error, user_line
+from autopar.tracer.device_neutral import device_neutral_ops
+from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
+from autopar.tracer.randomness import refuse_python_random
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,10 @@ class FlatModel(nn.Module):
         self.returned = _Returned()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = _held(self.model)
         out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
         self.returned.differentiable = tuple(t.requires_grad for t in out)
+        self.returned.assigned = _write_in_place(self.model, before)
         return tuple(out)
 
 
@@ -108,15 +108,57 @@ class _Returned:
 
     structure: Structure | None = None
     differentiable: tuple[bool, ...] = ()
+    assigned: tuple[str, ...] = ()
+
+
+def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Buffers and plain tensor attributes of every module, by module and attribute."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in model.named_modules():
+        found |= {(path, name): b for name, b in module._buffers.items() if b is not None}
+        found |= {(path, name): v for name, v in vars(module).items() if isinstance(v, torch.Tensor)}
+    return found
+
+
+def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
+    """Buffers that the forward replaced are written in place, which torch.export sees. Returns the plain attributes
+    that it set, which nobody sees."""
+    assigned = []
+    for (path, name), new in _held(model).items():
+        old, fqn = before.get((path, name)), f"{path}.{name}" if path else name
+        if new is old:
+            continue
+        module = model.get_submodule(path)
+        if name not in module._buffers:
+            assigned.append(fqn)
+        elif old is None or old.shape != new.shape or old.dtype != new.dtype:
+            raise CaptureError(
+                f"The forward gives the buffer {fqn} another shape or dtype.",
+                found=f"{'nothing' if old is None else _text(old)} becomes {_text(new)}",
+                hint="give the buffer its final shape and dtype in __init__.",
+            )
+        else:
+            old.copy_(new.detach())
+            module._buffers[name] = old
+    return tuple(assigned)
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A forward graph of ATen ops, the structure of what the model returned, and which outputs have gradients."""
+    """A forward graph of ATen ops, the structure of what the model returned, and which outputs have gradients.
+
+    Args:
+        notices: what the program will do otherwise than the model, one sentence each.
+    """
 
     program: torch.export.ExportedProgram
     returned: Structure
     differentiable: tuple[bool, ...]
+    notices: tuple[str, ...] = ()
 
 
 def export(model: nn.Module, call: Call) -> Exported:
@@ -125,83 +167,32 @@ def export(model: nn.Module, call: Call) -> Exported:
     Raises:
         CaptureError: naming the line of the user's code where capturing stopped.
     """
+    plain = dict(call.structure.plain)
+    cached = without_caches(model) and plain.get("use_cache") is not False
     flat = FlatModel(model, call.structure)
-    _without_caches(model)
     try:
-        with _device_neutral_masks(call.names):
+        with (
+            masks_as_in_eager(call.names, cached=cached), functions.opaque(),
+            refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(),
+        ):  # fmt: skip
             program = torch.export.export(flat, call.tensors, strict=False)
-    except CaptureError:
-        raise
+    except CaptureError as error:
+        raise _located(error) from error.__cause__
     except Exception as error:
         raise capture_error(model, error) from error
     returned = flat.returned.structure
     assert returned is not None
-    return Exported(program, returned, flat.returned.differentiable)
+    return Exported(program, returned, flat.returned.differentiable, tuple(_notices(flat.returned, cached)))
 
 
-def _without_caches(model: nn.Module) -> None:
-    """Caches serve generation; in a training step they only break the capture. ``model`` is our own copy."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False  # type: ignore[union-attr]
+def _located(error: CaptureError) -> AutoparError:
+    """An error of our own, raised below a line of the user's."""
+    where = user_line(error)
+    return CaptureError(f"{error.what[:-1]}: {where}." if where else error.what, found=error.found, hint=error.hint)
 
 
-@contextlib.contextmanager
-def _device_neutral_masks(names: Sequence[str]) -> Iterator[None]:
-    """Let Hugging Face models mark causal attention as causal, as they do outside of tracing.
-
-    Under export they build the [b, 1, s, s] mask instead, which is another kernel than the one that will run. It
-    is skipped only when the inputs cannot contain padding or packed sequences.
-    """
-    padded = any("mask" in n or "position" in n for n in names)
-    masking = sys.modules.get("transformers.masking_utils")
-    if masking is None and "transformers" in sys.modules:
-        with contextlib.suppress(ImportError):
-            masking = importlib.import_module("transformers.masking_utils")
-    with contextlib.ExitStack() as stack:
-        if isinstance(masking, types.ModuleType) and not padded:
-            replaced = {
-                "find_packed_sequence_indices": lambda *a, **k: None,
-                "is_torchdynamo_exporting": lambda *a, **k: False,
-                "is_tracing": lambda *a, **k: False,
-            }
-            for name, function in replaced.items():
-                if hasattr(masking, name):
-                    stack.enter_context(mock.patch.object(masking, name, function))
-        yield
-
-
-_OURS = Path(__file__).resolve().parents[1]
-_TORCH = Path(torch.__file__).resolve().parent
-
-
-def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
-    """The error for the user: their line, what torch said, and what usually helps."""
-    where = _user_line(error)
-    reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
-    text = f"{type(error).__name__} {error}"
-    if any(w in text for w in ("GuardOnDataDependent", "DataDependent", ".item()", "data-dependent", "tolist")):
-        hint = "this line needs the values of a tensor; write it with torch.where or masks, or move it out of forward."
-    elif isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        hint = "capture allocates nothing itself; the model allocates a large constant here."
-    else:
-        hint = "the program must be the same for every batch: no branches on values, no NumPy, no input or output."
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured{f' because of {where}' if where else ''}.",
-        found=f"{type(error).__name__}: {reason}",
-        hint=hint,
-    )
-
-
-def _user_line(error: BaseException) -> str:
-    """Innermost line outside of torch and autopar, as ``file:line in function: code``."""
-    found = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if frame.filename.startswith("<") or _OURS in path.parents or _TORCH in path.parents:
-            continue
-        if "contextlib" in path.name or "unittest" in path.parts:
-            continue
-        found = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return found
+def _notices(returned: _Returned, cached: bool) -> list[str]:
+    notices = [f"{name} is set in forward, and keeps its old value outside of it" for name in returned.assigned]
+    if cached:
+        notices.append("caches for generation (past_key_values) are None in training")
+    return notices

@@ -53,9 +53,18 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         ) from error
 
 
+class _WholeBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm over the whole batch: what SyncBatchNorm computes, and the captured program with it."""
+
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        """Any number of dims will do."""
+
+
 def _as_written(model: nn.Module) -> nn.Module:
-    """The copy of a parallel model runs what the user wrote."""
+    """The copy of a parallel model runs what the user wrote; no module of it talks to other ranks."""
     for module in model.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = _WholeBatchNorm  # type: ignore[assignment]
         original = getattr(type(module), "_autopar_original", None)
         if original is not None:
             module.__class__ = original

@@ -13,11 +13,14 @@ from autopar import ir
 from autopar._torch import FakeTensorMode, JointInput, JointOutput
 from autopar.errors import AutoparError, CaptureError
 from autopar.structure import Structure
+from autopar.tracer import functions
+from autopar.tracer.blame import capture_error
 from autopar.tracer.cleanup import clean
 from autopar.tracer.convert import to_ir, value_of
-from autopar.tracer.export import Call, Exported, bind, capture_error, export
+from autopar.tracer.device_neutral import device_neutral_ops
+from autopar.tracer.export import Call, Exported, bind, export
 from autopar.tracer.fakes import fake_copy, fake_like
-from autopar.tracer.joint import joint_of, loss_of
+from autopar.tracer.joint import Joint, joint_of, loss_of
 
 OutputsMode = Literal["auto", "whole", "dtensor"]
 
@@ -69,7 +72,7 @@ class ColoTracer:
 
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         """As ``trace``, with the meaning of every input and output. The backward is captured under ``no_grad`` too."""
-        with torch.enable_grad():
+        with torch.enable_grad(), functions.recorded():
             return self._capture(model, meta_inputs)
 
     def _capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
@@ -85,11 +88,13 @@ class ColoTracer:
         loss = None if self._every_tangent else loss_of(returned.paths, values, exported.differentiable)
         differentiable = _differentiable(exported, loss)
         try:
-            joint = joint_of(program, copied, fakes, seed, loss, differentiable)
+            with device_neutral_ops():
+                joint = joint_of(program, copied, fakes, seed, loss, differentiable)
         except AutoparError:
             raise
         except Exception as error:
             raise capture_error(model, error) from error
+        _refuse_changed(joint)
         clean(joint.graph_module)
         trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
         graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, returned, trainable)
@@ -97,7 +102,7 @@ class ColoTracer:
         graph = to_ir(graph_module.graph, ins, outs, type(model).__name__)
         return Capture(
             graph_module, graph, call, returned, loss, differentiable, joint.constants,
-            _notices(returned, call, joint.outputs),
+            (*_notices(returned, call, joint.outputs), *exported.notices),
         )  # fmt: skip
 
 
@@ -150,6 +155,20 @@ def _meanings(
             name = f"input:{call.names[meant.target]}"
         outs.append(ir.Output(value_of(arg), meant.kind, name))
     return module, ins, outs
+
+
+def _refuse_changed(joint: Joint) -> None:
+    """Parameters change in the optimizer's step, and constants never."""
+    buffers = {i.target for i in joint.inputs if i.kind == "buffer"} - set(joint.constants)
+    for output in joint.outputs:
+        if output is None or output.kind != "mutation" or isinstance(output.target, int) or output.target in buffers:
+            continue
+        is_constant = output.target in joint.constants
+        raise CaptureError(
+            f"The forward changes {output.target.removeprefix('constant.model.')} in place.",
+            found="a tensor kept as a plain attribute" if is_constant else "a parameter",
+            hint="keep it with register_buffer." if is_constant else "change it outside of forward.",
+        )
 
 
 def _changes_input(meant: JointOutput) -> bool:

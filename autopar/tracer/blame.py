@@ -1,0 +1,89 @@
+"""Whose line it was: errors of capture in the user's terms."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+
+_OURS = Path(__file__).resolve().parents[1]
+_TORCH = Path(torch.__file__).resolve().parent
+_LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n\s*(.*)')
+
+
+_NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_dense", "tolist", "__format__")
+
+
+class Line(NamedTuple):
+    file: Path
+    number: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} in {self.function}: {self.code}"
+
+
+def line_at(file: str, number: int, function: str) -> Line:
+    return Line(Path(file).resolve(), number, function, linecache.getline(file, number).strip())
+
+
+def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
+    """The error for the user: their line, what torch said, and what usually helps."""
+    where = user_line(error)
+    reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured{f' because of {where}' if where else ''}.",
+        found=f"{type(error).__name__}: {reason}",
+        hint=_hint(error),
+    )
+
+
+def _hint(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}"
+    if any(w in text for w in ("DynamicOutputShape", "Unbacked", "dynamic shape operator")):
+        return "how many elements this line gives depends on values; use torch.where, a mask or topk instead."
+    if any(w in text for w in _NEEDS_VALUES):
+        return "this line needs the values of a tensor; write it with torch.where or masks, or move it out of forward."
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return "capture allocates nothing itself; the model allocates a large constant here."
+    if "cuda" in text.lower():
+        return "leave the device out, or use that of an input: the plan decides where tensors are."
+    return (
+        "if the model runs on one device with inputs like these, this line does what a graph cannot hold: NumPy, "
+        "branches on values, input or output."
+    )
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of the user's code, else of the library that they use, else of torch's modules."""
+    lines = [line for line in _lines(error) if _OURS not in line.file.parents and line.file.name != "contextlib.py"]
+    outside = [line for line in lines if _TORCH not in line.file.parents]
+    own = [line for line in outside if not any(folder in line.file.parents for folder in _LIBRARIES)]
+    inside = [line for line in lines if _TORCH / "nn" in line.file.parents]
+    chosen = next((found for found in (own, outside, inside) if found), [])
+    if not chosen:
+        return ""
+    deeper = outside[-1] if own and outside[-1] != own[-1] else None
+    return f"{chosen[-1]}" + (f" (in {deeper})" if deeper else "")
+
+
+def _lines(error: BaseException) -> Iterator[Line]:
+    """Of the traceback, and of the traceback that torch.fx quotes when it failed in running a captured op."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith("<"):
+            yield Line(Path(frame.filename).resolve(), frame.lineno or 0, frame.name, frame.line or "")
+    _, quoted, stack = str(error).rpartition("Original traceback:")
+    if quoted:
+        for file, number, function, code in _FRAME.findall(stack):
+            yield Line(Path(file).resolve(), int(number), function, code)

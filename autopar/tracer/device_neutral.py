@@ -1,0 +1,30 @@
+"""The program is captured on the CPU for devices of any kind, so no kernel of the CPU alone may enter it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def device_neutral_ops() -> Iterator[None]:
+    """Keep oneDNN's ops, which only CPUs have, out of what is traced: an LSTM becomes matrix products."""
+    flags = torch.backends.mkldnn.flags(enabled=False)
+    with _without_tf32_warning():
+        flags.__enter__()
+    try:
+        yield
+    finally:
+        with _without_tf32_warning():
+            flags.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _without_tf32_warning() -> Iterator[None]:
+    """Setting oneDNN's flags sets those of Intel GPUs too, and warns where there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
+        yield

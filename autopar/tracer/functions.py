@@ -1,0 +1,131 @@
+"""Custom ``torch.autograd.Function``s: torch.export keeps their forward and loses their backward.
+
+During export each call becomes one opaque op that remembers what was called; the joint tracer then calls the
+Function itself, whose own backward goes into the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopar.errors import CaptureError
+from autopar.tracer import flat
+from autopar.tracer.replacements import REPLACEMENTS
+
+LIBRARY: Any = torch.library.Library("autopar_capture", "DEF")  # type: ignore[no-untyped-call]
+_APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
+
+
+@dataclass
+class _Called:
+    """One call: ``args`` without its tensors, whose positions are ``at``; ``returned`` likewise."""
+
+    function: type[torch.autograd.Function]
+    args: list[Any]
+    at: list[int]
+    returned: list[Any] = field(default_factory=list)
+    is_tuple: bool = False
+
+    def run(self, tensors: list[Tensor]) -> Any:
+        args = list(self.args)
+        for position, tensor in zip(self.at, tensors, strict=True):
+            args[position] = tensor
+        return _APPLY(self.function, *args)
+
+    def rebuild(self, tensors: list[Tensor]) -> Any:
+        remaining = iter(tensors)
+        values = [next(remaining) if v is _TENSOR else v for v in self.returned]
+        return tuple(values) if self.is_tuple else values[0]
+
+
+_TENSOR = object()
+_calls: ContextVar[list[_Called]] = ContextVar("calls")
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Remember every call of a Function until the joint graph has been traced."""
+    token = _calls.set([])
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+@contextlib.contextmanager
+def opaque() -> Iterator[None]:
+    """While exporting: Functions become opaque ops, reentrant checkpoints run what they wrap, tensor hooks are refused.
+
+    What is recomputed is the plan's decision, so a checkpoint says nothing.
+    """
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            run, _, *rest = args
+            # As in eager, where a reentrant checkpoint sees the gradients of its inputs alone.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and _need_grad(rest)):
+                return run(*rest)
+        if cls.__module__.partition(".")[0] == "torch" or kwargs:
+            return _APPLY(cls, *args, **kwargs)
+        return _record(cls, args)
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        mock.patch.object(Tensor, "register_hook", _refuse_hook),
+    ):
+        yield
+
+
+def _need_grad(values: Sequence[Any]) -> bool:
+    return any(isinstance(v, Tensor) and v.requires_grad for v in values)
+
+
+def _refuse_hook(tensor: Tensor, hook: Any) -> None:
+    raise CaptureError(
+        "register_hook in forward is not captured, so the gradient would be another.",
+        found=getattr(hook, "__qualname__", repr(hook)),
+        hint="write it as a torch.autograd.Function, whose backward is captured.",
+    )
+
+
+def _record(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    called = _Called(function, [None if i in at else a for i, a in enumerate(args)], at)
+    calls = _calls.get()
+    calls.append(called)
+    made = torch.ops.autopar_capture.function([args[i] for i in at], len(calls) - 1)
+    return called.rebuild(made)
+
+
+def _fake(tensors: list[Tensor], call: int) -> list[Tensor]:
+    called = _calls.get()[call]
+    with torch.no_grad():
+        result = called.run([t.detach() for t in tensors])
+    called.is_tuple = isinstance(result, tuple)
+    values = list(result) if called.is_tuple else [result]
+    called.returned = [_TENSOR if isinstance(v, Tensor) else v for v in values]
+    return [v.clone() for v in values if isinstance(v, Tensor)]
+
+
+def _no_backward(ctx: Any, *_: Any) -> None:
+    raise AssertionError("the stand-in of a Function has no backward")
+
+
+def _run(tracer: Any, tensors: list[Any], call: int) -> list[Tensor]:
+    result = _calls.get()[call].run([flat.materialize(t) for t in tensors])
+    return [v for v in (result if isinstance(result, tuple) else (result,)) if isinstance(v, Tensor)]
+
+
+LIBRARY.define("function(Tensor[] tensors, int call) -> Tensor[]")
+torch.library.register_fake("autopar_capture::function", _fake, lib=LIBRARY)
+torch.library.register_autograd("autopar_capture::function", _no_backward, lib=LIBRARY)
+REPLACEMENTS[torch.ops.autopar_capture.function.default] = _run
