@@ -1,0 +1,106 @@
+"""The contract of ``import autopar``: its names, and what its functions take. Read from the source, without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.plans import Plan
+
+SOURCE = Path(autopar.__file__).parent
+
+PLANNING = {
+    "mesh": "None",
+    "cluster": "None",
+    "memory_budget": "None",
+    "optimizer": "'adamw'",
+    "mixed_precision": "None",
+    "batch": "'global'",
+    "outputs": "'auto'",
+    "constraints": "None",
+    "backend": "'eager'",
+    "time_limit": "60.0",
+}
+
+
+def function(file: str, name: str) -> ast.FunctionDef:
+    tree = ast.parse((SOURCE / file).read_text())
+    return next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
+
+
+def keywords(found: ast.FunctionDef) -> dict[str, str]:
+    """Keyword-only arguments with their defaults as text; ``""`` where there is none."""
+    pairs = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
+    return {a.arg: ast.unparse(d) if d is not None else "" for a, d in pairs}
+
+
+def positional(found: ast.FunctionDef) -> list[str]:
+    return [a.arg for a in found.args.args if a.arg != "self"]
+
+
+def test_names() -> None:
+    assert set(autopar.__all__) >= {
+        "AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "plan", "register_rule", "simulate",
+    }  # fmt: skip
+    assert set(dir(autopar)) == set(autopar.__all__)
+
+
+def test_every_name_has_a_home() -> None:
+    assert set(autopar._HOMES) == set(autopar.__all__)
+    for name, home in autopar._HOMES.items():
+        assert any((SOURCE / place).exists() for place in (f"{home}.py", f"{home}/__init__.py")), name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="paralelize"):
+        autopar.paralelize  # noqa: B018  the access is the test
+
+
+@pytest.mark.parametrize(("name", "further"), [("plan", {}), ("autoparallelize", {"plan": "None"})])
+def test_planning_takes_what_is_promised(name: str, further: dict[str, str]) -> None:
+    found = function("api.py", name)
+    assert positional(found) == ["model", "meta_inputs"]
+    assert keywords(found).items() >= (PLANNING | further).items()
+
+
+def test_what_more_there_is_has_defaults() -> None:
+    for name in ("plan", "autoparallelize"):
+        assert all(keywords(function("api.py", name)).values())
+
+
+def test_simulate() -> None:
+    found = function("api.py", "simulate")
+    assert positional(found) == ["model", "meta_inputs"]
+    assert keywords(found)["plan"] == ""
+
+
+def test_trace() -> None:
+    assert positional(function("tracer/tracer.py", "trace"))[:2] == ["model", "meta_inputs"]
+
+
+def test_register_rule() -> None:
+    """``register_rule(torch.ops.mylib.flash, "b h q d, ... -> ...")``: an op and an equation, by position."""
+    found = function("strategies/registry.py", "register_rule")
+    names = positional(found)
+    assert len(names) - len(found.args.defaults) <= 2 <= len(names)
+
+
+def test_a_plan_answers() -> None:
+    fields = {
+        "objective", "lower_bound", "step_time", "peak_memory", "memory", "specs", "activations", "source", "timings",
+    }  # fmt: skip
+    assert fields <= set(Plan.__dataclass_fields__)
+    assert all(hasattr(Plan, name) for name in ("gap", "collectives", "explain", "diff", "save", "load"))
+
+
+def test_names_below_the_planner_come_without_torch() -> None:
+    code = (
+        "import sys, autopar; autopar.Plan, autopar.Cluster, autopar.AutoparError, autopar.register_rule; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
