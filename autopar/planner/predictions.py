@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.ir import Graph, Value
@@ -39,8 +39,10 @@ def make_plan(
     for alias, name in options.aliases.items():
         if name in specs:
             specs[alias] = specs[name]
+    reduced = _reduced(made)
     for module, node in module_outputs(graph).items():
-        specs.setdefault(module, _settled(made, Value(node.name)))
+        name = str(Value(node.name))
+        specs.setdefault(module, reduced.get(name, made[name]) if made[name].partial else made[name])
     for node in graph.nodes:
         if node.op != "placeholder" and str(Value(node.name)) in made:
             specs.setdefault(node.name, made[node.name])
@@ -56,11 +58,14 @@ def make_plan(
     )  # fmt: skip
 
 
-def _settled(made: dict[str, ShardingSpec], value: Value) -> ShardingSpec:
-    """The spec in which a module's output is read: after a reduction, where it was partial."""
-    spec = made[str(value)]
-    later = [s for name, s in made.items() if name.startswith(f"{value}|") and not s.partial]
-    return later[0] if spec.partial and later else spec
+def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:
+    """The first spec without partial sums to which each value is redistributed: in which a module's output is read."""
+    first: dict[str, ShardingSpec] = {}
+    for name, spec in made.items():
+        value, redistributed, _ = name.partition("|")
+        if redistributed and not spec.partial:
+            first.setdefault(value, spec)
+    return first
 
 
 def _activations(planned: Planned, graph: Graph) -> dict[str, Activation]:
