@@ -79,6 +79,11 @@ class CollectiveCosts:
         found = [{kind: times.collective(kind, k.ranks_per_node, k.nodes) for kind in KINDS} for k in self.links]
         return tuple({kind: t for kind, t in of.items() if t is not None} for of in found)
 
+    @cached_property
+    def affine(self) -> bool:
+        """Whether `linear` equals `seconds`: nothing follows measurements."""
+        return not any(self._measured)
+
     def linear(self, kind: CollectiveKind, axis: int) -> tuple[float, float]:
         """(alpha_s, beta_s_per_byte) of the line alpha_s + beta_s_per_byte * nbytes; (0, 0) for one rank.
 

@@ -2,6 +2,7 @@
 
 from autopar.sharding.greedy import find_path, greedy_path
 from autopar.sharding.local import LocalLength, LocalOffset, local_length
+from autopar.sharding.pareto import Line, LinearPricing, ParetoSet, pareto_set
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.sharding.priced_graph import CollectivePricing
 from autopar.sharding.redistribution import Step, StepKind, steps_from
@@ -10,8 +11,11 @@ from autopar.sharding.strategy import Strategy
 
 __all__ = [
     "CollectivePricing",
+    "Line",
+    "LinearPricing",
     "LocalLength",
     "LocalOffset",
+    "ParetoSet",
     "Path",
     "Reduction",
     "ShardingSpec",
@@ -23,5 +27,6 @@ __all__ = [
     "find_path",
     "greedy_path",
     "local_length",
+    "pareto_set",
     "steps_from",
 ]

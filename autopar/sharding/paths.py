@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
+from autopar.sharding.pareto import pareto_set
 from autopar.sharding.priced_graph import CollectivePricing, Floats, PricedGraph, priced, priced_graph
 from autopar.sharding.redistribution import Step
 from autopar.sharding.spec import ShardingSpec
@@ -42,7 +43,10 @@ class Path:
 def cheapest_path(
     src: ShardingSpec, dst: ShardingSpec, shape: Sequence[int], itemsize: int, mesh: Mesh, costs: CollectivePricing
 ) -> Path:
-    """The cheapest way from ``src`` to ``dst`` for a tensor of global ``shape``, by Dijkstra's algorithm.
+    """The cheapest way from ``src`` to ``dst`` for a tensor of global ``shape``.
+
+    Costs that are affine and say so (``LinearPricing``) are searched once for tensors of every size (``pareto_set``),
+    others by Dijkstra's algorithm for this one.
 
     No step holds more than source and target together (or ``NEGLIGIBLE_BYTES`` more), unless no path manages
     that. Of equally cheap paths the one with the fewest steps is taken, then the first in the order of steps.
@@ -53,6 +57,13 @@ def cheapest_path(
     Raises:
         SpecError: no path exists: the target is partial where the source is not, or reduces otherwise.
     """
+    found = pareto_set(src, dst, shape, itemsize, mesh, costs)
+    if found is not None:
+        alternatives, scale = found
+        line = alternatives.best(scale)
+        if line is None:
+            raise unreachable(src, dst)
+        return Path(line.steps, line.specs, line.seconds(scale), line.peak_units * scale)
     tensor = priced_graph((src, dst), shape, itemsize, mesh, costs)
     start, end = tensor.graph.index[src], tensor.graph.index[dst]
     arcs = tensor.shortest(start, end, tensor.bound(start, end))

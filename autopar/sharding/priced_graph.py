@@ -148,35 +148,51 @@ def priced_graph(
 ) -> PricedGraph:
     """The graph between ``ends``. A dim is cut into more parts than it has elements only if one of them does that."""
     graph = graph_for(len(shape), mesh, ends)
-    over = graph.overcut(shape)[[graph.index[s] for s in ends]].any(axis=0)
-    return priced(graph, shape, itemsize, costs, tuple(int(d) for d in np.flatnonzero(over)))
+    return priced(graph, shape, itemsize, costs, overcut_by(graph, [graph.index[s] for s in ends], shape))
+
+
+def overcut_by(graph: SpecGraph, ends: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The dims that one of the nodes ``ends`` cuts into more parts than they have elements."""
+    return tuple(int(d) for d in np.flatnonzero(graph.overcut(shape)[list(ends)].any(axis=0)))
+
+
+def proportion(shape: Sequence[int], itemsize: int, mesh: Mesh) -> tuple[tuple[int, ...], int]:
+    """A shape and a number of bytes: every spec of ``shape`` holds so many times the elements of the smaller shape.
+
+    A dim that the whole mesh divides only matters by its bytes: shapes that agree in the rest have all in common.
+    """
+    size = mesh.size
+    even = [n > 0 and n % size == 0 for n in shape]
+    reduced = tuple(size if e else n for n, e in zip(shape, even, strict=True))
+    return reduced, itemsize * math.prod(n // size for n, e in zip(shape, even, strict=True) if e)
+
+
+def existing_arcs(graph: SpecGraph, shape: tuple[int, ...], overcut_dims: tuple[int, ...]) -> Ints:
+    """The arcs of ``graph`` that a tensor of ``shape`` has, of whose dims only ``overcut_dims`` may be overcut."""
+    over = graph.overcut(shape)
+    over[:, list(overcut_dims)] = False
+    usable = ~np.asarray(over.any(axis=1))
+    exists = usable[graph.tail] & usable[graph.head]
+    exists[graph.misfits(shape)] = False
+    return np.flatnonzero(exists)
 
 
 def priced(
     graph: SpecGraph, shape: Sequence[int], itemsize: int, costs: CollectivePricing, overcut_dims: tuple[int, ...]
 ) -> PricedGraph:
     """``graph`` for one tensor, of whose dims only ``overcut_dims`` are cut into more parts than they have elements."""
-    # A dim that the whole mesh divides only matters by its bytes: shapes that agree in the rest share one graph.
-    size = graph.mesh.size
-    even = [n > 0 and n % size == 0 for n in shape]
-    reduced = tuple(size if e else n for n, e in zip(shape, even, strict=True))
-    factor = math.prod(n // size for n, e in zip(shape, even, strict=True) if e)
+    reduced, scale = proportion(shape, itemsize, graph.mesh)
     try:
-        return _priced_cached(graph, reduced, itemsize * factor, cast(Hashable, costs), overcut_dims)
+        return _priced_cached(graph, reduced, scale, cast(Hashable, costs), overcut_dims)
     except TypeError:  # costs that cannot be hashed
-        return _priced(graph, reduced, itemsize * factor, costs, overcut_dims)
+        return _priced(graph, reduced, scale, costs, overcut_dims)
 
 
 def _priced(
     graph: SpecGraph, shape: tuple[int, ...], itemsize: int, costs: CollectivePricing, overcut_dims: tuple[int, ...]
 ) -> PricedGraph:
     local_bytes = graph.local_bytes(shape, itemsize)
-    over = graph.overcut(shape)
-    over[:, list(overcut_dims)] = False
-    usable = ~np.asarray(over.any(axis=1))
-    exists = usable[graph.tail] & usable[graph.head]
-    exists[graph.misfits(shape)] = False
-    arcs = np.flatnonzero(exists)
+    arcs = existing_arcs(graph, shape, overcut_dims)
     before, after = local_bytes[graph.tail[arcs]], local_bytes[graph.head[arcs]]
     nbytes = np.where(graph.gathers[arcs], after, before)
     kinds = [(n, d in overcut_dims) for d, n in enumerate(shape)]

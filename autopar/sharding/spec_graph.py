@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.mesh import Mesh
-from autopar.sharding.redistribution import Step, steps_from
+from autopar.sharding.redistribution import Step, StepKind, steps_from
 from autopar.sharding.spec import Reduction, ShardingSpec, length
 
 Dims = tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class SpecGraph:
         return {spec: i for i, spec in enumerate(self.nodes)}
 
     @cached_property
-    def prices(self) -> tuple[list[tuple[str, tuple[int, ...]]], NDArray[np.int64]]:
+    def prices(self) -> tuple[list[tuple[StepKind, tuple[int, ...]]], NDArray[np.int64]]:
         """The distinct (kind, mesh axes along which data moves), and for each arc which of them it is."""
         keys = [(s.kind, s.moved_axes(self.nodes[t])) for s, t in zip(self.steps, self.tail, strict=True)]
         number = {key: i for i, key in enumerate(dict.fromkeys(keys))}

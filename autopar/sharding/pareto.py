@@ -1,0 +1,315 @@
+"""The paths between two specs that are the cheapest for tensors of some size.
+
+Where a step of S bytes takes a + b S seconds, a path does as well, in the sizes of its steps, which all grow in
+proportion. Of all paths between two specs only those count that no size finds dominated: the set of Pareto by latency
+and by bytes sent, more narrowly the lower envelope of their lines. A path that holds more memory than its ends exists
+only up to the size at which that is no longer negligible, so that there is one envelope for each such limit. Once
+made, the set serves every size.
+
+The envelope is found by bisection (Eisner and Severance, 1976): a path that is the cheapest at two sizes is so
+between them; otherwise a third is sought where the lines of the two meet.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol, cast, runtime_checkable
+
+import numpy as np
+
+from autopar.mesh import Mesh
+from autopar.sharding.priced_graph import NEGLIGIBLE_BYTES, Floats, Ints, existing_arcs, overcut_by, proportion
+from autopar.sharding.redistribution import Step, StepKind
+from autopar.sharding.spec import ShardingSpec
+from autopar.sharding.spec_graph import SpecGraph, graph_for
+
+
+@runtime_checkable
+class LinearPricing(Protocol):
+    """Costs that say whether they are affine in bytes, and by which lines."""
+
+    @property
+    def affine(self) -> bool:
+        """Whether ``linear`` tells the seconds of every kind on every axis."""
+        ...
+
+    def linear(self, kind: StepKind, axis: int) -> tuple[float, float]:
+        """(alpha_s, beta_s_per_byte) of one step along mesh ``axis``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Line:
+    """A path and its cost for tensors of any size.
+
+    Args:
+        steps: of the path.
+        specs: its specs, the first before any step.
+        prices: (alpha_s, beta_s_per_byte, units) of each step; a step of a tensor of scale k moves k * units bytes.
+        peak_units: the most that input and output of one step hold; of a path without steps, the tensor.
+        largest_scale: up to which no step holds more than the ends and ``NEGLIGIBLE_BYTES``.
+    """
+
+    steps: tuple[Step, ...]
+    specs: tuple[ShardingSpec, ...]
+    prices: tuple[tuple[float, float, int], ...]
+    peak_units: int
+    largest_scale: float
+
+    @cached_property
+    def alpha_s(self) -> float:
+        return math.fsum(a for a, _, _ in self.prices)
+
+    @cached_property
+    def beta_s_per_scale(self) -> float:
+        return math.fsum(b * units for _, b, units in self.prices)
+
+    def seconds(self, scale: int) -> float:
+        """For a tensor of ``scale``: added step by step, as every search adds them."""
+        total = 0.0
+        for alpha, beta, units in self.prices:
+            total += alpha + beta * (units * scale)
+        return total
+
+
+@dataclass(frozen=True)
+class ParetoSet:
+    """The paths from one spec to another of which each is the cheapest for some size.
+
+    Args:
+        limits: largest scale of each range of sizes, increasing; the last is infinite.
+        envelopes: for each range its lines, from that of the smallest sizes to that of the largest.
+    """
+
+    limits: tuple[float, ...]
+    envelopes: tuple[tuple[Line, ...], ...]
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """Every path of the set, each once."""
+        return tuple(dict.fromkeys(line for lines in self.envelopes for line in lines))
+
+    def best(self, scale: int) -> Line | None:
+        """The cheapest path for tensors of ``scale``; of equals the one with the fewest steps. None without a path."""
+        lines = self.envelopes[bisect_left(self.limits, scale)]
+        return min(lines, key=lambda line: (line.seconds(scale), len(line.steps)), default=None)
+
+
+@dataclass(eq=False)
+class LinearGraph:
+    """A graph of specs for all tensors whose shapes are in proportion.
+
+    Args:
+        leaving: for each node the arcs that leave it: (arc, head, alpha_s, beta_s_per_scale, peak units).
+        local_units: bytes at each node of the tensor of scale 1.
+    """
+
+    graph: SpecGraph
+    leaving: list[list[tuple[int, int, float, float, int]]]
+    local_units: list[int]
+    price_of_arc: dict[int, tuple[float, float, int]]
+
+    def pareto_set(self, start: int, end: int) -> ParetoSet:
+        if (start, end) not in self._sets:
+            ranges = list(_Search(self, start, end).ranges())
+            self._sets[start, end] = ParetoSet(tuple(r[0] for r in ranges), tuple(r[1] for r in ranges))
+        return self._sets[start, end]
+
+    def remaining(self, end: int) -> list[tuple[float, float]]:
+        """The least sum of alpha_s, and the least of beta_s_per_scale, of the paths from each node to ``end``."""
+        weights, heads, tails, begin = self._by_tail
+        out = np.full((len(self.leaving), 2), np.inf)
+        out[end] = 0.0
+        while True:
+            nearer = np.minimum(out[tails], np.minimum.reduceat(out[heads] + weights, begin, axis=0))
+            if (nearer == out[tails]).all():
+                return cast(list[tuple[float, float]], out.tolist())
+            out[tails] = nearer
+
+    @cached_property
+    def _by_tail(self) -> tuple[Floats, Ints, Ints, Ints]:
+        """Weights and heads of all arcs in the order of their tails; the tails, and where each one's arcs begin."""
+        arcs = [(tail, head, alpha, beta) for tail, out in enumerate(self.leaving) for _, head, alpha, beta, _ in out]
+        tails, begin = np.unique(np.array([a[0] for a in arcs], dtype=np.int64), return_index=True)
+        heads = np.array([a[1] for a in arcs], dtype=np.int64)
+        return np.array([a[2:] for a in arcs]).reshape(-1, 2), heads, tails, begin
+
+    @cached_property
+    def _sets(self) -> dict[tuple[int, int], ParetoSet]:
+        return {}
+
+
+@dataclass(frozen=True)
+class _Search:
+    tensor: LinearGraph
+    start: int
+    end: int
+
+    @cached_property
+    def _remaining(self) -> list[tuple[float, float]]:
+        return self.tensor.remaining(self.end)
+
+    def ranges(self) -> Iterator[tuple[float, tuple[Line, ...]]]:
+        """(largest scale, envelope) of each range of sizes, from scale 1 on."""
+        scale = 1
+        while True:
+            peak = self._allowed(scale)
+            line = self._cheapest(scale, peak)
+            if line is None:
+                line = self._cheapest(scale, math.inf)
+                yield math.inf, () if line is None else self._envelope(line, scale, math.inf, math.inf)
+                return
+            far = self._cheapest(line.largest_scale, peak)
+            if far is not None and _no_dearer(line, far, line.largest_scale):
+                limit = line.largest_scale
+                yield limit, (line,)
+            else:
+                limit = self._limit(peak)
+                yield limit, self._envelope(line, scale, limit, peak)
+            if limit == math.inf:
+                return
+            scale = int(limit) + 1
+
+    def _ends(self) -> int:
+        return self.tensor.local_units[self.start] + self.tensor.local_units[self.end]
+
+    def _allowed(self, scale: int) -> float:
+        """Units that a step may hold at ``scale``."""
+        return self._ends() + NEGLIGIBLE_BYTES // scale
+
+    def _limit(self, peak: float) -> float:
+        """The largest scale at which steps that hold ``peak`` units, or as near below as any does, are allowed."""
+        held = max((a[4] for arcs in self.tensor.leaving for a in arcs if a[4] <= peak), default=0)
+        return self._largest_scale(held)
+
+    def _largest_scale(self, peak_units: int) -> float:
+        beyond = peak_units - self._ends()
+        return NEGLIGIBLE_BYTES // beyond if beyond > 0 else math.inf
+
+    def _envelope(self, first: Line, low: float, high: float, peak: float) -> tuple[Line, ...]:
+        """The lines of which one is the lowest at each scale from ``low``, where ``first`` is, to ``high``."""
+        last = self._cheapest(high, peak)
+        assert last is not None
+        return (first, *self._between(first, last, low, high, peak))
+
+    def _between(self, first: Line, last: Line, low: float, high: float, peak: float) -> tuple[Line, ...]:
+        """The lines after ``first`` up to ``last``."""
+        if _no_dearer(first, last, high):
+            return ()
+        meet = (last.alpha_s - first.alpha_s) / (first.beta_s_per_scale - last.beta_s_per_scale)
+        if not low < meet < high:
+            return (last,)
+        middle = self._cheapest(meet, peak)
+        assert middle is not None
+        if _no_dearer(first, middle, meet):
+            return (last,)
+        return (
+            *self._between(first, middle, low, meet, peak),
+            *self._between(middle, last, meet, high, peak),
+        )
+
+    def _cheapest(self, scale: float, peak: float) -> Line | None:
+        """The cheapest path whose steps hold at most ``peak`` units, by the A* algorithm; at infinite scale by bytes,
+        then by latency."""
+        remaining = self._remaining
+        of_alpha, of_beta = (0.0, 1.0) if scale == math.inf else (1.0, scale)
+        by_bytes = scale == math.inf
+        queue: list[tuple[float, float, int, tuple[int, ...], int, float, float]]
+        queue = [(0.0, 0.0, 0, (), self.start, 0.0, 0.0)]
+        done: set[int] = set()
+        while queue:
+            _, _, steps, taken, node, alpha, beta = heapq.heappop(queue)
+            if node == self.end:
+                return self._line(taken)
+            if node in done:
+                continue
+            done.add(node)
+            for arc, head, step_alpha, step_beta, units in self.tensor.leaving[node]:
+                rest_alpha, rest_beta = remaining[head]
+                if head not in done and units <= peak and rest_alpha < math.inf:
+                    a, b = alpha + step_alpha, beta + step_beta
+                    first = of_alpha * (a + rest_alpha) + of_beta * (b + rest_beta)
+                    second = a + rest_alpha if by_bytes else 0.0
+                    heapq.heappush(queue, (first, second, steps + 1, (*taken, arc), head, a, b))
+        return None
+
+    def _line(self, arcs: Sequence[int]) -> Line:
+        graph, units = self.tensor.graph, self.tensor.local_units
+        nodes = [self.start, *(int(graph.head[a]) for a in arcs)]
+        peak = max((units[a] + units[b] for a, b in zip(nodes, nodes[1:], strict=False)), default=units[self.start])
+        return Line(
+            tuple(graph.steps[a] for a in arcs),
+            tuple(graph.nodes[n] for n in nodes),
+            tuple(self.tensor.price_of_arc[a] for a in arcs),
+            peak,
+            self._largest_scale(peak),
+        )
+
+
+def _no_dearer(line: Line, other: Line, scale: float) -> bool:
+    """Whether ``line`` is as cheap as ``other`` at ``scale``, but for rounding."""
+    pairs = [(line.beta_s_per_scale, other.beta_s_per_scale), (line.alpha_s, other.alpha_s)]
+    if scale == math.inf:
+        return all(a <= b * (1 + _ROUNDING) for a, b in pairs)
+    mine, others = (x.alpha_s + x.beta_s_per_scale * scale for x in (line, other))
+    return mine <= others * (1 + _ROUNDING)
+
+
+_ROUNDING = 1e-13
+
+
+def pareto_set(
+    src: ShardingSpec, dst: ShardingSpec, shape: Sequence[int], itemsize: int, mesh: Mesh, costs: object
+) -> tuple[ParetoSet, int] | None:
+    """The set of Pareto for tensors like the one of ``shape``, and that tensor's scale in it.
+
+    The scale counts how many times larger it is than the smallest tensor whose dims are as even: dims that the whole
+    mesh divides may differ between tensors that share a set, and so may ``itemsize``.
+
+    Returns:
+        None where ``costs`` are not affine ``LinearPricing``, or cannot be hashed, or a permute along several axes
+        takes the maximum of lines that cross.
+    """
+    if not (isinstance(costs, LinearPricing) and costs.affine):
+        return None
+    graph = graph_for(len(shape), mesh, (src, dst))
+    reduced, scale = proportion(shape, itemsize, mesh)
+    start, end = graph.index[src], graph.index[dst]
+    try:
+        tensor = _linear_graph(graph, reduced, cast(Hashable, costs), overcut_by(graph, (start, end), shape))
+    except TypeError:  # costs that cannot be hashed
+        return None
+    return None if tensor is None else (tensor.pareto_set(start, end), scale)
+
+
+@lru_cache(maxsize=128)
+def _linear_graph(
+    graph: SpecGraph, shape: tuple[int, ...], costs: LinearPricing, overcut_dims: tuple[int, ...]
+) -> LinearGraph | None:
+    keys, key_of_arc = graph.prices
+    lines = [_dominant([costs.linear(kind, axis) for axis in axes]) for kind, axes in keys]
+    arcs = existing_arcs(graph, shape, overcut_dims)
+    units = graph.local_bytes(shape, 1)
+    before, after = units[graph.tail[arcs]], units[graph.head[arcs]]
+    moved: Ints = np.where(graph.gathers[arcs], after, before)
+    leaving: list[list[tuple[int, int, float, float, int]]] = [[] for _ in graph.nodes]
+    price_of_arc: dict[int, tuple[float, float, int]] = {}
+    columns = (arcs, graph.tail[arcs], graph.head[arcs], key_of_arc[arcs], moved, before + after)
+    for arc, tail, head, key, nbytes, peak in zip(*(c.tolist() for c in columns), strict=True):
+        line = lines[key]
+        if line is None:
+            return None
+        price_of_arc[arc] = (*line, nbytes)
+        leaving[tail].append((arc, head, line[0], line[1] * nbytes, peak))
+    return LinearGraph(graph, leaving, units.tolist(), price_of_arc)
+
+
+def _dominant(lines: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """The line that is above all others at every size, if there is one."""
+    highest = (max(a for a, _ in lines), max(b for _, b in lines))
+    return highest if highest in lines else None
