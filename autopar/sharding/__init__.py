@@ -1,5 +1,6 @@
 """Sharding specs, strategies and redistribution between specs."""
 
+from autopar.sharding.adjoint import Adjoint, adjoint_path
 from autopar.sharding.greedy import find_path, greedy_path
 from autopar.sharding.local import LocalLength, LocalOffset, local_length
 from autopar.sharding.pareto import Line, LinearPricing, ParetoSet, pareto_set
@@ -10,6 +11,7 @@ from autopar.sharding.spec import Reduction, ShardingSpec
 from autopar.sharding.strategy import Strategy
 
 __all__ = [
+    "Adjoint",
     "CollectivePricing",
     "Line",
     "LinearPricing",
@@ -22,6 +24,7 @@ __all__ = [
     "Step",
     "StepKind",
     "Strategy",
+    "adjoint_path",
     "all_pairs",
     "cheapest_path",
     "find_path",

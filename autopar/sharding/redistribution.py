@@ -7,7 +7,7 @@ its ranks hold interleaved pieces.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, permutations
 from typing import Literal, get_args
@@ -77,6 +77,32 @@ class Step:
         new = [mesh.shape[a] for a in self.axes]
         ways = spec.ways(mesh) // ShardingSpec(_but(spec.dims, self.dim)).ways(mesh)
         return old == new or shape[self.dim] % ways == 0
+
+    def adjoint(self, spec: ShardingSpec) -> Step | None:
+        """The step that takes the cotangent of this step's result to that of ``spec``, which the step is taken from.
+
+        The cotangent of a partial sum is replicated, as each addend counts in full; that of an average is divided by
+        the number of ranks besides. None where the cotangent stays as it is.
+
+        Raises:
+            SpecError: the step reduces by maximum or minimum, which is not linear.
+        """
+        after = self.apply(spec)
+        if self.kind in ("all_reduce", "reduce_scatter") and self.reduction not in _LINEAR:
+            raise SpecError(
+                f"The step {self} is not linear, so that it has no adjoint.",
+                found=str(spec),
+                hint="sums and averages have one; differentiate through a maximum by its own rule.",
+            )
+        if self.kind == "all_gather":
+            return Step("slice", self.axis, self.dim)
+        if self.kind in ("slice", "reduce_scatter"):
+            return Step("all_gather", self.axis, self.dim)
+        if self.kind == "all_to_all":
+            return Step("all_to_all", self.axis, self.to_dim, self.dim)
+        if self.kind == "permute" and after.dims != spec.dims:
+            return replace(self, axis=spec.dims[self.dim][0], axes=spec.dims[self.dim]) if self.dim >= 0 else self
+        return None
 
     def moved_axes(self, spec: ShardingSpec) -> tuple[int, ...]:
         """The mesh axes along which data moves."""

@@ -1,0 +1,49 @@
+"""The backward of a redistribution: it takes the cotangent of the result to that of the source.
+
+A cotangent lies as its tensor does, except that it is replicated where the tensor is a partial sum. With <x, y> the
+sum of the products of all that the ranks hold, in which replicas count once, a redistribution R and its adjoint R*
+satisfy <R x, y> = <x, R* y>.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.mesh import Mesh
+from autopar.sharding.paths import Path
+from autopar.sharding.redistribution import Step
+from autopar.sharding.spec import ShardingSpec
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """A redistribution of a cotangent.
+
+    Args:
+        steps: in order.
+        specs: of the cotangent before the first step, and after each.
+        divisor: what the cotangent is divided by: the ranks over which the path takes averages.
+    """
+
+    steps: tuple[Step, ...]
+    specs: tuple[ShardingSpec, ...]
+    divisor: int
+
+
+def adjoint_path(path: Path, mesh: Mesh) -> Adjoint:
+    """The adjoint of ``path``: the adjoints of its steps from the last to the first.
+
+    Raises:
+        SpecError: the path reduces by maximum or minimum.
+    """
+    steps: list[Step] = []
+    specs = [path.specs[-1].without_partial()]
+    divisor = 1
+    for step, spec in reversed(list(zip(path.steps, path.specs, strict=False))):
+        back = step.adjoint(spec)
+        if back is not None:
+            steps.append(back)
+            specs.append(spec.without_partial())
+        if step.kind in ("all_reduce", "reduce_scatter") and step.reduction == "avg":
+            divisor *= mesh.shape[step.axis]
+    return Adjoint(tuple(steps), tuple(specs), divisor)
