@@ -69,8 +69,8 @@ def train(model: nn.Module, steps: int, label: str, beside: list[float] | None =
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     losses: list[float] = []
     columns = TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    quiet = rank() != 0 or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+    # A file or a log gets the finished bar alone, from one of the processes.
+    with Progress(*columns, console=console, transient=console.is_terminal, disable=rank() != 0) as progress:
         for batch in progress.track(batches(steps), total=steps):
             out = model(**batch)
             out.loss.backward()
