@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar import codegen, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_mesh, as_optimizer, canonical_names
 from autopar.errors import MeshError, PlanError
-from autopar.ir import Graph
+from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.predictions import make_plan
@@ -22,9 +24,11 @@ from autopar.plans import Plan
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
-from autopar.runtime.materialize import materialize
+from autopar.runtime.loading import accept_whole_tensors
+from autopar.runtime.materialize import install, prepare
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.spmd.placements import from_placements
 from autopar.tracer import Capture, ColoTracer
 from autopar.tracer.export import Call, bind
 from autopar.tracer.tracer import as_call
@@ -190,20 +194,26 @@ def autoparallelize(
     Raises:
         AutoparError: on every rank at once, and the model is as it was.
     """
-    _check_backend(backend, mixed_precision)
-    if isinstance(model, ParallelModule):
-        raise PlanError("The model is already parallel.", found=type(model).__name__, hint="parallelize a fresh model.")
     ensure_process_group(model)
-    hardware = as_cluster(cluster)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
-    options = Options(
-        as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
-        canonical_names(model), time_limit, solver, gap, search,
-    )  # fmt: skip
-    if given is not None:
-        planned_with = {k: given.options[k] for k in ("batch", "outputs") if k in given.options}
-        options = dataclasses.replace(options, **planned_with)
+
+    def asked() -> tuple[Cluster, Plan | None, Options]:
+        _check_backend(backend, mixed_precision)
+        _check_model(model)
+        hardware = as_cluster(cluster)
+        given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
+        options = Options(
+            as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
+            canonical_names(model), time_limit, solver, gap, search,
+        )  # fmt: skip
+        if given is not None:
+            planned_with = {k: given.options[k] for k in ("batch", "outputs") if k in given.options}
+            options = dataclasses.replace(options, **planned_with)
+        return hardware, given, options
+
+    hardware, given, options = together(
+        asked, lambda a: _wanted(*a, mesh), "request", "give every rank the same arguments."
+    )
     started = time.perf_counter()
     capture = together(
         lambda: _capture(model, bind(model, *as_call(meta_inputs)), options, world_size()), lambda c: c.graph.digest
@@ -218,6 +228,24 @@ def autoparallelize(
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     return _parallelize(model, meta_inputs, capture, made, hardware, options, mesh)
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, ParallelModule):
+        raise PlanError("The model is already parallel.", found=type(model).__name__, hint="parallelize a fresh model.")
+    if "forward" in vars(model):
+        raise PlanError(
+            "The model's forward was replaced on the instance, where it would hide the parallel one.",
+            found=f"{type(model).__name__} object with an attribute forward",
+            hint="define forward in a class, or undo the wrapper before parallelizing.",
+        )
+
+
+def _wanted(cluster: Cluster, plan: Plan | None, options: Options, mesh: MeshLike) -> dict[str, str]:
+    """What every rank must ask for alike, by the name of the argument."""
+    said = {f.name: repr(getattr(options, f.name)) for f in dataclasses.fields(options)}
+    said |= {"cluster": cluster.name, "mesh": str(as_mesh(mesh)) if mesh is not None else "None"}
+    return said | {"plan": plan.digest if plan is not None else "None"}
 
 
 def _shared(plan: Plan) -> Any:
@@ -249,21 +277,23 @@ def _parallelize(
 ) -> nn.Module:  # fmt: skip
     """The point of no return: shard the parameters and swap the class."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
-    parameters = {n: made.specs[n] for n in made.parameters}
-    planned = bind(model, *as_call(meta_inputs))
+    planned = _shapes(bind(model, *as_call(meta_inputs)))
     original = type(model)
-    state = State(
-        model, made.mesh, device_mesh, bind, lambda call: _compile(state, call, cluster, options), made, planned,
-        parameters,
-        local_batch=options.batch == "local", original_class=original, seed=decided_by_first(torch.initial_seed),
-    )  # fmt: skip
 
-    first = _variant(capture, made, options, state, planned, cluster)
-    state.variants[variant_key(model, planned)] = first
-    materialize(model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, state.seed)
+    def compile_variant(module: nn.Module, call: Call) -> Variant:
+        return _compile(module, state, call, cluster, options)
+
+    state = State(made.mesh, device_mesh, _bound_as(original), compile_variant, made, planned, options.batch == "local")
+    state.variants[variant_key(model, planned)] = _variant(model, capture, made, options, state, planned, cluster)
+    parameters = {n: made.specs[n] for n in made.parameters}
+    seed = decided_by_first(torch.initial_seed)
+    replacements = together(
+        lambda: prepare(model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, seed)
+    )
+    install(replacements)
+    accept_whole_tensors(model)
     model.__class__ = parallel_class(original)
     model._autopar = state  # type: ignore[assignment]
-    state.bind = _bound_as(original)
     return model
 
 
@@ -276,24 +306,49 @@ def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], 
     return bind_original
 
 
-def _compile(state: State, call: Any, cluster: Cluster, options: Options, *, every: bool = False) -> Variant:
+def _compile(
+    model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
+) -> Variant:  # fmt: skip
     """Plan and lower the model for another batch or mode, with the parameters where they are."""
-    kept = {name: str(spec) for name, spec in state.specs.items()}
-    fixed = dataclasses.replace(options, constraints=kept)
+    outputs = "dtensor" if every and options.outputs == "auto" else options.outputs
+    fixed = dataclasses.replace(options, outputs=outputs)
     capture = together(
-        lambda: _capture(state.model, call, fixed, state.mesh.size, every=every), lambda c: c.graph.digest
+        lambda: _capture(model, call, fixed, state.mesh.size, every=every), lambda c: c.graph.digest
     )
+    fixed = dataclasses.replace(fixed, constraints=_placed(model, capture, state.mesh))
     made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
-    return _variant(capture, made if isinstance(made, Plan) else Plan.from_json(made), options, state, call, cluster)
+    plan = made if isinstance(made, Plan) else Plan.from_json(made)
+    return _variant(model, capture, plan, fixed, state, call, cluster)
+
+
+def _shapes(call: Call) -> Call:
+    """The call on the meta device: what is kept of it holds no batch alive."""
+    with torch.no_grad():
+        tensors = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in call.tensors)
+        return Call(call.structure, tuple(tensors))
+
+
+def _placed(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, str]:
+    """Constraints that leave every parameter of the program where it is."""
+    used = {i.name for i in capture.graph.inputs if i.kind == "parameter"}
+    return {
+        name: str(from_placements(p.placements, p.ndim, mesh))
+        for name, p in model.named_parameters() if name in used and isinstance(p, DTensor)
+    }  # fmt: skip
 
 
 def _variant(
-    capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster
+    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster
 ) -> Variant:
     executable = _executable(capture, made, options)
+    call = _shapes(call)
+    key = variant_key(model, call)
 
+    @functools.cache
     def every_tangent() -> Executable:
-        return _compile(state, call, cluster, options, every=True).executable
+        """The same call with a backward from every output; later calls take it at once."""
+        state.variants[key] = _compile(model, state, call, cluster, options, every=True)
+        return state.variants[key].executable
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
     return Variant(executable, _builder(capture, outputs), outputs, every_tangent, capture.constants)
@@ -311,15 +366,23 @@ def _builder(capture: Capture, outputs: Sequence[str]) -> Callable[[Sequence[Any
 def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
     lowered = passes.lower(made.program, capture.graph, made.mesh)
     namespace = codegen.load(made.source, f"autopar_{made.digest}")
-    kinds = {(o.kind, o.name): capture.graph.meta(o.value).shape for o in capture.graph.outputs}
+    inference = codegen.emit(passes.forward_only(lowered), lowered.backward, ["Forward without gradients."])
+    metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
+    seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
     whole = frozenset(
         o.name for o in capture.graph.outputs
         if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
     )  # fmt: skip
+    floating = frozenset(
+        o.name for o in capture.graph.outputs if getattr(torch, metas[o.kind, o.name].dtype).is_floating_point
+    )
     return Executable(
         namespace["forward"], namespace["backward"], tuple(lowered.inputs),
-        tuple((o, s, kinds[o.kind, o.name]) for o, s in lowered.results),
-        tuple(lowered.tangents), tuple((o, s, kinds[o.kind, o.name]) for o, s in lowered.gradients), whole,
+        tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.results),
+        tuple(lowered.tangents), tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.gradients), whole,
+        differentiable=floating,
+        random=any(capture.graph.consumers.get(Value(seed)) for seed in seeds),
+        inference=codegen.load(inference, f"autopar_{made.digest}_inference")["forward"],
     )  # fmt: skip
 
 

@@ -20,12 +20,15 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def together(function: Callable[[], T], key: Callable[[T], object] | None = None, what: str = "graph") -> T:
+def together(
+    function: Callable[[], T], key: Callable[[T], object] | None = None, what: str = "graph",
+    hint: str = "build the same model, with the same inputs' shapes, on every rank.",
+) -> T:  # fmt: skip
     """Run ``function`` on every rank; if it raises anywhere, every rank raises.
 
     Args:
         key: what of the result must be equal on all ranks.
-        what: names that in the error.
+        what: names that in the error, and ``hint`` says what to do about it.
 
     Raises:
         RankError: another rank failed, or results differ.
@@ -47,13 +50,12 @@ def together(function: Callable[[], T], key: Callable[[T], object] | None = None
         rank, name, text = failed[0]
         what_failed = f"Rank {rank} failed, so all ranks stop."
         raise RankError(what_failed, found=f"{name}: {text}", hint="mend the error of that rank.")
-    mine = said[this_rank()][1]
     other = next((rank for rank, (_, k, _) in enumerate(said) if k != said[0][1]), None)
     if other is not None:
         raise RankError(
             f"The {what} of rank {other} differs from that of rank 0.",
-            found=f"{what} digests {[k for _, k, _ in said]}; this is rank {this_rank()} with {mine}",
-            hint="build the same model, with the same inputs' shapes, on every rank.",
+            found=_difference(said[0][1], said[other][1], other),
+            hint=hint,
         )
     assert result is not None or key is None
     return result  # type: ignore[return-value]
@@ -70,7 +72,8 @@ def decided_by_first(function: Callable[[], T]) -> T:
         except AutoparError as error:
             box = [("error", error)]
         except Exception as error:
-            box = [("error", RankError("Planning failed on rank 0.", found=f"{type(error).__name__}: {error}"))]
+            found = f"{type(error).__name__}: {error}"
+            box = [("error", RankError("Planning failed on rank 0.", found=found, hint="see the error of rank 0."))]
             dist.broadcast_object_list(box, src=0)
             raise
     dist.broadcast_object_list(box, src=0)
@@ -79,6 +82,13 @@ def decided_by_first(function: Callable[[], T]) -> T:
         raise value
     result: T = value
     return result
+
+
+def _difference(first: object, other: object, rank: int) -> str:
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return f"{first} on rank 0, {other} on rank {rank}"
+    differing = [name for name in first if first[name] != other.get(name)]
+    return ", ".join(f"{name}: {first[name]} on rank 0, {other.get(name)} on rank {rank}" for name in differing)
 
 
 def _share(item: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.ir import Input, Output
+from autopar.ir import Input, Output, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
@@ -29,27 +29,38 @@ class Executable:
         forward: ``forward(rank, inputs) -> (*results, *saved)``; empties the list ``inputs``.
         backward: ``backward(rank, saved_and_tangents) -> gradients``; empties its list.
         inputs: meaning and spec of each forward input.
-        results: meaning, spec and global shape of each result before the saved tensors.
+        results: meaning, spec and global shape and dtype of each result before the saved tensors.
         tangents: names of the outputs whose gradients the backward takes, in order.
-        gradients: meaning, spec and global shape of each gradient.
+        gradients: meaning, spec and global shape and dtype of each gradient.
         whole: outputs given to the caller as plain tensors, by name; others are DTensors.
+        differentiable: names of the outputs that have a gradient on one device, captured or not.
+        random: whether the program reads its seed.
+        inference: as ``forward``, without the saved tensors and what only they need.
     """
 
     forward: Local
     backward: Local
     inputs: tuple[tuple[Input, ShardingSpec], ...]
-    results: tuple[tuple[Output, ShardingSpec, tuple[int, ...]], ...]
+    results: tuple[tuple[Output, ShardingSpec, TensorMeta], ...]
     tangents: tuple[tuple[Input, ShardingSpec], ...]
-    gradients: tuple[tuple[Output, ShardingSpec, tuple[int, ...]], ...]
+    gradients: tuple[tuple[Output, ShardingSpec, TensorMeta], ...]
     whole: frozenset[str]
+    differentiable: frozenset[str]
+    random: bool
+    inference: Local
 
 
 class Host(Protocol):
     """What execution needs of the module that it runs for."""
 
-    rank: Rank
-    mesh: Mesh
-    device_mesh: DeviceMesh
+    @property
+    def rank(self) -> Rank: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def device_mesh(self) -> DeviceMesh: ...
+    @property
+    def local_batch(self) -> bool: ...
 
     def every_tangent(self) -> Executable:
         """The variant whose backward takes the gradient of every output."""
@@ -58,13 +69,24 @@ class Host(Protocol):
 
 @dataclass
 class Run:
-    """One forward and what its backward needs. Autograd's context holds it; ``saved`` is emptied by the backward."""
+    """One forward and what its backward needs. Autograd's context holds it; the backward empties it.
+
+    Args:
+        operands: of the forward, for the variant with a backward from every output.
+        saved: tensors that the forward keeps, in the order of the backward's inputs.
+        versions: of the saved tensors that are shards of parameters, by position.
+    """
 
     host: Host
     executable: Executable
     operands: tuple[Any, ...]
     saved: list[Any]
+    versions: dict[int, int]
     done: bool = False
+
+    def release(self) -> None:
+        """Nothing of the step stays alive, though the loss may."""
+        self.operands, self.saved, self.versions, self.done = (), [], {}, True
 
 
 def as_dtensor(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> DTensor:
@@ -80,18 +102,28 @@ def local_of(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def forward_values(host: Host, executable: Executable, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Run the forward. Returns outputs, mutations and saved tensors."""
-    results = executable.forward(host.rank, [local_of(o) for o in operands])
+def _operand(host: Host, meaning: Input, spec: ShardingSpec, value: Any) -> Any:
+    """What the program takes: this rank's shard. A copy where an input is cut, so that it does not hold the whole."""
+    if meaning.kind != "input" or host.local_batch or spec.is_replicated:
+        return local_of(value)
+    return value[spec.local_slices(tuple(value.shape), host.mesh, host.rank.coordinate)].clone()
+
+
+def forward_values(
+    host: Host, executable: Executable, operands: Sequence[Any], *, keep: bool
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Run the forward. Returns outputs, mutations and, with ``keep``, the saved tensors."""
+    fed = [_operand(host, m, s, o) for (m, s), o in zip(executable.inputs, operands, strict=True)]
+    results = (executable.forward if keep else executable.inference)(host.rank, fed)
     n = len(executable.results)
     outputs, mutations = [], []
-    for (output, spec, shape), value in zip(executable.results, results[:n], strict=True):
+    for (output, spec, meta), value in zip(executable.results, results[:n], strict=True):
         if output.kind == "mutation":
             mutations.append(value)
         elif output.name in executable.whole:
             outputs.append(value)
         else:
-            outputs.append(as_dtensor(value, spec, shape, host))
+            outputs.append(as_dtensor(value, spec, meta.shape, host))
     return outputs, mutations, list(results[n:])
 
 
@@ -100,63 +132,87 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, host: Host, executable: Executable, sink: list[Any], *operands: Any) -> tuple[Any, ...]:
-        outputs, mutations, saved = forward_values(host, executable, operands)
+        outputs, mutations, saved = forward_values(host, executable, operands, keep=True)
         sink.extend(mutations)
-        ctx.run = Run(host, executable, operands, saved)
+        ctx.run = Run(host, executable, operands, saved, _versions(saved, operands))
         ctx.set_materialize_grads(False)
-        floating = [o for o in outputs if isinstance(o, Tensor) and not o.is_floating_point()]
-        ctx.mark_non_differentiable(*floating)
+        fixed = [o for o, n in zip(outputs, _names(executable), strict=True) if n not in executable.differentiable]
+        ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         run: Run = ctx.run
-        names = [o.name for o, _, _ in run.executable.results if o.kind == "output"]
-        given = {name: t for name, t in zip(names, tangents, strict=True) if t is not None}
-        gradients = _gradients(run, given)
-        return (None, None, None, *gradients)
+        _check_backward(run)
+        given = {n: t for n, t in zip(_names(run.executable), tangents, strict=True) if t is not None}
+        with torch.no_grad():
+            return (None, None, None, *_gradients(run, given))
 
 
-def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
-    """Gradients of every operand, None where there is none."""
+def _names(executable: Executable) -> list[str]:
+    return [o.name for o, _, _ in executable.results if o.kind == "output"]
+
+
+def _versions(saved: Sequence[Any], operands: Sequence[Any]) -> dict[int, int]:
+    held = {o.to_local().data_ptr() for o in operands if isinstance(o, DTensor)} - {0}
+    return {i: t._version for i, t in enumerate(saved) if isinstance(t, Tensor) and t.data_ptr() in held}
+
+
+def _check_backward(run: Run) -> None:
+    if torch.is_grad_enabled():
+        raise AutoparError(
+            "Second derivatives of a parallel model are not captured.",
+            found="a backward with create_graph=True",
+            hint="take second derivatives on one device, or leave create_graph out.",
+        )
     if run.done:
         raise AutoparError(
             "This loss was already used for a backward, and its activations are freed.",
             found="a second backward through the same step",
             hint="call the model again; retain_graph=True cannot keep what the plan frees.",
         )
-    run.done = True
-    executable, host = run.executable, run.host
+    if any(run.saved[i]._version != v for i, v in run.versions.items()):
+        raise AutoparError(
+            "A parameter that the backward needs was changed after the forward.",
+            found="a parameter changed in place, as by optimizer.step() before loss.backward()",
+            hint="call backward before the optimizer steps, or call the model again.",
+        )
+
+
+def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
+    """Gradients of every operand, None where there is none."""
+    executable, host, operands, feeds = run.executable, run.host, run.operands, run.saved
+    run.release()
     if set(given) - {i.name for i, _ in executable.tangents}:
-        run.saved.clear()
+        feeds.clear()
         executable = host.every_tangent()
-        _, _, run.saved = forward_values(host, executable, run.operands)
-    feeds = run.saved
-    run.saved = []
-    shapes = {o.name: (s, shape) for o, s, shape in executable.results}
-    like = next((o for o in (local_of(o) for o in run.operands) if isinstance(o, Tensor) and o.is_floating_point()), None)
-    for meaning, spec in executable.tangents:
-        feeds.append(_tangent(given.get(meaning.name), spec, shapes[meaning.name][1], host, like))
+        _, _, feeds = forward_values(host, executable, operands, keep=True)
+    metas = {o.name: meta for o, _, meta in executable.results}
+    feeds += [_tangent(given.get(i.name), spec, metas[i.name], host) for i, spec in executable.tangents]
+    del operands, given
     made = executable.backward(host.rank, feeds)
-    by_name = {(o.name): (g, s, shape) for (o, s, shape), g in zip(executable.gradients, made, strict=True)}
+    by_name = {o.name: (g, s, meta) for (o, s, meta), g in zip(executable.gradients, made, strict=True)}
     return [_gradient_of(meaning, by_name, host) for meaning, _ in executable.inputs]
 
 
-def _tangent(given: Any, spec: ShardingSpec, shape: Sequence[int], host: Host, like: Tensor | None) -> Tensor:
+def _tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Tensor:
     """A tangent as the program takes it, zeros where the caller's loss does not use the output."""
-    local = spec.local_slices(tuple(shape), host.mesh, host.rank.coordinate)
+    local = spec.local_slices(meta.shape, host.mesh, host.rank.coordinate)
     if given is None:
         sizes = [s.stop - s.start for s in local]
-        return torch.zeros(sizes, dtype=like.dtype if like is not None else None, device=like.device if like is not None else None)
+        return torch.zeros(sizes, dtype=getattr(torch, meta.dtype), device=host.rank.device)
     if isinstance(given, DTensor):
-        return given.redistribute(host.device_mesh, to_placements(spec, host.mesh, shape)).to_local()
-    return given[local] if tuple(given.shape) == tuple(shape) else given
+        given = given.redistribute(host.device_mesh, to_placements(spec, host.mesh, meta.shape)).to_local()
+    elif tuple(given.shape) == meta.shape:
+        given = given[local].contiguous()
+    assert isinstance(given, Tensor)
+    return given
 
 
-def _gradient_of(meaning: Input, made: dict[str, Any], host: Host) -> Any:
+def _gradient_of(meaning: Input, made: Mapping[str, Any], host: Host) -> Any:
     if meaning.kind == "parameter" and meaning.name in made:
-        gradient, spec, shape = made[meaning.name]
-        return as_dtensor(gradient, spec, shape, host)
+        gradient, spec, meta = made[meaning.name]
+        return as_dtensor(gradient, spec, meta.shape, host)
     if meaning.kind == "input" and f"input:{meaning.name}" in made:
         return made[f"input:{meaning.name}"][0]
     return None

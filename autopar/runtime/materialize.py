@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,47 +17,75 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.runtime.optimizers import mark
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
 
-Owner = tuple[nn.Module, str, str]
+
+@dataclass(frozen=True)
+class Owner:
+    """One place of a model that holds a parameter or buffer: the table of a module, and the name there."""
+
+    table: dict[str, Any]
+    attribute: str
+    path: str
+
+    @property
+    def fqn(self) -> str:
+        return f"{self.path}.{self.attribute}" if self.path else self.attribute
 
 
-def owners(model: nn.Module) -> dict[int, list[Owner]]:
-    """Every place (module, attribute, FQN) that holds a parameter or buffer, by the tensor's identity."""
-    found: dict[int, list[Owner]] = {}
+@dataclass(frozen=True)
+class Replacement:
+    """A tensor of the parallel model and every place that it goes to."""
+
+    owners: tuple[Owner, ...]
+    tensor: Tensor
+
+
+def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
+    """Every parameter and buffer with all places that hold it."""
+    found: dict[int, tuple[Tensor, list[Owner]]] = {}
     for path, module in model.named_modules(remove_duplicate=True):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    found.setdefault(id(tensor), []).append((module, name, f"{path}.{name}" if path else name))
-    return found
+                    found.setdefault(id(tensor), (tensor, []))[1].append(Owner(table, name, path))
+    return [(tensor, tuple(places)) for tensor, places in found.values()]
 
 
-def materialize(
+def prepare(
     model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mesh, device_mesh: DeviceMesh,
     coordinate: tuple[int, ...], device: torch.device, seed: int,
-) -> None:  # fmt: skip
-    """Replace every parameter by a DTensor at its spec, and put buffers on ``device``.
+) -> list[Replacement]:  # fmt: skip
+    """Make this rank's shard of every parameter as a DTensor at its spec, and of every buffer a copy on ``device``.
 
-    Tensors on the meta device are initialised by their module's own ``reset_parameters`` or the model's
-    ``_init_weights``, one at a time, from a seed of their own: the values are the same on every mesh.
+    Tensors on the meta device are initialised as their modules do it, one at a time, from a seed of their own: the
+    values are the same on every mesh. ``model`` stays as it is.
+
+    Raises:
+        AutoparError: a tensor is on the meta device and nothing initialises it.
     """
-    for places in list(owners(model).values()):
-        module, name, fqn = places[0]
-        is_parameter = name in module._parameters
-        table = module._parameters if is_parameter else module._buffers
-        old = table[name]
-        assert old is not None
-        whole = _initialised(model, module, name, fqn, seed) if old.is_meta else old.detach()
-        if not is_parameter:
-            new: Any = whole.to(device)
-        else:
-            spec = next((specs[f] for _, _, f in places if f in specs), ShardingSpec.replicated(whole.ndim))
-            new = _parameter(whole, spec, mesh, device_mesh, coordinate, device, old.requires_grad)
-        del whole
-        for owner, attribute, _ in places:
-            (owner._parameters if is_parameter else owner._buffers)[attribute] = new
+    found = owners(model)
+    made = []
+    with _stand_ins(found):
+        for old, places in found:
+            whole = _initialised(model, old, places[0], seed) if old.is_meta else old.detach()
+            if isinstance(old, nn.Parameter):
+                spec = next((specs[o.fqn] for o in places if o.fqn in specs), ShardingSpec.replicated(whole.ndim))
+                new: Tensor = _parameter(whole, spec, mesh, device_mesh, coordinate, device, old.requires_grad)
+            else:
+                new = whole.to(device)
+            del whole
+            made.append(Replacement(places, new))
+    return made
+
+
+def install(replacements: list[Replacement]) -> None:
+    """Put the prepared tensors where they belong; tied parameters stay one object."""
+    for replacement in replacements:
+        for owner in replacement.owners:
+            owner.table[owner.attribute] = replacement.tensor
 
 
 def _parameter(
@@ -61,43 +93,86 @@ def _parameter(
     device: torch.device, requires_grad: bool,
 ) -> nn.Parameter:  # fmt: skip
     part = whole[spec.local_slices(tuple(whole.shape), mesh, coordinate)]
-    local = part.to(device, copy=True).contiguous()
+    # A parameter that stays whole keeps its memory; a shard must not hold the whole.
+    local = part.to(device, copy=part.shape != whole.shape).contiguous()
     stride = torch.empty(whole.shape, device="meta").stride()
     tensor = DTensor.from_local(
         local, device_mesh, to_placements(spec, mesh, tuple(whole.shape)), run_check=False,
         shape=whole.shape, stride=stride,
     )  # fmt: skip
-    return nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    mark(parameter)
+    return parameter
 
 
-def _initialised(model: nn.Module, module: nn.Module, name: str, fqn: str, seed: int) -> Tensor:
-    """The whole tensor, initialised alone: every other tensor of its module stays on the meta device."""
-    table = module._parameters if name in module._parameters else module._buffers
-    meta = table[name]
-    assert meta is not None
-    real = torch.full_like(meta, float("nan") if meta.is_floating_point() else 0, device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed((seed + zlib.crc32(fqn.encode())) % 2**31)
-        table[name] = nn.Parameter(real, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else real
-        try:
-            _initialiser(model, module, fqn)()
-            result = table[name]
-        finally:
-            table[name] = meta
-    assert result is not None
-    if result.is_meta or (result.is_floating_point() and bool(result.isnan().any())):
-        raise _uninitialised(fqn, module)
+@contextlib.contextmanager
+def _stand_ins(found: list[tuple[Tensor, tuple[Owner, ...]]]) -> Iterator[None]:
+    """While tensors on meta are initialised, all others are on meta too: an initialiser sets all that it knows."""
+    replaced = [(old, places) for old, places in found if not old.is_meta]
+    if len(replaced) == len(found):
+        yield
+        return
+    try:
+        for old, places in replaced:
+            _place(_like(old.detach().to("meta"), old), places)
+        yield
+    finally:
+        for old, places in replaced:
+            _place(old, places)
+
+
+def _place(tensor: Tensor, places: tuple[Owner, ...]) -> None:
+    for owner in places:
+        owner.table[owner.attribute] = tensor
+
+
+def _like(tensor: Tensor, old: Tensor) -> Tensor:
+    return nn.Parameter(tensor, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else tensor
+
+
+def _initialised(model: nn.Module, meta: Tensor, place: Owner, seed: int) -> Tensor:
+    """The whole tensor, initialised alone: every other tensor of the model is on the meta device."""
+    value = float("nan") if meta.is_floating_point() else 0
+    real = _like(torch.full_like(meta, value, device="cpu"), meta)
+    untouched = real._version
+    try:
+        place.table[place.attribute] = real
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed((seed + zlib.crc32(place.fqn.encode())) % 2**31)
+            for initialise in _initialisers(model, place.path):
+                initialise()
+        result: Tensor = place.table[place.attribute]
+    finally:
+        place.table[place.attribute] = meta
+    unset = result is real and real._version == untouched
+    if unset or result.is_meta or (result.is_floating_point() and bool(result.isnan().any())):
+        raise _uninitialised(place.fqn, model.get_submodule(place.path))
     return result.detach()
 
 
-def _initialiser(model: nn.Module, module: nn.Module, fqn: str) -> Callable[[], Any]:
-    init = getattr(model, "_init_weights", None)
-    if callable(init):
-        return lambda: init(module)
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        return reset  # type: ignore[no-any-return]
-    raise _uninitialised(fqn, module)
+def _initialisers(model: nn.Module, path: str) -> list[Callable[[], Any]]:
+    """What sets the tensors of the module at ``path``, in the order of construction.
+
+    First ``reset_parameters`` of the module and of those around it, then the models' ``_init_weights(module)``.
+    """
+    parts = path.split(".") if path else []
+    chain = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts), -1, -1)]
+    resets = (getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None) for m in chain)
+    made: list[Callable[[], Any]] = [r for r in resets if callable(r)]
+    for i, module in enumerate(chain):
+        model_init = next((init for m in chain[i:] if (init := _model_init(m))), None)
+        if model_init is not None:
+            made.append(functools.partial(model_init, module))
+    return made
+
+
+def _model_init(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """``_init_weights(module)``, which sets one module, where ``module`` has it."""
+    init = getattr(module, "_init_weights", None)
+    if not callable(init):
+        return None
+    required = [p for p in inspect.signature(init).parameters.values() if p.default is inspect.Parameter.empty]
+    return init if len(required) == 1 else None
 
 
 def _uninitialised(fqn: str, module: nn.Module) -> AutoparError:

@@ -5,21 +5,23 @@ Like FSDP2, the model's class is swapped for a subclass: attributes, methods, FQ
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError
+from autopar.errors import AutoparError, InputError
 from autopar.ir import Output
 from autopar.mesh import Mesh
 from autopar.runtime.execution import Executable, Step, forward_values
-from autopar.sharding import ShardingSpec
 from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
 
@@ -58,27 +60,23 @@ class Variant:
 
 @dataclass
 class State:
-    """What a parallel module knows beyond its parameters.
+    """What a parallel module knows beyond its parameters. Copies of the module share it.
 
     Args:
         bind: binds a call to the signature of the model's own forward.
         compile: makes the variant for a call of other shapes, or another mode.
         plan: the plan of the first variant.
+        planned: the call that the plan was made for.
     """
 
-    model: nn.Module
     mesh: Mesh
     device_mesh: DeviceMesh
     bind: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]
-    compile: Callable[[Call], Variant]
+    compile: Callable[[nn.Module, Any], Variant]
     plan: Any
     planned: Call
-    specs: Mapping[str, ShardingSpec]
     local_batch: bool
-    original_class: type[nn.Module] = nn.Module
     variants: dict[Any, Variant] = field(default_factory=dict)
-    seed: int = 0
-    calls: int = 0
     rank: ProcessRank = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,11 +85,10 @@ class State:
     @property
     def device(self) -> torch.device:
         """Where this rank's shards live."""
-        kind = self.device_mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return self.rank.device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        """A copy of the model for capture takes no second runtime."""
+        """A copy of the model has parameters of its own and runs the same programs."""
         return self
 
 
@@ -102,6 +99,7 @@ class _VariantHost:
     rank: ProcessRank
     mesh: Mesh
     device_mesh: DeviceMesh
+    local_batch: bool
     every_tangent: Callable[[], Executable]
 
 
@@ -116,52 +114,80 @@ class ParallelModule(nn.Module):
         return self._autopar.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return run(self._autopar, args, kwargs)
+        return run(self, args, kwargs)
+
+    def __copy__(self) -> ParallelModule:
+        twin = type(self).__new__(type(self))
+        twin.__dict__ = self.__dict__.copy()
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise AutoparError(
+            "A parallel model cannot be pickled: each process holds only its shards.",
+            found=f"{type(self).__name__} given to pickle or torch.save",
+            hint="save model.state_dict() with torch.distributed.checkpoint.save.",
+        )
 
 
 def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``kind`` whose forward is the compiled program."""
-    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_autopar_original": kind}
+    """The subclass of ``kind`` whose forward is the compiled program, with the signature of the original."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
+
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_autopar_original": kind, "forward": forward}
     return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
 
 
-def run(state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the compiled program as the model would be called."""
-    call = state.bind(state.model, args, kwargs)
-    variant = _variant(state, call)
-    named = _named_tensors(state.model)
-    inputs = dict(zip(call.names, call.tensors, strict=True))
-    state.calls += 1
-    # A fresh seed for every call, equal on all ranks without talking about it.
-    seed = (state.seed * 0x9E3779B97F4A7C15 + state.calls) % 2**62
-    operands = [_operand(m, s, state, named, inputs, variant, seed) for m, s in variant.executable.inputs]
-    host = _VariantHost(state.rank, state.mesh, state.device_mesh, variant.every_tangent)
+    state = model._autopar
+    call = state.bind(model, args, kwargs)
+    variant = _variant(model, call)
+    executable = variant.executable
+    named = _named_tensors(model)
+    values = _values(call, variant, named, state)
+    operands = [values[m.kind, m.name] for m, _ in executable.inputs]
+    host = _VariantHost(state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent)
     mutations: list[Any] = []
     if torch.is_grad_enabled():
-        outputs = list(Step.apply(host, variant.executable, mutations, *operands))
+        outputs = list(Step.apply(host, executable, mutations, *operands))  # type: ignore[no-untyped-call]
     else:
-        outputs, mutations, _ = forward_values(host, variant.executable, operands)
+        outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
     _write_back(variant, mutations, named)
     return variant.build(outputs)
 
 
-def _operand(
-    meaning: Any, spec: ShardingSpec, state: State, named: Mapping[str, Tensor],
-    inputs: Mapping[str, Tensor], variant: Variant, seed: int,
-) -> Any:  # fmt: skip
-    device = state.device
-    if meaning.kind in ("parameter", "buffer"):
-        return named[meaning.name]
-    if meaning.kind == "seed":
-        return torch.tensor(seed, dtype=torch.int64, device=device)
-    if meaning.kind == "constant":
-        return variant.constants[meaning.name].to(device)
-    value = inputs[meaning.name].to(device)
-    if state.local_batch or spec.is_replicated:
-        return value
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value[spec.local_slices(tuple(value.shape), state.mesh, state.rank.coordinate)]
+def _values(call: Call, variant: Variant, named: Mapping[str, Tensor], state: State) -> dict[tuple[str, str], Tensor]:
+    """Everything that a program can ask for, by kind and name."""
+    found = {("constant", n): t.to(state.device) for n, t in variant.constants.items()}
+    found |= {("parameter", n): t for n, t in named.items()} | {("buffer", n): t for n, t in named.items()}
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found["input", name] = whole.to(state.device)
+    if variant.executable.random:
+        found["seed", "seed"] = _drawn_seed(state)
+    else:
+        found["seed", "seed"] = torch.zeros((), dtype=torch.int64, device=state.device)
+    return found
+
+
+def _drawn_seed(state: State) -> Tensor:
+    """Rank 0 draws from torch's generator, so that ``torch.manual_seed`` and saved generator states repeat a run.
+
+    Every rank draws, to keep equally seeded ranks equal; ranks that were seeded differently take rank 0's number.
+    """
+    seed = torch.randint(2**62, (), dtype=torch.int64).to(state.device)
+    if dist.get_world_size() > 1:
+        dist.broadcast(seed, src=0)
+    return seed
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -177,45 +203,43 @@ def _write_back(variant: Variant, mutations: Sequence[Any], named: Mapping[str, 
             (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
 
 
-def _variant(state: State, call: Call) -> Variant:
-    key = variant_key(state.model, call)
+def _variant(model: ParallelModule, call: Call) -> Variant:
+    state = model._autopar
+    key = variant_key(model, call)
     if key not in state.variants:
         check_call(state.planned, call)
         if len(state.variants) >= MAX_VARIANTS:
             warnings.warn(
-                f"{len(state.variants)} programs were compiled for batches of different shapes; pad batches to few sizes.",
+                f"{len(state.variants)} programs were compiled for different batches; pad batches to few sizes.",
                 stacklevel=4,
             )
-        state.variants[key] = state.compile(call)
+        with torch.inference_mode(mode=False):
+            state.variants[key] = state.compile(model, call)
     return state.variants[key]
 
 
 def variant_key(model: nn.Module, call: Call) -> Any:
-    """What a compiled program depends on: shapes, plain arguments, and which modules train."""
-    tensors = tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in zip(call.names, call.tensors, strict=True))
+    """What a compiled program depends on: shapes, plain arguments, which modules train, and which parameters."""
+    named = zip(call.names, call.tensors, strict=True)
+    tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
+    plain = tuple((path, type(value), value) for path, value in call.structure.plain)
     modes = tuple(m.training for m in model.modules())
-    frozen = tuple(p.requires_grad for p in model.parameters())
-    return tensors, call.structure.plain, modes, frozen
+    parameters = tuple((p.requires_grad, p.dtype) for p in model.parameters())
+    return tensors, plain, modes, parameters
 
 
 def check_call(planned: Call, call: Call) -> None:
-    """Refuse inputs that the plan was not made for; only sizes may differ.
+    """Refuse inputs of another kind than the plan was made for. Sizes may differ, and inputs may come or go.
 
     Raises:
-        InputError: another structure, rank or dtype.
+        InputError: another rank or dtype.
     """
-    if set(planned.names) != set(call.names):
-        missing, new = set(planned.names) - set(call.names), set(call.names) - set(planned.names)
-        raise InputError(
-            "The inputs have another structure than the plan was made for.",
-            found=f"missing {sorted(missing)}, new {sorted(new)}",
-            hint="call the model with the arguments that meta_inputs had, or parallelize it with these.",
-        )
     known = dict(zip(planned.names, planned.tensors, strict=True))
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.ndim != known[name].ndim or tensor.dtype != known[name].dtype:
+        like = known.get(name, tensor)
+        if tensor.ndim != like.ndim or tensor.dtype != like.dtype:
             raise InputError(
                 f"The input {name} has another rank or dtype than the plan was made for.",
-                found=f"{tuple(tensor.shape)} {tensor.dtype}, planned {tuple(known[name].shape)} {known[name].dtype}",
+                found=f"{tuple(tensor.shape)} {tensor.dtype}, planned {tuple(like.shape)} {like.dtype}",
                 hint="convert the input, or parallelize the model with meta_inputs like it.",
             )

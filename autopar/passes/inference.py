@@ -1,0 +1,20 @@
+"""The forward alone, for calls without gradients: nothing is kept for a backward."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.spmd import Lowered
+
+
+def forward_only(lowered: Lowered) -> fx.GraphModule:
+    """``forward(rank, *inputs) -> results``, without the saved tensors and the ops that only they need."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(lowered.forward.graph, copies)
+    for node, copied in copies.items():
+        copied.meta = dict(node.meta)
+    assert isinstance(results, tuple)
+    graph.output(results[: len(lowered.results)])
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return fx.GraphModule(lowered.forward, graph)

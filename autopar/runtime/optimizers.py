@@ -1,0 +1,59 @@
+"""Optimizers that do not work on shards say so at their first step, instead of failing inside of DTensor."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import AutoparError
+
+_optim = torch.optim
+
+UNFIT: dict[type[torch.optim.Optimizer], tuple[str, str]] = {
+    _optim.Adafactor: ("its row and column means are not those of a shard", "AdamW, or SGD with momentum"),
+    _optim.Rprop: ("it assigns by masks, which DTensor cannot", "RMSprop or Adam"),
+    _optim.LBFGS: ("it flattens all parameters into one vector", "AdamW"),
+    _optim.SparseAdam: ("gradients of a parallel model are dense", "Adam"),
+}
+"""Optimizers of torch that fail on cut parameters: why, and what to take instead."""
+
+UNFUSED = (_optim.SGD, _optim.Adagrad)
+"""Optimizers whose fused kernels DTensor does not know."""
+
+
+def mark(parameter: torch.nn.Parameter) -> None:
+    """Remember that this parameter is ours, for the check before an optimizer's step."""
+    parameter._autopar = True  # type: ignore[attr-defined]
+    _watch()
+
+
+@functools.cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    found = next((kind for kind in UNFIT if isinstance(optimizer, kind)), None)
+    fused = isinstance(optimizer, UNFUSED) and any(group.get("fused") for group in optimizer.param_groups)
+    if found is None and not fused:
+        return
+    cut = sum(_is_cut(p) for group in optimizer.param_groups for p in group["params"])
+    if not cut:
+        return
+    name = type(optimizer).__name__
+    unfused = ("DTensor does not know its fused kernel", f"{name}(fused=False)")
+    why, instead = UNFIT[found] if found is not None else unfused
+    raise AutoparError(
+        f"{name} does not work on sharded parameters: {why}.",
+        found=f"{cut} sharded parameters in {name}",
+        hint=f"use {instead}, or keep its parameters whole with constraints.",
+    )
+
+
+def _is_cut(parameter: Any) -> bool:
+    ours = isinstance(parameter, DTensor) and getattr(parameter, "_autopar", False)
+    return ours and not all(isinstance(p, Replicate) for p in parameter.placements)
