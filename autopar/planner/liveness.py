@@ -24,7 +24,8 @@ class MemoryProfile:
     """Bytes on the fullest device.
 
     Args:
-        timeline: bytes held while each op runs, its operands and results included; the last entry is the optimizer's step.
+        timeline: bytes held while each op runs, its operands and results included; the last entry is the
+            optimizer's step.
         peak_at: index of the largest entry.
         by_kind: bytes of each kind at that moment.
     """

@@ -20,6 +20,7 @@ from autopar import passes, planner
 from autopar.arguments import canonical_names
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import module_outputs
+from autopar.planner.pricing import state_bytes
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.structure import flatten
 from autopar.tracer import Capture, ColoTracer
@@ -113,21 +114,33 @@ class Ran:
 
 
 def run(
-    of: Subject, mesh: tuple[int, ...], constraints: Mapping[str, str] | None = None, search: str = "joint", seed: int = 0
-) -> Ran:
+    of: Subject, mesh: tuple[int, ...], constraints: Mapping[str, str] | None = None, search: str = "joint",
+    seed: int = 0, cluster: Cluster | None = None,
+) -> Ran:  # fmt: skip
     """Plan and simulate. Fails where an op has no rule."""
     on = Mesh(mesh)
     options = planner.Options(
         constraints=constraints or {}, aliases=canonical_names(of.model), search=search, time_limit_s=20.0, gap=0.05
     )
-    cluster = cluster_where_sharding_pays().sized(on.size)
+    sized = (cluster or cluster_where_sharding_pays()).sized(on.size)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        planned = planner.plan_graph(of.capture.graph, on, cluster, options)
+        planned = planner.plan_graph(of.capture.graph, on, sized, options)
     assert not planned.notices
     lowered = passes.lower(planned.program, of.capture.graph, on)
     outputs, rest = simulate_program(lowered, of.capture.graph, on, of.named(), seed)
     return Ran(planned, dataclasses.replace(rest, outputs=outputs))
+
+
+def predicted_during_the_step(of: Subject, ran: Ran, mesh: tuple[int, ...]) -> int:
+    """Predicted peak in bytes from the forward to the end of the backward, without what the optimizer holds."""
+    on, program = Mesh(mesh), ran.planned.program
+    states = [
+        state_bytes(op.writes[0].meta, op.writes[0].spec, on, meaning.trainable, planner.Options()).optimizer
+        for op in program.ops
+        if op.kind == "input" and (meaning := of.capture.graph.input_of[op.node]).kind == "parameter"
+    ]
+    return max(ran.planned.memory.timeline[: len(program.ops)]) - sum(states)
 
 
 def assert_equals_one_device(of: Subject, result: Simulation, dtype: torch.dtype) -> None:
@@ -136,7 +149,7 @@ def assert_equals_one_device(of: Subject, result: Simulation, dtype: torch.dtype
     assert_equal(result, of.reference, TOLERANCE[dtype])
 
 
-def assert_equal(result: Simulation, expected: Reference | Simulation, tolerance: float) -> None:
+def assert_equal(result: Simulation | Reference, expected: Reference | Simulation, tolerance: float) -> None:
     assert set(result.outputs) == set(expected.outputs)
     assert not {n for n, g in expected.grads.items() if bool(g.any())} - set(result.grads)
     largest = max(float(g.abs().max()) for g in expected.grads.values())
@@ -162,7 +175,8 @@ def _error(found: Tensor, expected: Tensor, floor: float) -> float:
 
 def data_parallel(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
     """Whole parameters; the batch is cut over all axes, and so are the results of every large module."""
-    return {n: _replicated(p.ndim) for n, p in of.model.named_parameters()} | _batch(of, mesh) | _results(name, of, mesh, len(mesh))
+    whole = {n: _replicated(p.ndim) for n, p in of.model.named_parameters()}
+    return whole | _batch(of, mesh) | _results(name, of, mesh, len(mesh))
 
 
 def fully_sharded(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
