@@ -75,14 +75,16 @@ def measure(model: str, layers: int, mesh: tuple[int, ...], time_limit: float) -
     ids = torch.empty(batch, shape.length, dtype=torch.long, device="meta")
     record: Record = {"model": model, "layers": layers, "mesh": list(mesh), "batch": batch, "length": shape.length}
     module = build(model, layers)
-    start_s = time.perf_counter()
+    start_s, cpu_start_s = time.perf_counter(), time.process_time()
     try:
         plan = autopar.plan(
             module, {"input_ids": ids, "labels": ids}, mesh=mesh, cluster="dgx-h100", time_limit=time_limit
         )
     except autopar.AutoparError as error:
-        return record | {"total_s": time.perf_counter() - start_s, "error": str(error)}
+        spent = {"total_s": time.perf_counter() - start_s, "cpu_s": time.process_time() - cpu_start_s}
+        return record | spent | {"error": str(error)}
     record["total_s"] = time.perf_counter() - start_s
+    record["cpu_s"] = time.process_time() - cpu_start_s
     record |= {f"{stage}_s": plan.timings.get(stage, 0.0) for stage in STAGES}
     return record | {
         "solver": dict(plan.solver),
@@ -95,7 +97,7 @@ def measure(model: str, layers: int, mesh: tuple[int, ...], time_limit: float) -
 
 
 COLUMNS = (
-    "model", "layers", "mesh", *STAGES, "total", "variables", "options", "pairs", "options left", "ILP",
+    "model", "layers", "mesh", *STAGES, "total", "CPU", "variables", "options", "pairs", "options left", "ILP",
     "gap", "step", "peak",
 )  # fmt: skip
 
@@ -103,13 +105,14 @@ COLUMNS = (
 def cells(record: Record) -> list[str]:
     """One row of the table. Times are seconds, the last two columns predictions for an H100."""
     head = [record["model"], str(record["layers"]), "x".join(map(str, record["mesh"]))]
+    totals = [f"{record[key]:.1f}" if key in record else "-" for key in ("total_s", "cpu_s")]
     if "error" in record:
-        return [*head, *("-" * len(STAGES)), f"{record['total_s']:.1f}", *("-" * 7), record["error"].split("\n")[0]]
+        return [*head, *("-" * len(STAGES)), *totals, *("-" * 7), record["error"].split("\n")[0]]
     solver = record["solver"]
     return [
         *head,
         *(f"{record[f'{stage}_s']:.2f}" for stage in STAGES),
-        f"{record['total_s']:.1f}",
+        *totals,
         *(f"{solver.get(key, 0):,}" for key in ("nodes", "options", "pairs", "reduced_options", "ilp_variables")),
         f"{record['gap']:.2%}",
         f"{record['step_time_s'] * 1e3:.0f} ms",
@@ -151,10 +154,11 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
         f"`python benchmarks/planning.py {arguments}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d},",
         f"on {machine()}, one thread.",
         "",
-        "Stages are in seconds. `variables`, `options` and `pairs` are the problem as the planner states it; `options",
-        "left` is what remained of them when the solver had last reduced it; `ILP` is the variables of the integer",
-        "program, 0 where message passing had proven the optimum without one. `step` and `peak` are predictions for",
-        "one H100, not measurements.",
+        "Stages and `total` are seconds on the clock, `CPU` those of the processor. `variables`, `options` and",
+        "`pairs` are the problem as the planner states it; `options left` is what remained of them when the solver",
+        "had last reduced it; `ILP` is the variables of the integer program, 0 where message passing needed none or",
+        "where it would have been too large (then there is a gap). `step` and `peak` are predictions for one H100,",
+        "not measurements.",
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
