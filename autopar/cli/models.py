@@ -1,0 +1,142 @@
+"""The model that a command line names, and inputs for it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+
+HINT = "name module:function, which returns a model and its inputs, a Hugging Face config.json, or a type: gpt2."
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """What names a model and the size of its inputs."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs=None if required else "?",
+        help="module:function, which returns (model, inputs); a Hugging Face config.json; or a model's type: gpt2",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, default=8, help="samples, for Hugging Face models (default 8)")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens of a sample, likewise (default 512)")
+    parser.add_argument("--layers", type=int, help="use so many layers, likewise")
+
+
+def load_model(arguments: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any]:
+    """The model and inputs for it.
+
+    Args:
+        meta: build Hugging Face models on the meta device, so that nothing is allocated.
+
+    Raises:
+        AutoparError: there is no such model.
+    """
+    name = arguments.model
+    if name.endswith(".json") or Path(name).is_file():
+        return _hugging_face(_read_config(Path(name)), arguments, meta)
+    if ":" in name:
+        return _from_function(name)
+    return _hugging_face({"model_type": name}, arguments, meta)
+
+
+def _from_function(name: str) -> tuple[nn.Module, Any]:
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise AutoparError("The model's function was not found.", found=f"{name}: {error}", hint=HINT) from None
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise AutoparError(
+            "The model's function must return the model and its inputs.",
+            found=f"{name}() returned {type(made).__name__}",
+            hint="end it with: return model, {'input_ids': ids, 'labels': ids}",
+        )
+    return made
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise AutoparError("The model's config cannot be read.", found=f"{path}: {error}", hint=HINT) from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        hint = 'a right line is: "model_type": "gpt2"'
+        raise AutoparError("The config has no model_type.", found=str(path), hint=hint)
+    return config
+
+
+LAYER_COUNTS = ("n_layer", "num_hidden_layers", "num_layers")
+
+
+def _hugging_face(values: Mapping[str, Any], arguments: argparse.Namespace, meta: bool) -> tuple[nn.Module, Any]:
+    transformers = _transformers()
+    kind = str(values["model_type"])
+    if kind not in transformers.CONFIG_MAPPING:
+        raise AutoparError("There is no such model.", found=kind, hint=HINT)
+    given = {k: v for k, v in values.items() if k != "model_type"}
+    config = transformers.AutoConfig.for_model(kind, **given)
+    if arguments.layers is not None:
+        for key in LAYER_COUNTS:
+            if hasattr(config, key):
+                setattr(config, key, arguments.layers)
+    config.use_cache = False
+    with torch.device("meta" if meta else "cpu"):
+        model = _head(transformers, config)(config)
+    return model.train(), _inputs(config, arguments, "meta" if meta else "cpu")
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise AutoparError(
+            "Models by type or config need Hugging Face transformers.",
+            found="transformers is not installed",
+            hint="pip install transformers, or name module:function.",
+        ) from None
+
+
+def _head(transformers: Any, config: Any) -> Any:
+    """The class that trains such a config: the one that it names, else the first task's that has one."""
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    if named and named[0] is not None:
+        return named[0]
+    from transformers.models.auto import modeling_auto
+
+    for task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"):
+        names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+        if config.model_type in names and not (task == "CAUSAL_LM" and _is_encoder(config)):
+            return getattr(transformers, names[config.model_type])
+    raise AutoparError("No training head is known for this model.", found=config.model_type, hint=HINT)
+
+
+def _is_encoder(config: Any) -> bool:
+    """BERT and its like are in the list of causal models, for want of is_decoder."""
+    return getattr(config, "is_decoder", None) is False and not getattr(config, "is_encoder_decoder", False) and (
+        config.model_type in {"bert", "roberta", "electra", "bert-generation", "xlm-roberta", "roformer", "camembert"}
+    )  # fmt: skip
+
+
+def _inputs(config: Any, arguments: argparse.Namespace, device: str) -> dict[str, Tensor]:
+    batch = arguments.batch
+    if hasattr(config, "image_size") or hasattr(config, "num_channels"):
+        side = getattr(config, "image_size", 224)
+        pixels = torch.rand((batch, getattr(config, "num_channels", 3), side, side), device=device)
+        return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long, device=device)}
+    longest = getattr(config, "max_position_embeddings", None) or arguments.sequence
+    shape = (batch, min(arguments.sequence, longest))
+    if device == "meta":
+        ids = torch.empty(shape, dtype=torch.long, device=device)
+    else:
+        ids = torch.randint(3, config.vocab_size, shape)
+    return {"input_ids": ids, "labels": ids}

@@ -1,0 +1,199 @@
+"""A cluster from measurements of this process group: figures for the formulas, and the measured times themselves."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.mesh import (
+    Cluster,
+    CollectiveTimes,
+    Device,
+    KernelTimes,
+    Link,
+    Measured,
+    Mesh,
+    axis_links,
+    cluster_of_device,
+)
+from autopar.profiling.collectives import launches, measured_overlap, timed_collectives
+from autopar.profiling.group import local_world_size
+from autopar.profiling.kernels import call_seconds, runs, timed_kernels
+from autopar.profiling.timing import Stopwatch
+from autopar.spmd import ProcessRank
+
+SOURCE = "autopar profile"
+DIGITS = 4
+"""Significant digits that a file keeps of a measured time."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Args:
+        largest_message_bytes: of collectives; sizes are its quarters, down to bytes.
+        largest_elements: of the tensors that kernels stream or multiply.
+        budget_s: seconds for each kernel or collective at each size.
+    """
+
+    largest_message_bytes: int = 2**28
+    largest_elements: int = 2**24
+    budget_s: float = 0.04
+
+    @property
+    def message_sizes(self) -> tuple[int, ...]:
+        sizes, size = [], self.largest_message_bytes
+        while size >= 64:
+            sizes.append(size)
+            size //= 4
+        return tuple(reversed(sizes))
+
+
+def profile_cluster(
+    mesh: Mesh,
+    *,
+    name: str = "profiled",
+    effort: Effort | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Cluster:
+    """Measure the default process group, which must be as large as ``mesh``; every rank calls this.
+
+    Args:
+        progress: told after each measurement: what it was, how many are done, how many there are.
+
+    Returns:
+        The cluster, equal on all ranks, whose name is ``name``.
+    """
+    effort = effort or Effort()
+    device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    rank = ProcessRank(init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names))
+    watch = Stopwatch(rank.device, effort.budget_s)
+    base = replace(_base(device_type), devices_per_node=local_world_size(), fixed=False)
+    links = axis_links(mesh, base)
+    planned = list(runs(rank.device, effort.largest_elements))
+    total = len(planned) + len(list(launches(rank, effort.message_sizes)))
+    done = 0
+
+    def step(what: str) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(what, done, total)
+
+    kernels = timed_kernels(rank.device, planned, watch, step)
+    collectives = timed_collectives(rank, links, effort.message_sizes, watch, step)
+    apart = [axis for axis, n in enumerate(mesh.shape) if n > 1]
+    overlap = measured_overlap(rank, apart[0], min(2**22, effort.largest_message_bytes), watch) if apart else 1.0
+    measured = _rounded(Measured(collectives, kernels, call_seconds(rank.device, watch), overlap=overlap))
+    return _described(base, measured, name, mesh)
+
+
+def _base(device_type: str) -> Cluster:
+    """Whose figures stand where nothing was measured."""
+    if device_type == "cpu":
+        return Cluster.load("cpu-2")
+    return cluster_of_device(torch.cuda.get_device_name()) or Cluster.load("l40s-pcie")
+
+
+def _rounded(measured: Measured) -> Measured:
+    def short(x: float) -> float:
+        return float(f"{x:.{DIGITS}g}")
+
+    collectives = tuple(
+        replace(
+            c, curve=replace(c.curve, seconds=tuple(map(short, c.curve.seconds))), alpha_s=short(c.alpha_s),
+            beta_s_per_byte=short(c.beta_s_per_byte), error=round(c.error, DIGITS),
+        )
+        for c in measured.collectives
+    )  # fmt: skip
+    kernels = tuple(
+        replace(k, curve=replace(k.curve, seconds=tuple(map(short, k.curve.seconds))), error=round(k.error, DIGITS))
+        for k in measured.kernels
+    )
+    return replace(
+        measured, collectives=collectives, kernels=kernels, call_s=short(measured.call_s),
+        overlap=round(measured.overlap, 2),
+    )  # fmt: skip
+
+
+def _described(base: Cluster, measured: Measured, name: str, mesh: Mesh) -> Cluster:
+    backend = dist.get_backend()
+    on_cpu = "nccl" not in str(backend)
+    processes = dist.get_world_size()
+    inside = [c for c in measured.collectives if c.nodes == 1]
+    between = [c for c in measured.collectives if c.ranks_per_node == 1]
+    intra, launch_s = _link(base.intra_node, inside, f"{backend}, one node", on_cpu)
+    inter, across_s = _link(base.inter_node, between, f"{backend}, between nodes", on_cpu)
+    device = _device(base.device, measured, min(launch_s or across_s, across_s or launch_s))
+    return replace(
+        base, name=name, device=device, intra_node=intra, inter_node=inter, measured=measured, oversubscribe=on_cpu,
+        description=f"{SOURCE}: {processes} processes, {backend}, mesh {mesh}, torch {torch.__version__}",
+        sources=(("devices_per_node", "processes that each node ran"),),
+    )  # fmt: skip
+
+
+def _link(link: Link, times: Sequence[CollectiveTimes], kind: str, on_cpu: bool) -> tuple[Link, float]:
+    """The link whose ring formulas (see `cost_models.communication`) come nearest, and the launch's latency.
+
+    Of n ranks, a gather takes launch + (n - 1) latencies, an all-reduce twice as many; of each kind's slope follows
+    a bandwidth, of which the median is taken.
+    """
+    lines = {c.kind: (c.ranks_per_node * c.nodes, c.alpha_s, c.beta_s_per_byte) for c in times}
+    if "all_gather" not in lines or "all_reduce" not in lines:
+        return link, 0.0
+    n, gather_s, _ = lines["all_gather"]
+    step_s = (lines["all_reduce"][1] - gather_s) / (n - 1)
+    step_s = min(max(step_s, 0.1 * gather_s / (n - 1)), 0.9 * gather_s / (n - 1))
+    passes = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+    bandwidths = [passes[k] * (m - 1) / (m * beta) for k, (m, _, beta) in lines.items() if k in passes]
+    sources = tuple((k, SOURCE) for k in ("latency_s", "bandwidth_bytes_per_s", "efficiency"))
+    made = replace(
+        link, kind=kind if on_cpu else link.kind, latency_s=float(f"{step_s:.3g}"), efficiency=1.0,
+        bandwidth_bytes_per_s=float(f"{statistics.median(bandwidths):.3g}"), peer_bandwidth_bytes_per_s=None,
+        sources=(*sources, *((k, t) for k, t in link.sources if k == "nics")),
+    )  # fmt: skip
+    return made, float(f"{gather_s - (n - 1) * step_s:.3g}")
+
+
+def _device(base: Device, measured: Measured, launch_s: float) -> Device:
+    """Peaks, bandwidth and launch latency from the measured curves, so that formulas give about the same."""
+    peaks = {k.dtype: _rate(k) for k in measured.kernels if k.kind == "matmul"}
+    memory = measured.kernel("memory", "float32")
+    figures: dict[str, object] = {"name": _device_name(base)}
+    if "float32" in peaks:
+        figures |= {"peak_flops_per_s": tuple(sorted(peaks.items())), "matmul_efficiency": 1.0}
+    if memory is not None:
+        figures |= {"memory_bytes_per_s": _rate(memory), "memory_efficiency": 1.0}
+        figures["launch_latency_s"] = min(memory.curve.seconds[0], base.launch_latency_s)
+    if launch_s > 0:
+        figures["collective_launch_latency_s"] = launch_s
+    figures["memory_bytes"] = _memory_bytes()
+    said = dict(base.sources) | dict.fromkeys(figures, SOURCE)
+    sources = tuple((f.name, said[f.name]) for f in fields(Device) if f.name in said and f.name != "name")
+    return replace(base, **figures, sources=sources)  # type: ignore[arg-type]
+
+
+def _rate(kernel: KernelTimes) -> float:
+    """The best rate at any size: FLOP/s or bytes/s."""
+    best = max(a / s for a, s in zip(kernel.curve.amounts, kernel.curve.seconds, strict=True))
+    return float(f"{best:.3g}")
+
+
+def _device_name(base: Device) -> str:
+    if "nccl" in str(dist.get_backend()):
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} of {os.cpu_count()} CPU cores" if base.name else ""
+
+
+def _memory_bytes() -> int:
+    """Of one device: the GPU's, or this process's share of its host's."""
+    if "nccl" in str(dist.get_backend()):
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size()

@@ -1,0 +1,117 @@
+"""Times of collectives on each axis of a mesh, by the functions that planned programs call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import spmd
+from autopar.mesh import AxisLink, CollectiveTimes, rising
+from autopar.profiling.fit import fit_line
+from autopar.profiling.timing import Stopwatch
+from autopar.spmd.ranks import Exchange, ProcessRank
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+ITEMSIZE = 4
+COLUMNS = 16
+"""Messages are matrices of float32 with so many columns."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective on one axis, to be timed at one size.
+
+    Args:
+        nbytes: as `cost_models.CollectiveCosts` counts them.
+    """
+
+    kind: str
+    axis: int
+    nbytes: int
+
+
+def launches(rank: ProcessRank, sizes: Sequence[int]) -> Iterator[Launch]:
+    """Every kind on every axis of more than one rank, at every size rounded to whole rows."""
+    for axis, n in enumerate(rank.mesh.shape):
+        if n > 1:
+            row = n * COLUMNS * ITEMSIZE
+            rounded = sorted({max(row, size // row * row) for size in sizes})
+            yield from (Launch(kind, axis, size) for kind in KINDS for size in rounded)
+
+
+def prepared(launch: Launch, rank: ProcessRank) -> Callable[[], Tensor]:
+    """What runs the collective once, from a contiguous tensor to a contiguous tensor."""
+    n, axis = rank.mesh.shape[launch.axis], launch.axis
+    rows = launch.nbytes // (COLUMNS * ITEMSIZE)
+    held = rows // n if launch.kind == "all_gather" else rows
+    x = torch.ones((held, COLUMNS), device=rank.device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: spmd.all_gather(rank, x, 0, axis, rows),
+        "reduce_scatter": lambda: spmd.reduce_scatter(rank, x, 0, axis),
+        "all_reduce": lambda: spmd.all_reduce(rank, x, axis),
+        "all_to_all": lambda: spmd.all_to_all(rank, x.view(held // n, COLUMNS * n), 0, 1, axis, held),
+    }
+    if launch.kind == "permute":
+        exchange = Exchange("permute", -1, "sum", _next_along(rank, axis), tuple(x.shape))
+        return lambda: rank.finish(rank.launch(x, exchange))
+    call = calls[launch.kind]
+    return lambda: spmd.wait(call())
+
+
+def _next_along(rank: ProcessRank, axis: int) -> tuple[int, ...]:
+    """For each rank the one after it along ``axis``, round the end."""
+    sources = []
+    for r in range(rank.mesh.size):
+        place = list(rank.mesh.coordinate(r))
+        place[axis] = (place[axis] + 1) % rank.mesh.shape[axis]
+        sources.append(rank.mesh.rank(tuple(place)))
+    return tuple(sources)
+
+
+def timed_collectives(
+    rank: ProcessRank, links: Sequence[AxisLink], sizes: Sequence[int], watch: Stopwatch, step: Callable[[str], None]
+) -> tuple[CollectiveTimes, ...]:
+    """Curves and fitted lines of every kind; axes whose groups lie alike share one, of the slower times."""
+    found: dict[tuple[str, int, int], dict[int, float]] = {}
+    for launch in launches(rank, sizes):
+        link = links[launch.axis]
+        points = found.setdefault((launch.kind, link.ranks_per_node, link.nodes), {})
+        seconds = watch.time(prepared(launch, rank)).seconds
+        points[launch.nbytes] = max(seconds, points.get(launch.nbytes, 0.0))
+        step(f"{launch.kind} of {launch.nbytes:,} B")
+    return tuple(_times(kind, per_node, nodes, points) for (kind, per_node, nodes), points in found.items())
+
+
+def _times(kind: str, per_node: int, nodes: int, points: dict[int, float]) -> CollectiveTimes:
+    sizes = sorted(points)
+    curve = rising(sizes, [points[size] for size in sizes])
+    return CollectiveTimes(kind, per_node, nodes, curve, *fit_line(curve.amounts, curve.seconds))
+
+
+def measured_overlap(rank: ProcessRank, axis: int, nbytes: int, watch: Stopwatch) -> float:
+    """Share of a collective's time that computation beside it is spared.
+
+    Two pieces of work of about equal length are timed alone and together: an all-reduce of ``nbytes``, and matrix
+    products between its launch and its wait.
+    """
+    x = torch.ones((nbytes // ITEMSIZE,), device=rank.device)
+    a = torch.ones((256, 256), device=rank.device)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, a)
+
+    def together(times: int) -> None:
+        pending = spmd.all_reduce(rank, x, axis)
+        multiply(times)
+        spmd.wait(pending)
+
+    alone_s = watch.time(lambda: together(0)).seconds
+    times = max(1, round(alone_s / watch.time(lambda: multiply(1)).seconds))
+    compute_s = watch.time(lambda: multiply(times)).seconds
+    both_s = watch.time(lambda: together(times)).seconds
+    return min(max((alone_s + compute_s - both_s) / min(alone_s, compute_s), 0.0), 1.0)
