@@ -135,12 +135,10 @@ class _Builder:
         if len(node.outputs) == 1 and not _returns_list(target):
             self.values[op.writes[0].name] = self._described(call, op.writes[0])
             return
-        at = {t.name: t for t in op.writes}
-        for index in range(len(node.outputs)):
-            tensor = at.get(str(Value(node.name, index)))
-            if tensor is not None:
-                item = self.built.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
-                self.values[tensor.name] = self._described(item, tensor)
+        present = [i for i, meta in enumerate(node.outputs) if meta is not None]
+        for index, tensor in zip(present, op.writes, strict=True):
+            item = self.built.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
+            self.values[tensor.name] = self._described(item, tensor)
 
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = tuple(self._argument(a, operands) for a in args)

@@ -9,92 +9,41 @@ is their consumer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
 
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.planner import rematerialize
 from autopar.planner.constraints import Forced
 from autopar.planner.options import Options
 from autopar.planner.specs import stored_specs
+from autopar.planner.variables import (
+    Decisions,
+    Handover,
+    Variable,
+    copy_key,
+    forced_key,
+    hold_key,
+    output_key,
+    rerun_key,
+    spec_made,
+    spec_read,
+)
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.strategies import strategies
 
-Array = npt.NDArray[np.float64]
 
-
-@dataclass(frozen=True)
-class Variable:
-    """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
-
-    ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered.
-    """
-
-    key: str
-    kind: str
-    options: tuple[Strategy, ...]
-    phase: Phase
-    node: Node | None = None
-    value: Value | None = None
-    kept: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True)
-class Handover:
-    """Variable ``source``'s result ``out`` is read by variable ``target`` as operand ``position``.
-
-    With ``kept`` the pair is not priced: the target's kept options need the same spec at the source, for nothing.
-    A ``target`` that stores the value (a parameter its gradient) reads it at its own spec: position -1.
-    """
-
-    source: int
-    out: int
-    target: int
-    position: int
-    meta: TensorMeta
-    kept: bool = False
-
-
-@dataclass
-class Decisions:
-    """All variables and handovers of a graph on a mesh, and where each value is made and read."""
-
-    graph: Graph
-    mesh: Mesh
-    variables: list[Variable] = field(default_factory=list)
-    handovers: list[Handover] = field(default_factory=list)
-    index: dict[str, int] = field(default_factory=dict)
-
-    def add(self, variable: Variable) -> int:
-        self.index[variable.key] = len(self.variables)
-        self.variables.append(variable)
-        return self.index[variable.key]
-
-
-def copy_key(value: Value, phase: Phase) -> str:
-    return f"{value}@{phase}"
-
-
-def forced_key(value: Value) -> str:
-    return f"{value}@module"
-
-
-def output_key(name: str) -> str:
-    return f"output:{name}"
-
-
-def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced) -> Decisions:
-    """List every decision of ``graph`` on ``mesh``."""
+def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
+    """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
     d = Decisions(graph, mesh)
     for node in graph.nodes:
         d.add(_variable(graph, node, mesh, options, forced))
     for output in graph.outputs:
         if output.kind == "output" or output.name.startswith("input:"):
             d.add(_output_variable(graph, output, mesh, options, forced))
+    held = rematerialize.eligible(graph) if recompute else frozenset()
+    rematerialize.add_reruns(d, held)
     for value in list(_values(graph)):
-        _hand_over(d, value, forced)
+        _hand_over(d, value, forced, value.node in held)
     return d
 
 
@@ -191,7 +140,7 @@ def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
     return shapes != [()]
 
 
-def _hand_over(d: Decisions, value: Value, forced: Forced) -> None:
+def _hand_over(d: Decisions, value: Value, forced: Forced, held: bool) -> None:
     graph = d.graph
     meta = graph.meta(value)
     source, out = d.index[value.node], value.index
@@ -205,7 +154,13 @@ def _hand_over(d: Decisions, value: Value, forced: Forced) -> None:
     forward = [r for r in readers if d.variables[r[0]].phase == "forward" and r[1] >= 0]
     backward = [r for r in readers if d.variables[r[0]].phase == "backward" and r[1] >= 0]
     stores = [r for r in readers if r[1] < 0]
-    gathered = _attach(d, value, "forward", source, out, forward, meta)
+    gathered = _attach(d, value, "forward", source, out, forward, meta, always=held)
+    if held:
+        at, made = (source, out) if gathered is None else (gathered[0], 0)
+        rematerialize.hold(d, value, at, made, backward)
+        backward = []
+    else:
+        backward += rematerialize.reruns_of(d, value)
     keeps = d.variables[source].kind == "parameter" and bool(forward) and bool(backward)
     _attach(d, value, "backward", source, out, backward, meta, gathered if keeps else None)
     for target, position in stores:
@@ -227,13 +182,13 @@ def _readers(d: Decisions, value: Value) -> list[tuple[int, int]]:
 
 def _attach(
     d: Decisions, value: Value, phase: Phase, source: int, out: int,
-    readers: list[tuple[int, int]], meta: TensorMeta, gathered: tuple[int, int] | None = None,
+    readers: list[tuple[int, int]], meta: TensorMeta, gathered: tuple[int, int] | None = None, always: bool = False,
 ) -> tuple[int, int] | None:  # fmt: skip
     """Hand ``value`` to its readers of one phase, by a copy when they are several. Returns where it is then found:
     (variable, operand position or -1 for a copy's result)."""
     if not readers:
         return None
-    if len(readers) == 1 and gathered is None:
+    if len(readers) == 1 and gathered is None and not always:
         target, position = readers[0]
         d.handovers.append(Handover(source, out, target, position, meta))
         return readers[0]
@@ -256,16 +211,17 @@ def _specs_wanted(d: Decisions, readers: list[tuple[int, int]]) -> list[Sharding
     wanted: dict[ShardingSpec, None] = {}
     for target, position in readers:
         for option in d.variables[target].options:
-            wanted.setdefault(option.inputs[position])
+            spec = spec_read(option, position)
+            if spec is not None:
+                wanted.setdefault(spec)
     return list(wanted)
-
-
-def spec_read(option: Strategy, position: int) -> ShardingSpec:
-    """The spec in which an option reads operand ``position``; -1 is the spec in which a variable stores."""
-    spec = option.inputs[position] if position >= 0 else option.outputs[0]
-    assert spec is not None
-    return spec
 
 
 def values_of(d: Decisions) -> Mapping[int, Value]:
     return {d.index[v.node]: v for v in _values(d.graph)}
+
+
+__all__ = [
+    "Decisions", "Handover", "Variable", "batch_size", "copy_key", "decide", "forced_key", "given_whole", "hold_key",
+    "output_key", "rerun_key", "spec_made", "spec_read", "values_of",
+]  # fmt: skip

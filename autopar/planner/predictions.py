@@ -10,6 +10,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
 from autopar.planner.constraints import module_outputs
 from autopar.planner.explain import explain
+from autopar.planner.schedule import AGAIN
 from autopar.plans import Activation, Plan
 from autopar.sharding import ShardingSpec
 
@@ -49,7 +50,7 @@ def make_plan(
     s = planned.solution
     return Plan(
         model=graph.name, graph_digest=graph.digest, mesh=mesh, cluster=cluster.name, program=program,
-        specs=specs, parameters=parameters, activations=_activations(planned, graph), objective=s.objective,
+        specs=specs, parameters=parameters, activations=_activations(planned), objective=s.objective,
         lower_bound=min(s.lower_bound, s.objective), step_time=planned.timeline.seconds,
         peak_memory=planned.memory.peak_bytes, memory=planned.memory.by_kind, source=source,
         timings=planned.timings, options=_options(options),
@@ -68,16 +69,22 @@ def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:
     return first
 
 
-def _activations(planned: Planned, graph: Graph) -> dict[str, Activation]:
+def _activations(planned: Planned) -> dict[str, Activation]:
+    """What the backward reads of the forward: kept tensors, and ops that it runs again."""
     program = planned.program
     inputs = {op.writes[0].name for op in program.ops if op.kind == "input"}
     forward = {t.name: t for op in program.ops if op.phase == "forward" for t in op.writes}
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
-    return {
+    found = {
         name.split("|")[0]: Activation("keep", t.spec, t.bytes)
         for name, t in forward.items()
         if name in read and name not in inputs
     }
+    for op in program.ops:
+        if op.name.endswith(AGAIN):
+            for t in op.writes:
+                found.setdefault(t.name.removesuffix(AGAIN), Activation("recompute", t.spec, t.bytes))
+    return found
 
 
 def _options(options: Options) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +13,16 @@ import numpy.typing as npt
 from autopar.cost_models import CollectiveCosts, ComputeCosts, ComputeKind, optimizer_state_bytes, optimizer_step_bytes
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.decisions import Decisions, Handover, Variable, spec_read
 from autopar.planner.options import Options
+from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.paths import all_pairs
-from autopar.solver import Edge, Problem, Usage
+from autopar.solver import Edge
 from autopar.strategies import flops
 
 Array = npt.NDArray[np.float64]
+Ends: TypeAlias = Sequence[ShardingSpec | None]
+"""The spec at one end of a handover, for each option; None where that option makes or takes nothing."""
 
 VIEWS = frozenset(
     f"aten.{n}"
@@ -73,23 +76,46 @@ class Prices:
 
     def edge(self, source: Variable, target: Variable, h: Handover) -> Array:
         """Cost matrix of one handover, shared between handovers of equal kind."""
-        key = (id(source.options), h.out, id(target.options), h.position, h.meta, h.kept, target.kept)
+        key = (
+            id(source.options), h.out, id(target.options), h.position, h.meta, h.kept, target.kept, h.rerun,
+            target.actions,
+        )  # fmt: skip
         if key not in self._edges:
             self._edges[key] = self._edge(source, target, h)
         return self._edges[key]
 
     def _edge(self, source: Variable, target: Variable, h: Handover) -> Array:
-        given = [spec_read(o, h.out) if h.kept else _made(o, h.out) for o in source.options]
-        taken = [spec_read(o, h.position) for o in target.options]
         if h.kept:
-            same = np.array([[a == b for b in taken] for a in given])
+            given = [spec_read(o, h.out) for o in source.options]
+            same = np.array([[a == spec_read(b, h.position) for b in target.options] for a in given])
             return np.where(same | ~np.array(target.kept), 0.0, math.inf)
-        sources, at_source = _distinct(given)
-        targets, at_target = _distinct(taken)
-        cost = self.pairs(h.meta, sources, targets)[np.ix_(at_source, at_target)]
+        made = [spec_made(o, h.out) for o in source.options]
+        if target.kind == "hold":
+            return self._hold_edge(made, target, h)
+        cost = self._moves(made, [spec_read(o, h.position) for o in target.options], h.meta)
         if any(target.kept):
             cost = np.where(np.array(target.kept), 0.0, cost)
         return np.ascontiguousarray(cost)
+
+    def _moves(self, made: Ends, taken: Ends, meta: TensorMeta) -> Array:
+        """Seconds from each spec to each: what nobody takes is free, what nobody makes cannot be taken."""
+        sources, at_source = _distinct([s for s in made if s is not None])
+        targets, at_target = _distinct([t for t in taken if t is not None])
+        cost = np.full((len(made), len(taken)), math.inf)
+        rows = [i for i, s in enumerate(made) if s is not None]
+        columns = [j for j, t in enumerate(taken) if t is not None]
+        if rows and columns:
+            cost[np.ix_(rows, columns)] = self.pairs(meta, sources, targets)[np.ix_(at_source, at_target)]
+        cost[:, [j for j, t in enumerate(taken) if t is None]] = 0.0
+        return cost
+
+    def _hold_edge(self, made: Ends, target: Variable, h: Handover) -> Array:
+        """Kept values come from the forward, remade ones from the op that is run again, as it makes them."""
+        action = "recompute" if h.rerun else "keep"
+        taken = [spec_read(o, 0) if a == action else None for o, a in zip(target.options, target.actions, strict=True)]
+        if not h.rerun:
+            return self._moves(made, taken, h.meta)
+        return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
 
 
 def _made(option: Strategy, out: int) -> ShardingSpec:
@@ -123,10 +149,15 @@ def _bytes_moved(
 
 def costs(d: Decisions, prices: Prices) -> tuple[Array, ...]:
     """Seconds of every option of every variable."""
-    return tuple(
-        prices.node_seconds(d.graph, v.node, v.options) if v.kind == "op" and v.node else np.zeros(len(v.options))
-        for v in d.variables
-    )
+    def of(v: Variable) -> Array:
+        if v.kind == "op" and v.node:
+            return prices.node_seconds(d.graph, v.node, v.options)
+        if v.kind == "rerun" and v.node:
+            options = d.variables[d.index[v.node.name]].options
+            return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options)])
+        return np.zeros(len(v.options))
+
+    return tuple(map(of, d.variables))
 
 
 def edges(d: Decisions, prices: Prices) -> tuple[Edge, ...]:
@@ -161,58 +192,3 @@ def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: boo
         return StateBytes(held, 0, 0, 0)
     state = optimizer_state_bytes(options.optimizer, numel, meta.dtype)
     return StateBytes(held, state, held, optimizer_step_bytes(options.optimizer, numel, meta.dtype))
-
-
-def usages(d: Decisions, options: Options, positions: Sequence[int]) -> tuple[Usage, ...]:
-    """What every option holds at each of ``positions`` (indices of graph nodes; the graph's length is the end).
-
-    Time ``t`` of the result is ``positions[t]``.
-    """
-    graph = d.graph
-    at = {n.name: i for i, n in enumerate(graph.nodes)}
-    found: list[Usage] = []
-    last = _last_reads(graph, at)
-    for i, v in enumerate(d.variables):
-        if v.kind == "parameter" and v.node is not None and v.node.outputs[0] is not None:
-            trainable = graph.input_of[v.node.name].trainable
-            meta = v.node.outputs[0]
-            held = [state_bytes(meta, o.outputs[0], d.mesh, trainable, options) for o in v.options if o.outputs[0]]
-            steady = np.array([float(s.parameter + s.optimizer) for s in held])
-            with_gradient = np.array([float(s.total) for s in held])
-            for t, p in enumerate(positions):
-                found.append(Usage(i, with_gradient if p >= len(graph.nodes) else steady, t, t + 1))
-        elif v.kind == "copy" and any(v.kept) and v.value is not None:
-            meta = graph.meta(v.value)
-            size = np.array([local_bytes(meta, o.inputs[0], d.mesh) * k for o, k in zip(v.options, v.kept, strict=True)], dtype=float)
-            start = min((at[n.name] for n, _ in graph.consumers[v.value] if n.phase == "forward"), default=0)
-            found += _live(i, size, start, last.get(v.value, 0), positions)
-        elif v.kind == "op" and v.node is not None and v.node.packet not in VIEWS:
-            for out, value_meta in enumerate(v.node.outputs):
-                if value_meta is None:
-                    continue
-                end = last.get(Value(v.node.name, out), -1)
-                size = np.array([float(local_bytes(value_meta, _made(o, out), d.mesh)) for o in v.options])
-                found += _live(i, size, at[v.node.name], end, positions)
-    return tuple(found)
-
-
-def _live(node: int, size: Array, start: int, end: int, positions: Sequence[int]) -> list[Usage]:
-    return [Usage(node, size, t, t + 1) for t, p in enumerate(positions) if start <= p <= end and size.any()]
-
-
-def _last_reads(graph: Graph, at: Mapping[str, int]) -> dict[Value, int]:
-    """Position of the last reader of each value's memory, through views of it; results live to the end."""
-    last: dict[Value, int] = {v: max(at[n.name] for n, _ in readers) for v, readers in graph.consumers.items()}
-    for output in graph.outputs:
-        last[output.value] = len(graph.nodes) if output.kind == "output" else last.get(output.value, -1)
-    for node in reversed(graph.nodes):
-        if node.packet in VIEWS and node.inputs:
-            ends = [last.get(Value(node.name, i), -1) for i in range(len(node.outputs))]
-            last[node.inputs[0]] = max([last.get(node.inputs[0], -1), *ends])
-    return last
-
-
-def problem(d: Decisions, prices: Prices, options: Options, positions: Sequence[int], limit: float) -> Problem:
-    """The whole problem as the solver takes it."""
-    rows = usages(d, options, positions) if math.isfinite(limit) else ()
-    return Problem(costs(d, prices), edges(d, prices), rows, limit)

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.decisions import Decisions, copy_key, forced_key, output_key
 from autopar.planner.pricing import VIEWS, Prices, local_bytes
+from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import cheapest_path
+
+AGAIN = "|again"
+"""Marks the ops and tensors of a second run in the backward."""
 
 
 def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
@@ -32,7 +35,8 @@ class _Scheduler:
     made: dict[Phase, dict[Value, dict[ShardingSpec, str]]] = field(
         default_factory=lambda: {"forward": {}, "backward": {}}
     )
-    base: dict[Value, ShardingSpec] = field(default_factory=dict)
+    base: dict[Phase, dict[Value, ShardingSpec]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
+    rerun: set[str] = field(default_factory=set)
 
     @property
     def graph(self) -> Graph:
@@ -64,46 +68,89 @@ class _Scheduler:
 
     def _node(self, node: Node) -> None:
         strategy = self._chosen(node.name)
-        wanted = zip(node.inputs, strategy.inputs, strict=True)
-        reads = tuple(self._read(value, spec, node.phase) for value, spec in wanted)
+        reads = self._operands(node, strategy, node.phase)
+        placeholder = node.op == "placeholder"
+        seconds = 0.0 if placeholder else self._seconds(node, self.choice[self.d.index[node.name]])
+        self._run(node, strategy, reads, node.phase, seconds, "")
+        for i in range(len(node.outputs)):
+            self._force(Value(node.name, i), node.phase)
+        for i in range(len(node.outputs)):
+            self._hold(Value(node.name, i))
+
+    def _operands(self, node: Node, strategy: Strategy, phase: Phase) -> tuple[str, ...]:
+        return tuple(self._read(v, spec, phase) for v, spec in zip(node.inputs, strategy.inputs, strict=True))
+
+    def _seconds(self, node: Node, option: int) -> float:
+        options = self.d.variables[self.d.index[node.name]].options
+        return float(self.prices.node_seconds(self.graph, node, options)[option])
+
+    def _run(
+        self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, seconds: float, mark: str
+    ) -> None:  # fmt: skip
+        """Emit an op; its results are then there in ``phase`` and, until they are held otherwise, in the backward."""
         writes = []
         for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True)):
             if meta is None or spec is None:
                 continue
             value = Value(node.name, i)
-            writes.append(self._tensor(str(value), meta, spec))
-            self.base[value] = spec
-            self.made[node.phase].setdefault(value, {})[spec] = str(value)
-            if node.phase == "forward":
-                self.made["backward"].setdefault(value, {})[spec] = str(value)
+            name = f"{value}{mark}"
+            writes.append(self._tensor(name, meta, spec))
+            for reach in dict.fromkeys((phase, "backward" if hold_key(value) not in self.d.index else phase)):
+                self.base[reach][value] = spec
+                self.made[reach].setdefault(value, {})[spec] = name
         placeholder = node.op == "placeholder"
-        at = self.d.index[node.name]
-        seconds = 0.0
-        if not placeholder:
-            options = self.d.variables[at].options
-            seconds = float(self.prices.node_seconds(self.graph, node, options)[self.choice[at]])
         self.ops.append(
             Op(
-                node.name, "input" if placeholder else "compute", node.name, reads, tuple(writes), node.phase,
+                f"{node.name}{mark}", "input" if placeholder else "compute", node.name, reads, tuple(writes), phase,
                 strategy=None if placeholder else strategy, seconds=seconds,
                 alias=node.packet in VIEWS and bool(reads),
             )
         )  # fmt: skip
-        for i in range(len(node.outputs)):
-            self._force(Value(node.name, i), node.phase)
+
+    def _hold(self, value: Value) -> None:
+        """Bring what is kept for the backward into the spec in which it is kept, at once."""
+        at = self.d.index.get(hold_key(value))
+        if at is None:
+            return
+        variable = self.d.variables[at]
+        if variable.actions[self.choice[at]] == "keep":
+            spec = variable.options[self.choice[at]].inputs[0]
+            name = self._read(value, spec, "forward")
+            self.base["backward"][value] = spec
+            self.made["backward"][value] = {spec: name}
+
+    def _remake(self, node: Node) -> None:
+        """Run a forward op again, on operands that the backward has or makes again."""
+        if node.name in self.rerun:
+            return
+        self.rerun.add(node.name)
+        at = self.d.index[rerun_key(node.name)]
+        strategy = self.d.variables[at].options[self.choice[at]]
+        reads = self._operands(node, strategy, "backward")
+        kept = {v: (self.base["backward"][v], self.made["backward"][v]) for v in self._kept_results(node)}
+        self._run(node, strategy, reads, "backward", self._seconds(node, self.choice[at] - 1), AGAIN)
+        for value, (spec, made) in kept.items():
+            self.base["backward"][value], self.made["backward"][value] = spec, made
+
+    def _kept_results(self, node: Node) -> list[Value]:
+        """Results of an op with several that were kept although others are made again."""
+        values = [Value(node.name, i) for i in range(len(node.outputs))]
+        return [v for v in values if v in self.base["backward"]]
 
     def _force(self, value: Value, phase: Phase) -> None:
         """A constraint on a module's output redistributes the value before anyone reads it."""
         if forced_key(value) in self.d.index:
             spec = self._chosen(forced_key(value)).inputs[0]
-            name = self._redistribute(value, self.base[value], spec, phase)
-            self.base[value] = spec
-            self.made[phase][value] = {spec: name}
-            self.made["backward"][value] = {spec: name}
+            name = self._redistribute(value, self.base[phase][value], spec, phase)
+            for reach in dict.fromkeys((phase, "backward" if hold_key(value) not in self.d.index else phase)):
+                self.base[reach][value] = spec
+                self.made[reach][value] = {spec: name}
 
     def _read(self, value: Value, spec: ShardingSpec, phase: Phase) -> str:
         """The tensor that holds ``value`` in ``spec``, redistributed through the phase's copy when there is one."""
-        source = self.base[value]
+        if phase == "backward" and value not in self.base["backward"]:
+            self._remake(self.graph.by_name[value.node])
+        source = self.base[phase][value]
         key = copy_key(value, phase)
         if key in self.d.index:
             at = self.d.index[key]
@@ -123,7 +170,7 @@ class _Scheduler:
         owner = next(i.node for i in self.graph.inputs if i.name == output.name and i.kind in ("parameter", "buffer"))
         spec = self._chosen(owner).outputs[0]
         assert spec is not None
-        return self._redistribute(output.value, self.base[output.value], spec, phase)
+        return self._redistribute(output.value, self.base[phase][output.value], spec, phase)
 
     def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
         made = self.made[phase].setdefault(value, {})

@@ -15,8 +15,9 @@ from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.options import Options
-from autopar.planner.pricing import Prices, problem
+from autopar.planner.pricing import Prices, costs, edges
 from autopar.planner.random_plans import random_solution
+from autopar.planner.rows import usages
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.program import Program
@@ -24,6 +25,9 @@ from autopar.solver import Problem, Solution, minimum_limit, solve
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
+SMALLEST_ROUNDS = 6
+SMALLEST_S = 5.0
+"""Seconds for each answer to how small the peak can be."""
 
 Progress = Callable[[str], None]
 
@@ -55,15 +59,19 @@ def plan_graph(
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     notices = warn_of_missing_rules(graph)
     say("strategies")
-    decisions = decide(graph, mesh, options, forced)
+    recomputing = options.search.startswith("random+recompute")
+    decisions = decide(graph, mesh, options, forced, recompute=recomputing)
     listed = time.perf_counter()
     say("build")
     prices = Prices(mesh, cluster)
-    search = _Search(graph, decisions, prices, options, _budget(cluster, options), say)
+    search = _Search(
+        graph, decisions, prices, options, _budget(cluster, options), say,
+        lambda: decide(graph, mesh, options, forced, recompute=True),
+    )  # fmt: skip
     result = search.run(started + options.time_limit_s)
     result.timings["strategies"] = listed - started
     return Planned(
-        result.program, decisions, result.solution, result.memory, simulate_streams(result.program),
+        result.program, search.decisions, result.solution, result.memory, simulate_streams(result.program),
         result.timings, notices,
     )  # fmt: skip
 
@@ -104,19 +112,44 @@ class _Search:
     options: Options
     budget: float
     say: Progress
+    with_reruns: Callable[[], Decisions]
     timings: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "solve": 0.0, "lower": 0.0, "verify": 0.0})
 
     def run(self, deadline: float) -> _Result:
-        """Solve; while the exact liveness is over the budget, add a row for that moment, tightened by what the rows
-        do not see (redistributed copies and what an op holds while it runs)."""
+        """The free optimum when it fits, else the best that is found within the budget, else the smallest.
+
+        Raises:
+            InfeasibleError: even the smallest plan is over the budget.
+        """
+        free, _ = self._once((), math.inf, deadline, None)
+        if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
+            return free
+        self.say("over the budget: keep or recompute")
+        self.decisions = self.with_reruns()
+        result = self._within_budget(deadline)
+        if result is None:
+            result = self._smallest(deadline)
+        if result.memory.peak_bytes > self.budget:
+            raise self._infeasible(result)
+        return result
+
+    def _turns(self) -> list[int]:
+        """Where memory is usually highest: as the backward begins, and at the end."""
         nodes = self.graph.nodes
         backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
-        turn = next(backward, len(nodes))
-        positions = [turn, len(self.graph.nodes)]
+        return [next(backward, len(nodes)), len(nodes)]
+
+    def _within_budget(self, deadline: float) -> _Result | None:
+        """Recomputing joins the choices; while the exact liveness is over the budget a row is added for that moment,
+        tightened by what the rows do not see (redistributed copies and what an op holds while it runs)."""
+        positions = self._turns()
         limit = self.budget
         incumbent: Sequence[int] | None = None
         for _ in range(TIGHTEN_ROUNDS):
-            result, modelled = self._once(positions, limit, deadline, incumbent)
+            try:
+                result, modelled = self._once(positions, limit, deadline, incumbent)
+            except InfeasibleError:
+                return None
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
                 return result
@@ -130,19 +163,16 @@ class _Search:
                 limit = min(limit, modelled) - over
             if limit <= 0:
                 break
-        raise self._infeasible(deadline, positions)
+        return None
 
     def _once(
         self, positions: Sequence[int], limit: float, deadline: float, warm: Sequence[int] | None
     ) -> tuple[_Result, float]:
         start = time.perf_counter()
-        asked = problem(self.decisions, self.prices, self.options, positions, limit)
+        asked = self._problem(positions, limit)
         built = time.perf_counter()
         self.say("solve")
-        try:
-            solution = self._choose(asked, deadline, warm)
-        except InfeasibleError:
-            raise self._infeasible(deadline, positions) from None
+        solution = self._choose(asked, deadline, warm)
         solved = time.perf_counter()
         program = schedule(self.decisions, solution.choice, self.prices)
         lowered = time.perf_counter()
@@ -153,9 +183,14 @@ class _Search:
             start = end
         return _Result(program, solution, memory, self.timings), limit
 
+    def _problem(self, positions: Sequence[int], limit: float, *, rows: bool = False) -> Problem:
+        d = self.decisions
+        used = usages(d, self.options, positions) if rows or math.isfinite(limit) else ()
+        return Problem(costs(d, self.prices), edges(d, self.prices), used, limit)
+
     def _choose(self, asked: Problem, deadline: float, warm: Sequence[int] | None) -> Solution:
         kind, _, seed = self.options.search.partition(":")
-        if kind == "random":
+        if kind.startswith("random"):
             return random_solution(asked, int(seed))
         return solve(
             asked, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
@@ -172,40 +207,38 @@ class _Search:
 
     def _unseen(self, result: _Result, position: int) -> float:
         """Bytes at the peak that the rows do not model, as this solution has them."""
-        from autopar.planner.pricing import usages
-
         rows = usages(self.decisions, self.options, [position])
         modelled = sum(float(u.option[result.solution.choice[u.node]]) for u in rows)
         return max(result.memory.peak_bytes - modelled, 0.0)
 
-    def _infeasible(self, deadline: float, positions: Sequence[int]) -> InfeasibleError:
-        asked = problem(self.decisions, self.prices, self.options, positions, 1e30)
-        least = minimum_limit(asked, time_limit=max(min(deadline - time.perf_counter(), 20.0), 5.0))
-        least = self._smallest_that_works(least, positions)
+    def _smallest(self, deadline: float) -> _Result:
+        """The plan of the smallest peak that was found, whatever the budget: so a budget that an error names works.
+
+        The rows' smallest limit, then the exact liveness of the plan that keeps it, then a row for its peak, and again.
+        """
+        positions = self._turns()
+        best: _Result | None = None
+        for _ in range(SMALLEST_ROUNDS):
+            asked = self._problem(positions, math.inf, rows=True)
+            limit = minimum_limit(asked, time_limit=SMALLEST_S, backend=self.options.solver)
+            result, _ = self._once(positions, limit * (1 + 1e-6) + 1, deadline, None)
+            if best is None or result.memory.peak_bytes < best.memory.peak_bytes:
+                best = result
+            position = self._position(result)
+            if position in positions:
+                break
+            positions.append(position)
+        assert best is not None
+        return best
+
+    def _infeasible(self, smallest: _Result) -> InfeasibleError:
+        least = smallest.memory.peak_bytes
         return InfeasibleError(
             "No plan fits the memory budget.",
             found=f"a budget of {_text(self.budget)} a device on mesh {self.decisions.mesh}",
             hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; "
             "more ranks need less each.",
         )
-
-    def _smallest_that_works(self, least: float, positions: Sequence[int]) -> float:
-        """Exact liveness of the plan that the rows say is smallest: what would really have to be granted."""
-        best = math.inf
-        limit = least
-        for _ in range(4):
-            asked = problem(self.decisions, self.prices, self.options, positions, limit * (1 + 1e-6) + 1)
-            try:
-                solution = solve(asked, time_limit=10.0, backend=self.options.solver, gap=self.options.gap)
-            except InfeasibleError:
-                break
-            program = schedule(self.decisions, solution.choice, self.prices)
-            memory = profile(program, self.graph, self.decisions.mesh, self.options)
-            best = min(best, memory.peak_bytes)
-            if memory.peak_bytes <= limit * 1.02:
-                break
-            limit *= 1.1
-        return best if math.isfinite(best) else least
 
 
 def _text(size: float) -> str:

@@ -1,0 +1,128 @@
+"""Memory as the solver sees it: the bytes that every option holds at chosen moments of the program.
+
+The rows leave out what only lives inside one op (redistributed operands, an op's own temporaries); the exact liveness
+of the scheduled program has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ir import Graph, Phase, TensorMeta, Value
+from autopar.planner.options import Options
+from autopar.planner.pricing import VIEWS, local_bytes, state_bytes
+from autopar.planner.variables import Decisions, Variable, hold_key, spec_made
+from autopar.sharding import Strategy
+from autopar.solver import Usage
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """Positions in the graph between which a value's memory, and that of its views, is read."""
+
+    at: Mapping[str, int]
+    forward: Mapping[Value, int]
+    backward: Mapping[Value, tuple[int, int]]
+    whole: Mapping[Value, int]
+
+
+def usages(d: Decisions, options: Options, positions: Sequence[int]) -> tuple[Usage, ...]:
+    """What every option holds at each of ``positions`` (indices of graph nodes; the graph's length is the end).
+
+    Time ``t`` of the result is ``positions[t]``.
+    """
+    lives = _lives(d.graph)
+    made = _gradients_made(d.graph, lives.at)
+    found: list[Usage] = []
+    for i, v in enumerate(d.variables):
+        for size, start, end in _held(d, v, options, lives, made):
+            if size.any():
+                found += [Usage(i, size, t, t + 1) for t, p in enumerate(positions) if start <= p <= end]
+    return tuple(found)
+
+
+def _held(
+    d: Decisions, v: Variable, options: Options, lives: _Lives, made: Mapping[str, int]
+) -> Iterator[tuple[Array, int, int]]:
+    """(bytes of each option, first position, last position) of what a variable holds."""
+    end = len(d.graph.nodes)
+    if v.kind == "parameter" and v.node is not None and v.node.outputs[0] is not None:
+        meaning, meta = d.graph.input_of[v.node.name], v.node.outputs[0]
+        specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
+        parts = [state_bytes(meta, s, d.mesh, meaning.trainable, options) for s in specs]
+        yield np.array([float(p.parameter + p.optimizer) for p in parts]), 0, end
+        yield np.array([float(p.gradient) for p in parts]), made.get(meaning.name, end), end
+        yield np.array([float(p.step) for p in parts]), end, end
+    elif v.kind == "copy" and any(v.kept) and v.value is not None:
+        size = _sizes(d, d.graph.meta(v.value), v.options, 0) * np.array(v.kept)
+        yield size, lives.forward.get(v.value, 0), lives.backward.get(v.value, (0, -1))[1]
+    elif v.kind == "hold" and v.value is not None:
+        size = _sizes(d, d.graph.meta(v.value), v.options, 0)
+        first, last = lives.backward.get(v.value, (end, -1))
+        kept, remade = (np.array([a == action for a in v.actions]) for action in ("keep", "recompute"))
+        yield size * kept, lives.forward.get(v.value, lives.at[v.value.node]) + 1, last
+        if d.graph.by_name[v.value.node].packet not in VIEWS:
+            yield size * remade, first, last
+    elif v.kind == "op" and v.node is not None and v.node.packet not in VIEWS:
+        for out, result in enumerate(v.node.outputs):
+            value = Value(v.node.name, out)
+            if result is not None:
+                reads = lives.forward if hold_key(value) in d.index else lives.whole
+                yield _sizes(d, result, v.options, out), lives.at[v.node.name], reads.get(value, -1)
+
+
+def _sizes(d: Decisions, meta: TensorMeta, options: Sequence[Strategy], out: int) -> Array:
+    specs = [spec_made(o, out) for o in options]
+    return np.array([float(local_bytes(meta, s, d.mesh)) if s is not None else 0.0 for s in specs])
+
+
+def _gradients_made(graph: Graph, at: Mapping[str, int]) -> dict[str, int]:
+    return {o.name: at[o.value.node] for o in graph.outputs if o.kind == "gradient"}
+
+
+def _lives(graph: Graph) -> _Lives:
+    at = {n.name: i for i, n in enumerate(graph.nodes)}
+    forward = _last_reads(graph, at, "forward")
+    first, last = _backward_reads(graph, at)
+    return _Lives(at, forward, {v: (first[v], last[v]) for v in first}, _last_reads(graph, at, None))
+
+
+def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase | None) -> dict[Value, int]:
+    """Position of the last reader (of one phase) of each value's memory, through views; outputs live to the end."""
+    last: dict[Value, int] = {}
+    for value, readers in graph.consumers.items():
+        places = [at[n.name] for n, _ in readers if phase is None or n.phase == phase]
+        if places:
+            last[value] = max(places)
+    for output in graph.outputs:
+        if output.kind == "output":
+            last[output.value] = len(graph.nodes)
+    for node in reversed(graph.nodes):
+        if node.packet in VIEWS and node.inputs:
+            ends = [last.get(Value(node.name, i), -1) for i in range(len(node.outputs))]
+            last[node.inputs[0]] = max([last.get(node.inputs[0], -1), *ends])
+    return last
+
+
+def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, int], dict[Value, int]]:
+    """First and last position in the backward at which each forward value may be read, by the backward itself or by
+    an op that is run again just before its own first reader."""
+    first: dict[Value, int] = {}
+    last: dict[Value, int] = {}
+    for node in reversed(graph.nodes):
+        if node.phase == "backward" and node.op != "placeholder":
+            reads = dict.fromkeys(node.inputs, at[node.name])
+        else:
+            again = [first[Value(node.name, i)] for i in range(len(node.outputs)) if Value(node.name, i) in first]
+            reads = dict.fromkeys(node.inputs, min(again)) if again else {}
+        for value, place in reads.items():
+            first[value] = min(first.get(value, place), place)
+            last[value] = max(last.get(value, place), place)
+    return first, last
+

@@ -1,0 +1,94 @@
+"""Decision variables and what is handed between them, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.ir import Graph, Node, Phase, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.sharding import ShardingSpec, Strategy
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
+
+    ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered. ``actions`` tells what
+    each option of a hold or rerun variable does: keep, recompute, absent, none.
+    """
+
+    key: str
+    kind: str
+    options: tuple[Strategy, ...]
+    phase: Phase
+    node: Node | None = None
+    value: Value | None = None
+    kept: tuple[bool, ...] = ()
+    actions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Variable ``source``'s result ``out`` is read by variable ``target`` as operand ``position``.
+
+    With ``kept`` the pair is not priced: the target's kept options need the same spec at the source, for nothing.
+    A ``target`` that stores the value (a parameter its gradient) reads it at its own spec: position -1. With ``rerun``
+    the source is an op run again, whose result the target's recompute options take as it is.
+    """
+
+    source: int
+    out: int
+    target: int
+    position: int
+    meta: TensorMeta
+    kept: bool = False
+    rerun: bool = False
+
+
+@dataclass
+class Decisions:
+    """All variables and handovers of a graph on a mesh, and where each value is made and read."""
+
+    graph: Graph
+    mesh: Mesh
+    variables: list[Variable] = field(default_factory=list)
+    handovers: list[Handover] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+
+    def add(self, variable: Variable) -> int:
+        self.index[variable.key] = len(self.variables)
+        self.variables.append(variable)
+        return self.index[variable.key]
+
+
+def copy_key(value: Value, phase: Phase) -> str:
+    return f"{value}@{phase}"
+
+
+def hold_key(value: Value) -> str:
+    return f"{value}@held"
+
+
+def rerun_key(node: str) -> str:
+    return f"{node}@rerun"
+
+
+def forced_key(value: Value) -> str:
+    return f"{value}@module"
+
+
+def output_key(name: str) -> str:
+    return f"output:{name}"
+
+
+def spec_read(option: Strategy, position: int) -> ShardingSpec | None:
+    """The spec in which an option reads operand ``position``; -1 is the spec in which a variable stores. None where it
+    reads nothing."""
+    if position < 0:
+        return option.outputs[0]
+    return option.inputs[position] if option.inputs else None
+
+
+def spec_made(option: Strategy, out: int) -> ShardingSpec | None:
+    """The spec of an option's result ``out``; None where it makes nothing."""
+    return option.outputs[out] if option.outputs else None
