@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "group_name",
     "joint_graph",
     "permute",
+    "redistribution_steps",
     "reduce_scatter",
     "storage_key",
     "strided_shard",
@@ -193,3 +195,37 @@ def strided_shard_type() -> type[Any]:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
+
+
+def redistribution_steps(
+    source: Sequence[Placement], target: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int],
+    *, by_cost: bool | None = None,
+) -> list[tuple[int, Placement, Placement]]:  # fmt: skip
+    """(mesh axis, placement before, placement after) of each step that DTensor takes between two lists of placements.
+
+    To compare with: no public name plans a redistribution without running it. Needs no process group.
+
+    Args:
+        by_cost: DTensor's search by its own costs; False its heuristic; None what it takes by itself.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    device_mesh = _mesh_without_processes(tuple(mesh_shape))
+    meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), torch.float32)
+    before, after = (
+        DTensorSpec(
+            device_mesh, tuple(p), tensor_meta=meta,
+            use_strided_shard_as_shard_order=any(isinstance(x, strided_shard_type()) for x in p),
+        )
+        for p in (source, target)
+    )  # fmt: skip
+    infos = _redistribute._gen_transform_infos_non_cached(before, after, by_cost)
+    return [(info.mesh_dim, *info.src_dst_placements) for info in infos]
+
+
+@lru_cache(maxsize=16)
+def _mesh_without_processes(shape: tuple[int, ...]) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), _init_backend=False, _rank=0)

@@ -52,6 +52,7 @@ class Step:
         Raises:
             SpecError: the step cannot be taken from ``spec``.
         """
+        self._require_dims(spec)
         dims, partial = list(spec.dims), spec.partial
         if self.kind in ("all_gather", "all_to_all"):
             self._require(self.axis in dims[self.dim][-1:], spec)
@@ -122,6 +123,17 @@ class Step:
         self._require(sorted(self.axes) == sorted(spec.dims[self.dim]), spec)
         dims = (*spec.dims[: self.dim], self.axes, *spec.dims[self.dim + 1 :])
         return ShardingSpec(dims, spec.partial)
+
+    def _require_dims(self, spec: ShardingSpec) -> None:
+        named = [self.dim] if self.kind != "all_reduce" and (self.kind != "permute" or self.dim >= 0) else []
+        named += [self.to_dim] if self.kind == "all_to_all" else []
+        for dim in named:
+            if not 0 <= dim < spec.ndim:
+                raise SpecError(
+                    f"The step {self} names dim {dim}, and the tensor has {spec.ndim} dims.",
+                    found=str(spec),
+                    hint=f"dims count from 0 to {spec.ndim - 1}." if spec.ndim else "a scalar has no dim to cut.",
+                )
 
     def _require(self, condition: bool, spec: ShardingSpec) -> None:
         if not condition:

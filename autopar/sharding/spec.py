@@ -40,8 +40,9 @@ class ShardingSpec:
         object.__setattr__(self, "partial", tuple(sorted(self.partial)))
         axes = [a for dim in self.dims for a in dim] + [a for a, _ in self.partial]
         if len(set(axes)) != len(axes):
+            twice = next(a for a in axes if axes.count(a) > 1)
             raise SpecError(
-                "A mesh axis can cut or sum a tensor only once.",
+                f"Mesh axis {twice} is used twice; an axis can cut or sum a tensor only once.",
                 found=_text(self.dims, self.partial),
                 hint="use each axis in one place, as in S01R or S0S1.",
             )
