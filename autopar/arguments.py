@@ -85,7 +85,14 @@ def as_optimizer(optimizer: Any) -> str | float:
         return optimizer if isinstance(optimizer, str) else float(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = type(optimizer)
-    return str(optimizer.__name__)
+    name = getattr(optimizer, "__name__", None)
+    if not isinstance(name, str):
+        raise AutoparError(
+            "optimizer is no optimizer.",
+            found=repr(optimizer),
+            hint='write a name such as "adamw", a torch.optim class, or bytes of state per parameter element.',
+        )
+    return name
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

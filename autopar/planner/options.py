@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autopar.errors import AutoparError
+
 
 @dataclass(frozen=True)
 class Options:
@@ -35,3 +37,14 @@ class Options:
     solver: str = "auto"
     gap: float = 1e-4
     search: str = "joint"
+
+    def __post_init__(self) -> None:
+        _check("batch", self.batch, "global", "local")
+        _check("outputs", self.outputs, "auto", "whole", "dtensor")
+        _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "random")
+
+
+def _check(name: str, value: object, *allowed: str) -> None:
+    if value not in allowed:
+        known = ", ".join(allowed)
+        raise AutoparError(f"There is no {name}={value!r}.", found=repr(value), hint=f"write one of {known}.")

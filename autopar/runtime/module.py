@@ -229,11 +229,19 @@ def variant_key(model: nn.Module, call: Call) -> Any:
 
 
 def check_call(planned: Call, call: Call) -> None:
-    """Refuse inputs of another kind than the plan was made for. Sizes may differ, and inputs may come or go.
+    """Refuse inputs of another kind than the plan was made for. Sizes may differ; without gradients, as in a
+    validation without labels, inputs may come or go.
 
     Raises:
-        InputError: another rank or dtype.
+        InputError: another structure, rank or dtype.
     """
+    missing, new = set(planned.names) - set(call.names), set(call.names) - set(planned.names)
+    if (missing or new) and torch.is_grad_enabled():
+        raise InputError(
+            "The inputs have another structure than the plan was made for.",
+            found=f"missing {sorted(missing)}, new {sorted(new)}",
+            hint="call the model with the arguments that meta_inputs had, or under torch.no_grad().",
+        )
     known = dict(zip(planned.names, planned.tensors, strict=True))
     for name, tensor in zip(call.names, call.tensors, strict=True):
         like = known.get(name, tensor)

@@ -102,6 +102,22 @@ def _read(
     return IlpResult(model.choice(values), bound, finished)
 
 
+def check_solver(name: str) -> None:
+    """Fail before any work, rather than after the reductions.
+
+    Raises:
+        SolverError: PuLP is missing, has no solver of that name, or its program cannot be run.
+    """
+    try:
+        import pulp
+    except ImportError as error:
+        raise SolverError("PuLP is not installed.", found=str(error), hint="pip install pulp highspy") from error
+    if name == "cbc":
+        cbc_path()
+    elif name not in pulp.listSolvers(onlyAvailable=True):
+        raise SolverError(f"There is no solver {name!r} here.", found=repr(name), hint=_missing_hint(pulp))
+
+
 def cbc_path() -> str:
     """PuLP's own CBC.
 
