@@ -46,6 +46,27 @@ class Collective:
     phase: Phase
 
 
+@dataclass(frozen=True)
+class BaselineRecord:
+    """A known way to train in parallel, completed, priced and simulated as the plan itself was.
+
+    Args:
+        name: ``DDP``, ``ZeRO-3``, ``FSDP x TP``, ...
+        objective: seconds of the solver's cost.
+        step_time: seconds of a step, by simulation.
+        bytes: of all messages of a step, as collectives are priced.
+        peak_memory: bytes on the fullest device.
+        fits: within the memory budget.
+    """
+
+    name: str
+    objective: float
+    step_time: float
+    bytes: int
+    peak_memory: int
+    fits: bool
+
+
 def ring_bytes(kind: StepKind, size: int, ranks: int) -> float:
     """Bytes that each rank sends in a ring: 2(N-1)/N S for an all-reduce, (N-1)/N S for the others.
 
