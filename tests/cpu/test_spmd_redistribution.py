@@ -15,6 +15,8 @@ from autopar import spmd
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
 from autopar.sharding import LocalLength, ShardingSpec, Step, all_pairs, cheapest_path, steps_from
+from autopar.sharding.redistribution import STEP_KINDS
+from autopar.spmd.collectives import permutation
 from autopar.spmd.ranks import LocalRank, local_ranks
 from tests.alpha_beta import uneven, uniform
 
@@ -80,11 +82,13 @@ EXHAUSTIVE = [
     ((2,), [(5, 6), (4, 3, 2), (3, 1, 4)]),
     ((4,), [(3,), (9, 2)]),
     ((2, 2), [(7,), (8,), (7, 4), (4, 8), (3, 4, 2)]),
+    ((2, 4), [(9,), (16,), (7, 16), (5, 3, 8), (8, 8, 8)]),
 ]
 SAMPLED = [
-    ((2, 4), [(9,), (16,), (7, 16), (5, 3, 8), (8, 8, 8)]),
     ((2, 2, 2), [(11,), (8, 8), (7, 9), (4, 3, 8)]),
-    ((2, 2), [(4, 6, 3, 5)]),
+    ((2, 2), [(4, 6, 3, 5), (4, 2, 8, 4)]),
+    ((2, 4), [(8, 3, 16, 2)]),
+    ((2, 2, 2), [(8, 5, 2, 4)]),
     ((3, 2), [(6, 7, 2, 12)]),
 ]
 
@@ -113,7 +117,27 @@ def test_every_pair_of_specs(mesh, shape):
 def test_a_sample_of_pairs_on_larger_meshes(mesh, shape):
     torch.manual_seed(0)
     specs = reachable(ShardingSpec.replicated(len(shape)), mesh)
-    check_pairs(mesh, shape, [random.Random(i).choices(specs, k=2) for i in range(60)])
+    check_pairs(mesh, shape, [random.Random(i).choices(specs, k=2) for i in range(200)])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [(Mesh((2, 2, 2)), (9,)), (Mesh((2, 2, 2)), (7, 8)), (Mesh((2, 2, 2)), (8, 3, 4)), (Mesh((2, 4)), (3, 8, 2, 5))],
+    ids=str,
+)
+def test_every_step_from_every_spec(mesh, shape):
+    torch.manual_seed(0)
+    partial = ShardingSpec(((),) * len(shape), tuple((a, "sum") for a in range(mesh.ndim)))
+    kinds = set()
+    for spec in reachable(partial, mesh):
+        shards, whole = scatter_addends(shape, spec, mesh) if spec.partial else (None, torch.randn(shape).double())
+        for step, after in steps_from(spec, len(shape), mesh):
+            if step.fits(spec, shape, mesh):
+                before = shards if shards is not None else scatter(whole, spec, mesh)
+                result = reduced(walk(before, [spec], [step], shape, mesh), after, shape, mesh)
+                assert_shards(result, scatter(whole, after.without_partial(), mesh), f"{spec} {step} on {mesh}")
+                kinds.add(step.kind)
+    assert kinds == set(STEP_KINDS) - ({"all_to_all"} if len(shape) == 1 else set())
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min", "avg"])
@@ -231,7 +255,7 @@ def test_a_lowered_step_names_lengths_as_numbers_where_all_ranks_agree():
 
 def test_a_permutation_sends_every_shard_exactly_once():
     for mesh, axes, order in ((Mesh((2, 4)), (0, 1), (1, 0)), (Mesh((2, 3, 4)), (2, 0, 1), (0, 1, 2))):
-        sources = spmd.permutation(mesh, axes, order)
+        sources = permutation(mesh, axes, order)
         assert sorted(sources) == list(range(mesh.size))
         assert sources != tuple(range(mesh.size))
 
