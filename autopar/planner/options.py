@@ -24,7 +24,7 @@ class Options:
         solver: ``"auto"``, ``"cbc"``, ``"highs"`` or another that PuLP knows.
         gap: relative gap at which the solver may stop.
         search: ``"joint"``, or ``"random:SEED"``: every op takes any strategy that can be reached, to test what
-            searched plans never do.
+            searched plans never do; ``"baseline:NAME"``: that known way to train in parallel.
     """
 
     memory_budget_bytes: int | None = None
@@ -41,7 +41,7 @@ class Options:
     def __post_init__(self) -> None:
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")
-        _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "random")
+        _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "random", "baseline")
 
 
 def _check(name: str, value: object, *allowed: str) -> None:

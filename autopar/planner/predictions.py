@@ -55,7 +55,8 @@ def make_plan(
         peak_memory=planned.memory.peak_bytes, memory=planned.memory.by_kind, source=source,
         timings=planned.timings, options=_options(options),
         solver={"method": s.method, "proven": s.proven, "seconds": s.seconds, **s.size},
-        notices=(*notices, *planned.notices), _explain=_explainer(planned, graph, mesh, cluster, options),
+        notices=(*notices, *planned.notices), baselines=planned.baselines,
+        _explain=_explainer(planned, graph, mesh, cluster, options),
     )  # fmt: skip
 
 

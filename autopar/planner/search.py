@@ -6,13 +6,14 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
+from autopar.planner.finalists import Finalist, baseline_finalists, seed
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices, costs, edges
@@ -20,6 +21,7 @@ from autopar.planner.random_plans import random_solution
 from autopar.planner.rows import usages
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
+from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Problem, Solution, minimum_limit, solve
 from autopar.strategies import find_rule, missing_rule
@@ -34,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned program and how good it is. Seconds and bytes."""
+    """A planned program and how good it is. Seconds and bytes. ``baselines`` is what it was compared with."""
 
     program: Program
     decisions: Decisions
@@ -43,6 +45,7 @@ class Planned:
     timeline: Timeline
     timings: dict[str, float] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    baselines: tuple[BaselineRecord, ...] = ()
 
 
 def plan_graph(
@@ -68,12 +71,39 @@ def plan_graph(
         graph, decisions, prices, options, _budget(cluster, options), say,
         lambda: decide(graph, mesh, options, forced, recompute=True),
     )  # fmt: skip
-    result = search.run(started + options.time_limit_s)
-    result.timings["strategies"] = listed - started
+    costs(decisions, prices), edges(decisions, prices)
+    search.timings["build"] = time.perf_counter() - listed
+    say("baselines")
+    priced = time.perf_counter()
+    compared = _baselines(decisions, prices, options)
+    search.timings["baselines"] = time.perf_counter() - priced
+    best = search.best(compared, started + options.time_limit_s)
+    search.timings["strategies"] = listed - started
     return Planned(
-        result.program, search.decisions, result.solution, result.memory, simulate_streams(result.program),
-        result.timings, notices,
+        best.program, best.decisions, best.solution, best.memory, best.timeline, search.timings, notices,
+        tuple(b.record(search.budget) for b in compared),
     )  # fmt: skip
+
+
+SHORTEST_TO_COMPARE_S = 5.0
+"""Under so short a time limit all of it is the search's."""
+
+
+def _baselines(decisions: Decisions, prices: Prices, options: Options) -> list[Finalist]:
+    """What the plan is compared with; under constraints nothing, since they may exclude every baseline."""
+    kind, _, name = options.search.partition(":")
+    if kind == "baseline":
+        found = baseline_finalists(decisions, prices, options, name)
+        if found:
+            return found
+        raise PlanError(
+            f"The baseline {name!r} does not apply.",
+            found=f"mesh {decisions.mesh}, model {decisions.graph.name}",
+            hint="it needs the mesh axes and dims that it cuts; autopar.compare lists those that apply.",
+        )
+    if kind != "joint" or options.constraints or options.time_limit_s < SHORTEST_TO_COMPARE_S:
+        return []
+    return baseline_finalists(decisions, prices, options)
 
 
 def _budget(cluster: Cluster, options: Options) -> float:
@@ -114,6 +144,39 @@ class _Search:
     say: Progress
     with_reruns: Callable[[], Decisions]
     timings: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "solve": 0.0, "lower": 0.0, "verify": 0.0})
+    seeds: tuple[tuple[int, ...], ...] = ()
+    bound: float = 0.0
+    baseline: str = ""
+
+    def best(self, compared: Sequence[Finalist], deadline: float) -> Finalist:
+        """The finalist of the least simulated step: the search's own plan, or a baseline that fits.
+
+        Raises:
+            InfeasibleError: nothing fits the budget.
+        """
+        if self.options.search.startswith("baseline"):
+            return compared[0]
+        fitting = [f for f in compared if f.memory.peak_bytes <= self.budget]
+        self.seeds = tuple(f.solution.choice for f in compared)
+        self.baseline = min(fitting, key=Finalist.cost).name if fitting else ""
+        try:
+            result = self.run(deadline)
+        except InfeasibleError:
+            if not fitting:
+                raise
+            return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
+        own = Finalist(
+            "chosen", self.decisions, result.solution, result.program, result.memory, simulate_streams(result.program)
+        )
+        least = min((own, *fitting), key=Finalist.rank)
+        return own if least is own else self._bounded(least, own.solution.lower_bound, own.solution.method)
+
+    def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
+        """A baseline as the chosen plan, with the search's bound."""
+        s = found.solution
+        bound = min(bound, s.objective)
+        proven = s.objective - bound <= self.options.gap * s.objective
+        return replace(found, solution=replace(s, lower_bound=bound, proven=proven, method=f"{method}; {s.method}"))
 
     def run(self, deadline: float) -> _Result:
         """The free optimum when it fits, else the best that is found within the budget, else the smallest.
@@ -125,7 +188,9 @@ class _Search:
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
         self.say("over the budget: keep or recompute")
+        self.bound = free.solution.lower_bound
         self.decisions = self.with_reruns()
+        self.seeds = seed(self.decisions, self.prices, self.options, self.baseline) if self.baseline else ()
         result = self._within_budget(deadline)
         if result is None:
             result = self._smallest(deadline)
@@ -194,7 +259,7 @@ class _Search:
             return random_solution(asked, int(seed))
         return solve(
             asked, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
-            gap=self.options.gap, warm_starts=() if warm is None else (warm,),
+            gap=self.options.gap, warm_starts=self.seeds if warm is None else (warm, *self.seeds),
         )  # fmt: skip
 
     def _position(self, result: _Result) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
-from autopar.plans.records import Action, Activation, Collective
+from autopar.plans.records import Action, Activation, BaselineRecord, Collective
 from autopar.plans.serial import program_from, program_to
 from autopar.program import Program
 from autopar.sharding import ShardingSpec
@@ -41,6 +41,7 @@ class Plan:
         solver: method and sizes of the problem.
         notices: what the user should know.
         candidates: other meshes that were planned, with their step times.
+        baselines: known ways to train in parallel, completed, priced and simulated as this plan was.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Plan:
     solver: Mapping[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     candidates: tuple[tuple[str, float], ...] = ()
+    baselines: tuple[BaselineRecord, ...] = ()
     _explain: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -134,6 +136,7 @@ class Plan:
             "peak_memory": self.peak_memory, "memory": dict(self.memory), "source": self.source,
             "timings": dict(self.timings), "options": dict(self.options), "solver": dict(self.solver),
             "notices": list(self.notices), "candidates": [list(c) for c in self.candidates],
+            "baselines": [asdict(b) for b in self.baselines],
         }  # fmt: skip
 
     @staticmethod
@@ -201,4 +204,5 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         peak_memory=data["peak_memory"], memory=data["memory"], source=data["source"], timings=data["timings"],
         options=data["options"], solver=data["solver"], notices=tuple(data["notices"]),
         candidates=tuple((m, s) for m, s in data["candidates"]),
+        baselines=tuple(BaselineRecord(**b) for b in data.get("baselines", ())),
     )  # fmt: skip
