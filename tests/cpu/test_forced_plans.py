@@ -1,0 +1,58 @@
+"""Data parallel, fully sharded and tensor parallel, forced by constraints on parameters, inputs and modules' results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar
+from autopar.mesh import Cluster
+from autopar.planner.schedule import stored_spec
+from tests.cpu.model_checks import FORCED, TOLERANCE, Reference, assert_equal, assert_equals_one_device, eager, run, subject
+from tests.models import ZOO
+
+MESHES = [(2,), (4,), (2, 2), (2, 4), (2, 2, 2)]
+CASES = [
+    (name, form, mesh, dtype)
+    for name, model in ZOO.items() for form in FORCED for mesh in MESHES for dtype in model.dtypes
+] + [(name, form, (3,), dtype) for name in ("cnn", "llama") for form in FORCED for dtype in (torch.float32, torch.float64)]  # fmt: skip
+
+
+def in_quick_run(name, form, mesh, dtype):
+    return mesh == ((2, 2) if form == "tensor_parallel" else (2,)) and dtype is ZOO[name].dtypes[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "mesh", "dtype"),
+    [
+        pytest.param(*c, id="-".join(map(str, c)), marks=[] if in_quick_run(*c) else [pytest.mark.slow]) for c in CASES
+    ],
+)
+def test_the_forced_step_equals_one_device(name, form, mesh, dtype) -> None:
+    of = subject(name, dtype)
+    constraints = FORCED[form](name, of, mesh)
+    ran = run(of, mesh, constraints, cluster=Cluster.load("dgx-h100"))
+    assert_equals_one_device(of, ran.result, dtype)
+    stored = stored_spec(ran.planned.program)
+    for i in of.capture.graph.inputs:
+        if i.kind == "parameter":
+            assert str(stored[i.node]) == constraints[i.name]
+        if i.kind == "input":
+            assert str(stored[i.node]) == constraints[f"input:{i.name}"]
+
+
+def test_megatron_by_globs_through_the_public_interface() -> None:
+    model, inputs = ZOO["gpt2"].made(torch.float32)
+    constraints = {
+        "transformer.h.*.attn.c_attn.weight": "RS1", "transformer.h.*.attn.c_proj.weight": "S1R",
+        "transformer.h.*.mlp.c_fc.weight": "RS1", "transformer.h.*.mlp.c_proj.weight": "S1R",
+        "transformer.wte.weight": "S1R", "transformer.h.*.mlp": "S0RR", "input:*": "S0R", "output:logits": "S0RS1",
+    }  # fmt: skip
+    plan = autopar.plan(model, inputs, mesh={"dp": 2, "tp": 2}, cluster="dgx-h100", constraints=constraints)
+    result = autopar.simulate(model, inputs, plan=plan)
+    found = Reference({"loss": result.outputs.loss, "logits": result.outputs.logits}, result.grads, result.buffers)
+    assert_equal(found, eager(model, inputs), TOLERANCE[torch.float32])
+    assert str(plan.specs["transformer.h.1.mlp.c_fc.weight"]) == "RS1"
+    assert str(plan.specs["lm_head.weight"]) == "S1R"  # tied to the embedding
+    assert str(plan.specs["transformer.h.0.mlp"]) == "S0RR"
+    assert str(plan.specs["output:logits"]) == "S0RS1"
