@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from autopar.errors import ConstraintError
 from autopar.ir import Graph, Node, Value
 from autopar.mesh import Mesh
+from autopar.planner.styles import is_style, style_spec
 from autopar.sharding import ShardingSpec
 
 PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P."
@@ -29,18 +30,23 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
 
     Raises:
         ConstraintError: a glob that names nothing, or two that contradict each other.
-        SpecError: a spec that cannot be read or does not fit.
+        SpecError: a spec that is neither a style nor can be read, or does not fit.
     """
     names = _names(graph, aliases)
     chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
     for pattern, text in constraints.items():
-        spec = ShardingSpec.parse(text)
+        styled = is_style(text)
+        spec = ShardingSpec.replicated(0) if styled else ShardingSpec.parse(text)
         matches = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not matches:
             raise _names_nothing(pattern, names)
-        fitting = [m for m in matches if names[m].ndim == spec.ndim]
+        fitting = matches if styled else [m for m in matches if names[m].ndim == spec.ndim]
         for name in fitting or matches[:1]:
             target = names[name]
+            if styled:
+                kind, at = target.key
+                parameter = str(at) if kind == "placeholder" and graph.input_of[str(at)].kind == "parameter" else None
+                spec = style_spec(text, target.shape, mesh, graph, parameter)
             spec.check(target.ndim, mesh, name)
             if spec.partial:
                 raise ConstraintError(f"The constraint on {name} is partial.", found=str(spec), hint=PARTIAL_HINT)
@@ -62,7 +68,11 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
 @dataclass(frozen=True)
 class _Target:
     key: tuple[str, object]
-    ndim: int
+    shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
 
 def _tie_note(name: str, aliases: Mapping[str, str]) -> str:
@@ -74,28 +84,28 @@ def _names(graph: Graph, aliases: Mapping[str, str]) -> dict[str, _Target]:
     """Everything that a constraint can name."""
     names: dict[str, _Target] = {}
     for module, node in module_outputs(graph).items():
-        names[module] = _Target(("value", Value(node.name)), _ndim(node))
+        names[module] = _Target(("value", Value(node.name)), _shape(node))
     for node in graph.nodes:
         if node.op != "placeholder" and node.outputs and node.outputs[0] is not None:
-            names.setdefault(node.name, _Target(("value", Value(node.name)), _ndim(node)))
+            names.setdefault(node.name, _Target(("value", Value(node.name)), _shape(node)))
     for inp in graph.inputs:
-        ndim = _ndim(graph.by_name[inp.node])
+        shape = _shape(graph.by_name[inp.node])
         if inp.kind in ("parameter", "buffer"):
-            names[inp.name] = _Target(("placeholder", inp.node), ndim)
+            names[inp.name] = _Target(("placeholder", inp.node), shape)
         elif inp.kind == "input":
-            names[f"input:{inp.name}"] = _Target(("placeholder", inp.node), ndim)
+            names[f"input:{inp.name}"] = _Target(("placeholder", inp.node), shape)
     for out in graph.outputs:
         if out.kind == "output":
-            names[f"output:{out.name}"] = _Target(("output", out.name), len(graph.meta(out.value).shape))
+            names[f"output:{out.name}"] = _Target(("output", out.name), graph.meta(out.value).shape)
     for alias, name in aliases.items():
         if name in names:
             names[alias] = names[name]
     return names
 
 
-def _ndim(node: Node) -> int:
+def _shape(node: Node) -> tuple[int, ...]:
     meta = node.outputs[0]
-    return len(meta.shape) if meta is not None else 0
+    return meta.shape if meta is not None else ()
 
 
 def module_outputs(graph: Graph) -> dict[str, Node]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir import Graph, Node, Value
-from autopar.planner.decisions import batch_size
+from autopar.planner.specs import batch_size
 from autopar.strategies import bound
 from autopar.strategies.notation import Bound
 

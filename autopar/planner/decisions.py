@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.planner import rematerialize
 from autopar.planner.constraints import Forced
 from autopar.planner.options import Options
-from autopar.planner.specs import stored_specs
+from autopar.planner.specs import batch_size, stored_specs
 from autopar.planner.variables import (
     Decisions,
     Handover,
@@ -98,15 +98,6 @@ def _output_specs(graph: Graph, meta: TensorMeta, mesh: Mesh, options: Options) 
     if options.batch == "local":
         return (_batch_spec(meta, mesh, graph),)
     return (ShardingSpec.replicated(len(meta.shape)),)
-
-
-def batch_size(graph: Graph) -> int:
-    """Size of dim 0 of the first input that has dims."""
-    for i in graph.inputs:
-        meta = graph.by_name[i.node].outputs[0]
-        if i.kind == "input" and meta is not None and meta.shape:
-            return meta.shape[0]
-    return -1
 
 
 def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options, forced: Forced) -> Variable:

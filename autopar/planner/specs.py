@@ -1,4 +1,4 @@
-"""The specs in which a tensor can be stored."""
+"""The specs in which a tensor can be stored, and the size of the batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 
+from autopar.ir import Graph
 from autopar.mesh import Mesh
 from autopar.sharding import ShardingSpec
 
@@ -41,3 +42,12 @@ def _fills(n: int, ways: list[int]) -> bool:
         return False
     last = n - size * (ways[0] - 1)
     return _fills(size, ways[1:]) and _fills(last, ways[1:])
+
+
+def batch_size(graph: Graph) -> int:
+    """Size of dim 0 of the first input that has dims."""
+    for i in graph.inputs:
+        meta = graph.by_name[i.node].outputs[0]
+        if i.kind == "input" and meta is not None and meta.shape:
+            return meta.shape[0]
+    return -1
