@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import transformers
@@ -103,7 +102,8 @@ class CNN(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(12), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(12), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
         )  # fmt: skip
         self.head = nn.Linear(12, 5)
 
@@ -211,16 +211,19 @@ ZOO: dict[str, Model] = {
     ),
     "outside": Model(
         Outside, lambda: {"ids": token_ids()},
-        {"layer.linear1.*": 0, "head.*": 0}, {"layer.linear2.weight": 1, "layer.self_attn.out_proj.weight": 1, "embed.weight": 0},
+        {"layer.linear1.*": 0, "head.*": 0},
+        {"layer.linear2.weight": 1, "layer.self_attn.out_proj.weight": 1, "embed.weight": 0},
         ("layer.linear2", "layer.self_attn"), has_dropout=True,
     ),
     "gpt2": Model(
         gpt2, language,
         {"*.c_attn.weight": 1, "*.c_attn.bias": 0, "*.c_fc.weight": 1, "*.c_fc.bias": 0},
-        {"*.c_proj.weight": 0, "transformer.wte.weight": 0}, ("transformer.h.*.attn", "transformer.h.*.mlp"), has_dropout=True,
+        {"*.c_proj.weight": 0, "transformer.wte.weight": 0}, ("transformer.h.*.attn", "transformer.h.*.mlp"),
+        has_dropout=True,
     ),
     "llama": Model(
-        llama, language, DECODER_COLUMN, DECODER_ROW, ("model.layers.*.self_attn", "model.layers.*.mlp"), has_dropout=True
+        llama, language, DECODER_COLUMN, DECODER_ROW, ("model.layers.*.self_attn", "model.layers.*.mlp"),
+        has_dropout=True,
     ),
     "bert": Model(
         bert, padded_language,

@@ -1,4 +1,4 @@
-"""Data parallel, fully sharded and tensor parallel, forced by constraints on parameters, inputs and modules' results."""
+"""Data parallel, fully sharded and tensor parallel, forced by constraints on parameters, inputs and results."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ import torch
 import autopar
 from autopar.mesh import Cluster
 from autopar.planner.schedule import stored_spec
-from tests.cpu.model_checks import FORCED, TOLERANCE, Reference, assert_equal, assert_equals_one_device, eager, run, subject
+from tests.cpu.model_checks import (
+    FORCED,
+    TOLERANCE,
+    Reference,
+    assert_equal,
+    assert_equals_one_device,
+    eager,
+    run,
+    subject,
+)
 from tests.models import ZOO
 
 MESHES = [(2,), (4,), (2, 2), (2, 4), (2, 2, 2)]
 CASES = [
     (name, form, mesh, dtype)
-    for name, model in ZOO.items() for form in FORCED for mesh in MESHES for dtype in model.dtypes
-] + [(name, form, (3,), dtype) for name in ("cnn", "llama") for form in FORCED for dtype in (torch.float32, torch.float64)]  # fmt: skip
+    for name, model in ZOO.items()
+    for form in FORCED
+    for mesh in MESHES + [(3,)] * (name in ("cnn", "llama"))
+    for dtype in model.dtypes
+]
 
 
 def in_quick_run(name, form, mesh, dtype):
