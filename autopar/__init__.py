@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.api import autoparallelize, plan, simulate
+    from autopar.comparison import compare
     from autopar.errors import AutoparError
     from autopar.mesh import Cluster
     from autopar.plans import Plan
@@ -23,12 +24,15 @@ _HOMES = {
     "ColoTracer": "tracer",
     "Plan": "plans",
     "autoparallelize": "api",
+    "compare": "comparison",
     "plan": "api",
     "register_rule": "strategies",
     "simulate": "api",
 }
 
-__all__ = ["AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "plan", "register_rule", "simulate"]
+__all__ = [
+    "AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "compare", "plan", "register_rule", "simulate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

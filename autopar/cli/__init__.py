@@ -11,6 +11,8 @@ from autopar.errors import AutoparError
 
 COMMANDS = {
     "plan": "plan how a model trains on a cluster, and print the plan",
+    "compare": "compare the plan with DDP, ZeRO, tensor parallel and their like",
+    "explain": "show what each spec of a tensor would cost, and what the constraints cost",
     "profile": "measure this machine's collectives and kernels, into a cluster file",
     "check": "check that planned programs compute here what the model computes",
 }

@@ -5,39 +5,52 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from typing import Any
 
 from autopar.cli import models
 from autopar.errors import AutoparError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> None:
+    """What says how to plan; with ``report`` also what to do with the plan."""
     models.add_arguments(parser)
     parser.add_argument("--mesh", metavar="N,M", help="its shape, or dp=2,tp=4; default chosen for the cluster")
     parser.add_argument("--cluster", metavar="NAME", help="dgx-h100, dgx-h100:32, or a file of autopar profile")
     parser.add_argument("--memory-budget", metavar="SIZE", help="on each device, such as 60GiB; default all it has")
     parser.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
-    parser.add_argument("--constraint", action="append", default=[], metavar="GLOB=SPEC", help="may be repeated")
+    parser.add_argument("--constraint", action="append", default=[], metavar="GLOB=SPEC", help="or =column, =row, ...; may be repeated")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="for the solver (default 60)")
-    parser.add_argument("--output", metavar="FILE", help="save the plan as JSON")
-    parser.add_argument("--source", action="store_true", help="print the local program too")
+    if report:
+        parser.add_argument("--output", metavar="FILE", help="save the plan as JSON")
+        parser.add_argument("--source", action="store_true", help="print the local program too")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from autopar import api
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model, inputs = models.load_model(arguments, meta=True)
-    plan = api.plan(
-        model, inputs, mesh=mesh_of(arguments.mesh), cluster=arguments.cluster, memory_budget=arguments.memory_budget,
-        optimizer=arguments.optimizer, constraints=constraints_of(arguments.constraint),
-        time_limit=arguments.time_limit, progress=lambda stage: print(f"{stage} ...", file=sys.stderr),
-    )  # fmt: skip
+    model, inputs = asked_model(arguments)
+    plan = api.plan(model, inputs, **options_of(arguments))
     print(plan)
     if arguments.source:
         print(f"\n{plan.source}")
     if arguments.output:
         plan.save(arguments.output)
     return 0
+
+
+def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The model that the command names, and its inputs, without values."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return models.load_model(arguments, meta=True)
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command says about planning, as `autopar.plan` takes it."""
+    return dict(
+        mesh=mesh_of(arguments.mesh), cluster=arguments.cluster, memory_budget=arguments.memory_budget,
+        optimizer=arguments.optimizer, constraints=constraints_of(arguments.constraint),
+        time_limit=arguments.time_limit, progress=lambda stage: print(f"{stage} ...", file=sys.stderr),
+    )  # fmt: skip
 
 
 def mesh_of(text: str | None) -> object:

@@ -49,9 +49,10 @@ class Planned:
 
 
 def plan_graph(
-    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None
-) -> Planned:
-    """Plan ``graph`` on ``mesh``.
+    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None, *,
+    compare: bool = True,
+) -> Planned:  # fmt: skip
+    """Plan ``graph`` on ``mesh``; with ``compare`` beside the baselines.
 
     Raises:
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
@@ -66,7 +67,7 @@ def plan_graph(
     decisions = decide(graph, mesh, options, forced, recompute=recomputing)
     listed = time.perf_counter()
     say("build")
-    prices = Prices(mesh, cluster)
+    prices = Prices(mesh, cluster, options.backend)
     search = _Search(
         graph, decisions, prices, options, _budget(cluster, options), say,
         lambda: decide(graph, mesh, options, forced, recompute=True),
@@ -75,7 +76,7 @@ def plan_graph(
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
     priced = time.perf_counter()
-    compared = _baselines(decisions, prices, options)
+    compared = _baselines(decisions, prices, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
     best = search.best(compared, started + options.time_limit_s)
     search.timings["strategies"] = listed - started
@@ -166,7 +167,8 @@ class _Search:
                 raise
             return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
         own = Finalist(
-            "chosen", self.decisions, result.solution, result.program, result.memory, simulate_streams(result.program)
+            "chosen", self.decisions, result.solution, result.program, result.memory,
+            simulate_streams(result.program, self.prices.cluster.measured.overlap),
         )
         least = min((own, *fitting), key=Finalist.rank)
         return own if least is own else self._bounded(least, own.solution.lower_bound, own.solution.method)

@@ -86,8 +86,11 @@ class Plan:
         text = json.dumps(program_to(replace_times(self.program)), sort_keys=True)
         return hashlib.sha256((self.graph_digest + text).encode()).hexdigest()[:16]
 
-    def explain(self, name: str) -> str:
-        """What each alternative spec of a tensor would have cost, in text.
+    def explain(self, name: str = "") -> str:
+        """What each alternative spec of a tensor would have cost and forced elsewhere, and what the constraints cost.
+
+        Args:
+            name: of a parameter, ``input:`` or ``output:``, module or node; without it only the constraints.
 
         Raises:
             PlanError: the plan was loaded from a file, without the problem that it solved.

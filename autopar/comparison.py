@@ -1,0 +1,66 @@
+"""The chosen plan beside the known ways to train in parallel: seconds, bytes moved, peak memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopar import api
+from autopar.plans import Plan
+from autopar.plans.records import BaselineRecord
+from autopar.plans.table import seconds, size
+
+CHOSEN = "autopar"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``plan`` is what was chosen; ``rows`` have its figures first, then those of every baseline that applies."""
+
+    plan: Plan
+    rows: tuple[BaselineRecord, ...]
+
+    @property
+    def baselines(self) -> tuple[BaselineRecord, ...]:
+        return self.rows[1:]
+
+    def __str__(self) -> str:
+        chosen = self.rows[0]
+        head = f"{self.plan.model} on mesh {self.plan.mesh}, cluster {self.plan.cluster}"
+        lines = [head, f"  {'':<14}{'step time':>11}{'plan cost':>11}{'bytes moved':>14}{'peak memory':>14}{'slower by':>11}"]
+        for row in (chosen, *sorted(self.baselines, key=lambda r: r.step_time)):
+            lines.append(
+                f"  {row.name:<14}{seconds(row.step_time):>11}{seconds(row.objective):>11}{size(row.bytes):>14}"
+                f"{size(row.peak_memory):>14}{_slower(row, chosen):>11}"
+            )
+        return "\n".join(lines)
+
+
+def _slower(row: BaselineRecord, chosen: BaselineRecord) -> str:
+    if row is chosen:
+        return ""
+    if not row.fits:
+        return "over budget"
+    return f"{row.step_time / chosen.step_time:.2f} x" if chosen.step_time else "1.00 x"
+
+
+def compare(model: nn.Module, meta_inputs: Any, **options: Any) -> Comparison:
+    """Plan ``model`` and compare with DDP, ZeRO, HSDP, tensor and sequence parallel, and their combinations.
+
+    Each baseline is a set of constraints on the same problem, completed by the same solver, priced by the same model
+    and simulated on the same ranks; ``autopar.plan(..., search="baseline:ZeRO-3")`` gives it as a plan.
+
+    Args:
+        model, meta_inputs, options: as for ``autopar.plan``. Constraints hold for the chosen plan, not for baselines.
+    """
+    plan = api.plan(model, meta_inputs, **options)
+    baselines = plan.baselines
+    if not baselines:
+        free = {k: v for k, v in options.items() if k not in ("constraints", "time_limit")}
+        baselines = api.plan(model, meta_inputs, **{**free, "mesh": plan.mesh}).baselines
+    chosen = BaselineRecord(
+        CHOSEN, plan.objective, plan.step_time, sum(c.bytes for c in plan.collectives), plan.peak_memory, True
+    )
+    return Comparison(plan, (chosen, *baselines))
