@@ -32,6 +32,7 @@ def condense_usages(graph: Graph) -> bool:
     asked = np.concatenate(tables, axis=1)
     kept = _undominated(asked, limits, np.flatnonzero(largest > limits))
     graph.limits = limits[kept]
+    graph.times = graph.times[kept]
     for node, table in zip(nodes, tables, strict=True):
         graph.rows[node] = _runs(table[kept])
     return True

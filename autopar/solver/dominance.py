@@ -28,7 +28,7 @@ def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
     changed = False
     for node in graph.nodes():
         size = len(graph.costs[node])
-        if size > 1 and work.elements > 0:
+        if size > 1 and work.elements > 0 and node not in graph.protected:
             mask = _undominated(graph, node, work)
             if not mask.all():
                 graph.keep(node, mask)

@@ -5,7 +5,7 @@ Every change keeps the optimal value. Nodes that leave are recorded on a trail; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,16 +35,22 @@ class _Removed:
 
 
 class Graph:
-    """A mutable constraint network. Options are kept in ascending order of their original numbers."""
+    """A mutable constraint network. Options are kept in ascending order of their original numbers.
 
-    def __init__(self, problem: Problem) -> None:
+    Reductions leave ``protected`` nodes in place, and take no option from them that a price on it could make worth
+    choosing: the rest stays exact whatever costs are added to them later.
+    """
+
+    def __init__(self, problem: Problem, protected: Iterable[int] = ()) -> None:
         self.problem = problem
+        self.protected = frozenset(protected)
         self.costs = [np.asarray(cost, dtype=float) for cost in problem.costs]
         self.options: list[IndexArray] = [np.arange(len(cost)) for cost in self.costs]
         self.neighbours: list[dict[int, Array]] = [{} for _ in self.costs]
         self.alive = [True] * len(self.costs)
         self.rows: list[list[Row]] = [[] for _ in self.costs]
         self.limits: Array = np.zeros(0)
+        self.times: IndexArray = np.zeros(0, dtype=np.int64)
         self.offset = 0.0
         self._unsettled: set[int] = set()
         self._trail: list[_Removed] = []
@@ -164,6 +170,7 @@ class Graph:
         if not live or problem.limit == np.inf:
             return
         times = np.unique([usage.start for usage in live] + [usage.end for usage in live])
+        self.times = times
         for usage in live:
             start, end = np.searchsorted(times, (usage.start, usage.end))
             self.rows[usage.node].append(Row(int(start), int(end), np.asarray(usage.option, dtype=float)))
@@ -228,6 +235,7 @@ class Graph:
         if len(kept) == len(self.limits):
             return
         self.limits = self.limits[kept]
+        self.times = self.times[kept]
         for node in self.nodes():
             moved = []
             for row in self.rows[node]:

@@ -12,17 +12,25 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import highs
 from autopar.solver.ascent import ascend, bar_superfluous_pairs, search_from
 from autopar.solver.dominance import WorkBudget
+from autopar.solver.folding import Part, SolvePart, foldable, solve_folded
 from autopar.solver.graph import Graph
 from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, flow_count
-from autopar.solver.incumbent import Incumbent
+from autopar.solver.incumbent import Incumbent, UsagePrices
 from autopar.solver.neighbourhood import improve_parts
-from autopar.solver.problem import Array, Problem, Solution, TraceEntry, evaluate
-from autopar.solver.pulp_backend import solve_pulp
+from autopar.solver.problem import Problem, Solution, TraceEntry, evaluate
+from autopar.solver.pulp_backend import check_solver, solve_pulp
 from autopar.solver.reductions import reduce
+from autopar.solver.repetition import find_runs
 from autopar.solver.search import Search
 
 MAX_FLOWS = 400_000
 """Larger integer programs are not tried: their first relaxation alone would outlast the time limit."""
+
+MAX_FLAT_PAIRS = 1_500_000
+"""Pairs of options of a repetitive problem up to which, after folding, every node is also looked at on its own."""
+
+FREE_SHARE = 0.15
+"""Of the time left, to find out whether the limit matters at all."""
 
 WORK_PER_SECOND = 1e8
 ROUNDS = 4
@@ -52,25 +60,85 @@ def solve(
         InfeasibleError: no choice is allowed.
         SolverError: the back end is missing or failed, or time ended before any choice was found.
     """
+    chosen = _backend_name(backend)
+    if chosen != "highs":
+        check_solver(chosen)
     incumbent = Incumbent(problem, time_limit, gap, progress)
     for choice in warm_starts:
         incumbent.offer(choice, "warm start")
-    graph = Graph(problem)
-    size = _sizes("", graph)
-    method = ["reductions"]
+    size: dict[str, int] = {}
+    method: list[str] = []
+    runs = foldable(find_runs(problem))
+    if runs:
+        size.update(_problem_size(problem))
+        method.append("folding")
+        solve_folded(incumbent, runs, _part_solver(backend), size)
+    flat = not runs or (not incumbent.proven() and _flat_is_worth_trying(incumbent))
+    if flat and not _fits_without_limit(incumbent, backend, size, method):
+        _solve_flat(incumbent, backend, warm_starts, size, method)
+    return _solution(incumbent, size, method)
+
+
+def _part_solver(backend: str) -> SolvePart:
+    """What solves the tied problem and its parts: everything here but folding."""
+
+    def solve_part(part: Part) -> Incumbent:
+        incumbent = Incumbent(part.problem, part.seconds, part.gap, None)
+        for choice in part.warm_starts:
+            incumbent.offer(choice, "warm start")
+        _solve_flat(incumbent, backend, part.warm_starts, part.size, [], exact=part.exact)
+        return incumbent
+
+    return solve_part
+
+
+def _flat_is_worth_trying(incumbent: Incumbent) -> bool:
+    if incumbent.choice is None:
+        return True
+    pairs = sum(edge.cost.size for edge in incumbent.problem.edges)
+    return incumbent.seconds_left() > 0 and pairs <= MAX_FLAT_PAIRS
+
+
+def _solve_flat(
+    incumbent: Incumbent, backend: str, warm_starts: Sequence[Sequence[int]], size: dict[str, int], method: list[str],
+    *, exact: bool = True,
+) -> None:  # fmt: skip
+    """Every node on its own; without ``exact``, message passing alone."""
+    method.append("reductions")
     try:
-        reduce(graph, WorkBudget(WORK_PER_SECOND * max(time_limit, 1.0)))
+        graph = Graph(incumbent.problem)
+        size.update(_sizes("", graph))
+        reduce(graph, WorkBudget(WORK_PER_SECOND * max(incumbent.seconds_left(), 1.0)))
         _offer_projections(graph, incumbent, warm_starts)
-        _search_and_prove(graph, incumbent, backend, size, method)
+        if _pass_messages(graph, incumbent, size, method, share=0.25 if exact else 0.9) and exact:
+            _prove(graph, incumbent, backend, size, method)
     except InfeasibleError:
         # With a choice at hand this says that nothing better is left.
         if incumbent.choice is None:
             raise
         incumbent.raise_bound(incumbent.objective)
+
+
+def _fits_without_limit(incumbent: Incumbent, backend: str, size: dict[str, int], method: list[str]) -> bool:
+    """Leave the limit out for a while: where the best choice fits anyway, it was in the way only."""
+    problem = incumbent.problem
+    if not problem.usages or math.isinf(problem.limit):
+        return False
+    free = Incumbent(Problem(problem.costs, problem.edges), FREE_SHARE * incumbent.seconds_left(), incumbent.gap, None)
+    if incumbent.choice is not None:
+        free.offer(incumbent.choice, "warm start")
+    try:
+        _solve_flat(free, backend, (), size, method, exact=False)
+    except InfeasibleError:
+        return False
+    incumbent.raise_bound(free.bound())
+    return free.choice is not None and incumbent.offer(free.choice, free.found_by) and incumbent.proven()
+
+
+def _solution(incumbent: Incumbent, size: dict[str, int], method: list[str]) -> Solution:
     if incumbent.choice is None:
-        raise SolverError(
-            "No choice was found in time.", found=f"{time_limit:g} s", hint="raise time_limit, or pass a warm start"
-        )
+        spent = f"{incumbent.seconds():.3g} s"
+        raise SolverError("No choice was found in time.", found=spent, hint="raise time_limit, or pass a warm start")
     return Solution(
         incumbent.choice,
         incumbent.objective,
@@ -81,6 +149,11 @@ def solve(
         f"{', '.join(method)}; found by {incumbent.found_by}",
         tuple(incumbent.trace),
     )
+
+
+def _problem_size(problem: Problem) -> dict[str, int]:
+    counts = {"nodes": len(problem.costs), "options": sum(map(len, problem.costs)), "edges": len(problem.edges)}
+    return counts | {"pairs": sum(edge.cost.size for edge in problem.edges)}
 
 
 def _sizes(prefix: str, graph: Graph) -> dict[str, int]:
@@ -95,42 +168,34 @@ def _offer_projections(graph: Graph, incumbent: Incumbent, choices: Sequence[Seq
         search_from(graph, graph.project(tuple(choice)), incumbent, "warm start and local search")
 
 
-def _search_and_prove(
-    graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int], method: list[str]
-) -> None:
-    prices: Array | None = None
+def _pass_messages(
+    graph: Graph, incumbent: Incumbent, size: dict[str, int], method: list[str], share: float
+) -> bool:
+    """Message passing and reductions in turns, each for a share of the time left; whether anything is left to do."""
     for _ in range(ROUNDS):
         size.update(_sizes("reduced_", graph))
         if not graph.nodes():
             incumbent.offer(graph.expand({}), "reductions")
             incumbent.raise_bound(graph.offset)
-            return
+            return False
         before = graph.size()
-        deadline = incumbent.seconds() + 0.25 * max(incumbent.seconds_left(), 0.0)
-        prices = ascend(graph, incumbent, SWEEPS, prices, deadline).prices
+        deadline = incumbent.seconds() + share * max(incumbent.seconds_left(), 0.0)
+        times = graph.times
+        prices = ascend(graph, incumbent, SWEEPS, incumbent.usage_prices.at(times), deadline).prices
+        incumbent.usage_prices = UsagePrices(times.astype(float), prices)
         if "message passing" not in method:
             method.append("message passing")
         if incumbent.proven() or incumbent.seconds_left() < 0:
-            return
-        times = len(graph.limits)
+            return False
         reduce(graph, WorkBudget(WORK_PER_SECOND * max(incumbent.seconds_left(), 1.0)))
-        if len(graph.limits) != times:
-            prices = None
         if graph.size()[1] > 0.9 * before[1]:
             break
-    _prove(graph, incumbent, backend, prices, size, method)
+    return True
 
 
-def _prove(
-    graph: Graph,
-    incumbent: Incumbent,
-    backend: str,
-    prices: Array | None,
-    size: dict[str, int],
-    method: list[str],
-) -> None:
-    if incumbent.choice is not None and prices is not None and graph.nodes():
-        bar_superfluous_pairs(graph, incumbent, prices)
+def _prove(graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int], method: list[str]) -> None:
+    if incumbent.choice is not None and graph.nodes():
+        bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times))
         reduce(graph, WorkBudget(WORK_PER_SECOND))
     size.update(_sizes("reduced_", graph))
     if not graph.nodes():
@@ -139,7 +204,7 @@ def _prove(
         return
     if flow_count(graph) > MAX_FLOWS or incumbent.seconds_left() < 0:
         method.append("solving parts")
-        _improve_large(graph, incumbent, backend, prices)
+        _improve_large(graph, incumbent, backend)
         return
     model = build(graph, incumbent.objective - graph.offset)
     size.update(model.size())
@@ -152,14 +217,14 @@ def _prove(
     incumbent.raise_bound(min(result.lower_bound + graph.offset, incumbent.objective))
 
 
-def _improve_large(graph: Graph, incumbent: Incumbent, backend: str, prices: Array | None) -> None:
+def _improve_large(graph: Graph, incumbent: Incumbent, backend: str) -> None:
     """No single integer program: better choices from parts of it, a better bound from more message passing."""
 
     def solve_part(part: Problem, seconds: float, warm: Sequence[int]) -> Solution:
         return solve(part, time_limit=seconds, backend=backend, gap=incumbent.gap, warm_starts=[warm])
 
     deadline = incumbent.seconds() + 0.3 * max(incumbent.seconds_left(), 0.0)
-    ascend(graph, incumbent, 10 * SWEEPS, prices, deadline)
+    ascend(graph, incumbent, 10 * SWEEPS, incumbent.usage_prices.at(graph.times), deadline)
     improve_parts(graph, incumbent, solve_part)
 
 

@@ -93,6 +93,8 @@ def merge_determined(graph: Graph) -> bool:
     """A node whose best option follows from one neighbour's alone, whatever the rest does, joins that neighbour."""
     changed = False
     for node in graph.nodes():
+        if node in graph.protected:
+            continue
         for other, matrix in sorted(graph.neighbours[node].items()):
             chosen = _determined(graph, node, matrix)
             if chosen is not None and _merge_is_small(graph, node, other):
@@ -167,7 +169,7 @@ def eliminate(graph: Graph) -> bool:
     while waiting:
         touched: set[int] = set()
         for node in waiting:
-            if graph.alive[node] and not graph.rows[node]:
+            if graph.alive[node] and not graph.rows[node] and node not in graph.protected:
                 around = list(graph.neighbours[node])
                 if _eliminate_node(graph, node):
                     changed = True

@@ -1,0 +1,265 @@
+"""Repeated blocks: found by structure, tied to give choices, bounded by one of them; the answer stays the whole's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError
+from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
+from autopar.solver.dual import Dual
+from autopar.solver.folding import LEAST_COPIES, foldable
+from autopar.solver.incumbent import Incumbent, UsagePrices
+from autopar.solver.minimum_cut import least_crossing
+from autopar.solver.parts import take_apart, tie
+from autopar.solver.pipeline import _solve_flat
+from autopar.solver.relaxation import Prices, Relaxation
+from autopar.solver.repetition import find_runs
+
+
+def chain(
+    random: np.random.Generator, copies: int, *, width: int = 2, options: int = 3, hub: bool = False,
+    limit: float = math.inf,
+) -> Problem:  # fmt: skip
+    """Equal blocks in a row with seams in both directions, a head and a tail, and perhaps a node that all read."""
+
+    def matrix() -> np.ndarray:
+        values = random.integers(0, 20, (options, options)).astype(float)
+        values[random.random(values.shape) < 0.1] = math.inf
+        return values
+
+    block = [random.integers(0, 10, options).astype(float) for _ in range(width)]
+    inside = [(u, v, matrix()) for u in range(width) for v in range(u)]
+    onward, back, shared, used = matrix(), matrix(), matrix(), random.integers(0, 5, options).astype(float)
+    costs = [random.integers(0, 10, options).astype(float)]
+    edges: list[Edge] = []
+    usages: list[Usage] = []
+    for copy in range(copies):
+        first = len(costs)
+        costs += block
+        edges += [Edge(first + u, first + v, cost) for u, v, cost in inside]
+        if copy:
+            edges.append(Edge(first - 1, first, onward))
+            edges.append(Edge(first + width - 1, first - width, back))
+        if hub:
+            edges.append(Edge(0, first, shared))
+        usages.append(Usage(first, used, 0, 1))
+    edges += [Edge(0, 1, matrix()), Edge(len(costs) - 1, len(costs), matrix())]
+    costs.append(random.integers(0, 10, options).astype(float))
+    return Problem(tuple(costs), tuple(edges), tuple(usages) if math.isfinite(limit) else (), limit)
+
+
+def optimum(problem: Problem) -> float:
+    try:
+        return brute_force(problem).objective
+    except InfeasibleError:
+        return math.inf
+
+
+def flat_optimum(problem: Problem) -> float:
+    """The optimum of a deep chain without limits: what is found when every node is looked at on its own."""
+    incumbent = Incumbent(problem, 30.0, 0.0, None)
+    _solve_flat(incumbent, "auto", (), {}, [])
+    assert incumbent.proven()
+    return incumbent.objective
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+class TestRepetition:
+    def test_a_chain_is_one_run_of_equal_blocks(self) -> None:
+        problem = chain(np.random.default_rng(0), 10, width=3)
+        (run,) = find_runs(problem)
+        assert run.copies.shape[1] == 3
+        assert len(run.copies) >= 8
+        assert (np.diff(run.copies, axis=0) == 3).all()
+
+    def test_a_node_that_all_blocks_read_is_no_part_of_them(self) -> None:
+        problem = chain(np.random.default_rng(0), 10, width=3, hub=True)
+        (run,) = find_runs(problem)
+        assert 0 not in run.copies
+
+    def test_the_order_of_nodes_does_not_matter(self) -> None:
+        problem = chain(np.random.default_rng(1), 12, width=3)
+        order = np.random.default_rng(2).permutation(len(problem.costs))
+        at = np.argsort(order)
+        shuffled = Problem(
+            tuple(problem.costs[i] for i in order),
+            tuple(Edge(int(at[e.u]), int(at[e.v]), e.cost) for e in problem.edges),
+        )
+        # Shuffled seeds pair blocks that do not follow each other: what is found must still be equal blocks.
+        for run in find_runs(shuffled):
+            costs = {tuple(shuffled.costs[node].tobytes() for node in row) for row in run.copies}
+            assert len(costs) == 1
+
+    def test_what_does_not_repeat_gives_no_run(self) -> None:
+        random = np.random.default_rng(3)
+        costs = tuple(random.random(3) for _ in range(20))
+        edges = tuple(Edge(i, i + 1, random.random((3, 3))) for i in range(19))
+        assert find_runs(Problem(costs, edges)) == ()
+
+    def test_a_block_that_differs_parts_two_runs(self) -> None:
+        problem = chain(np.random.default_rng(4), 20, width=2)
+        costs = list(problem.costs)
+        costs[1 + 2 * 10] = costs[1 + 2 * 10] + 1
+        runs = find_runs(replace(problem, costs=tuple(costs)))
+        assert len(runs) == 2
+        assert not {*runs[0].copies.flat} & {*runs[1].copies.flat}
+
+    @given(seeds)
+    @settings(max_examples=30, deadline=None)
+    def test_runs_hold_disjoint_equal_nodes(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, int(random.integers(4, 12)), width=int(random.integers(1, 4)), hub=bool(seed % 2))
+        nodes = [node for run in find_runs(problem) for node in run.copies.flat]
+        assert len(nodes) == len(set(nodes))
+        for run in find_runs(problem):
+            for column in run.copies.T:
+                assert len({problem.costs[node].tobytes() for node in column}) == 1
+
+
+class TestMinimumCut:
+    def test_a_ring_is_cut_where_it_is_thinnest(self) -> None:
+        # 0 - 1 - 2 - 3 - and on to 0 of the next row; the thin link joins 1 and 2.
+        links = [(0, 1, 0, 5), (1, 2, 0, 1), (2, 3, 0, 5), (3, 0, 1, 5)]
+        begins = least_crossing([0, 0, 0, 0], links)
+        crossing = [w for p, q, d, w in links if begins[q] - begins[p] + d]
+        assert crossing == [1]
+
+    @given(seeds)
+    @settings(max_examples=50, deadline=None)
+    def test_no_other_placing_of_small_tables_is_better(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        links = [
+            (int(p), int(q), int(random.integers(-1, 2)), int(random.integers(1, 5)))
+            for p, q in random.integers(0, 4, (6, 2))
+        ]
+
+        def crossing(begins: tuple[int, ...] | list[int]) -> int:
+            return sum(w * abs(begins[q] - begins[p] + d) for p, q, d, w in links)
+
+        best = min(crossing(begins) for begins in np.ndindex(5, 5, 5, 5))
+        assert crossing(least_crossing([0, 0, 0, 0], links)) == best
+
+
+class TestParts:
+    @given(seeds)
+    @settings(max_examples=30, deadline=None)
+    def test_a_tied_choice_costs_and_uses_the_same_in_the_whole(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, int(random.integers(8, 14)), hub=bool(seed % 2), limit=30.0)
+        runs = foldable(find_runs(problem))
+        tied = tie(take_apart(problem, runs, 1))
+        assert runs
+        assert len(tied.problem.costs) < len(problem.costs)
+        for _ in range(5):
+            choice = [int(random.integers(len(cost))) for cost in tied.problem.costs]
+            objective, fits = evaluate(tied.problem, choice)
+            whole, fits_whole = evaluate(problem, tied.expand(choice))
+            assert fits == fits_whole
+            assert objective == whole or objective == pytest.approx(whole)
+
+    def test_the_size_of_the_parts_does_not_depend_on_depth(self) -> None:
+        sizes = set()
+        for copies in (10, 40):
+            problem = chain(np.random.default_rng(5), copies, width=3, hub=True)
+            parts = take_apart(problem, foldable(find_runs(problem)), 1)
+            sizes.add((len(parts.ends.costs), *(len(block.problem.costs) for block in parts.blocks)))
+        assert len(sizes) == 1
+
+
+class TestBound:
+    @given(seeds)
+    @settings(max_examples=40, deadline=None)
+    def test_any_prices_give_a_bound(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(
+            random, LEAST_COPIES + 2, width=1, options=2, hub=bool(seed % 2), limit=float(random.integers(5, 30))
+        )
+        runs = foldable(find_runs(problem))
+        parts = take_apart(problem, runs, 1)
+        usage_prices = UsagePrices(np.array([0.0]), np.array([float(random.random())]))
+        try:
+            relaxation = Relaxation(parts, usage_prices)
+        except InfeasibleError:
+            assert optimum(problem) == math.inf
+            return
+        prices = Prices(
+            tuple(tuple(random.normal(size=2) for _ in block.seams) for block in parts.blocks),
+            tuple(tuple(random.normal(size=2) for _ in block.outer) for block in parts.blocks),
+        )
+        bound = -usage_prices.total() * problem.limit
+        pieces = [(1, *relaxation.priced_ends(prices))]
+        pieces += [(b.count, *relaxation.priced_block(i, prices)) for i, b in enumerate(parts.blocks)]
+        for count, part, offset in pieces:
+            bound += count * (optimum(part) + offset)
+        assert bound <= optimum(problem) + 1e-6
+
+    def test_message_passing_finds_prices_that_close_the_gap_of_a_chain(self) -> None:
+        problem = chain(np.random.default_rng(7), 30, width=1)
+        relaxation = Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
+        coupled = relaxation.coupled()
+        dual = Dual(coupled.graph)
+        for count in range(100):
+            dual.sweep(forward=count % 2 == 1)
+        prices = relaxation.prices_of(coupled, dual)
+        bound = 0.0
+        for count, (part, offset) in (
+            (1, relaxation.priced_ends(prices)),
+            (relaxation.parts.blocks[0].count, relaxation.priced_block(0, prices)),
+        ):
+            bound += count * (optimum(part) + offset)
+        assert bound <= flat_optimum(problem) + 1e-6
+        assert bound >= 0.9 * flat_optimum(problem)
+
+
+class TestSolve:
+    @given(seeds)
+    @settings(max_examples=25, deadline=None)
+    def test_equals_the_optimum_of_short_chains(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        limit = math.inf if seed % 3 else float(random.integers(5, 40))
+        problem = chain(random, LEAST_COPIES + 3, width=1, options=2, hub=bool(seed % 2), limit=limit)
+        expected = optimum(problem)
+        try:
+            solution = solve(problem, gap=0.0, time_limit=20.0)
+        except InfeasibleError:
+            assert expected == math.inf
+            return
+        assert solution.proven
+        assert solution.objective == pytest.approx(expected)
+        assert solution.lower_bound <= expected * (1 + 1e-9)
+        assert evaluate(problem, solution.choice) == (solution.objective, True)
+
+    @given(seeds)
+    @settings(max_examples=6, deadline=None)
+    def test_equals_the_flat_pipeline_on_deep_chains(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, 25, width=3, hub=bool(seed % 2))
+        try:
+            expected = flat_optimum(problem)
+        except InfeasibleError:
+            return
+        solution = solve(problem, gap=0.0, time_limit=20.0)
+        assert solution.proven
+        assert solution.objective == pytest.approx(expected)
+
+    def test_folding_is_told(self) -> None:
+        problem = chain(np.random.default_rng(8), 40, width=3)
+        solution = solve(problem)
+        assert "folding" in solution.method
+        assert solution.size["folded_nodes"] < solution.size["nodes"] / 3
+
+    def test_what_does_not_repeat_is_solved_as_before(self) -> None:
+        problem = chain(np.random.default_rng(8), 3, width=3)
+        assert "folding" not in solve(problem).method
+
+    def test_is_deterministic(self) -> None:
+        problem = chain(np.random.default_rng(9), 40, width=3, hub=True)
+        assert solve(problem).choice == solve(problem).choice
