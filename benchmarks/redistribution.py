@@ -170,7 +170,7 @@ class Search:
     first_median_s: float
     first_worst_s: float
     later_median_s: float
-    later_worst_s: float
+    later_p99_s: float
 
 
 def search_times(mesh: Mesh, pairs: int) -> Search:
@@ -189,7 +189,8 @@ def search_times(mesh: Mesh, pairs: int) -> Search:
             started = time.perf_counter()
             cheapest_path(src, dst, (128, 128, 128, n), ITEMSIZE, mesh, costs)
             times.append(time.perf_counter() - started)
-    return Search(str(mesh), graph_s, statistics.median(first), max(first), statistics.median(later), max(later))
+    medians = statistics.median(first), statistics.median(later)
+    return Search(str(mesh), graph_s, medians[0], max(first), medians[1], statistics.quantiles(later, n=100)[98])
 
 
 def _reachable_4d(mesh: Mesh) -> list[ShardingSpec]:
@@ -226,11 +227,11 @@ def table(rows: Sequence[Row], searches: Sequence[Search]) -> str:
         f"| {r.search_s * 1e3:.2f} ms |"
         for r in rows
     ]
-    lines += ["", "| 4-D tensor on mesh | graph, once | first search, median | worst | later sizes, median | worst |"]
+    lines += ["", "| 4-D tensor on mesh | graph, once | first search, median | worst | later sizes, median | 99% |"]
     lines += ["|---|---|---|---|---|---|"]
     lines += [
         f"| {s.mesh} | {s.graph_s * 1e3:.0f} ms | {s.first_median_s * 1e3:.2f} ms | {s.first_worst_s * 1e3:.2f} ms "
-        f"| {s.later_median_s * 1e3:.2f} ms | {s.later_worst_s * 1e3:.2f} ms |"
+        f"| {s.later_median_s * 1e3:.2f} ms | {s.later_p99_s * 1e3:.2f} ms |"
         for s in searches
     ]
     return "\n".join(lines)

@@ -68,7 +68,7 @@ class Step:
             dims[self.to_dim] = (*dims[self.to_dim], self.axis)
         if self.kind == "permute":
             return self._permuted(spec)
-        return ShardingSpec(tuple(dims), partial)
+        return _spec(tuple(dims), partial)
 
     def fits(self, spec: ShardingSpec, shape: Sequence[int], mesh: Mesh) -> bool:
         """Whether the step exists for a tensor of ``shape``: a permute needs both specs to cut at the same places."""
@@ -119,10 +119,10 @@ class Step:
             a, b = self.axes
             swap = {a: b, b: a}
             dims = tuple(tuple(swap.get(x, x) for x in dim) for dim in spec.dims)
-            return ShardingSpec(dims, tuple((swap.get(x, x), r) for x, r in spec.partial))
+            return _spec(dims, tuple((swap.get(x, x), r) for x, r in spec.partial))
         self._require(sorted(self.axes) == sorted(spec.dims[self.dim]), spec)
         dims = (*spec.dims[: self.dim], self.axes, *spec.dims[self.dim + 1 :])
-        return ShardingSpec(dims, spec.partial)
+        return _spec(dims, spec.partial)
 
     def _require_dims(self, spec: ShardingSpec) -> None:
         named = [self.dim] if self.kind != "all_reduce" and (self.kind != "permute" or self.dim >= 0) else []
@@ -177,33 +177,38 @@ def steps_from(spec: ShardingSpec, ndim: int, mesh: Mesh) -> tuple[tuple[Step, S
 def _reductions(spec: ShardingSpec, ndim: int) -> Iterator[Step]:
     if reducible(spec):
         for axis, reduction in spec.partial:
-            yield Step("all_reduce", axis, reduction=reduction)
-            yield from (Step("reduce_scatter", axis, dim, reduction=reduction) for dim in range(ndim))
+            yield _step("all_reduce", axis, reduction=reduction)
+            yield from (_step("reduce_scatter", axis, dim, reduction=reduction) for dim in range(ndim))
 
 
 def _gathers(spec: ShardingSpec) -> Iterator[Step]:
-    yield from (Step("all_gather", axes[-1], dim) for dim, axes in enumerate(spec.dims) if axes)
+    yield from (_step("all_gather", axes[-1], dim) for dim, axes in enumerate(spec.dims) if axes)
 
 
 def _moves(spec: ShardingSpec, ndim: int) -> Iterator[Step]:
     for dim, axes in enumerate(spec.dims):
         if axes:
-            yield from (Step("all_to_all", axes[-1], dim, to) for to in range(ndim) if to != dim)
+            yield from (_step("all_to_all", axes[-1], dim, to) for to in range(ndim) if to != dim)
 
 
 def _slices(spec: ShardingSpec, ndim: int, mesh: Mesh) -> Iterator[Step]:
     for axis in range(mesh.ndim):
         if axis not in spec.axes:
-            yield from (Step("slice", axis, dim) for dim in range(ndim))
+            yield from (_step("slice", axis, dim) for dim in range(ndim))
 
 
 def _permutes(spec: ShardingSpec, mesh: Mesh) -> Iterator[Step]:
     for dim, axes in enumerate(spec.dims):
-        yield from (Step("permute", order[0], dim, axes=order) for order in permutations(axes) if order != axes)
+        yield from (_step("permute", order[0], dim, axes=order) for order in permutations(axes) if order != axes)
     for a, b in combinations(range(mesh.ndim), 2):
         if mesh.shape[a] == mesh.shape[b] and {a, b} & spec.axes:
-            yield Step("permute", a, axes=(a, b))
+            yield _step("permute", a, axes=(a, b))
 
 
 def _but(dims: tuple[tuple[int, ...], ...], dim: int) -> tuple[tuple[int, ...], ...]:
     return (*dims[:dim], (), *dims[dim + 1 :])
+
+
+# A graph of specs has few specs and fewer distinct steps, and very many arcs.
+_spec = lru_cache(maxsize=65536)(ShardingSpec)
+_step = lru_cache(maxsize=65536)(Step)
