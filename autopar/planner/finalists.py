@@ -81,4 +81,5 @@ def finalist(
     program = schedule(d, choice, prices)
     memory = profile(program, d.graph, d.mesh, options)
     solution = Solution(tuple(choice), objective, 0.0, proven=False, method=f"baseline {name}")
-    return Finalist(name, d, solution, program, memory, simulate_streams(program))
+    timeline = simulate_streams(program, prices.cluster.measured.overlap)
+    return Finalist(name, d, solution, program, memory, timeline)

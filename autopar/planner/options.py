@@ -25,6 +25,8 @@ class Options:
         gap: relative gap at which the solver may stop.
         search: ``"joint"``, or ``"random:SEED"``: every op takes any strategy that can be reached, to test what
             searched plans never do; ``"baseline:NAME"``: that known way to train in parallel.
+        backend: ``"eager"`` runs op by op; ``"inductor"`` fuses pointwise ops and reductions, which then cost what
+            they move at the borders of their kernels.
     """
 
     memory_budget_bytes: int | None = None
@@ -37,6 +39,7 @@ class Options:
     solver: str = "auto"
     gap: float = 1e-4
     search: str = "joint"
+    backend: str = "eager"
 
     def __post_init__(self) -> None:
         _check("batch", self.batch, "global", "local")

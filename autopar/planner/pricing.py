@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models import CollectiveCosts, ComputeCosts, ComputeKind, optimizer_state_bytes, optimizer_step_bytes
+from autopar.cost_models import CollectiveCosts, ComputeCosts, optimizer_state_bytes, optimizer_step_bytes
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.fusion import Border, borders
+from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind
 from autopar.planner.options import Options
 from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
@@ -24,48 +26,56 @@ Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
 """The spec at one end of a handover, for each option; None where that option makes or takes nothing."""
 
-VIEWS = frozenset(
-    f"aten.{n}"
-    for n in (
-        "view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
-        "select", "split", "split_with_sizes", "unbind", "alias", "detach", "diagonal", "as_strided", "movedim",
-    )
-)  # fmt: skip
-"""Ops whose result shares the memory of their operand."""
-
-
 @dataclass
 class Prices:
     """Cost models bound to a mesh, with what has been priced."""
 
     mesh: Mesh
     cluster: Cluster
+    backend: str = "eager"
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _edges: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
+    _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
         self.compute = ComputeCosts(self.cluster)
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
-        """Seconds of each option of an op, by roofline."""
+        """Seconds of each option of an op, by measured curves or roofline; of a fused op, its share of the kernel."""
         metas = tuple(graph.meta(v) for v in node.inputs)
-        key = (node.op, node.args if not node.inputs else _shape_args(node), metas, node.outputs, id(options))
+        border = self._border(graph, node)
+        args = node.args if not node.inputs else _shape_args(node)
+        key = (node.op, args, node.kwarg("is_causal"), metas, node.outputs, id(options), border)
         if key not in self._nodes:
-            self._nodes[key] = self._node_seconds(node, metas, options)
+            self._nodes[key] = self._node_seconds(node, metas, options, border)
         return self._nodes[key]
 
-    def _node_seconds(self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy]) -> Array:
+    def _border(self, graph: Graph, node: Node) -> Border | None:
+        """What the op moves inside its fused kernel, where the back end fuses and it is in one."""
+        if self.backend != "inductor":
+            return None
+        if id(graph) not in self._borders:
+            self._borders[id(graph)] = graph, borders(graph)
+        return self._borders[id(graph)][1].get(node.name)
+
+    def _node_seconds(
+        self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy], border: Border | None
+    ) -> Array:
+        if border is not None:
+            moved = np.array([bytes_moved(node, o, metas, self.mesh, border.reads, border.writes) for o in options])
+            launch_s, s_per_byte = self.compute.copy_line()
+            return np.asarray(moved * s_per_byte + (launch_s if border.leads else 0.0), dtype=np.float64)
         total = flops(node, tuple(metas))
-        kind: ComputeKind = "view" if node.packet in VIEWS else "matmul" if total else "memory"
         outs = [m for m in node.outputs if m is not None]
         dtype = outs[0].dtype if outs else "float32"
-        ops = np.array([total * o.work for o in options])
-        moved = np.array([_bytes_moved(o, metas, node.outputs, self.mesh) for o in options])
-        return np.asarray(self.compute.seconds_array(ops, moved, dtype, kind), dtype=np.float64)
+        ops = np.array([total * executed_share(node) * o.work for o in options])
+        moved = np.array([bytes_moved(node, o, metas, self.mesh) for o in options])
+        kind = kernel_kind(node, total)
+        return np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
 
     def pairs(self, meta: TensorMeta, sources: tuple[ShardingSpec, ...], targets: tuple[ShardingSpec, ...]) -> Array:
         """Seconds of the cheapest redistribution between each pair of specs of a tensor."""
@@ -132,19 +142,6 @@ def _distinct(specs: Sequence[ShardingSpec]) -> tuple[tuple[ShardingSpec, ...], 
 
 def _shape_args(node: Node) -> tuple[object, ...]:
     return tuple(a for a in node.args if not isinstance(a, (Value, tuple)))
-
-
-def local_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh) -> int:
-    """Bytes of the largest shard."""
-    return math.prod(spec.local_shape(meta.shape, mesh)) * meta.itemsize
-
-
-def _bytes_moved(
-    option: Strategy, metas: Sequence[TensorMeta], outputs: Sequence[TensorMeta | None], mesh: Mesh
-) -> float:
-    read = sum(local_bytes(m, s, mesh) for m, s in zip(metas, option.inputs, strict=True))
-    written = sum(local_bytes(m, s, mesh) for m, s in zip(outputs, option.outputs, strict=True) if m and s)
-    return float(read + written)
 
 
 def costs(d: Decisions, prices: Prices) -> tuple[Array, ...]:

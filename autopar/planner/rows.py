@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir import Graph, Phase, TensorMeta, Value
+from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.options import Options
-from autopar.planner.pricing import VIEWS, local_bytes, state_bytes
+from autopar.planner.pricing import state_bytes
 from autopar.planner.variables import Decisions, Variable, hold_key, spec_made
 from autopar.sharding import Strategy
 from autopar.solver import Usage

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.pricing import VIEWS, Prices, local_bytes
+from autopar.planner.kernels import VIEWS, local_bytes
+from autopar.planner.pricing import Prices
 from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy

@@ -71,19 +71,19 @@ BACKWARD = 2.5
 """Five products where the forward has two (Dao, "FlashAttention-2", 2023, section 4.1)."""
 
 
-def _products(q: TensorMeta, k: TensorMeta, v: TensorMeta, *, causal: bool) -> float:
-    """FLOPs of the forward: q k^T and p v, of which a causal mask leaves half."""
+def _products(q: TensorMeta, k: TensorMeta, v: TensorMeta) -> float:
+    """FLOPs of the forward: q k^T and p v. As everyone counts them, what a causal mask hides is not left out."""
     b, h, s, d = q.shape
     t, e = k.shape[2], v.shape[3]
-    return 2.0 * b * h * s * t * (d + e) * (0.5 if causal else 1.0)
+    return 2.0 * b * h * s * t * (d + e)
 
 
 def _attention_flops(node: Node, metas: Metas) -> float:
-    return _products(*metas[:3], causal=bool(node.kwarg("is_causal")))
+    return _products(*metas[:3])
 
 
 def _attention_backward_flops(node: Node, metas: Metas) -> float:
-    return BACKWARD * _products(*metas[1:4], causal=bool(node.kwarg("is_causal")))
+    return BACKWARD * _products(*metas[1:4])
 
 
 rule(autopar.attention, _attention, flops=_attention_flops)
@@ -128,11 +128,11 @@ def _flash_backward(node: Node, metas: Metas) -> str:
 
 
 def _flash_flops(node: Node, metas: Metas) -> float:
-    return _products(*metas[:3], causal=_causal(node, 4))
+    return _products(*metas[:3])
 
 
 def _flash_backward_flops(node: Node, metas: Metas) -> float:
-    return BACKWARD * _products(*metas[1:4], causal=_causal(node, 7))
+    return BACKWARD * _products(*metas[1:4])
 
 
 rule(aten._scaled_dot_product_flash_attention_for_cpu, _flash, flops=_flash_flops)

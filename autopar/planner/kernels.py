@@ -1,0 +1,66 @@
+"""What an op asks of its device: the kind of kernel, how much of its FLOPs it executes, and the bytes that it moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from autopar.cost_models import ComputeKind
+from autopar.ir import Node, TensorMeta
+from autopar.mesh import Mesh
+from autopar.sharding import ShardingSpec, Strategy
+
+VIEWS = frozenset(
+    f"aten.{n}"
+    for n in (
+        "view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
+        "select", "split", "split_with_sizes", "unbind", "alias", "detach", "diagonal", "as_strided", "movedim",
+    )
+)  # fmt: skip
+"""Ops whose result shares the memory of their operand."""
+
+GATHERS = frozenset(
+    {"autopar.lookup", "autopar.nll", "aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take"}
+)
+"""Ops that read of their first operand only what they write."""
+
+
+def kernel_kind(node: Node, flops: float) -> ComputeKind:
+    """By which curve or roof an op of so many FLOPs is priced."""
+    if node.packet in VIEWS:
+        return "view"
+    if not flops:
+        return "memory"
+    return "attention" if "attention" in node.packet else "matmul"
+
+
+def executed_share(node: Node) -> float:
+    """Of the op's FLOPs: attention kernels leave out the half that a causal mask hides."""
+    causal = "attention" in node.packet and bool(node.kwarg("is_causal"))
+    return 0.5 if causal else 1.0
+
+
+def local_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh) -> int:
+    """Bytes of the largest shard."""
+    return math.prod(spec.local_shape(meta.shape, mesh)) * meta.itemsize
+
+
+def bytes_moved(
+    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh,
+    reads: Collection[int] | None = None, writes: Collection[int] | None = None,
+) -> float:  # fmt: skip
+    """Bytes that the op reads and writes on the fullest rank.
+
+    Args:
+        metas: of its operands, whose shards ``option`` gives.
+        reads: positions of the operands that count; None for all.
+        writes: positions of the results that count; None for all.
+    """
+    written = [local_bytes(m, s, mesh) if m and s else 0 for m, s in zip(node.outputs, option.outputs, strict=True)]
+    read = [local_bytes(m, s, mesh) for m, s in zip(metas, option.inputs, strict=True)]
+    if node.packet in GATHERS and read:
+        read[0] = min(read[0], sum(written))
+    return float(
+        sum(b for i, b in enumerate(read) if reads is None or i in reads)
+        + sum(b for i, b in enumerate(written) if writes is None or i in writes)
+    )
