@@ -8,7 +8,7 @@ is their consumer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
@@ -42,8 +42,9 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
             d.add(_output_variable(graph, output, mesh, options, forced))
     held = rematerialize.eligible(graph) if recompute else frozenset()
     rematerialize.add_reruns(d, held)
+    stored = _stored(d)
     for value in list(_values(graph)):
-        _hand_over(d, value, forced, value.node in held)
+        _hand_over(d, value, forced, stored, value.node in held)
     return d
 
 
@@ -131,7 +132,9 @@ def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
     return shapes != [()]
 
 
-def _hand_over(d: Decisions, value: Value, forced: Forced, held: bool) -> None:
+def _hand_over(
+    d: Decisions, value: Value, forced: Forced, stored: Mapping[Value, Sequence[tuple[int, int]]], held: bool
+) -> None:
     graph = d.graph
     meta = graph.meta(value)
     source, out = d.index[value.node], value.index
@@ -141,7 +144,7 @@ def _hand_over(d: Decisions, value: Value, forced: Forced, held: bool) -> None:
         target = d.add(Variable(forced_key(value), "copy", only, graph.by_name[value.node].phase, value=value))
         d.handovers.append(Handover(source, out, target, 0, meta))
         source, out = target, 0
-    readers = _readers(d, value)
+    readers = _readers(d, value, stored)
     forward = [r for r in readers if d.variables[r[0]].phase == "forward" and r[1] >= 0]
     backward = [r for r in readers if d.variables[r[0]].phase == "backward" and r[1] >= 0]
     stores = [r for r in readers if r[1] < 0]
@@ -158,17 +161,21 @@ def _hand_over(d: Decisions, value: Value, forced: Forced, held: bool) -> None:
         d.handovers.append(Handover(source, out, target, position, meta))
 
 
-def _readers(d: Decisions, value: Value) -> list[tuple[int, int]]:
-    readers = [(d.index[n.name], i) for n, i in d.graph.consumers.get(value, ())]
+def _readers(d: Decisions, value: Value, stored: Mapping[Value, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    return [(d.index[n.name], i) for n, i in d.graph.consumers.get(value, ())] + list(stored.get(value, ()))
+
+
+def _stored(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
+    """Where each result of the program goes: (variable, operand position)."""
+    owners = {i.name: i.node for i in reversed(d.graph.inputs) if i.kind in ("parameter", "buffer")}
+    stored: dict[Value, list[tuple[int, int]]] = {}
     for output in d.graph.outputs:
-        if output.value != value:
-            continue
         if output.kind == "output" or output.name.startswith("input:"):
-            readers.append((d.index[output_key(output.name)], 0))
+            place = d.index[output_key(output.name)], 0
         else:
-            owner = next(i.node for i in d.graph.inputs if i.name == output.name and i.kind in ("parameter", "buffer"))
-            readers.append((d.index[owner], -1))
-    return readers
+            place = d.index[owners[output.name]], -1
+        stored.setdefault(output.value, []).append(place)
+    return stored
 
 
 def _attach(

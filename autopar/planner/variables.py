@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
@@ -54,8 +54,13 @@ class Decisions:
     variables: list[Variable] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
+    _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
 
     def add(self, variable: Variable) -> int:
+        # Equal options are one object: so are the prices made from them, by which repeated blocks are found.
+        options = self._options.setdefault(variable.options, variable.options)
+        if options is not variable.options:
+            variable = replace(variable, options=options)
         self.index[variable.key] = len(self.variables)
         self.variables.append(variable)
         return self.index[variable.key]
