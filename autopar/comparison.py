@@ -29,13 +29,14 @@ class Comparison:
     def __str__(self) -> str:
         chosen = self.rows[0]
         head = f"{self.plan.model} on mesh {self.plan.mesh}, cluster {self.plan.cluster}"
-        lines = [head, f"  {'':<14}{'step time':>11}{'plan cost':>11}{'bytes moved':>14}{'peak memory':>14}{'slower by':>11}"]
-        for row in (chosen, *sorted(self.baselines, key=lambda r: r.step_time)):
-            lines.append(
-                f"  {row.name:<14}{seconds(row.step_time):>11}{seconds(row.objective):>11}{size(row.bytes):>14}"
-                f"{size(row.peak_memory):>14}{_slower(row, chosen):>11}"
-            )
-        return "\n".join(lines)
+        names = f"  {'':<14}{'step time':>11}{'plan cost':>11}{'bytes moved':>14}{'peak memory':>14}{'slower by':>12}"
+        rows = (chosen, *sorted(self.baselines, key=lambda r: r.step_time))
+        return "\n".join([head, names, *(_line(row, chosen) for row in rows)])
+
+
+def _line(row: BaselineRecord, chosen: BaselineRecord) -> str:
+    times = f"  {row.name:<14}{seconds(row.step_time):>11}{seconds(row.objective):>11}"
+    return f"{times}{size(row.bytes):>14}{size(row.peak_memory):>14}{_slower(row, chosen):>12}".rstrip()
 
 
 def _slower(row: BaselineRecord, chosen: BaselineRecord) -> str:

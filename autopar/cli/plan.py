@@ -18,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
     parser.add_argument("--cluster", metavar="NAME", help="dgx-h100, dgx-h100:32, or a file of autopar profile")
     parser.add_argument("--memory-budget", metavar="SIZE", help="on each device, such as 60GiB; default all it has")
     parser.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
-    parser.add_argument("--constraint", action="append", default=[], metavar="GLOB=SPEC", help="or =column, =row, ...; may be repeated")
+    parser.add_argument(
+        "--constraint", action="append", default=[], metavar="GLOB=SPEC",
+        help="a spec such as S0R, or column, row, shard, replicate; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="for the solver (default 60)")
     if report:
         parser.add_argument("--output", metavar="FILE", help="save the plan as JSON")

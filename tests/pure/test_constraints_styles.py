@@ -1,0 +1,103 @@
+"""Constraints in words: what replicate, shard, column and row mean for weights, biases and activations."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import ConstraintError
+from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.planner.constraints import resolve
+from autopar.planner.dataflow import Dataflow
+from autopar.planner.styles import weight_dims
+
+MESH = Mesh((2, 4), ("dp", "tp"))
+
+
+def tensor(*shape: int) -> TensorMeta:
+    return TensorMeta(shape, "float32")
+
+
+def linear() -> Graph:
+    """x[8, 12] @ t(weight[16, 12]) + bias[16], as a linear layer stores its weight; and a table that is looked up."""
+    v = Value
+    nodes = (
+        Node("weight", "placeholder", outputs=(tensor(16, 12),)),
+        Node("bias", "placeholder", outputs=(tensor(16),)),
+        Node("table", "placeholder", outputs=(tensor(40, 12),)),
+        Node("ids", "placeholder", outputs=(TensorMeta((8,), "int64"),)),
+        Node("x", "autopar.lookup.default", (v("table"), v("ids")), outputs=(tensor(8, 12),), module="embed"),
+        Node("t", "aten.t.default", (v("weight"),), outputs=(tensor(12, 16),)),
+        Node("mm", "aten.mm.default", (v("x"), v("t")), outputs=(tensor(8, 16),)),
+        Node("add", "aten.add.Tensor", (v("mm"), v("bias")), outputs=(tensor(8, 16),), module="layer"),
+    )
+    inputs = (
+        Input("weight", "parameter", "layer.weight", trainable=True), Input("bias", "parameter", "layer.bias"),
+        Input("table", "parameter", "embed.weight"), Input("ids", "input", "ids"),
+    )  # fmt: skip
+    return Graph(nodes, inputs, (Output(v("add"), "output", "0"),))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return linear()
+
+
+def spec_of(graph: Graph, name: str, style: str) -> str:
+    forced = resolve(graph, MESH, {name: style}, {})
+    (spec,) = (*forced.placeholders.values(), *forced.outputs.values(), *forced.values.values())
+    return str(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "spec"),
+    [
+        ("layer.weight", "column", "S1R"),  # stored [out, in], read transposed: out is what the product keeps
+        ("layer.weight", "row", "RS1"),
+        ("layer.weight", "replicate", "RR"),
+        ("layer.weight", "shard", "S01R"),
+        ("layer.weight", "column dp", "S0R"),
+        ("layer.weight", "row 0 1", "RS01"),
+        ("layer.bias", "column", "S1"),
+        ("layer.bias", "row", "R"),
+        ("embed.weight", "row", "S1R"),  # by vocabulary
+        ("embed.weight", "column", "RS1"),
+        ("embed.weight", "shard", "S01R"),
+        ("input:ids", "shard", "S01"),
+        ("input:ids", "shard dp", "S0"),
+        ("layer", "column", "RS1"),
+        ("layer", "row", "RR"),
+        ("layer", "shard dp", "S0R"),
+        ("output:0", "shard tp", "S1R"),
+        ("mm", "column", "RS1"),  # a node
+    ],
+)
+def test_a_style_means_a_spec(graph: Graph, name: str, style: str, spec: str):
+    assert spec_of(graph, name, style) == spec
+
+
+def test_shard_takes_the_largest_dim_that_divides_evenly(graph: Graph):
+    assert spec_of(graph, "embed.weight", "shard") == "S01R"  # 40 and 12 by 8
+    assert spec_of(graph, "layer.bias", "shard") == "S01"
+
+
+def test_the_dims_of_a_weight_are_found_through_its_transpose(graph: Graph):
+    assert weight_dims(Dataflow(graph), Value("weight")) == (0, 1)
+    assert weight_dims(Dataflow(graph), Value("table")) == (1, 0)
+
+
+def test_a_glob_gives_each_tensor_its_own_spec(graph: Graph):
+    forced = resolve(graph, MESH, {"*.weight": "row", "layer.bias": "row"}, {})
+    assert {k: str(s) for k, s in forced.placeholders.items()} == {"weight": "RS1", "table": "S1R", "bias": "R"}
+
+
+def test_an_axis_that_the_mesh_lacks_is_refused(graph: Graph):
+    with pytest.raises(ConstraintError, match="names an axis that the mesh does not have") as error:
+        resolve(graph, MESH, {"layer.weight": "column pp"}, {})
+    assert "one of dp, tp" in error.value.hint
+
+
+def test_a_style_and_a_spec_that_differ_contradict_each_other(graph: Graph):
+    resolve(graph, MESH, {"layer.weight": "column", "layer.w*": "S1R"}, {})
+    with pytest.raises(ConstraintError, match="contradict"):
+        resolve(graph, MESH, {"layer.weight": "column", "layer.w*": "RS1"}, {})
