@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, PlanError, SolverError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
@@ -23,10 +23,12 @@ from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Problem, Solution, minimum_limit, solve
+from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
+KEEPING_SHARE = 0.3
+"""Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
 SMALLEST_ROUNDS = 6
 SMALLEST_S = 5.0
 """Seconds for each answer to how small the peak can be."""
@@ -189,11 +191,17 @@ class _Search:
         free, _ = self._once((), math.inf, deadline, None)
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
-        self.say("over the budget: keep or recompute")
+        self.say("over the budget: keep less")
         self.bound = free.solution.lower_bound
+        keeping, kept = self.decisions, self._within_budget(deadline, KEEPING_SHARE)
+        self.say("over the budget: keep or recompute")
         self.decisions = self.with_reruns()
         self.seeds = seed(self.decisions, self.prices, self.options, self.baseline) if self.baseline else ()
         result = self._within_budget(deadline)
+        if kept is not None and (result is None or kept.solution.objective < result.solution.objective):
+            bound = self.bound if result is None else result.solution.lower_bound
+            self.decisions = keeping
+            return replace(kept, solution=replace(kept.solution, lower_bound=min(bound, kept.solution.objective)))
         if result is None:
             result = self._smallest(deadline)
         if result.memory.peak_bytes > self.budget:
@@ -206,16 +214,19 @@ class _Search:
         backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
         return [next(backward, len(nodes)), len(nodes)]
 
-    def _within_budget(self, deadline: float) -> _Result | None:
-        """Recomputing joins the choices; while the exact liveness is over the budget a row is added for that moment,
-        tightened by what the rows do not see (redistributed copies and what an op holds while it runs)."""
+    def _within_budget(self, deadline: float, share: float = 1.0) -> _Result | None:
+        """While the exact liveness is over the budget a row is added for that moment, tightened by what the rows do
+        not see (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of
+        the time that is left."""
+        now = time.perf_counter()
+        deadline = now + share * max(deadline - now, 1.0)
         positions = self._turns()
         limit = self.budget
         incumbent: Sequence[int] | None = None
         for _ in range(TIGHTEN_ROUNDS):
             try:
                 result, modelled = self._once(positions, limit, deadline, incumbent)
-            except InfeasibleError:
+            except (InfeasibleError, SolverError):  # the solver may find nothing so near to the smallest limit
                 return None
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
@@ -287,8 +298,9 @@ class _Search:
         best: _Result | None = None
         for _ in range(SMALLEST_ROUNDS):
             asked = self._problem(positions, math.inf, rows=True)
-            limit = minimum_limit(asked, time_limit=SMALLEST_S, backend=self.options.solver)
-            result, _ = self._once(positions, limit * (1 + 1e-6) + 1, deadline, None)
+            choice = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
+            limit = peak_usage(asked, choice)
+            result, _ = self._once(positions, limit * (1 + 1e-6) + 1, deadline, choice)
             if best is None or result.memory.peak_bytes < best.memory.peak_bytes:
                 best = result
             position = self._position(result)
