@@ -373,14 +373,11 @@ def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
         o.name for o in capture.graph.outputs
         if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
     )  # fmt: skip
-    floating = frozenset(
-        o.name for o in capture.graph.outputs if getattr(torch, metas[o.kind, o.name].dtype).is_floating_point
-    )
     return Executable(
         namespace["forward"], namespace["backward"], tuple(lowered.inputs),
         tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.results),
         tuple(lowered.tangents), tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.gradients), whole,
-        differentiable=floating,
+        differentiable=capture.requires_grad,
         random=any(capture.graph.consumers.get(Value(seed)) for seed in seeds),
         inference=codegen.load(inference, f"autopar_{made.digest}_inference")["forward"],
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -89,6 +89,13 @@ def _difference(first: object, other: object, rank: int) -> str:
         return f"{first} on rank 0, {other} on rank {rank}"
     differing = [name for name in first if first[name] != other.get(name)]
     return ", ".join(f"{name}: {first[name]} on rank 0, {other.get(name)} on rank {rank}" for name in differing)
+
+
+def differing(keys: Sequence[object]) -> list[bool]:
+    """Which of ``keys`` are not the same on all ranks."""
+    if world_size() == 1:
+        return [False] * len(keys)
+    return [len(set(each)) > 1 for each in zip(*_share(list(keys)), strict=True)]
 
 
 def _share(item: Any) -> list[Any]:

@@ -74,19 +74,19 @@ class Run:
     Args:
         operands: of the forward, for the variant with a backward from every output.
         saved: tensors that the forward keeps, in the order of the backward's inputs.
-        versions: of the saved tensors that are shards of parameters, by position.
+        versions: parameters whose shards are among the saved tensors, with how often each had been changed.
     """
 
     host: Host
     executable: Executable
     operands: tuple[Any, ...]
     saved: list[Any]
-    versions: dict[int, int]
+    versions: list[tuple[Tensor, int]]
     done: bool = False
 
     def release(self) -> None:
         """Nothing of the step stays alive, though the loss may."""
-        self.operands, self.saved, self.versions, self.done = (), [], {}, True
+        self.operands, self.saved, self.versions, self.done = (), [], [], True
 
 
 def as_dtensor(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> DTensor:
@@ -153,9 +153,10 @@ def _names(executable: Executable) -> list[str]:
     return [o.name for o, _, _ in executable.results if o.kind == "output"]
 
 
-def _versions(saved: Sequence[Any], operands: Sequence[Any]) -> dict[int, int]:
-    held = {o.to_local().data_ptr() for o in operands if isinstance(o, DTensor)} - {0}
-    return {i: t._version for i, t in enumerate(saved) if isinstance(t, Tensor) and t.data_ptr() in held}
+def _versions(saved: Sequence[Any], operands: Sequence[Any]) -> list[tuple[Tensor, int]]:
+    """Changes are counted on the DTensor: ops on its shard run below autograd's counting."""
+    held = {t.data_ptr() for t in saved if isinstance(t, Tensor)}
+    return [(o, o._version) for o in operands if isinstance(o, DTensor) and o.to_local().data_ptr() in held]
 
 
 def _check_backward(run: Run) -> None:
@@ -171,7 +172,7 @@ def _check_backward(run: Run) -> None:
             found="a second backward through the same step",
             hint="call the model again; retain_graph=True cannot keep what the plan frees.",
         )
-    if any(run.saved[i]._version != v for i, v in run.versions.items()):
+    if any(parameter._version != version for parameter, version in run.versions):
         raise AutoparError(
             "A parameter that the backward needs was changed after the forward.",
             found="a parameter changed in place, as by optimizer.step() before loss.backward()",

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.runtime.agreement import differing, this_rank
 from autopar.runtime.optimizers import mark
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
@@ -61,16 +63,23 @@ def prepare(
     """Make this rank's shard of every parameter as a DTensor at its spec, and of every buffer a copy on ``device``.
 
     Tensors on the meta device are initialised as their modules do it, one at a time, from a seed of their own: the
-    values are the same on every mesh. ``model`` stays as it is.
+    values are the same on every mesh. Where ranks have different values, those of rank 0 count, so it alone may have
+    loaded a checkpoint. ``model`` stays as it is.
 
     Raises:
         AutoparError: a tensor is on the meta device and nothing initialises it.
     """
     found = owners(model)
+    differs = differing([_digest(old) for old, _ in found])
     made = []
     with _stand_ins(found):
-        for old, places in found:
-            whole = _initialised(model, old, places[0], seed) if old.is_meta else old.detach()
+        for (old, places), differ in zip(found, differs, strict=True):
+            if old.is_meta and not (differ and this_rank()):
+                whole = _initialised(model, old, places[0], seed)
+            else:
+                whole = old.detach()
+            if differ:
+                whole = _from_first(whole, device)
             if isinstance(old, nn.Parameter):
                 spec = next((specs[o.fqn] for o in places if o.fqn in specs), ShardingSpec.replicated(whole.ndim))
                 new: Tensor = _parameter(whole, spec, mesh, device_mesh, coordinate, device, old.requires_grad)
@@ -79,6 +88,24 @@ def prepare(
             del whole
             made.append(Replacement(places, new))
     return made
+
+
+def _digest(tensor: Tensor) -> int | str:
+    """Equal where ranks hold the same values."""
+    if tensor.is_meta:
+        return "meta"
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+
+
+def _from_first(whole: Tensor, device: torch.device) -> Tensor:
+    """The values of rank 0."""
+    received = torch.empty_like(whole, device=device)
+    if this_rank() == 0:
+        received.copy_(whole)
+    received = received.contiguous()
+    dist.broadcast(received, src=0)
+    return received
 
 
 def install(replacements: list[Replacement]) -> None:

@@ -38,6 +38,7 @@ class Capture:
         differentiable: positions of the outputs that have tangents.
         constants: values of tensors that the program holds as literals, by name.
         notices: what the user should know, one sentence each.
+        requires_grad: names of the outputs that have a gradient on one device, whether or not it is captured.
     """
 
     graph_module: fx.GraphModule
@@ -48,6 +49,7 @@ class Capture:
     differentiable: tuple[int, ...]
     constants: Mapping[str, torch.Tensor]
     notices: tuple[str, ...] = ()
+    requires_grad: frozenset[str] = frozenset()
 
 
 class ColoTracer:
@@ -103,6 +105,7 @@ class ColoTracer:
         return Capture(
             graph_module, graph, call, returned, loss, differentiable, joint.constants,
             (*_notices(returned, call, joint.outputs), *exported.notices),
+            frozenset(p for p, d in zip(returned.paths, exported.differentiable, strict=True) if d),
         )  # fmt: skip
 
 
