@@ -30,6 +30,7 @@ TIGHTEN_ROUNDS = 12
 KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
 SMALLEST_ROUNDS = 6
+SMALLER = 0.99
 SMALLEST_S = 5.0
 """Seconds for each answer to how small the peak can be."""
 
@@ -214,21 +215,22 @@ class _Search:
         backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
         return [next(backward, len(nodes)), len(nodes)]
 
-    def _within_budget(self, deadline: float, share: float = 1.0) -> _Result | None:
+    def _within_budget(self, deadline: float, share: float = 1.0, budget: float | None = None) -> _Result | None:
         """While the exact liveness is over the budget a row is added for that moment, tightened by what the rows do
         not see (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of
         the time that is left."""
         now = time.perf_counter()
         deadline = now + share * max(deadline - now, 1.0)
         positions = self._turns()
-        limit = self.budget
+        budget = self.budget if budget is None else budget
+        limit = budget
         incumbent: Sequence[int] | None = None
         for _ in range(TIGHTEN_ROUNDS):
             try:
                 result, modelled = self._once(positions, limit, deadline, incumbent)
             except (InfeasibleError, SolverError):  # the solver may find nothing so near to the smallest limit
                 return None
-            over = result.memory.peak_bytes - self.budget
+            over = result.memory.peak_bytes - budget
             if over <= 0:
                 return result
             incumbent = result.solution.choice
@@ -236,7 +238,7 @@ class _Search:
             position = self._position(result)
             if position not in positions:
                 positions.append(position)
-                limit = min(limit, self.budget - self._unseen(result, position))
+                limit = min(limit, budget - self._unseen(result, position))
             else:
                 limit = min(limit, modelled) - over
             if limit <= 0:
@@ -292,7 +294,8 @@ class _Search:
     def _smallest(self, deadline: float) -> _Result:
         """The plan of the smallest peak that was found, whatever the budget: so a budget that an error names works.
 
-        The rows' smallest limit, then the exact liveness of the plan that keeps it, then a row for its peak, and again.
+        The rows' smallest limit, then the exact liveness of the plan that keeps it, then a row for its peak, and again;
+        then less than that, as long as a plan is found.
         """
         positions = self._turns()
         best: _Result | None = None
@@ -308,6 +311,12 @@ class _Search:
                 break
             positions.append(position)
         assert best is not None
+        deadline = time.perf_counter() + SMALLEST_S
+        while time.perf_counter() < deadline:
+            smaller = self._within_budget(deadline, budget=best.memory.peak_bytes * SMALLER)
+            if smaller is None:
+                break
+            best = smaller
         return best
 
     def _infeasible(self, smallest: _Result) -> InfeasibleError:

@@ -1,7 +1,7 @@
 """Chooses one option a node: weighted constraint networks with usage limits, solved to proven bounds. Numbers only."""
 
 from autopar.solver.brute_force import brute_force
-from autopar.solver.minimum_limit import minimum_limit
+from autopar.solver.minimum_limit import minimum_limit, smallest_choice
 from autopar.solver.pipeline import solve
 from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, evaluate, peak_usage
 
@@ -15,5 +15,6 @@ __all__ = [
     "evaluate",
     "minimum_limit",
     "peak_usage",
+    "smallest_choice",
     "solve",
 ]

@@ -19,6 +19,15 @@ def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = 
     Raises:
         InfeasibleError: no choice is allowed at any limit.
     """
+    return peak_usage(problem, smallest_choice(problem, time_limit, backend=backend))
+
+
+def smallest_choice(problem: Problem, time_limit: float = 30.0, *, backend: str = "auto") -> tuple[int, ...]:
+    """A choice that ``minimum_limit`` is the peak usage of.
+
+    Raises:
+        InfeasibleError: no choice is allowed at any limit.
+    """
     from autopar.solver.pipeline import solve
 
     problem = _only_forbidden(problem)
@@ -26,12 +35,12 @@ def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = 
     peak = peak_usage(problem, began_with.choice)
     lowest = _sum_of_least(problem)
     if peak <= lowest:
-        return peak
+        return began_with.choice
     result = _minimise_peak(problem, peak, IlpLimits(time_limit, 0.0), backend)
     if result.choice is None:
-        return peak
+        return began_with.choice
     choice = tuple(result.choice[node] for node in range(len(problem.costs)))
-    return min(peak, peak_usage(problem, choice))
+    return min(began_with.choice, choice, key=lambda c: peak_usage(problem, c))
 
 
 def _only_forbidden(problem: Problem) -> Problem:
