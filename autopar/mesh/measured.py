@@ -155,21 +155,19 @@ class Measured:
         kernels: by kind and dtype.
         call_s: what one op costs the program that calls it, whatever its size, where the device cannot hide it:
             on CPUs, also of views.
-        step_s: what a training step costs beyond its ops, however large it is.
         overlap: share of a collective's time that computation beside it is spared, from 0 (they take turns) to 1.
     """
 
     collectives: tuple[CollectiveTimes, ...] = ()
     kernels: tuple[KernelTimes, ...] = ()
     call_s: float = 0.0
-    step_s: float = 0.0
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.overlap <= 1 or not 0 <= self.call_s < math.inf or not 0 <= self.step_s < math.inf:
+        if not 0 <= self.overlap <= 1 or not 0 <= self.call_s < math.inf:
             raise MeshError(
-                "measured.overlap lies between 0 and 1, and measured.call_s and step_s are not negative.",
-                found=f"overlap = {self.overlap}, call_s = {self.call_s}, step_s = {self.step_s}",
+                "measured.overlap lies between 0 and 1, and measured.call_s is not negative.",
+                found=f"overlap = {self.overlap}, call_s = {self.call_s}",
                 hint="a right line is: overlap = 0.5",
             )
 
@@ -194,7 +192,7 @@ class Measured:
         if factor == 1 or not (self.kernels or self.call_s):
             return self
         kernels = tuple(replace(k, curve=k.curve.scaled(factor)) for k in self.kernels)
-        return replace(self, kernels=kernels, call_s=self.call_s * factor, step_s=self.step_s * factor)
+        return replace(self, kernels=kernels, call_s=self.call_s * factor)
 
     def __bool__(self) -> bool:
         return self != Measured()
@@ -202,12 +200,11 @@ class Measured:
 
 def read_measured(table: Table) -> Measured:
     """The tables ``[measured]``, ``[[measured.collectives]]`` and ``[[measured.kernels]]`` of a cluster file."""
-    table.only(["collectives", "kernels", "call_s", "step_s", "overlap"])
+    table.only(["collectives", "kernels", "call_s", "overlap"])
     return Measured(
         tuple(map(_read_collective, table.tables("collectives"))),
         tuple(map(_read_kernel, table.tables("kernels"))),
         call_s=table.at_least_zero("call_s", 0.0),
-        step_s=table.at_least_zero("step_s", 0.0),
         overlap=table.at_least_zero("overlap", 1.0),
     )
 
@@ -243,7 +240,7 @@ def measured_lines(measured: Measured) -> list[str]:
     """``measured`` as TOML, which `read_measured` reads back to an equal one."""
     if not measured:
         return []
-    figures = {"call_s": measured.call_s, "step_s": measured.step_s, "overlap": measured.overlap}
+    figures = {"call_s": measured.call_s, "overlap": measured.overlap}
     lines = ["", "[measured]", *_lines(figures)]
     for c in measured.collectives:
         lines += ["", "[[measured.collectives]]", *_lines({

@@ -23,7 +23,7 @@ MATMUL = KernelTimes("matmul", "float32", "flops", Curve((1e6, 1e9), (1e-5, 1e-2
 MEMORY = KernelTimes("memory", "float32", "bytes", Curve((4e3, 4e6), (1e-6, 1e-3)), 0.02)
 GELU = KernelTimes("aten.gelu", "float32", "bytes", Curve((4e3, 4e6), (1e-5, 1e-2)), 0.02)
 CONVOLUTION = KernelTimes("aten.convolution", "float32", "flops", Curve((1e6, 1e9), (3e-5, 3e-2)), 0.02)
-MEASURED = Measured((ALL_REDUCE,), (MATMUL, MEMORY, GELU, CONVOLUTION), call_s=2e-6, step_s=1e-3, overlap=0.25)
+MEASURED = Measured((ALL_REDUCE,), (MATMUL, MEMORY, GELU, CONVOLUTION), call_s=2e-6, overlap=0.25)
 
 
 def measured_cluster():
@@ -102,7 +102,7 @@ def test_a_broken_measurement_names_the_key_and_shows_a_right_line(right, wrong,
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"overlap": 1.5}, {"call_s": -1.0}, {"step_s": math.nan}],
+    "wrong", [{"overlap": 1.5}, {"call_s": -1.0}, {"call_s": math.nan}],
 )  # fmt: skip
 def test_figures_made_in_code_are_checked(wrong):
     with pytest.raises(MeshError, match="overlap lies between 0 and 1"):

@@ -1,0 +1,282 @@
+"""Predicted against measured times on this machine: single ops, collectives, and whole training steps.
+
+    python benchmarks/cost_accuracy.py [--nproc 2] [--json FILE] [--markdown FILE] [--cluster FILE] [--steps N]
+
+Profiles the machine first, unless a cluster file of `autopar profile` is given; then predicts, and then measures. A
+step is a forward and a backward of a model, without the optimizer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.cost_models import CollectiveCosts, ComputeCosts
+from autopar.mesh import Cluster, Mesh
+from autopar.profiling import join, launched, profile_cluster
+from autopar.profiling.collectives import KINDS, Launch, prepared
+from autopar.profiling.timing import Stopwatch
+from autopar.spmd import ProcessRank
+
+Record = dict[str, Any]
+PLANS = ("DDP", "ZeRO-3", "TP", "TP+SP")
+PRODUCTS = ((48, 96, 48), (512, 96, 96), (1024, 256, 768), (1024, 768, 256), (16, 2048, 2048), (2048, 1024, 512))
+MESSAGES = (3_000, 100_000, 3_000_000, 50_000_000)
+
+
+def multilayer_perceptron():
+    sizes = [512, 2048, 2048, 512]
+    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.GELU())]
+    return nn.Sequential(*layers), (torch.randn(256, 512),)
+
+
+def _language(model: nn.Module, batch: int = 8, sequence: int = 128):
+    ids = torch.randint(3, 2048, (batch, sequence))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def gpt2():
+    import transformers as t
+
+    sizes = dict(n_layer=4, n_embd=256, n_head=4, vocab_size=2048, n_positions=128)
+    return _language(t.GPT2LMHeadModel(t.GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)))
+
+
+def llama():
+    import transformers as t
+
+    sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, vocab_size=2048, max_position_embeddings=128)  # fmt: skip
+    return _language(t.LlamaForCausalLM(t.LlamaConfig(**sizes, use_cache=False)))
+
+
+def vit():
+    import transformers as t
+
+    sizes = dict(hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, image_size=64,
+                 patch_size=8, num_labels=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    model = t.ViTForImageClassification(t.ViTConfig(**sizes))
+    return model, {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 64, (16,))}
+
+
+def resnet():
+    import transformers as t
+
+    config = t.ResNetConfig(embedding_size=32, hidden_sizes=[64, 128], depths=[2, 2], num_labels=64, layer_type="basic")
+    model = t.ResNetForImageClassification(config)
+    return model, {"pixel_values": torch.randn(8, 3, 96, 96), "labels": torch.randint(0, 64, (8,))}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "mlp": multilayer_perceptron, "gpt2": gpt2, "llama": llama, "vit": vit, "resnet": resnet
+}  # fmt: skip
+
+
+def single_ops(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Record]:
+    """Ops of sizes and shapes that were not profiled."""
+    costs, records = ComputeCosts(cluster), []
+    contract, aten = torch.ops.autopar.contract, torch.ops.aten
+
+    def add(name: str, call: Callable[[], object], flops: float, nbytes: float, kind: str, op: str = "") -> None:
+        predicted = costs.seconds(flops, nbytes, "float32", kind, op)
+        records.append({"what": name, "predicted_s": predicted, "measured_s": watch.time(call).seconds})
+
+    for m, k, n in PRODUCTS:
+        a, b = torch.rand((m, k), device=rank.device), torch.rand((n, k), device=rank.device)
+        nbytes = 4.0 * (m * k + n * k + m * n)
+        add(f"contract {m} x {k} x {n}", partial(contract, a, b, "mk,nk->mn"), 2.0 * m * k * n, nbytes, "matmul")
+    for rows in (30, 700, 9000):
+        x = torch.rand((rows, 384), device=rank.device)
+        size = 4.0 * x.numel()
+        for op in ("relu", "gelu", "tanh", "neg"):
+            add(f"{op} {rows} x 384", partial(getattr(aten, op).default, x), 0, 2 * size, "memory", f"aten.{op}")
+        add(f"sum {rows} x 384", partial(aten.sum.dim_IntList, x, [0]), 0, size, "memory", "aten.sum")
+        w = torch.ones(384, device=rank.device)
+        norm = partial(aten.native_layer_norm.default, x, [384], w, w, 1e-5)
+        add(f"native_layer_norm {rows} x 384", norm, 0, 2 * size, "memory", "aten.native_layer_norm")
+    return records
+
+
+def collectives(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Record]:
+    """Messages of sizes that were not profiled."""
+    costs, records = CollectiveCosts(rank.mesh, cluster), []
+    for kind in KINDS if rank.mesh.size > 1 else ():
+        for size in MESSAGES:
+            nbytes = size // 1024 * 1024
+            predicted = costs.seconds(kind, nbytes, 0)
+            measured = watch.time(prepared(Launch(kind, 0, nbytes), rank)).seconds
+            records.append({"what": f"{kind} of {nbytes:,} B", "predicted_s": predicted, "measured_s": measured})
+    return records
+
+
+def step_of(made: nn.Module, inputs: Any) -> Callable[[], None]:
+    def step() -> None:
+        made.zero_grad()
+        out = made(**inputs) if isinstance(inputs, dict) else made(*inputs)
+        (out.loss if hasattr(out, "loss") else out.pow(2).mean()).backward()
+
+    return step
+
+
+def whole_steps(rank: ProcessRank, cluster: Cluster, steps: int) -> list[Record]:
+    """Five models under four forced plans; a model to which a plan does not apply goes without it."""
+    records = []
+    for name, build in MODELS.items():
+        for plan in PLANS if rank.mesh.size > 1 else ("joint",):
+            torch.manual_seed(0)
+            model, inputs = build()
+            search = plan if plan == "joint" else f"baseline:{plan}"
+            try:
+                made = autopar.autoparallelize(model, inputs, mesh=rank.mesh.shape, cluster=cluster, search=search)
+            except autopar.AutoparError as error:
+                say(f"{name} under {plan}: {error.what}")
+                continue
+            step = step_of(made, inputs)
+            step()
+            step()
+            taken = [slowest(timed(step)) for _ in range(steps)]
+            measured = statistics.median(taken)
+            spread = statistics.median(abs(t - measured) for t in taken) / measured
+            record = {"what": f"{name}, {plan}", "predicted_s": made.plan.step_time, "measured_s": measured}
+            records.append(record | {"spread": spread, "collectives": len(made.plan.collectives)})
+            say(f"{name}, {plan}: predicted {made.plan.step_time:.4g} s, measured {measured:.4g} s")
+    return records
+
+
+def timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: float) -> float:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seconds)
+    return max(everyone)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's: the correlation of the ranks."""
+    x, y = (np.argsort(np.argsort(values)).astype(float) for values in (a, b))
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def summary(records: Sequence[Record]) -> Record:
+    predicted, measured = ([r[key] for r in records] for key in ("predicted_s", "measured_s"))
+    errors = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
+    correlation = rank_correlation(predicted, measured) if len(records) > 1 else None
+    return {"count": len(records), "median_error": statistics.median(errors), "worst_error": max(errors),
+            "rank_correlation": correlation}  # fmt: skip
+
+
+def tables(result: Record, console: Console) -> None:
+    for part in ("ops", "collectives", "steps"):
+        if not result[part]:
+            continue
+        table = Table(part, "predicted", "measured", "error")
+        for r in result[part]:
+            p, m = r["predicted_s"], r["measured_s"]
+            table.add_row(r["what"], f"{p * 1e3:.4g} ms", f"{m * 1e3:.4g} ms", f"{p / m - 1:+.0%}")
+        console.print(table)
+        s = result["summary"][part]
+        console.print(f"{part}: median error {s['median_error']:.1%}, rank correlation {s['rank_correlation']:.3f}\n")
+
+
+def markdown(result: Record) -> str:
+    machine = result["machine"]
+    load = f"Load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after."
+    lines = [
+        "# Predicted against measured times", "", f"{machine['description']}. {load} Written by",
+        "`benchmarks/cost_accuracy.py`. A load above the number of CPUs, beyond this benchmark's own processes, means that",
+        "others used the machine: the figures then say more of them than of the cost models.", "",
+        "| part | count | median error | worst error | rank correlation |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for part, s in result["summary"].items():
+        figures = f"{s['median_error']:.1%} | {s['worst_error']:.0%} | {s['rank_correlation']:.3f}"
+        lines.append(f"| {part} | {s['count']} | {figures} |")
+    for part in result["summary"]:
+        lines += ["", f"| {part} | predicted | measured | error |", "|---|---|---|---|"]
+        for r in result[part]:
+            p, m = r["predicted_s"], r["measured_s"]
+            lines.append(f"| {r['what']} | {p * 1e3:.4g} ms | {m * 1e3:.4g} ms | {p / m - 1:+.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def run(options: argparse.Namespace) -> Record:
+    mesh = Mesh((dist.get_world_size(),))
+    load_before = os.getloadavg()[0]
+    say("profiling ...")
+    cluster = Cluster.load(options.cluster) if options.cluster else profile_cluster(mesh, name="here")
+    device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    rank = ProcessRank(init_device_mesh(device_type, mesh.shape))
+    watch = Stopwatch(rank.device, budget_s=0.05)
+    result: Record = {
+        "ops": single_ops(rank, cluster, watch),
+        "collectives": collectives(rank, cluster, watch),
+        "steps": whole_steps(rank, cluster, options.steps),
+    }
+    result["summary"] = {part: summary(records) for part, records in result.items() if records}
+    result["machine"] = {
+        "description": f"{cluster.description}, {platform.machine()}, {os.cpu_count()} CPUs",
+        "overlap": cluster.measured.overlap, "load_before": load_before, "load_after": os.getloadavg()[0],
+    }  # fmt: skip
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--backend")
+    parser.add_argument("--cluster", help="a file of autopar profile, instead of profiling")
+    parser.add_argument("--steps", type=int, default=9, help="training steps of which the median is taken")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args(arguments)
+    if not launched():
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.nproc}"]
+        return subprocess.run([*launcher, __file__, *given], check=False).returncode
+    warnings.simplefilter("ignore")
+    join(options.backend)
+    result = run(options)
+    if dist.get_rank() == 0:
+        tables(result, Console(width=100))
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        if options.markdown:
+            options.markdown.write_text(markdown(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
