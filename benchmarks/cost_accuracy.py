@@ -215,7 +215,7 @@ def markdown(result: Record) -> str:
     load = f"Load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after."
     lines = [
         "# Predicted against measured times", "", f"{machine['description']}. {load} Written by",
-        "`benchmarks/cost_accuracy.py`. A load above the number of CPUs, beyond this benchmark's own processes, means that",
+        "`benchmarks/cost_accuracy.py`. A load above the number of CPUs, beyond the benchmark itself, means that",
         "others used the machine: the figures then say more of them than of the cost models.", "",
         "| part | count | median error | worst error | rank correlation |", "|---|---|---|---|---|",
     ]  # fmt: skip
