@@ -29,6 +29,7 @@ from autopar.runtime.materialize import install, prepare
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.spmd.placements import from_placements
+from autopar.structure import Structure
 from autopar.tracer import Capture, ColoTracer
 from autopar.tracer.export import Call, bind
 from autopar.tracer.tracer import as_call
@@ -351,14 +352,14 @@ def _variant(
         return state.variants[key].executable
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
-    return Variant(executable, _builder(capture, outputs), outputs, every_tangent, capture.constants)
+    return Variant(executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants)
 
 
-def _builder(capture: Capture, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
+def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
     order = {name: i for i, name in enumerate(outputs)}
 
     def build(values: Sequence[Any]) -> Any:
-        return capture.returned.build([values[order[p]] if p in order else None for p in capture.returned.paths])
+        return returned.build([values[order[p]] if p in order else None for p in returned.paths])
 
     return build
 

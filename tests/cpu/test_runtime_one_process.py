@@ -1,0 +1,262 @@
+"""A parallel model in a world of one, started without torchrun: what a user sees of it from outside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.runtime.loading import shard_like
+from autopar.runtime.optimizers import UNFIT
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_group_before_or_after() -> Iterator[None]:
+    assert not dist.is_initialized()
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """One layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": 8}
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, target: Tensor | None = None, *, scale: float = 1.0) -> Any:
+        """Predict, and compare."""
+        self.calls.add_(1)
+        out = self.layer(x) * scale
+        return out if target is None else ((out - target).square().mean(), out)
+
+
+def made(model: nn.Module | None = None, **inputs: Any) -> nn.Module:
+    inputs = inputs or {"x": torch.randn(6, 8), "target": torch.randn(6, 4)}
+    return autopar.autoparallelize(model if model is not None else Net(), inputs)
+
+
+def test_the_class_is_swapped_in_place_and_looks_the_same():
+    model = Net()
+    parallel = made(model)
+    assert parallel is model
+    assert isinstance(parallel, Net)
+    assert type(parallel).__name__ == "ParallelNet"
+    assert repr(parallel).startswith("ParallelNet(\n  (layer): Linear(")
+    assert parallel.config == {"width": 8}
+    assert inspect.signature(parallel.forward) == inspect.signature(Net().forward)
+    assert parallel.forward.__doc__ == "Predict, and compare."
+    assert [n for n, _ in parallel.named_modules()] == ["", "layer"]
+    assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in parallel.parameters())
+    assert parallel.plan.mesh.size == 1
+
+
+def test_positional_and_keyword_calls_are_one_program():
+    model = made()
+    x, target = torch.randn(6, 8), torch.randn(6, 4)
+    by_position, by_keyword = model(x, target), model(target=target, x=x)
+    assert torch.equal(by_position[0], by_keyword[0])
+    assert len(model._autopar.variants) == 1
+
+
+def test_plain_arguments_of_another_value_are_another_program():
+    model = made()
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        assert torch.allclose(model(x, scale=3.0), 3 * model(x))
+    assert len(model._autopar.variants) == 3
+
+
+def test_buffers_that_the_forward_changes_are_changed():
+    model = made()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(6, 8), torch.randn(6, 4))
+    assert model.calls == 3
+
+
+def test_a_deep_copy_trains_on_its_own():
+    model = made()
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model)
+    x, target = torch.randn(6, 8), torch.randn(6, 4)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    twin(x, target)[0].backward()
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    assert twin(x, target)[0] < model(x, target)[0]
+
+
+def test_an_average_of_the_weights_is_a_copy():
+    model = made()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    x, target = torch.randn(6, 8), torch.randn(6, 4)
+    assert torch.allclose(average(x, target)[0], model(x, target)[0])
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda m: torch.save(m, os.devnull)], ids=["pickle", "torch.save"])
+def test_pickling_says_what_to_save_instead(save: Any):
+    with pytest.raises(AutoparError, match=r"torch\.distributed\.checkpoint"):
+        save(made())
+
+
+def test_a_state_dict_of_dtensors_survives_torch_save(tmp_path: Path):
+    model = made()
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    other = made()
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(p.full_tensor(), q.full_tensor()) for p, q in pairs)
+
+
+def test_missing_and_misshapen_entries_of_a_state_dict_are_reported_as_ever():
+    model = made()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+    wrong = {**Net().state_dict(), "layer.weight": torch.zeros(3, 8)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for layer\.weight"):
+        model.load_state_dict(wrong)
+
+
+def test_a_whole_tensor_is_placed_like_a_dtensor():
+    parameter = next(made().parameters())
+    whole = torch.randn(4, 8, dtype=torch.float64)
+    placed = shard_like(whole, parameter)
+    assert placed.placements == parameter.placements
+    assert torch.equal(placed.full_tensor(), whole)
+    assert placed.to_local().data_ptr() != whole.data_ptr()
+
+
+def test_a_batch_is_not_kept():
+    x, target = torch.randn(6, 8), torch.randn(6, 4)
+    model = made(x=x, target=target)
+    watched = weakref.ref(x)
+    model(x, target)[0].backward()
+    del x
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_parallel_model_is_not_made_parallel_again():
+    with pytest.raises(PlanError, match="already parallel"):
+        made(made())
+
+
+def test_a_forward_on_the_instance_is_refused():
+    model = Net()
+    model.forward = lambda x, target: (x.sum(), x)
+    with pytest.raises(PlanError, match="replaced on the instance"):
+        made(model)
+    assert type(model) is Net
+
+
+def test_a_mesh_larger_than_the_job_names_torchrun():
+    model = Net()
+    with pytest.raises(MeshError, match="torchrun --nproc-per-node 2"):
+        autopar.autoparallelize(model, {"x": torch.randn(6, 8)}, mesh=(2,))
+    assert type(model) is Net
+
+
+class Table(nn.Module):
+    """A parameter and a buffer of its own, which ``reset_parameters`` sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.rows = nn.Parameter(torch.empty(4))
+        self.register_buffer("order", torch.arange(4), persistent=False)
+        self.register_buffer("known", torch.ones(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.inner.reset_parameters()
+        nn.init.constant_(self.rows, 3.0)
+        self.order.copy_(torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.rows + self.order + self.known
+
+
+def test_only_what_is_on_meta_is_initialised():
+    model = Table()
+    kept = model.inner.weight.detach().clone()
+    model.rows = nn.Parameter(model.rows.detach().to("meta"))
+    model.order = model.order.to("meta")
+    made(model, x=torch.randn(2, 4))
+    assert torch.equal(model.inner.weight.full_tensor(), kept)
+    assert torch.equal(model.rows.full_tensor(), torch.full((4,), 3.0))
+    assert torch.equal(model.order, torch.arange(4))
+
+
+def test_what_nothing_initialises_is_named():
+    model = Table().to("meta")
+    with pytest.raises(AutoparError, match="known is on the meta device and nothing initialises it"):
+        made(model, x=torch.randn(2, 4))
+    assert type(model) is Table
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_initialising_leaves_torchs_generator_alone():
+    model = nn.Sequential(nn.Linear(4, 4)).to("meta")
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    made(model, input=torch.randn(2, 4, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_each_unfit_optimizer_names_another():
+    assert all(why and instead for why, instead in UNFIT.values())
+
+
+def test_unfit_optimizers_work_where_nothing_is_cut():
+    model = made()
+    model(torch.randn(6, 8), torch.randn(6, 4))[0].backward()
+    local = [nn.Parameter(p.to_local().clone()) for p in model.parameters()]
+    for own, p in zip(local, model.parameters(), strict=True):
+        own.grad = p.grad.to_local()
+    torch.optim.Rprop(local).step()
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, autopar
+{start}
+model = autopar.autoparallelize(torch.nn.Linear(4, 2), torch.randn(6, 4))
+model(torch.randn(6, 4)).sum().backward()
+print(dist.get_world_size(), model.plan.mesh.size, float(model.bias.grad.full_tensor().sum()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("start", ["", "dist.init_process_group('gloo')"], ids=["joins by itself", "joined before"])
+def test_torchrun_starts_it(tmp_path: Path, start: str):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(start=start)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 2 12.0"] * 2
