@@ -120,7 +120,7 @@ def run(
     """Plan and simulate. Fails where an op has no rule."""
     on = Mesh(mesh)
     options = planner.Options(
-        constraints=constraints or {}, aliases=canonical_names(of.model), search=search, time_limit_s=20.0, gap=0.05
+        constraints=constraints or {}, aliases=canonical_names(of.model), search=search, time_limit_s=100.0, gap=0.05
     )
     sized = (cluster or cluster_where_sharding_pays()).sized(on.size)
     with warnings.catch_warnings():
