@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.solver.dual import Dual
 from autopar.solver.incumbent import Incumbent, UsagePrices
 from autopar.solver.parts import Parts, take_apart, tie
-from autopar.solver.problem import USAGE_TOLERANCE, Problem, evaluate
+from autopar.solver.problem import USAGE_TOLERANCE, Problem
 from autopar.solver.relaxation import Relaxation
 from autopar.solver.repetition import Run
 
@@ -67,7 +67,7 @@ def solve_folded(incumbent: Incumbent, runs: Sequence[Run], solve_part: SolvePar
 
 
 class _Folding:
-    """The tied problem, first without its limit: while the best choice fits anyway, it would only be in the way."""
+    """The tied problem, its best choice so far, and the bound."""
 
     def __init__(self, incumbent: Incumbent, parts: Parts, solve_part: SolvePart, size: dict[str, int]) -> None:
         self.incumbent = incumbent
@@ -75,21 +75,17 @@ class _Folding:
         self.solve_part = solve_part
         self.size = size
         self.tied = tie(parts)
-        self.free = Problem(self.tied.problem.costs, self.tied.problem.edges)
-        self.limited = False
         self.warm: tuple[tuple[int, ...], ...] = ()
         self.bounds: _Bounds | None = None
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice, then a better bound, each in half of the time."""
-        asked = self.tied.problem if self.limited else self.free
-        part = Part(asked, seconds / 2, 0.25 * self.incumbent.gap, exact, self.warm)
+        part = Part(self.tied.problem, seconds / 2, 0.25 * self.incumbent.gap, exact, self.warm)
         found = self.solve_part(part)
         self.size.update({f"folded_{name}": count for name, count in part.size.items()})
         if found.choice is not None:
             self.warm = (found.choice,)
             self.incumbent.offer(self.tied.expand(found.choice), f"equal blocks, {found.found_by}")
-            self.limited = self.limited or not evaluate(self.tied.problem, found.choice)[1]
         if self.bounds is None or len(found.usage_prices.times):
             self.bounds = _Bounds(self.parts, found.usage_prices)
         self.bounds.raise_bound(self.incumbent, seconds / 2, self.solve_part, exact)

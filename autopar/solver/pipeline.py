@@ -29,9 +29,6 @@ MAX_FLOWS = 400_000
 MAX_FLAT_PAIRS = 1_500_000
 """Pairs of options of a repetitive problem up to which, after folding, every node is also looked at on its own."""
 
-FREE_SHARE = 0.15
-"""Of the time left, to find out whether the limit matters at all."""
-
 WORK_PER_SECOND = 1e8
 ROUNDS = 4
 SWEEPS = 200
@@ -74,7 +71,7 @@ def solve(
         method.append("folding")
         solve_folded(incumbent, runs, _part_solver(backend), size)
     flat = not runs or (not incumbent.proven() and _flat_is_worth_trying(incumbent))
-    if flat and not _fits_without_limit(incumbent, backend, size, method):
+    if flat:
         _solve_flat(incumbent, backend, warm_starts, size, method)
     return _solution(incumbent, size, method)
 
@@ -117,22 +114,6 @@ def _solve_flat(
         if incumbent.choice is None:
             raise
         incumbent.raise_bound(incumbent.objective)
-
-
-def _fits_without_limit(incumbent: Incumbent, backend: str, size: dict[str, int], method: list[str]) -> bool:
-    """Leave the limit out for a while: where the best choice fits anyway, it was in the way only."""
-    problem = incumbent.problem
-    if not problem.usages or math.isinf(problem.limit):
-        return False
-    free = Incumbent(Problem(problem.costs, problem.edges), FREE_SHARE * incumbent.seconds_left(), incumbent.gap, None)
-    if incumbent.choice is not None:
-        free.offer(incumbent.choice, "warm start")
-    try:
-        _solve_flat(free, backend, (), size, method, exact=False)
-    except InfeasibleError:
-        return False
-    incumbent.raise_bound(free.bound())
-    return free.choice is not None and incumbent.offer(free.choice, free.found_by) and incumbent.proven()
 
 
 def _solution(incumbent: Incumbent, size: dict[str, int], method: list[str]) -> Solution:
