@@ -151,6 +151,7 @@ class _Search:
     seeds: tuple[tuple[int, ...], ...] = ()
     bound: float = 0.0
     baseline: str = ""
+    least: float = math.inf
 
     def best(self, compared: Sequence[Finalist], deadline: float) -> Finalist:
         """The finalist of the least simulated step: the search's own plan, or a baseline that fits.
@@ -161,13 +162,11 @@ class _Search:
         if self.options.search.startswith("baseline"):
             return compared[0]
         fitting = [f for f in compared if f.memory.peak_bytes <= self.budget]
+        self.least = min((f.memory.peak_bytes for f in compared), default=math.inf)
         self.seeds = tuple(f.solution.choice for f in compared)
         self.baseline = min(fitting, key=Finalist.cost).name if fitting else ""
-        try:
-            result = self.run(deadline)
-        except InfeasibleError:
-            if not fitting:
-                raise
+        result = self.run(deadline)
+        if result is None:
             return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
         own = Finalist(
             "chosen", self.decisions, result.solution, result.program, result.memory,
@@ -183,8 +182,9 @@ class _Search:
         proven = s.objective - bound <= self.options.gap * s.objective
         return replace(found, solution=replace(s, lower_bound=bound, proven=proven, method=f"{method}; {s.method}"))
 
-    def run(self, deadline: float) -> _Result:
-        """The free optimum when it fits, else the best that is found within the budget, else the smallest.
+    def run(self, deadline: float) -> _Result | None:
+        """The free optimum when it fits, else the best that is found within the budget, else the smallest; None where
+        nothing was found within it, and a baseline is.
 
         Raises:
             InfeasibleError: even the smallest plan is over the budget.
@@ -203,6 +203,8 @@ class _Search:
             bound = self.bound if result is None else result.solution.lower_bound
             self.decisions = keeping
             return replace(kept, solution=replace(kept.solution, lower_bound=min(bound, kept.solution.objective)))
+        if result is None and self.baseline:
+            return None
         if result is None:
             result = self._smallest(deadline)
         if result.memory.peak_bytes > self.budget:
@@ -320,7 +322,7 @@ class _Search:
         return best
 
     def _infeasible(self, smallest: _Result) -> InfeasibleError:
-        least = smallest.memory.peak_bytes
+        least = min(smallest.memory.peak_bytes, self.least)
         return InfeasibleError(
             "No plan fits the memory budget.",
             found=f"a budget of {_text(self.budget)} a device on mesh {self.decisions.mesh}",
