@@ -18,7 +18,9 @@ from autopar.program import Program
 from autopar.solver import Problem, Solution, evaluate
 
 SHARE_OF_TIME = 0.2
-"""All baselines together take at most this share of the time limit; those that are left then are not compared."""
+LEAST_S = 5.0
+"""All baselines together take at most this share of the time limit, or so many seconds if that is more; those that are
+left then are not compared. It is far more than they need, so that what is compared does not hang on the clock."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def baseline_finalists(d: Decisions, prices: Prices, options: Options, only: str
     started = time.perf_counter()
     problem = Problem(costs(d, prices), edges(d, prices))
     found = []
-    allowed_s = options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0)
+    allowed_s = max(options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0), LEAST_S)
     choices = restricted_choices(
         d, problem, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
     )
