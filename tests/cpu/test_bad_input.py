@@ -86,8 +86,11 @@ def mlp(width: int = 64) -> nn.Module:
     return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(width, width), nn.Tanh())))
 
 
-@pytest.mark.parametrize("mesh", [(1,), (4,), (2, 2)])
-@pytest.mark.parametrize("model", [mlp(), Net(), Net(tied=True)], ids=["mlp", "net", "tied"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,), pytest.param((4,), marks=SLOW), pytest.param((2, 2), marks=SLOW)])
+@pytest.mark.parametrize("model", [mlp(), pytest.param(Net(), marks=SLOW), Net(tied=True)], ids=["mlp", "net", "tied"])
 def test_the_smallest_budget_works_and_less_does_not(model: nn.Module, mesh: tuple[int, ...]) -> None:
     inputs = batch() if isinstance(model, Net) else torch.randn(16, 64)
     with refused(InfeasibleError) as caught:
