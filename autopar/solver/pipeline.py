@@ -14,6 +14,7 @@ from autopar.solver.ascent import ascend, bar_superfluous_pairs, search_from
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.folding import Part, SolvePart, foldable, solve_folded
 from autopar.solver.graph import Graph
+from autopar.solver.greedy import greedy_choice
 from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, flow_count
 from autopar.solver.incumbent import Incumbent, UsagePrices
 from autopar.solver.neighbourhood import improve_parts
@@ -63,6 +64,9 @@ def solve(
     incumbent = Incumbent(problem, time_limit, gap, progress)
     for choice in warm_starts:
         incumbent.offer(choice, "warm start")
+    first = greedy_choice(problem) if incumbent.choice is None else None
+    if first is not None:
+        incumbent.offer(first, "greedy")
     size: dict[str, int] = {}
     method: list[str] = []
     runs = foldable(find_runs(problem))
