@@ -6,6 +6,7 @@ memory that the source and the target need is taken when there is one, else the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import numpy as np
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
 from autopar.sharding.pareto import pareto_set
-from autopar.sharding.priced_graph import CollectivePricing, Floats, PricedGraph, priced, priced_graph
+from autopar.sharding.priced_graph import NEGLIGIBLE_BYTES, CollectivePricing, Floats, PricedGraph, priced, priced_graph
 from autopar.sharding.redistribution import Step
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.spec_graph import graph_for, unusual
@@ -29,12 +30,15 @@ class Path:
         specs: the source, then the spec after each step.
         seconds: the sum over the steps.
         peak_bytes: the most that input and output of one step hold together on the fullest rank.
+        bound_bytes: the most that a step may hold where any path manages that: what source and target hold together,
+            and a negligible remainder.
     """
 
     steps: tuple[Step, ...]
     specs: tuple[ShardingSpec, ...]
     seconds: float
     peak_bytes: int
+    bound_bytes: int
 
     def __str__(self) -> str:
         return " -> ".join(map(str, self.specs))
@@ -63,7 +67,8 @@ def cheapest_path(
         line = alternatives.best(scale)
         if line is None:
             raise unreachable(src, dst)
-        return Path(line.steps, line.specs, line.seconds(scale), line.peak_units * scale)
+        bound = sum(math.prod(s.local_shape(shape, mesh)) * itemsize for s in (src, dst)) + NEGLIGIBLE_BYTES
+        return Path(line.steps, line.specs, line.seconds(scale), line.peak_units * scale, bound)
     tensor = priced_graph((src, dst), shape, itemsize, mesh, costs)
     start, end = tensor.graph.index[src], tensor.graph.index[dst]
     arcs = tensor.shortest(start, end, tensor.bound(start, end))
@@ -136,4 +141,5 @@ def path_of(tensor: PricedGraph, start: int, arcs: Sequence[int]) -> Path:
     for i in arcs:
         seconds += float(tensor.cost[i])
     peak = max((int(tensor.peak[i]) for i in arcs), default=int(tensor.local_bytes[start]))
-    return Path(steps, specs, seconds, peak)
+    end = graph.index[specs[-1]]
+    return Path(steps, specs, seconds, peak, int(tensor.bound(start, end)))
