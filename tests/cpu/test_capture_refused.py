@@ -1,0 +1,156 @@
+"""What a graph cannot hold is refused, by the line of the user's code, rather than captured wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from tests.cpu.bad_input_checks import refused, untouched
+from tests.cpu.capture_checks import captured
+
+HERE = "test_capture_refused.py:"
+
+
+class Refused(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.constant = torch.ones(4)
+        self.register_buffer("state", torch.zeros(4))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def branch(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) if x.sum() > 0 else x
+
+
+def item(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * x.max().item()
+
+
+def to_list(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * x.tolist()[0][0]
+
+
+def to_numpy(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * float(x.detach().numpy().sum())
+
+
+def formatted(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * len(f"{x.mean():.3f}")
+
+
+def loop(m: Any, x: Tensor) -> Tensor:
+    for _ in range(int(x[0, 0])):
+        x = m.lin(x)
+    return x
+
+
+def selected(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x)[x[:, 0] > 0]
+
+
+def unique(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) + torch.unique(x).sum()
+
+
+def python_random(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * random.random()
+
+
+def numpy_random(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * np.random.rand()
+
+
+def hook(m: Any, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    h.register_hook(lambda grad: grad * 2)
+    return h
+
+
+def wrong_shape(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) @ torch.ones(3, 3)
+
+
+def raises(m: Any, x: Tensor) -> Tensor:
+    raise ValueError("the user's own")
+
+
+@pytest.mark.parametrize(
+    "body", [branch, item, to_list, to_numpy, formatted, loop, selected, unique, python_random, numpy_random, hook,
+             wrong_shape, raises],
+)  # fmt: skip
+def test_the_line_is_named(body: Callable[[Any, Tensor], Any]) -> None:
+    model = Refused(body)
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    with untouched(model), refused(CaptureError, HERE):
+        captured(model, torch.randn(4, 4))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+
+
+def test_a_constant_that_changes() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        m.constant.add_(1)
+        return m.lin(x) * m.constant
+
+    with refused(CaptureError, "constant in place", "register_buffer"):
+        captured(Refused(body), torch.randn(4, 4))
+
+
+def test_a_parameter_that_changes() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.lin.weight.mul_(0.9)
+        return m.lin(x)
+
+    with refused(CaptureError, "lin.weight in place"):
+        captured(Refused(body), torch.randn(4, 4))
+
+
+def test_a_buffer_that_changes_its_shape() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        m.state = torch.cat([m.state, m.state])
+        return m.lin(x)
+
+    with refused(CaptureError, "state", "(4,)", "(8,)"):
+        captured(Refused(body), torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("body", [lambda m, x: m.lin(x).detach(), lambda m, x: torch.zeros(4), lambda m, x: "text"])
+def test_nothing_to_train(body: Callable[[Any, Tensor], Any]) -> None:
+    with refused(CaptureError, "gradient"):
+        captured(Refused(body), torch.randn(4, 4))
+
+
+def test_a_plain_attribute_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Refused(lambda m, x: m.lin(x) * m.constant)
+    with refused(CaptureError, "constant", "register_buffer"):
+        captured(model, torch.randn(4, 4))
+
+
+def test_an_attribute_set_in_forward_is_a_notice() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        m.last = m.lin(x)
+        return m.last * 2
+
+    assert any(n.startswith("last is set in forward") for n in captured(Refused(body), torch.randn(4, 4)).notices)
+
+
+def test_printing_is_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        print(x.shape, x)  # noqa: T201  what users write while they debug
+        return m.lin(x)
+
+    captured(Refused(body), torch.randn(4, 4))
+    assert "FakeTensor" in capsys.readouterr().out
