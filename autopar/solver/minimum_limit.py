@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
 import numpy as np
 
+from autopar.errors import InfeasibleError
 from autopar.solver import highs
+from autopar.solver.folding import MARGIN, foldable
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
+from autopar.solver.parts import take_apart, tie
 from autopar.solver.problem import Edge, IndexArray, Problem, Usage, peak_usage
 from autopar.solver.pulp_backend import solve_pulp
+from autopar.solver.repetition import find_runs
 
 
 def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = "auto") -> float:
     """Bytes; exact when the ILP ends in time, else a limit that is known to be enough.
+
+    Where blocks repeat they choose alike: the limit is enough, and the least that equal blocks need.
 
     Raises:
         InfeasibleError: no choice is allowed at any limit.
@@ -30,6 +37,11 @@ def smallest_choice(problem: Problem, time_limit: float = 30.0, *, backend: str 
     """
     from autopar.solver.pipeline import solve
 
+    runs = foldable(find_runs(problem))
+    if runs:
+        tied = tie(take_apart(problem, runs, MARGIN))
+        with contextlib.suppress(InfeasibleError):
+            return tied.expand(smallest_choice(tied.problem, time_limit, backend=backend))
     problem = _only_forbidden(problem)
     began_with = solve(replace(problem, limit=math.inf), time_limit=time_limit, backend=backend)
     peak = peak_usage(problem, began_with.choice)
