@@ -98,6 +98,11 @@ def as_dtensor(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Ho
     )  # fmt: skip
 
 
+def uncast(host: Host) -> torch.autocast:
+    """The program holds the casts of the autocast that it was captured under; it must not be cast again."""
+    return torch.autocast(host.device_mesh.device_type, enabled=False)
+
+
 def local_of(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -114,7 +119,8 @@ def forward_values(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Run the forward. Returns outputs, mutations and, with ``keep``, the saved tensors."""
     fed = [_operand(host, m, s, o) for (m, s), o in zip(executable.inputs, operands, strict=True)]
-    results = (executable.forward if keep else executable.inference)(host.rank, fed)
+    with uncast(host):
+        results = (executable.forward if keep else executable.inference)(host.rank, fed)
     n = len(executable.results)
     outputs, mutations = [], []
     for (output, spec, meta), value in zip(executable.results, results[:n], strict=True):
@@ -191,7 +197,8 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
     metas = {o.name: meta for o, _, meta in executable.results}
     feeds += [_tangent(given.get(i.name), spec, metas[i.name], host) for i, spec in executable.tangents]
     del operands, given
-    made = executable.backward(host.rank, feeds)
+    with uncast(host):
+        made = executable.backward(host.rank, feeds)
     by_name = {o.name: (g, s, meta) for (o, s, meta), g in zip(executable.gradients, made, strict=True)}
     return [_gradient_of(meaning, by_name, host) for meaning, _ in executable.inputs]
 

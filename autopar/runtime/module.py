@@ -219,13 +219,14 @@ def _variant(model: ParallelModule, call: Call) -> Variant:
 
 
 def variant_key(model: nn.Module, call: Call) -> Any:
-    """What a compiled program depends on: shapes, plain arguments, which modules train, and which parameters."""
+    """What a program depends on: shapes, plain arguments, which modules train, which parameters, and autocast."""
     named = zip(call.names, call.tensors, strict=True)
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
     modes = tuple(m.training for m in model.modules())
     parameters = tuple((p.requires_grad, p.dtype) for p in model.parameters())
-    return tensors, plain, modes, parameters
+    cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+    return tensors, plain, modes, parameters, cast
 
 
 def check_call(planned: Call, call: Call) -> None:

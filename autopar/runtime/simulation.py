@@ -44,7 +44,7 @@ def simulate_program(
     held = [list(feed) for feed in feeds]
     for meter, own in zip(meters, held, strict=True):
         meter.take(own)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         made = run(lowered.forward, ranks, feeds, meters)
         n = len(lowered.results)
         # Results stay with the caller, saved tensors are handed to the backward, which frees them.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from autopar.tracer import flat
 from autopar.tracer.flat import Flat
@@ -26,6 +27,24 @@ _LAST_DIM = {aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten
 _SAME_SHAPE = {
     aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.alias.default, aten.detach.default,
 }  # fmt: skip
+
+# Products that autocast runs in its lower dtype; what replaces them is no op that autocast knows.
+_AUTOCAST = {
+    aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
+    aten.baddbmm.default, aten.einsum.default, aten.scaled_dot_product_attention.default,
+}  # fmt: skip
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Every floating tensor but float64 in ``dtype``, as autocast does."""
+
+    def cast(x: Any) -> Any:
+        if isinstance(x, Flat):
+            return Flat(cast(x.base), x.lead)
+        eligible = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible else x
+
+    return tree_map(cast, tree, is_leaf=lambda x: isinstance(x, Flat))
 
 
 class Normalizing(fx.Interpreter):
@@ -49,6 +68,8 @@ class Normalizing(fx.Interpreter):
             return self._nested(name, args)
         if target in _VIEWS or target is aten.flatten.using_ints:
             return self._view(target, args, kwargs)
+        if target in _AUTOCAST and torch.is_autocast_enabled("cpu"):
+            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
         if target in REPLACEMENTS:
             result = REPLACEMENTS[target](self, *args, **kwargs)
             if result is not NotImplemented:
@@ -104,8 +125,9 @@ class Normalizing(fx.Interpreter):
             enabled, body, *inputs = args
             context = torch.set_grad_enabled(enabled)
         else:
-            device, dtype, enabled, cache, body, *inputs = args
-            context = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+            # The graph is traced on the CPU, whatever device the model names.
+            _, dtype, enabled, cache, body, *inputs = args
+            context = torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache)
         with context:
             return Normalizing(body, self.seed, self._sites).run(*flat.materialize(tuple(inputs)))
 

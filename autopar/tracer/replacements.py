@@ -315,12 +315,18 @@ def cross_entropy_loss(
     lse = ops.sumexp(detached, largest).log() + largest
     losses = ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0)
     if reduction == 0:
-        result = losses.to(base_of(x).dtype)
+        result = losses.to(_loss_dtype(base_of(x)))
         return Flat(result, x.lead) if flat and isinstance(x, Flat) else result
     total = losses.sum()
     if reduction == 1:
         total = total / torch.ne(index, ignore_index).sum()
-    return total.to(base_of(x).dtype)
+    return total.to(_loss_dtype(base_of(x)))
+
+
+def _loss_dtype(scores: torch.Tensor) -> torch.dtype:
+    """Autocast computes losses in float32."""
+    lower = torch.is_autocast_enabled("cpu") and scores.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if lower else scores.dtype
 
 
 @replaces(aten.batch_norm.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,6 +53,14 @@ class Capture:
     requires_grad: frozenset[str] = frozenset()
 
 
+def ambient_autocast() -> contextlib.AbstractContextManager[Any]:
+    """The autocast around the call, on whatever device, for the trace on the CPU."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.autocast("cpu", dtype=torch.get_autocast_dtype(device))
+    return contextlib.nullcontext()
+
+
 class ColoTracer:
     """Captures a model and its loss as one joint forward and backward torch.fx graph.
 
@@ -74,7 +83,7 @@ class ColoTracer:
 
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         """As ``trace``, with the meaning of every input and output. The backward is captured under ``no_grad`` too."""
-        with torch.enable_grad(), functions.recorded():
+        with torch.enable_grad(), ambient_autocast(), functions.recorded():
             return self._capture(model, meta_inputs)
 
     def _capture(self, model: nn.Module, meta_inputs: Any) -> Capture:

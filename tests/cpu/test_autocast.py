@@ -1,0 +1,74 @@
+"""Autocast, inside the model and around the call, is part of the captured program."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.tracer import Capture, ColoTracer
+
+
+class Inside(nn.Module):
+    """Autocast written in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = F.relu(self.first(x))
+        return self.second(hidden.float()).pow(2).mean()
+
+
+class Around(nn.Module):
+    """A classifier with its loss, to be called under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.second(self.norm(F.relu(self.first(x)))), y)
+
+
+def dtypes_of_products(capture: Capture) -> list[str]:
+    products = [n for n in capture.graph.nodes if n.op == "autopar.contract.default" and n.phase == "forward"]
+    return [n.outputs[0].dtype for n in products]
+
+
+def test_products_inside_autocast_run_in_its_dtype() -> None:
+    assert dtypes_of_products(ColoTracer().capture(Inside(), (torch.randn(4, 8),))) == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_autocast_inside_gives_what_one_device_gives(mesh: tuple[int, ...]) -> None:
+    model, x = Inside(), torch.randn(8, 8)
+    plain = copy.deepcopy(model)
+    loss = plain(x)
+    loss.backward()
+    result = autopar.simulate(model, (x,), plan=autopar.plan(model, (x,), mesh=mesh, search="random:1"))
+    assert torch.allclose(result.outputs, loss, rtol=2e-2)
+    for name, parameter in plain.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert (result.grads[name] - parameter.grad).abs().max() <= 3e-2 * scale, name
+
+
+def test_autocast_around_the_call_is_captured() -> None:
+    model, x, y = Around(), torch.randn(8, 8), torch.randint(0, 4, (8,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert dtypes_of_products(ColoTracer().capture(model, (x, y))) == ["bfloat16", "bfloat16"]
+        plain = copy.deepcopy(model)
+        loss = plain(x, y)
+        plan = autopar.plan(model, (x, y), mesh=(2,))
+        result = autopar.simulate(model, (x, y), plan=plan)
+    loss.backward()
+    assert torch.allclose(result.outputs, loss, rtol=2e-2)
+    for name, parameter in plain.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert (result.grads[name] - parameter.grad).abs().max() <= 3e-2 * scale, name
