@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import time
 import itertools
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
