@@ -1,9 +1,9 @@
 """The decision problem: one variable for each op, input and shared copy; an edge wherever a tensor is handed on.
 
 A tensor that several ops of one phase read gets a *copy* variable: the one spec that it is redistributed to, once,
-and that they read from. A parameter also chooses whether what was gathered in the forward is kept for the backward
-(ZeRO-1 and 2) or gathered again (ZeRO-3). Gradients go to the spec of their parameter: the parameter's own variable
-is their consumer.
+and that they read from. Where both phases read it, the forward's copy is kept for the backward (of a parameter: ZeRO-1
+and 2) or made again (ZeRO-3). Gradients go to the spec of their parameter: the parameter's own variable is their
+consumer.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _hand_over(
         backward = []
     else:
         backward += rematerialize.reruns_of(d, value)
-    keeps = d.variables[source].kind == "parameter" and bool(forward) and bool(backward)
+    keeps = bool(forward) and bool(backward)
     _attach(d, value, "backward", source, out, backward, meta, gathered if keeps else None)
     for target, position in stores:
         d.handovers.append(Handover(source, out, target, position, meta))

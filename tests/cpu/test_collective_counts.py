@@ -132,11 +132,8 @@ def test_two_transformer_layers_with_the_sequence_cut_between_their_parts(input_
     # One less in the backward where nothing before the first normalisation needs a gradient.
     assert counts(plan, "backward")["reduce_scatter"] == 4 - (not input_needs_gradient)
     assert set(counts(plan)) == {"all_gather", "reduce_scatter"}
-    # Eight tensors are gathered. The four of the forward are kept as shards, so the backward gathers those again; and
-    # it gathers the input's gradient, which is given whole.
-    gathered = [c.tensors for c in plan.collectives if c.kind == "all_gather"]
-    assert len(set(gathered)) == 8 + input_needs_gradient
-    assert len(gathered) == 12 + input_needs_gradient
+    # What the forward gathers is kept for the backward; the input's gradient, given whole, is one gather more.
+    assert counts(plan)["all_gather"] == 8 + input_needs_gradient
 
 
 def gradients_of_normalised(model: nn.Module, x: Tensor) -> list[str]:
