@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -31,6 +32,15 @@ def _seeds() -> None:
     if torch is not None:
         torch.manual_seed(0)
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group_left_over() -> Iterator[None]:
+    """A group of one that a module's tests joined would change what plain torch does in the next module's."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -57,7 +57,7 @@ def test_every_step_has_its_adjoint(mesh, shape):
     for spec in specs if mesh.ndim < 3 else specs[::7]:
         for step, after in steps_from(spec, len(shape), mesh):
             if step.fits(spec, shape, mesh):
-                check(Path((step,), (spec, after), 0.0, 0), shape, mesh)
+                check(Path((step,), (spec, after), 0.0, 0, 0), shape, mesh)
                 kinds.add(step.kind)
     expected = {"all_gather", "slice", "all_reduce", "reduce_scatter"}
     expected |= {"permute"} if mesh.ndim > 1 else set()
