@@ -104,7 +104,8 @@ class Prices:
             return self._hold_edge(made, target, h)
         cost = self._moves(made, [spec_read(o, h.position) for o in target.options], h.meta)
         if any(target.kept):
-            cost = np.where(np.array(target.kept), 0.0, cost)
+            # What cannot be reached from the source is not there to be kept either.
+            cost = np.where(np.array(target.kept) & np.isfinite(cost), 0.0, cost)
         return np.ascontiguousarray(cost)
 
     def _moves(self, made: Ends, taken: Ends, meta: TensorMeta) -> Array:
