@@ -331,7 +331,7 @@ def test_frozen_and_unused_parameters_and_outputs_of_all_kinds(pool: RankPool):
         assert found["outputs"] < EXACT
         assert found["plain"] == [(6, None)] * 2
         assert found["require grad"][0] == found["require grad"][1]
-        assert found["cut"] == ["frozen.weight", "layer.weight"]
+        assert {"frozen.weight", "layer.weight"} <= set(found["cut"])
 
 
 def _left_over() -> dict[str, int]:
