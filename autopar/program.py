@@ -14,18 +14,23 @@ from autopar.ir import Output, Phase, TensorMeta
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
-OpKind = Literal["input", "compute", "redistribute"]
+OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait"]
 TensorRole = Literal["parameter", "buffer", "input", "activation", "gradient", "temporary"]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of the program: ``meta`` is global, ``bytes`` what the fullest rank holds of it."""
+    """A tensor of the program: ``meta`` is global, ``bytes`` what the fullest rank holds of it.
+
+    Args:
+        host: it lies in the host's memory and takes none of the device's.
+    """
 
     name: str
     meta: TensorMeta
     spec: ShardingSpec
     bytes: int
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,9 @@ class Op:
 
     Args:
         name: unique in the program.
-        kind: an input, an op of the captured graph, or one step of a redistribution.
+        kind: an input, an op of the captured graph, one step of a redistribution, or a transfer: ``offload`` starts
+            to copy a tensor to the host, ``fetch`` to copy one back, and ``wait`` stands still until an offload is
+            done. A wait reads the device's tensor and then the host's, so that the device's lives until it.
         node: the captured node that it runs or whose value it redistributes.
         reads: names of the tensors read, as the node's operands are ordered.
         writes: the results.
@@ -61,6 +68,11 @@ class Op:
     @property
     def is_collective(self) -> bool:
         return self.step is not None and self.step.kind != "slice"
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it starts a copy between device and host."""
+        return self.kind in ("offload", "fetch")
 
 
 @dataclass(frozen=True)
