@@ -1,12 +1,13 @@
-"""Step time by simulating a program on two streams: one computes, one communicates.
+"""Step time by simulating a program on three streams: one computes, one communicates, one copies to and from the host.
 
 As the executed program does: a collective is launched at its place in the program and runs beside what is computed
 next, collectives one after the other; it is waited for before its first reader, also where that reader is another
 collective; and what is still under way when the forward ends is waited for there, since the forward returns it.
 
-While both streams are busy they may slow each other down, as on a CPU whose cores also carry the messages. With
-``overlap`` o, each then runs at the rate 1 / (2 - o): o = 1 is free overlap, o = 0 is taking turns. So a step takes
-at least as long as either stream's work, and at most as long as both together.
+While both of these are busy they may slow each other down, as on a CPU whose cores also carry the messages. With
+``overlap`` o, each then runs at the rate 1 / (2 - o): o = 1 is free overlap, o = 0 is taking turns. Copies to and from
+the host run one after the other beside both, done by engines of their own. So a step takes at least as long as each
+stream's work, and at most as long as all together.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Both streams of one training step."""
+    """The streams of one training step, and the work of each."""
 
     intervals: tuple[Interval, ...]
     seconds: float
     compute_s: float
     communication_s: float
+    transfer_s: float = 0.0
 
 
 def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
-    """Run ``program``'s predicted seconds on a compute and a communication stream.
+    """Run ``program``'s predicted seconds on the streams.
 
     Args:
         overlap: share of a collective's time that computation beside it is spared; see `mesh.Measured`.
@@ -55,12 +57,15 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
             streams.wait_for(name)
         if op.is_collective:
             streams.launch(op)
+        elif op.is_transfer:
+            streams.copy(op)
         else:
             streams.compute(op)
     streams.wait_for_all()
     collectives = sum(op.seconds for op in program.collectives)
-    computed = sum(op.seconds for op in program.ops if op.kind != "input" and not op.is_collective)
-    return Timeline(tuple(streams.intervals), streams.now_s, computed, collectives)
+    copied = sum(op.seconds for op in program.ops if op.is_transfer)
+    computed = sum(op.seconds for op in program.ops if not (op.kind == "input" or op.is_collective or op.is_transfer))
+    return Timeline(tuple(streams.intervals), streams.now_s, computed, collectives, copied)
 
 
 @dataclass
@@ -68,7 +73,9 @@ class _Streams:
     """The compute stream's clock, and the collectives that are under way, with the work that the first has left.
 
     Args:
-        rate: of both streams while both are busy.
+        rate: of computing and communicating while both are busy.
+        copied: when each tensor whose copy was started is there.
+        host_free_s: when the last of these copies ends.
     """
 
     rate: float
@@ -78,12 +85,20 @@ class _Streams:
     pending: set[str] = field(default_factory=set)
     left_s: float = 0.0
     begun_s: float = 0.0
+    copied: dict[str, float] = field(default_factory=dict)
+    host_free_s: float = 0.0
 
     def launch(self, op: Op) -> None:
         if not self.queue:
             self.left_s, self.begun_s = op.seconds, self.now_s
         self.queue.append(op)
         self.pending.update(t.name for t in op.writes)
+
+    def copy(self, op: Op) -> None:
+        start_s = max(self.now_s, self.host_free_s)
+        self.host_free_s = start_s + op.seconds
+        self.copied.update((t.name, self.host_free_s) for t in op.writes)
+        self.intervals.append(Interval(op.name, "host", start_s, self.host_free_s))
 
     def compute(self, op: Op) -> None:
         start_s, work_s = self.now_s, op.seconds
@@ -100,10 +115,21 @@ class _Streams:
         """The compute stream stands still until the tensor is there."""
         while name in self.pending:
             self._run_first()
+        self._stand_until(self.copied.pop(name, 0.0))
 
     def wait_for_all(self) -> None:
         while self.queue:
             self._run_first()
+        self._stand_until(self.host_free_s)
+        self.copied.clear()
+
+    def _stand_until(self, end_s: float) -> None:
+        """Nothing is computed till then, while collectives go on."""
+        while self.queue and self.now_s + self.left_s <= end_s:
+            self._run_first()
+        if self.queue:
+            self.left_s -= max(end_s - self.now_s, 0.0)
+        self.now_s = max(self.now_s, end_s)
 
     def _run_first(self) -> None:
         self.now_s += self.left_s
