@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
 from autopar.planner.liveness import MemoryProfile, profile
+from autopar.planner.objective import Objective
 from autopar.planner.options import Options
-from autopar.planner.pricing import Prices, costs, edges
+from autopar.planner.pricing import Prices
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Problem, Solution, evaluate
+from autopar.solver import Problem, Solution
 
 SHARE_OF_TIME = 0.2
 LEAST_S = 5.0
@@ -54,7 +55,7 @@ class Finalist:
 def baseline_finalists(d: Decisions, prices: Prices, options: Options, only: str | None = None) -> list[Finalist]:
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
     started = time.perf_counter()
-    problem = Problem(costs(d, prices), edges(d, prices))
+    problem = Objective(d, prices).problem()
     found = []
     allowed_s = max(options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0), LEAST_S)
     choices = restricted_choices(
@@ -69,7 +70,7 @@ def baseline_finalists(d: Decisions, prices: Prices, options: Options, only: str
 
 def seed(d: Decisions, prices: Prices, options: Options, name: str) -> tuple[tuple[int, ...], ...]:
     """The choice of one baseline in a problem of other variables, to begin a search with."""
-    problem = Problem(costs(d, prices), edges(d, prices))
+    problem = Objective(d, prices).problem()
     limit = max(options.time_limit_s * SHARE_OF_TIME / 4, 0.5)
     choices = restricted_choices(d, problem, time_limit=limit, backend=options.solver, gap=options.gap, only=name)
     return tuple(choice for _, choice in choices)
@@ -79,9 +80,9 @@ def finalist(
     name: str, d: Decisions, prices: Prices, options: Options, choice: Sequence[int], problem: Problem
 ) -> Finalist:
     """The program of a choice, and what it takes."""
-    objective, _ = evaluate(problem, choice)
+    objective = Objective(d, prices).seconds(choice, problem)
     program = schedule(d, choice, prices)
     memory = profile(program, d.graph, d.mesh, options)
     solution = Solution(tuple(choice), objective, 0.0, proven=False, method=f"baseline {name}")
-    timeline = simulate_streams(program, prices.cluster.measured.overlap)
+    timeline = simulate_streams(program, prices.overlap)
     return Finalist(name, d, solution, program, memory, timeline)

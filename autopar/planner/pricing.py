@@ -26,6 +26,10 @@ Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
 """The spec at one end of a handover, for each option; None where that option makes or takes nothing."""
 
+MOST_OVERLAP = 0.98
+"""No overlap is quite free: a hidden collective takes memory bandwidth, so of two the one that moves less is better."""
+
+
 @dataclass
 class Prices:
     """Cost models bound to a mesh, with what has been priced."""
@@ -39,10 +43,25 @@ class Prices:
     _edges: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
+    _weighted: dict[tuple[int, float], tuple[Array, Array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
         self.compute = ComputeCosts(self.cluster)
+
+    @property
+    def overlap(self) -> float:
+        """Share of a collective's time that computation beside it is spared."""
+        return min(self.cluster.measured.overlap, MOST_OVERLAP)
+
+    def weighted(self, seconds: Array, weight: float) -> Array:
+        """``seconds`` times ``weight``: one array for all that share ``seconds``, as the solver shares work by it."""
+        if weight == 1.0:
+            return seconds
+        key = (id(seconds), weight)
+        if key not in self._weighted:
+            self._weighted[key] = seconds, seconds * weight
+        return self._weighted[key][1]
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
         """Seconds of each option of an op, by measured curves or roofline; of a fused op, its share of the kernel."""
@@ -145,26 +164,41 @@ def _shape_args(node: Node) -> tuple[object, ...]:
     return tuple(a for a in node.args if not isinstance(a, (Value, tuple)))
 
 
-def costs(d: Decisions, prices: Prices) -> tuple[Array, ...]:
+@dataclass(frozen=True)
+class Weights:
+    """Of a second of the backward's computation, and of a second of the reductions of gradients beside it."""
+
+    computing: float = 1.0
+    reducing: float = 1.0
+
+
+def costs(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[Array, ...]:
     """Seconds of every option of every variable."""
     def of(v: Variable) -> Array:
         if v.kind == "op" and v.node:
-            return prices.node_seconds(d.graph, v.node, v.options)
+            seconds = prices.node_seconds(d.graph, v.node, v.options)
+            return prices.weighted(seconds, weights.computing) if v.phase == "backward" else seconds
         if v.kind == "rerun" and v.node:
             options = d.variables[d.index[v.node.name]].options
-            return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options)])
+            return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weights.computing])
         return np.zeros(len(v.options))
 
     return tuple(map(of, d.variables))
 
 
-def edges(d: Decisions, prices: Prices) -> tuple[Edge, ...]:
+def edges(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[Edge, ...]:
     """One edge for each handover. An op that takes one tensor twice has two edges."""
-    return tuple(
-        Edge(h.source, h.target, prices.edge(d.variables[h.source], d.variables[h.target], h))
-        for h in d.handovers
-        if h.source != h.target
-    )
+
+    def of(h: Handover) -> Edge:
+        cost = prices.edge(d.variables[h.source], d.variables[h.target], h)
+        return Edge(h.source, h.target, prices.weighted(cost, weights.reducing) if reduces(d, h) else cost)
+
+    return tuple(of(h) for h in d.handovers if h.source != h.target)
+
+
+def reduces(d: Decisions, h: Handover) -> bool:
+    """Whether the handover takes a gradient to its parameter: nothing in the program waits for that."""
+    return h.position < 0 and d.variables[h.source].phase == "backward"
 
 
 @dataclass(frozen=True)

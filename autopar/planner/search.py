@@ -15,6 +15,7 @@ from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, baseline_finalists, seed
 from autopar.planner.liveness import MemoryProfile, profile
+from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices, costs, edges
 from autopar.planner.random_plans import random_solution
@@ -170,7 +171,7 @@ class _Search:
             return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
         own = Finalist(
             "chosen", self.decisions, result.solution, result.program, result.memory,
-            simulate_streams(result.program, self.prices.cluster.measured.overlap),
+            simulate_streams(result.program, self.prices.overlap),
         )
         least = min((own, *fitting), key=Finalist.rank)
         return own if least is own else self._bounded(least, own.solution.lower_bound, own.solution.method)
@@ -266,18 +267,25 @@ class _Search:
         return _Result(program, solution, memory, self.timings), limit
 
     def _problem(self, positions: Sequence[int], limit: float, *, rows: bool = False) -> Problem:
-        d = self.decisions
-        used = usages(d, self.options, positions) if rows or math.isfinite(limit) else ()
-        return Problem(costs(d, self.prices), edges(d, self.prices), used, limit)
+        used = usages(self.decisions, self.options, positions) if rows or math.isfinite(limit) else ()
+        return self._objective().problem(used, limit)
+
+    def _objective(self) -> Objective:
+        return Objective(self.decisions, self.prices)
 
     def _choose(self, asked: Problem, deadline: float, warm: Sequence[int] | None) -> Solution:
         kind, _, seed = self.options.search.partition(":")
         if kind.startswith("random"):
             return random_solution(asked, int(seed))
-        return solve(
-            asked, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
-            gap=self.options.gap, warm_starts=self.seeds if warm is None else (warm, *self.seeds),
-        )  # fmt: skip
+        seeds = self.seeds if warm is None else (warm, *self.seeds)
+
+        def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
+            return solve(
+                problem, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
+                gap=self.options.gap, warm_starts=(*best, *seeds),
+            )  # fmt: skip
+
+        return self._objective().minimize(asked, solve_from, self.options.gap)
 
     def _position(self, result: _Result) -> int:
         """The graph node that runs when the program's memory is highest."""

@@ -1,0 +1,110 @@
+"""What the search minimises: seconds of a step, of which the reductions of gradients hide behind computation.
+
+A gradient's reduction is launched as soon as the gradient is there, and nothing of the program waits for it. So with
+``W`` the seconds of all else, ``C`` of the backward's computation, ``A`` of those reductions and ``o`` the share of a
+collective that computation beside it is spared (see `planner.timeline`)::
+
+    F(x) = W + (1 - o) (C + A) + o max(C, A)
+
+The solver minimises sums. For every ``m`` in [0, 1] the sum that has ``(1 - m) C + m A`` in place of the maximum is
+nowhere above F, so its least value is a bound on F (a Lagrangian relaxation, Geoffrion 1974), and equals F where the
+choice hides all its reductions (m = 0) or nothing but reductions is left to wait for (m = 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from autopar.planner.pricing import Prices, Weights, costs, edges, reduces
+from autopar.planner.variables import Decisions
+from autopar.solver import Problem, Solution, Usage, evaluate
+
+Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
+
+MOST_SOLVES = 4
+"""Values of m that are tried: hardly ever more than the first is needed."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The objective over the variables of ``decisions``."""
+
+    decisions: Decisions
+    prices: Prices
+
+    def problem(self, usages: tuple[Usage, ...] = (), limit: float = math.inf, m: float = 0.0) -> Problem:
+        """The sum for one ``m``."""
+        o = self.prices.overlap
+        weights = Weights(computing=1 - o * m, reducing=1 - o * (1 - m))
+        return Problem(
+            costs(self.decisions, self.prices, weights), edges(self.decisions, self.prices, weights), usages, limit
+        )
+
+    def seconds(self, choice: Sequence[int], asked: Problem | None = None) -> float:
+        """F of a choice. ``asked``: the problem at m = 0, if it is at hand."""
+        hidden, _ = evaluate(asked or self.problem(), choice)
+        return hidden + self.prices.overlap * max(self.uncovered(choice), 0.0)
+
+    def uncovered(self, choice: Sequence[int]) -> float:
+        """``A - C`` in seconds: negative where the backward's computation can hide every reduction."""
+        d = self.decisions
+        stores = [h for h in d.handovers if reduces(d, h)]
+        moves = [self.prices.edge(d.variables[h.source], d.variables[h.target], h) for h in stores]
+        reducing = math.fsum(
+            float(cost[choice[h.source], choice[h.target]]) for h, cost in zip(stores, moves, strict=True)
+        )
+        ops = zip(d.variables, costs(d, self.prices), choice, strict=True)
+        return reducing - math.fsum(float(cost[option]) for v, cost, option in ops if v.phase == "backward")
+
+    def minimize(self, asked: Problem, solve: Solve, gap: float) -> Solution:
+        """The best choice under F within ``asked``'s usages and limit, with a bound on F.
+
+        The least sum is concave in ``m``, and each choice is a line above it: the next ``m`` is where the lines of the
+        last choices on either side cross (Kelley 1960).
+
+        Args:
+            asked: the problem at m = 0.
+            solve: a problem, from choices to begin with.
+            gap: relative, at which no more values of ``m`` are tried.
+        """
+        found = solve(asked, ())
+        low, high = self._line(0.0, found), None
+        found = replace(found, objective=self.seconds(found.choice, asked))
+        for _ in range(MOST_SOLVES - 1):
+            if low.slope <= 0 or found.gap <= gap:
+                break
+            m = 1.0 if high is None else low.crossing(high)
+            at = solve(self.problem(asked.usages, asked.limit, m), (found.choice,))
+            line = self._line(m, at)
+            found = _better(found, replace(at, objective=self.seconds(at.choice, asked)))
+            if m == 1.0 and line.slope >= 0:
+                break
+            low, high = (line, high) if line.slope > 0 else (low, line)
+        proven = found.objective - found.lower_bound <= gap * found.objective
+        return replace(found, lower_bound=min(found.lower_bound, found.objective), proven=proven)
+
+    def _line(self, m: float, solution: Solution) -> _Line:
+        return _Line(m, solution.objective, self.prices.overlap * self.uncovered(solution.choice))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The sum of one choice as ``m`` varies: its value at ``m``, and its slope."""
+
+    m: float
+    value: float
+    slope: float
+
+    def crossing(self, other: _Line) -> float:
+        """The ``m`` at which both have the same value; this one rises and the other falls."""
+        gap = other.value - self.value + self.slope * self.m - other.slope * other.m
+        return min(max(gap / (self.slope - other.slope), self.m), other.m)
+
+
+def _better(one: Solution, other: Solution) -> Solution:
+    """The one of the least objective, with the larger bound and the seconds of both."""
+    best = other if other.objective < one.objective else one
+    return replace(best, lower_bound=max(one.lower_bound, other.lower_bound), seconds=one.seconds + other.seconds)
