@@ -1,4 +1,4 @@
-"""Laws of the two streams, on programs of any shape."""
+"""Laws of the streams, on programs of any shape."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from autopar.sharding import ShardingSpec, Step
 META, SPEC = TensorMeta((4,), "float32"), ShardingSpec.parse("R")
 
 
-def op(name, seconds, reads=(), *, collective=False, phase="forward"):
-    step = Step("all_reduce", 0) if collective else None
-    kind = "redistribute" if collective else "compute"
+def op(name, seconds, reads=(), *, kind="compute", phase="forward"):
+    step = Step("all_reduce", 0) if kind == "redistribute" else None
     return Op(name, kind, name, tuple(reads), (LocalTensor(name, META, SPEC, 16),), phase, step=step, seconds=seconds)
+
+
+KINDS = st.sampled_from(["compute", "redistribute", "offload", "fetch"])
+"""Offloads and fetches stand for a copy in either direction, whatever they read."""
 
 
 @st.composite
@@ -30,7 +33,7 @@ def programs(draw):
         reads = draw(st.lists(st.sampled_from([o.name for o in made]), max_size=2, unique=True)) if made else []
         seconds = draw(st.floats(0, 10))
         phase = "forward" if i < turn else "backward"
-        made.append(op(f"t{i}", seconds, reads, collective=draw(st.booleans()), phase=phase))
+        made.append(op(f"t{i}", seconds, reads, kind=draw(KINDS), phase=phase))
     return Program(tuple(made), ())
 
 
@@ -38,10 +41,10 @@ overlaps = st.floats(0, 1)
 
 
 @given(programs(), overlaps)
-def test_a_step_takes_as_long_as_either_stream_at_least_and_as_both_at_most(program, overlap):
+def test_a_step_takes_as_long_as_each_stream_at_least_and_as_all_at_most(program, overlap):
     t = simulate_streams(program, overlap)
-    assert max(t.compute_s, t.communication_s) <= t.seconds * (1 + 1e-9)
-    assert t.seconds <= (t.compute_s + t.communication_s) * (1 + 1e-9)
+    assert max(t.compute_s, t.communication_s, t.transfer_s) <= t.seconds * (1 + 1e-9)
+    assert t.seconds <= (t.compute_s + t.communication_s + t.transfer_s) * (1 + 1e-9)
 
 
 @given(programs(), overlaps, st.data())
@@ -63,6 +66,7 @@ def test_more_overlap_never_takes_longer(program, a, b):
 
 @given(programs())
 def test_without_overlap_the_streams_take_turns(program):
+    program = replace(program, ops=tuple(replace(o, kind="compute") if o.is_transfer else o for o in program.ops))
     t = simulate_streams(program, 0.0)
     assert t.seconds == pytest.approx(t.compute_s + t.communication_s)
 
@@ -75,23 +79,41 @@ def test_every_op_runs_once_after_what_it_reads_and_alone_on_its_stream(program,
     assert len(t.intervals) == len(program.ops) == len(end)
     for o in program.ops:
         assert all(end[r] <= begin[o.name] + 1e-9 for r in o.reads)
-    for stream in ("compute", "communication"):
+    for stream in ("compute", "communication", "host"):
         ordered = [i for i in t.intervals if i.stream == stream]
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in zip(ordered, ordered[1:], strict=False))
 
 
 def test_a_collective_runs_beside_what_is_computed_until_its_first_reader():
-    program = Program((op("a", 1), op("g", 3, "a", collective=True), op("b", 2), op("c", 1, "g")), ())
+    program = Program((op("a", 1), op("g", 3, "a", kind="redistribute"), op("b", 2), op("c", 1, "g")), ())
     assert simulate_streams(program).seconds == 1 + 3 + 1
     assert simulate_streams(program, 0.0).seconds == 1 + 3 + 2 + 1
     assert simulate_streams(program, 0.5).seconds == pytest.approx(1 + 2 * 1.5 + 1 + 1)
 
 
 def test_a_collective_that_reads_another_is_launched_once_that_one_is_done_and_the_program_waits_for_it():
-    program = Program((op("g", 3, collective=True), op("h", 2, "g", collective=True), op("b", 2)), ())
+    program = Program((op("g", 3, kind="redistribute"), op("h", 2, "g", kind="redistribute"), op("b", 2)), ())
     assert simulate_streams(program).seconds == 3 + 2
 
 
 def test_what_is_under_way_when_the_forward_ends_is_waited_for():
-    program = Program((op("g", 3, collective=True), op("b", 2, phase="backward")), ())
+    program = Program((op("g", 3, kind="redistribute"), op("b", 2, phase="backward")), ())
     assert simulate_streams(program).seconds == 3 + 2
+
+
+def test_copies_run_one_after_the_other_beside_what_is_computed_and_communicated():
+    program = Program(
+        (op("a", 1), op("x", 3, "a", kind="offload"), op("y", 3, kind="offload"), op("g", 4, kind="redistribute"),
+         op("b", 6), op("c", 1, ["g", "y"])), (),
+    )  # fmt: skip
+    assert simulate_streams(program).seconds == 1 + 6 + 1
+    assert simulate_streams(program).transfer_s == 6
+
+
+def test_a_wait_stands_still_until_the_copy_is_done_while_collectives_go_on():
+    wait = Op("w", "wait", "a", ("a", "x"), (), "forward")
+    program = Program(
+        (op("a", 1), op("x", 3, "a", kind="offload"), op("g", 2, kind="redistribute"), op("b", 1), wait,
+         op("c", 1, "g")), (),
+    )  # fmt: skip
+    assert simulate_streams(program).seconds == 1 + 3 + 1
