@@ -82,7 +82,7 @@ def _call(node: fx.Node) -> str:
 
 def _target(target: Any) -> str:
     if isinstance(target, OpOverload):
-        return str(target)
+        return str(target) if target.namespace in ("aten", "autopar") else f"torch.ops.{target}"
     return f"spmd.{target.__name__}"
 
 
@@ -107,7 +107,7 @@ def _shape_comment(node: fx.Node) -> str:
 
 
 def _tensor(tensor: LocalTensor) -> str:
-    return f"{tensor.meta} {tensor.spec}"
+    return f"{tensor.meta} {tensor.spec}" + (" on the host" if tensor.host else "")
 
 
 def _comment(node: fx.Node) -> str:
@@ -117,6 +117,8 @@ def _comment(node: fx.Node) -> str:
         parts.append(_tensor(tensor))
     if isinstance(op, Op) and op.is_collective and op.step is not None:
         parts.append(f"{op.wire_bytes:,} bytes over axis {op.step.axis}, {op.seconds * 1e6:.1f} us")
+    elif isinstance(op, Op) and op.is_transfer:
+        parts.append(f"{op.writes[0].bytes:,} bytes, {op.seconds * 1e6:.1f} us")
     return f"  # {'; '.join(parts)}" if parts else ""
 
 

@@ -1,6 +1,7 @@
 """From the planned program to torch.fx graphs of the forward and the backward that each rank runs.
 
-One to one: every op of the program becomes one call, every collective a launch and, before its first reader, a wait.
+One to one: every op of the program becomes one call, every collective and every transfer a launch and, before its first
+reader or where the program says so, a wait.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _saved(program: Program, results: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass
 class _Builder:
-    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to collectives under way."""
+    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to what is under way."""
 
     graph: Graph
     mesh: Mesh
@@ -89,6 +90,10 @@ class _Builder:
         for op in ops:
             if op.kind == "redistribute":
                 self._redistribute(op)
+            elif op.is_transfer:
+                self._transfer(op)
+            elif op.kind == "wait":
+                self._read(op.reads[1])
             else:
                 self._compute(op)
 
@@ -104,7 +109,8 @@ class _Builder:
     def _read(self, name: str) -> fx.Node:
         if name in self.pending:
             pending = self.pending.pop(name)
-            waited = self.built.call_function(spmd.wait, (pending,), name=identifier(name))
+            function = spmd.arrived if pending.meta["op"].is_transfer else spmd.wait
+            waited = self.built.call_function(function, (pending,), name=identifier(name))
             self.values[name] = self._described(waited, pending.meta["tensor"])
         return self.values[name]
 
@@ -120,6 +126,13 @@ class _Builder:
         node.meta["op"] = op
         self._described(node, tensor)
         (self.pending if op.is_collective else self.values)[tensor.name] = node
+
+    def _transfer(self, op: Op) -> None:
+        function, tensor = spmd.offload if op.kind == "offload" else spmd.fetch, op.writes[0]
+        name = f"{identifier(tensor.name)}_launched"
+        node = self.built.call_function(function, (self.rank, self._read(op.reads[0])), name=name)
+        node.meta["op"] = op
+        self.pending[tensor.name] = self._described(node, tensor)
 
     def _compute(self, op: Op) -> None:
         node = self.graph.by_name[op.node]

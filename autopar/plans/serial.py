@@ -27,7 +27,7 @@ def program_from(data: Mapping[str, Any]) -> Program:
 def _op_to(op: Op) -> dict[str, Any]:
     data: dict[str, Any] = {
         "name": op.name, "kind": op.kind, "node": op.node, "reads": list(op.reads), "phase": op.phase,
-        "writes": [[t.name, list(t.meta.shape), t.meta.dtype, str(t.spec), t.bytes] for t in op.writes],
+        "writes": [_tensor_to(t) for t in op.writes],
         "seconds": op.seconds,
     }  # fmt: skip
     if op.strategy is not None:
@@ -48,6 +48,11 @@ def _op_to(op: Op) -> dict[str, Any]:
     return data
 
 
+def _tensor_to(t: LocalTensor) -> list[Any]:
+    data = [t.name, list(t.meta.shape), t.meta.dtype, str(t.spec), t.bytes]
+    return [*data, True] if t.host else data
+
+
 def _op_from(data: Mapping[str, Any]) -> Op:
     strategy = step = None
     if "strategy" in data:
@@ -57,8 +62,8 @@ def _op_from(data: Mapping[str, Any]) -> Op:
     if "step" in data:
         step = Step(**{**data["step"], "axes": tuple(data["step"]["axes"])})
     writes = tuple(
-        LocalTensor(name, TensorMeta(tuple(shape), dtype), ShardingSpec.parse(spec), size)
-        for name, shape, dtype, spec, size in data["writes"]
+        LocalTensor(name, TensorMeta(tuple(shape), dtype), ShardingSpec.parse(spec), size, *host)
+        for name, shape, dtype, spec, size, *host in data["writes"]
     )
     return Op(
         data["name"], data["kind"], data["node"], tuple(data["reads"]), writes, data["phase"], strategy, step,

@@ -1,4 +1,4 @@
-"""What a local program calls: collectives that real and simulated ranks share, and the ranks themselves."""
+"""What a local program calls: collectives that real and simulated ranks share, transfers, and the ranks themselves."""
 
 from autopar.spmd.collectives import (
     COLLECTIVES,
@@ -22,9 +22,11 @@ from autopar.spmd.collectives import (
 from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, local_ranks
+from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, offload
 
 __all__ = [
-    "COLLECTIVES", "Ends", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank", "Results", "all_gather",
-    "all_reduce", "all_to_all", "apply_step", "device", "from_placements", "length", "local_ranks", "offset", "permute",
-    "reduce_scatter", "resolve", "simulate", "simulate_step", "slice_shard", "step_call", "to_placements", "wait",
+    "COLLECTIVES", "Ends", "HostTensor", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank", "Results",
+    "Transfer", "all_gather", "all_reduce", "all_to_all", "allocating_on_host", "apply_step", "arrived", "device",
+    "fetch", "from_placements", "length", "local_ranks", "offload", "offset", "permute", "reduce_scatter", "resolve",
+    "simulate", "simulate_step", "slice_shard", "step_call", "to_placements", "wait",
 ]  # fmt: skip
