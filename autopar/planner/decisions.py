@@ -41,7 +41,9 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         if output.kind == "output" or output.name.startswith("input:"):
             d.add(_output_variable(graph, output, mesh, options, forced))
     held = rematerialize.eligible(graph) if recompute else frozenset()
-    rematerialize.add_reruns(d, held)
+    if recompute:
+        rematerialize.add_reruns(d, held)
+        d.least_offloaded_bytes = rematerialize.least_offloaded_bytes(graph)
     stored = _stored(d)
     for value in list(_values(graph)):
         _hand_over(d, value, forced, stored, value.node in held)

@@ -102,7 +102,7 @@ def _changes(program: Program, graph: Graph) -> dict[int, list[tuple[str, int]]]
     for at, op in enumerate(program.ops):
         for tensor in op.writes:
             name = tensor.name
-            if program.root[name] != name or not tensor.bytes:
+            if program.root[name] != name or not tensor.bytes or tensor.host:
                 continue
             if op.kind == "input":
                 # The caller's batch is counted whole and throughout; what a rank keeps of it is a slice op's.

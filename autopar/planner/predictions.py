@@ -71,13 +71,13 @@ def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:
 
 
 def _activations(planned: Planned) -> dict[str, Activation]:
-    """What the backward reads of the forward: kept tensors, and ops that it runs again."""
+    """What the backward reads of the forward: tensors kept here or by the host, and ops that it runs again."""
     program = planned.program
     inputs = {op.writes[0].name for op in program.ops if op.kind == "input"}
     forward = {t.name: t for op in program.ops if op.phase == "forward" for t in op.writes}
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
     found = {
-        name.split("|")[0]: Activation("keep", t.spec, t.bytes)
+        name.split("|")[0]: Activation("offload" if t.host else "keep", t.spec, t.bytes)
         for name, t in forward.items()
         if name in read and name not in inputs
     }

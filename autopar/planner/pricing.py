@@ -16,6 +16,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.fusion import Border, borders
 from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind
 from autopar.planner.options import Options
+from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds
 from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.paths import all_pairs
@@ -140,9 +141,9 @@ class Prices:
         return cost
 
     def _hold_edge(self, made: Ends, target: Variable, h: Handover) -> Array:
-        """Kept values come from the forward, remade ones from the op that is run again, as it makes them."""
-        action = "recompute" if h.rerun else "keep"
-        taken = [spec_read(o, 0) if a == action else None for o, a in zip(target.options, target.actions, strict=True)]
+        """What is kept or offloaded comes from the forward, the rest from the op that is run again, as it makes it."""
+        actions = ("recompute",) if h.rerun else ("keep", "offload")
+        taken = [spec_read(o, 0) if a in actions else None for o, a in zip(target.options, target.actions, strict=True)]
         if not h.rerun:
             return self._moves(made, taken, h.meta)
         return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
@@ -181,6 +182,8 @@ def costs(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[A
         if v.kind == "rerun" and v.node:
             options = d.variables[d.index[v.node.name]].options
             return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weights.computing])
+        if v.kind == "hold" and "offload" in v.actions:
+            return hold_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
         return np.zeros(len(v.options))
 
     return tuple(map(of, d.variables))

@@ -1,9 +1,10 @@
-"""Keep or recompute, in the same problem as the sharding.
+"""Keep, recompute or offload, in the same problem as the sharding.
 
 Every forward value that the backward can use gets a *hold* variable: it is kept in one spec (possibly a shard of what
-was computed), or made again in the backward, or absent there. Every forward op gets a *rerun* variable: not run again,
-or run again with one of its strategies, on operands that are themselves held. Beaumont et al. (2019) and Jain et al.
-(Checkmate, 2020) choose what to keep for a fixed program; here the shardings are chosen with it.
+was computed), kept so by the host, made again in the backward, or absent there. Every forward op gets a *rerun*
+variable: not run again, or run again with one of its strategies, on operands that are themselves held. Beaumont et al.
+(2019, 2021) and Jain et al. (Checkmate, 2020) choose what to keep or offload for a fixed program; here the shardings
+are chosen with it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Iterable
 from autopar.ir import Graph, Value
 from autopar.planner.variables import Decisions, Handover, Variable, hold_key, rerun_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
+
+LEAST_OFFLOADED = 1e-3
+"""Of the bytes of the largest forward value: smaller ones are not worth a transfer."""
 
 NOTHING = Strategy((), ())
 """The option of an op that is not run again, and of a value that the backward does without."""
@@ -28,6 +32,12 @@ def eligible(graph: Graph) -> frozenset[str]:
         if any(r.phase == "backward" or r.name in needed for r in readers):
             needed.add(node.name)
     return frozenset(needed)
+
+
+def least_offloaded_bytes(graph: Graph) -> float:
+    """Bytes below which a value is not offloaded."""
+    made = (m for n in graph.nodes if n.phase == "forward" and n.op != "placeholder" for m in n.outputs if m)
+    return LEAST_OFFLOADED * max((m.bytes for m in made), default=0)
 
 
 def add_reruns(d: Decisions, names: frozenset[str]) -> None:
@@ -46,8 +56,9 @@ def hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[
     again = reruns_of(d, value)
     kept = _kept_specs(d, source, out, readers)
     remade = _distinct(o.outputs[value.index] for o in d.variables[rerun].options[1:])
-    options = (*(Strategy((s,), (s,)) for s in (*kept, *remade)), NOTHING)
-    actions = ("keep",) * len(kept) + ("recompute",) * len(remade) + ("absent",)
+    offloaded = kept if meta.bytes >= d.least_offloaded_bytes else ()
+    options = (*(Strategy((s,), (s,)) for s in (*kept, *offloaded, *remade)), NOTHING)
+    actions = ("keep",) * len(kept) + ("offload",) * len(offloaded) + ("recompute",) * len(remade) + ("absent",)
     held = d.add(Variable(hold_key(value), "hold", options, "backward", value=value, actions=actions))
     d.handovers.append(Handover(source, out, held, 0, meta))
     d.handovers.append(Handover(rerun, value.index, held, 0, meta, rerun=True))

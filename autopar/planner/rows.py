@@ -66,8 +66,11 @@ def _held(
     elif v.kind == "hold" and v.value is not None:
         size = _sizes(d, d.graph.meta(v.value), v.options, 0)
         first, last = lives.backward.get(v.value, (end, -1))
-        kept, remade = (np.array([a == action for a in v.actions]) for action in ("keep", "recompute"))
+        kept, remade, offloaded = (
+            np.array([a == action for a in v.actions]) for action in ("keep", "recompute", "offload")
+        )
         yield size * kept, lives.forward.get(v.value, lives.at[v.value.node]) + 1, last
+        yield size * offloaded, first, last
         if d.graph.by_name[v.value.node].packet not in VIEWS:
             yield size * remade, first, last
     elif v.kind == "op" and v.node is not None and v.node.packet not in VIEWS:

@@ -7,12 +7,14 @@ gradient or a result needs is launched as soon as its value is there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.pricing import Prices
+from autopar.planner.transfers import place_transfers, transfer_seconds
 from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
@@ -38,6 +40,7 @@ class _Scheduler:
     )
     base: dict[Phase, dict[Value, ShardingSpec]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
     rerun: set[str] = field(default_factory=set)
+    offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -55,7 +58,7 @@ class _Scheduler:
             for at in pending.get(node.name, ()):
                 results[at] = self._result(at)
         outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
-        return Program(tuple(self.ops), outputs)
+        return Program(place_transfers(self.ops), outputs)
 
     def _results_by_node(self) -> dict[str, list[int]]:
         pending: dict[str, list[int]] = {}
@@ -114,11 +117,35 @@ class _Scheduler:
         if at is None:
             return
         variable = self.d.variables[at]
-        if variable.actions[self.choice[at]] == "keep":
-            spec = variable.options[self.choice[at]].inputs[0]
-            name = self._read(value, spec, "forward")
-            self.base["backward"][value] = spec
-            self.made["backward"][value] = {spec: name}
+        action = variable.actions[self.choice[at]]
+        if action not in ("keep", "offload"):
+            return
+        spec = variable.options[self.choice[at]].inputs[0]
+        name = self._read(value, spec, "forward")
+        if action == "offload":
+            self.offloaded[value] = self._transfer("offload", value, name, f"{name}|host", spec, "forward")
+        else:
+            self._arrive(value, spec, name)
+
+    def _arrive(self, value: Value, spec: ShardingSpec, name: str) -> None:
+        """The backward has the value in tensor ``name``."""
+        self.base["backward"][value] = spec
+        self.made["backward"][value] = {spec: name}
+
+    def _transfer(
+        self, kind: Literal["offload", "fetch"], value: Value, source: str, name: str, spec: ShardingSpec, phase: Phase
+    ) -> LocalTensor:  # fmt: skip
+        """Emit a copy to or from the host."""
+        tensor = replace(self._tensor(name, self.graph.meta(value), spec), host=kind == "offload")
+        seconds = transfer_seconds(self.prices.cluster.host, tensor.bytes)
+        self.ops.append(Op(f"{value}|{kind}", kind, value.node, (source,), (tensor,), phase, seconds=seconds))
+        return tensor
+
+    def _fetch(self, value: Value) -> None:
+        """Bring back what the host keeps."""
+        host = self.offloaded.pop(value)
+        name = f"{host.name.removesuffix('|host')}|back"
+        self._arrive(value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name)
 
     def _remake(self, node: Node) -> None:
         """Run a forward op again, on operands that the backward has or makes again."""
@@ -149,7 +176,9 @@ class _Scheduler:
 
     def _read(self, value: Value, spec: ShardingSpec, phase: Phase) -> str:
         """The tensor that holds ``value`` in ``spec``, redistributed through the phase's copy when there is one."""
-        if phase == "backward" and value not in self.base["backward"]:
+        if phase == "backward" and value in self.offloaded:
+            self._fetch(value)
+        elif phase == "backward" and value not in self.base["backward"]:
             self._remake(self.graph.by_name[value.node])
         source = self.base[phase][value]
         key = copy_key(value, phase)

@@ -22,6 +22,7 @@ from autopar.planner.random_plans import random_solution
 from autopar.planner.rows import usages
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
+from autopar.planner.transfers import host_usages
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
@@ -153,6 +154,7 @@ class _Search:
     bound: float = 0.0
     baseline: str = ""
     least: float = math.inf
+    hideable_s: float = math.inf
 
     def best(self, compared: Sequence[Finalist], deadline: float) -> Finalist:
         """The finalist of the least simulated step: the search's own plan, or a baseline that fits.
@@ -193,6 +195,7 @@ class _Search:
         free, _ = self._once((), math.inf, deadline, None)
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
+        self.hideable_s = sum(op.seconds for op in free.program.ops if op.kind == "compute")
         self.say("over the budget: keep less")
         self.bound = free.solution.lower_bound
         keeping, kept = self.decisions, self._within_budget(deadline, KEEPING_SHARE)
@@ -268,6 +271,9 @@ class _Search:
 
     def _problem(self, positions: Sequence[int], limit: float, *, rows: bool = False) -> Problem:
         used = usages(self.decisions, self.options, positions) if rows or math.isfinite(limit) else ()
+        if math.isfinite(limit) and math.isfinite(self.hideable_s):
+            host = self.prices.cluster.host
+            used += host_usages(self.decisions, host, self.hideable_s, len(positions), limit)
         return self._objective().problem(used, limit)
 
     def _objective(self) -> Objective:
@@ -307,6 +313,7 @@ class _Search:
         The rows' smallest limit, then the exact liveness of the plan that keeps it, then a row for its peak, and again;
         then less than that, as long as a plan is found.
         """
+        self.hideable_s = math.inf
         positions = self._turns()
         best: _Result | None = None
         for _ in range(SMALLEST_ROUNDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
@@ -14,7 +15,7 @@ class Variable:
     """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
 
     ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered. ``actions`` tells what
-    each option of a hold or rerun variable does: keep, recompute, absent, none.
+    each option of a hold or rerun variable does: keep, offload, recompute, absent, none.
     """
 
     key: str
@@ -47,13 +48,18 @@ class Handover:
 
 @dataclass
 class Decisions:
-    """All variables and handovers of a graph on a mesh, and where each value is made and read."""
+    """All variables and handovers of a graph on a mesh, and where each value is made and read.
+
+    Args:
+        least_offloaded_bytes: smaller values are not offloaded to the host.
+    """
 
     graph: Graph
     mesh: Mesh
     variables: list[Variable] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
+    least_offloaded_bytes: float = math.inf
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
 
     def add(self, variable: Variable) -> int:
