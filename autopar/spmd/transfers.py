@@ -61,11 +61,11 @@ class Transfer(Generic[Held]):
 
 def offload(rank: Rank, x: Tensor) -> Transfer[HostTensor]:
     """Start to copy ``x`` to pinned memory of the host, with its strides where it is dense."""
-    if x.device.type != "cuda":
-        with _host_memory():
-            return Transfer(x, HostTensor(x.detach().clone()))
-    host = torch.empty_like(x, device="cpu", pin_memory=True)
-    return Transfer(x, HostTensor(host), _copied_beside(x, host, x.device))
+    with _host_memory():
+        if x.device.type != "cuda":
+            return Transfer(x, HostTensor(x.clone()))
+        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        return Transfer(x, HostTensor(host), _copied_beside(x, host, x.device))
 
 
 def fetch(rank: Rank, held: HostTensor) -> Transfer[Tensor]:
@@ -85,7 +85,8 @@ def arrived(transfer: Transfer[Held]) -> Held:
 
 
 def allocating_on_host() -> bool:
-    """Whether what is allocated now stands for the host's memory, on a CPU that plays the device."""
+    """Whether what is allocated now is the host's memory, also on a CPU that plays the device: who counts the device's
+    bytes asks."""
     return _ON_HOST.get()
 
 
