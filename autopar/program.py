@@ -49,6 +49,7 @@ class Op:
         strategy: of a compute op.
         step: of a redistribution.
         seconds: predicted.
+        launch_s: of ``seconds`` of a collective, those that it takes whatever its size: no computation hides them.
         wire_bytes: the bytes by which the collective is priced; 0 for local ops.
         alias: the result shares the memory of the first operand.
     """
@@ -64,6 +65,7 @@ class Op:
     seconds: float = 0.0
     wire_bytes: int = 0
     alias: bool = False
+    launch_s: float = 0.0
 
     @property
     def is_collective(self) -> bool:

@@ -1,8 +1,9 @@
 """What the search minimises: seconds of a step, of which the reductions of gradients hide behind computation.
 
 A gradient's reduction is launched as soon as the gradient is there, and nothing of the program waits for it. So with
-``W`` the seconds of all else, ``C`` of the backward's computation, ``A`` of those reductions and ``o`` the share of a
-collective that computation beside it is spared (see `planner.timeline`)::
+``W`` the seconds of all else (the launches of those reductions are in it), ``C`` of the backward's computation, ``A``
+of the reductions' bytes, and ``o`` the share of a collective that computation beside it is spared (see
+`planner.timeline`)::
 
     F(x) = W + (1 - o) (C + A) + o max(C, A)
 
@@ -52,7 +53,7 @@ class Objective:
         """``A - C`` in seconds: negative where the backward's computation can hide every reduction."""
         d = self.decisions
         stores = [h for h in d.handovers if reduces(d, h)]
-        moves = [self.prices.edge(d.variables[h.source], d.variables[h.target], h) for h in stores]
+        moves = [self.prices.reduction(d.variables[h.source], d.variables[h.target], h)[1] for h in stores]
         reducing = math.fsum(
             float(cost[choice[h.source], choice[h.target]]) for h, cost in zip(stores, moves, strict=True)
         )

@@ -45,6 +45,7 @@ class Prices:
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
     _weighted: dict[tuple[int, float], tuple[Array, Array]] = field(default_factory=dict)
+    _reductions: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
@@ -62,6 +63,26 @@ class Prices:
         key = (id(seconds), weight)
         if key not in self._weighted:
             self._weighted[key] = seconds, seconds * weight
+        return self._weighted[key][1]
+
+    def reduction(self, source: Variable, target: Variable, h: Handover) -> tuple[Array, Array]:
+        """Of a gradient's handover to its parameter, seconds of the launches, and those that computation can hide."""
+        total = self.edge(source, target, h)
+        key = id(total)
+        if key not in self._reductions:
+            made = [spec_made(o, h.out) for o in source.options]
+            taken = [spec_read(o, h.position) for o in target.options]
+            launches = np.minimum(self._moves(made, taken, h.meta, itemsize=0), total)
+            bytes_s = np.where(np.isfinite(total), total, 0.0) - np.where(np.isfinite(total), launches, 0.0)
+            self._reductions[key] = launches, bytes_s
+        return self._reductions[key]
+
+    def reduction_edge(self, source: Variable, target: Variable, h: Handover, weight: float) -> Array:
+        """A gradient's handover with a second that can be hidden counted as ``weight``."""
+        launches, bytes_s = self.reduction(source, target, h)
+        key = (id(bytes_s), weight)
+        if key not in self._weighted:
+            self._weighted[key] = bytes_s, launches + weight * bytes_s
         return self._weighted[key][1]
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
@@ -97,11 +118,19 @@ class Prices:
         kind = kernel_kind(node, total)
         return np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
 
-    def pairs(self, meta: TensorMeta, sources: tuple[ShardingSpec, ...], targets: tuple[ShardingSpec, ...]) -> Array:
-        """Seconds of the cheapest redistribution between each pair of specs of a tensor."""
-        key = (meta, sources, targets)
+    def pairs(
+        self, meta: TensorMeta, sources: tuple[ShardingSpec, ...], targets: tuple[ShardingSpec, ...],
+        itemsize: int | None = None,
+    ) -> Array:  # fmt: skip
+        """Seconds of the cheapest redistribution between each pair of specs of a tensor.
+
+        Args:
+            itemsize: bytes of an element instead of the dtype's; 0 for the launches alone.
+        """
+        size = meta.itemsize if itemsize is None else itemsize
+        key = (meta.shape, size, sources, targets)
         if key not in self._pairs:
-            self._pairs[key] = all_pairs(sources, targets, meta.shape, meta.itemsize, self.mesh, self.collectives)
+            self._pairs[key] = all_pairs(sources, targets, meta.shape, size, self.mesh, self.collectives)
         return self._pairs[key]
 
     def edge(self, source: Variable, target: Variable, h: Handover) -> Array:
@@ -128,7 +157,7 @@ class Prices:
             cost = np.where(np.array(target.kept) & np.isfinite(cost), 0.0, cost)
         return np.ascontiguousarray(cost)
 
-    def _moves(self, made: Ends, taken: Ends, meta: TensorMeta) -> Array:
+    def _moves(self, made: Ends, taken: Ends, meta: TensorMeta, itemsize: int | None = None) -> Array:
         """Seconds from each spec to each: what nobody takes is free, what nobody makes cannot be taken."""
         sources, at_source = _distinct([s for s in made if s is not None])
         targets, at_target = _distinct([t for t in taken if t is not None])
@@ -136,7 +165,7 @@ class Prices:
         rows = [i for i, s in enumerate(made) if s is not None]
         columns = [j for j, t in enumerate(taken) if t is not None]
         if rows and columns:
-            cost[np.ix_(rows, columns)] = self.pairs(meta, sources, targets)[np.ix_(at_source, at_target)]
+            cost[np.ix_(rows, columns)] = self.pairs(meta, sources, targets, itemsize)[np.ix_(at_source, at_target)]
         cost[:, [j for j, t in enumerate(taken) if t is None]] = 0.0
         return cost
 
@@ -193,15 +222,16 @@ def edges(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[E
     """One edge for each handover. An op that takes one tensor twice has two edges."""
 
     def of(h: Handover) -> Edge:
-        cost = prices.edge(d.variables[h.source], d.variables[h.target], h)
-        return Edge(h.source, h.target, prices.weighted(cost, weights.reducing) if reduces(d, h) else cost)
+        ends = d.variables[h.source], d.variables[h.target]
+        cost = prices.reduction_edge(*ends, h, weights.reducing) if reduces(d, h) else prices.edge(*ends, h)
+        return Edge(h.source, h.target, cost)
 
     return tuple(of(h) for h in d.handovers if h.source != h.target)
 
 
 def reduces(d: Decisions, h: Handover) -> bool:
     """Whether the handover takes a gradient to its parameter: nothing in the program waits for that."""
-    return h.position < 0 and d.variables[h.source].phase == "backward"
+    return h.position < 0 and d.variables[h.source].phase == "backward" and h.source != h.target
 
 
 @dataclass(frozen=True)

@@ -219,11 +219,14 @@ class _Scheduler:
     ) -> str:  # fmt: skip
         name = f"{value}|{after}|{phase[0]}"
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
-        seconds = max(self.prices.collectives.seconds(step.kind, priced, a) for a in step.moved_axes(before))
+        seconds, launch_s = (
+            max(self.prices.collectives.seconds(step.kind, size, a) for a in step.moved_axes(before))
+            for size in (priced, 0)
+        )
         self.ops.append(
             Op(
                 name, "redistribute", value.node, (source,), (self._tensor(name, meta, after),), phase, step=step,
-                seconds=seconds, wire_bytes=0 if step.kind == "slice" else priced,
+                seconds=seconds, wire_bytes=0 if step.kind == "slice" else priced, launch_s=min(launch_s, seconds),
             )
         )  # fmt: skip
         return name

@@ -89,8 +89,11 @@ class _Streams:
     host_free_s: float = 0.0
 
     def launch(self, op: Op) -> None:
+        """The calling program pays for the launch; what is under way goes on meanwhile."""
+        begun_s = self.now_s
+        self._advance(op.launch_s)
         if not self.queue:
-            self.left_s, self.begun_s = op.seconds, self.now_s
+            self.left_s, self.begun_s = op.seconds - op.launch_s, begun_s
         self.queue.append(op)
         self.pending.update(t.name for t in op.writes)
 
@@ -101,7 +104,12 @@ class _Streams:
         self.intervals.append(Interval(op.name, "host", start_s, self.host_free_s))
 
     def compute(self, op: Op) -> None:
-        start_s, work_s = self.now_s, op.seconds
+        start_s = self.now_s
+        self._advance(op.seconds)
+        self.intervals.append(Interval(op.name, "compute", start_s, self.now_s))
+
+    def _advance(self, work_s: float) -> None:
+        """The compute stream works so long, alone or beside what is under way."""
         while work_s > 0 and self.queue:
             done_s = min(work_s, self.left_s)
             self.now_s += done_s / self.rate
@@ -109,7 +117,6 @@ class _Streams:
             work_s -= done_s
             self._finish_what_is_done()
         self.now_s += work_s
-        self.intervals.append(Interval(op.name, "compute", start_s, self.now_s))
 
     def wait_for(self, name: str) -> None:
         """The compute stream stands still until the tensor is there."""
@@ -142,4 +149,4 @@ class _Streams:
             self.pending.difference_update(t.name for t in op.writes)
             self.intervals.append(Interval(op.name, "communication", self.begun_s, self.now_s))
             if self.queue:
-                self.left_s, self.begun_s = self.queue[0].seconds, self.now_s
+                self.left_s, self.begun_s = self.queue[0].seconds - self.queue[0].launch_s, self.now_s

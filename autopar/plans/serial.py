@@ -42,7 +42,7 @@ def _op_to(op: Op) -> dict[str, Any]:
             "kind": t.kind, "axis": t.axis, "dim": t.dim, "to_dim": t.to_dim, "reduction": t.reduction,
             "axes": list(t.axes),
         }  # fmt: skip
-        data["wire_bytes"] = op.wire_bytes
+        data |= {"wire_bytes": op.wire_bytes, "launch_s": op.launch_s}
     if op.alias:
         data["alias"] = True
     return data
@@ -68,4 +68,5 @@ def _op_from(data: Mapping[str, Any]) -> Op:
     return Op(
         data["name"], data["kind"], data["node"], tuple(data["reads"]), writes, data["phase"], strategy, step,
         data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
+        data.get("launch_s", 0.0),
     )  # fmt: skip
