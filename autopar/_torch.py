@@ -33,6 +33,7 @@ __all__ = [
     "JointInput",
     "JointOutput",
     "OpOverload",
+    "active_fake_mode",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -71,6 +72,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     if torch._is_functional_tensor(tensor):
         torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
     return int(tensor.untyped_storage()._cdata)
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """The fake mode under which ops run now, if any."""
+    from torch._guards import active_fake_mode as active
+
+    return active()
 
 
 def joint_graph(

@@ -10,6 +10,9 @@ from autopar.errors import AutoparError
 # A fragment, so that a user's own library of this name (or a kernel for another device) can add to it.
 LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+"""What each op runs, by its qualified name, for those who look inside."""
+
 
 def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Add ``autopar::<schema>`` with one implementation for every device.
@@ -19,6 +22,7 @@ def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> 
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    IMPLEMENTATIONS[f"autopar::{name}"] = eager
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar::{name}", fake, lib=LIBRARY)
 

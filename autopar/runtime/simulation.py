@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten
 
 from autopar import spmd
 from autopar.ir import Graph, Input, Output
 from autopar.mesh import Mesh
+from autopar.runtime.meter import MemoryMeter
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Ends, LocalRank, Lowered, Results, local_ranks
 
@@ -39,29 +39,28 @@ def simulate_program(
 ) -> tuple[dict[str, Tensor], Simulation]:
     """Run forward and backward of every rank. Returns whole outputs by name, and the rest of the result."""
     ranks = local_ranks(mesh)
-    meters = [Meter() for _ in ranks]
+    meters = [MemoryMeter() for _ in ranks]
     feeds = [_feed(lowered.inputs, named, mesh, r.coordinate, seed) for r in ranks]
-    held = [list(feed) for feed in feeds]
-    for meter, own in zip(meters, held, strict=True):
-        meter.take(own)
+    whole = [named[m.kind, m.name] for m, _ in lowered.inputs if m.kind == "input"]
+    for meter, feed in zip(meters, feeds, strict=True):
+        # Every rank has the whole batch, beside what it keeps of it.
+        meter.hold([*feed, *whole])
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         made = run(lowered.forward, ranks, feeds, meters)
         n = len(lowered.results)
         # Results stay with the caller, saved tensors are handed to the backward, which frees them.
-        for meter, values in zip(meters, made, strict=True):
-            meter.take(values)
         tangents = [_tangents(lowered.tangents, graph, mesh, r) for r in ranks]
+        for meter, own in zip(meters, tangents, strict=True):
+            meter.hold(own)
         back = [[*values[n:], *own] for values, own in zip(made, tangents, strict=True)]
         del tangents
-        for meter, values in zip(meters, made, strict=True):
-            meter.drop(list(values[n:]))
         results = [values[:n] for values in made]
         del made
         gradients = run(lowered.backward, ranks, back, meters)
-    whole = _whole(lowered.results, results, graph, mesh)
+    found = _whole(lowered.results, results, graph, mesh)
     grads = {o.name: t for o, t in _whole(lowered.gradients, gradients, graph, mesh).items()}
-    outputs = {o.name: t for o, t in whole.items() if o.kind == "output"}
-    buffers = {o.name: t for o, t in whole.items() if o.kind == "mutation"}
+    outputs = {o.name: t for o, t in found.items() if o.kind == "output"}
+    buffers = {o.name: t for o, t in found.items() if o.kind == "mutation"}
     return outputs, Simulation(outputs, grads, buffers, max(m.peak for m in meters))
 
 
@@ -90,78 +89,50 @@ def _whole(ends: Results, values: Sequence[Sequence[Tensor]], graph: Graph, mesh
     }
 
 
-@dataclass
-class Meter:
-    """Bytes of the tensors that one rank holds, by storage; views count once."""
-
-    held: int = 0
-    peak: int = 0
-    _counts: dict[int, int] = field(default_factory=dict)
-
-    def take(self, value: Any) -> None:
-        for key, size in _storages(value):
-            self._counts[key] = self._counts.get(key, 0) + 1
-            if self._counts[key] == 1:
-                self.held += size
-        self.peak = max(self.peak, self.held)
-
-    def drop(self, value: Any) -> None:
-        for key, size in _storages(value):
-            if key in self._counts:
-                self._counts[key] -= 1
-                if not self._counts[key]:
-                    del self._counts[key]
-                    self.held -= size
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _storages(value: Any) -> list[tuple[int, int]]:
-    if isinstance(value, spmd.Pending):
-        value = value.buffer
-    leaves, _ = tree_flatten(value)
-    return [(_storage(t), t.untyped_storage().nbytes()) for t in leaves if isinstance(t, Tensor)]
-
-
 def run(
-    module: fx.GraphModule, ranks: Sequence[LocalRank], inputs: list[list[Any]], meters: Sequence[Meter]
-) -> list[tuple[Any, ...]]:
-    """Run ``module(rank, *inputs)`` on every rank and return the results; the lists of ``inputs`` are emptied."""
+    module: fx.GraphModule, ranks: Sequence[LocalRank], inputs: list[list[Any]], meters: Sequence[MemoryMeter],
+    watch: Callable[[fx.Node], None] = lambda _: None,
+) -> list[tuple[Any, ...]]:  # fmt: skip
+    """Run ``module(rank, *inputs)`` on every rank and return the results; the lists of ``inputs`` are emptied.
+
+    Args:
+        meters: count what each rank holds.
+        watch: is called after each node.
+    """
     values: dict[fx.Node, list[Any]] = {}
     last = _last_uses(module.graph)
-    feeds = [iter(own) for own in inputs]
+    for own in inputs:
+        own.reverse()
     for node in module.graph.nodes:
         if node.op == "output":
-            for held in values.values():
-                for meter, value in zip(meters, held, strict=True):
-                    meter.drop(value)
             return [tuple(values[a][r] for a in node.args[0]) for r in range(len(ranks))]
         if node.op == "placeholder":
-            made = list(ranks) if node.target == "rank" else [next(feed) for feed in feeds]
+            values[node] = list(ranks) if node.target == "rank" else [own.pop() for own in inputs]
         else:
-            made = _call(node, values, ranks)
-        values[node] = made
-        if node.target != "rank":
-            for meter, value in zip(meters, made, strict=True):
-                meter.take(value)
+            values[node] = _call(node, values, ranks, meters)
         for dead in last.get(node, ()):
-            for meter, value in zip(meters, values.pop(dead), strict=True):
-                meter.drop(value)
+            del values[dead]
+        watch(node)
     raise AssertionError("a graph without results")
 
 
-def _call(node: fx.Node, values: Mapping[fx.Node, list[Any]], ranks: Sequence[LocalRank]) -> list[Any]:
+def _call(
+    node: fx.Node, values: Mapping[fx.Node, list[Any]], ranks: Sequence[LocalRank], meters: Sequence[MemoryMeter]
+) -> list[Any]:
     def of(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = fx.node.map_arg(node.args, lambda n: values[n][rank])
         return args, fx.node.map_arg(node.kwargs, lambda n: values[n][rank])
 
-    calls = [of(r) for r in range(len(ranks))]
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
     if function in spmd.COLLECTIVES:
-        return list(spmd.simulate(function, ranks, [(a[1:], k) for a, k in calls]))
-    return [function(*a, **k) for a, k in calls]
+        calls = [(a[1:], k) for a, k in map(of, range(len(ranks)))]
+        return list(spmd.simulate(function, ranks, calls, meters))
+    made = []
+    for rank, meter in enumerate(meters):
+        args, kwargs = of(rank)
+        with meter:
+            made.append(function(*args, **kwargs))
+    return made
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -8,6 +8,7 @@ a shard that is shorter than its neighbours' is padded for it and trimmed after.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -46,15 +47,23 @@ REDUCED_AS = {
 }
 """Dtypes that gloo or NCCL cannot reduce, and those that hold their values."""
 
+KEEPS_SENT = frozenset({"all_gather", "reduce_scatter", "all_to_all", "permute"})
+"""Collectives whose backend keeps what is sent alive until it is waited for; an all-reduce works in place on a copy."""
+
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way: what ``exchange`` gives for ``buffer`` on ``rank`` is still to be unpacked."""
+    """A collective under way: what ``exchange`` gives for ``buffer`` on ``rank`` is still to be unpacked.
+
+    Args:
+        sent: of a simulated rank, what a real one keeps alive until it has waited.
+    """
 
     rank: Rank
     buffer: Tensor
     exchange: Exchange
     unpack: Callable[[Tensor], Tensor]
+    sent: Tensor | None = None
 
 
 def all_gather(rank: Rank, x: Tensor, dim: int, axis: int, length: int) -> Pending:
@@ -122,6 +131,8 @@ def permute(rank: Rank, x: Tensor, axes: Sequence[int], order: Sequence[int], sh
 
 def wait(pending: Pending) -> Tensor:
     """The contiguous result of a collective."""
+    if pending.sent is not None:
+        object.__setattr__(pending, "sent", None)
     return pending.unpack(pending.rank.finish(pending.buffer))
 
 
@@ -198,15 +209,21 @@ def apply_step(rank: Rank, x: Tensor, step: Step, spec: ShardingSpec, global_sha
 
 
 def simulate(
-    function: Callable[..., Pending], ranks: Sequence[Rank], calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-) -> list[Pending]:
+    function: Callable[..., Pending], ranks: Sequence[Rank], calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    meters: Sequence[Any] = (),
+) -> list[Pending]:  # fmt: skip
     """Launch a collective on every simulated rank of a mesh and exchange what they send.
 
     Args:
         ranks: all ranks of the mesh, in order.
         calls: for each rank, positional (after the rank) and keyword arguments.
+        meters: one for each rank, where memory is counted: contexts that see what is made in them, with a method
+            ``hold`` that is told of the rest.
     """
-    launched = [function(rank, *args, **kwargs) for rank, (args, kwargs) in zip(ranks, calls, strict=True)]
+    launched = []
+    for i, (rank, (args, kwargs)) in enumerate(zip(ranks, calls, strict=True)):
+        with meters[i] if meters else nullcontext():
+            launched.append(function(rank, *args, **kwargs))
     exchange, mesh = launched[0].exchange, ranks[0].mesh
     sent = [p.buffer for p in launched]
     if exchange.kind == "permute":
@@ -216,7 +233,10 @@ def simulate(
         for group in mesh.groups(exchange.axis):
             for member, buffer in zip(group, _exchanged([sent[r] for r in group], exchange), strict=True):
                 received[member] = buffer
-    return [replace(p, buffer=b) for p, b in zip(launched, received, strict=True)]
+    for meter, buffer in zip(meters, received, strict=False):
+        meter.hold([buffer])
+    kept = exchange.kind in KEEPS_SENT
+    return [replace(p, buffer=b, sent=p.buffer if kept else None) for p, b in zip(launched, received, strict=True)]
 
 
 def simulate_step(
