@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,15 @@ from autopar.ir import Node, Value
 from autopar.mesh import Mesh
 from autopar.planner.dataflow import Dataflow
 from autopar.planner.decisions import Decisions, Variable
-from autopar.planner.tensor_parallel import FREE, TensorParallel, find_tensor_parallel
+from autopar.planner.tensor_parallel import FREE, Label, TensorParallel, find_tensor_parallel
 from autopar.sharding import ShardingSpec, Strategy
-from autopar.solver import Edge, Problem, Usage, solve
+from autopar.solver import Edge, Problem, Tied, Usage, fold, solve
 
 Mask = npt.NDArray[np.bool_]
-Store = Literal["whole", "cut"]
+Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
+"""What a mesh axis may do with an op: take one of these factors, anything but these, or leave it whole."""
+
+WHOLE: Role = ("whole", frozenset())
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Restrictions:
 
     decisions: Decisions
     _tensor: dict[tuple[int, ...], TensorParallel] = field(default_factory=dict)
+    _masks: dict[tuple[object, ...], Mask] = field(default_factory=dict)
 
     @cached_property
     def flow(self) -> Dataflow:
@@ -88,7 +92,11 @@ class Restrictions:
     @cached_property
     def batch(self) -> Mapping[str, frozenset[str]]:
         """The factors of each op that stand for the batch."""
-        return self.flow.trace(self.flow.batch())
+        return self.flow.trace(self._batch_inputs)
+
+    @cached_property
+    def _batch_inputs(self) -> Mapping[Value, frozenset[int]]:
+        return self.flow.batch()
 
     def masks(self, baseline: Baseline) -> list[Mask] | None:
         """The options that each variable may choose; None where the baseline does not apply to this model and mesh."""
@@ -103,7 +111,7 @@ class Restrictions:
 
     def _has_batch(self, axes: tuple[int, ...]) -> bool:
         """Whether some input's batch can be cut over ``axes``."""
-        variables = (self.decisions.variables[self.decisions.index[v.node]] for v in self.flow.batch())
+        variables = (self.decisions.variables[self.decisions.index[v.node]] for v in self._batch_inputs)
         return any(o.outputs[0] is not None and o.outputs[0].dims[:1] == (axes,) for v in variables for o in v.options)
 
     def _tensor_parallel(self, axes: tuple[int, ...]) -> TensorParallel | None:
@@ -118,53 +126,53 @@ class Restrictions:
         return any(all(o.axes[a] == factor for a in axes) for o in variable.options)
 
     def _mask(self, v: Variable, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
+        """The mask of a variable: one array for all variables that have the same options and roles."""
+        key, make = self._role(v, baseline, tensor)
+        full_key = (id(v.options), baseline, *key)
+        if full_key not in self._masks:
+            self._masks[full_key] = make()
+        return self._masks[full_key]
+
+    def _role(
+        self, v: Variable, baseline: Baseline, tensor: TensorParallel | None
+    ) -> tuple[tuple[object, ...], Callable[[], Mask]]:
+        """What, beside the options and the baseline, decides a variable's mask; and that mask."""
         if v.kind == "op" and v.node is not None:
-            return self._op(v, v.node, baseline, tensor)
+            data, cut = self._data_role(v.node), self._tensor_role(v.node, baseline, tensor)
+            return (data, cut), lambda: _op_mask(v.options, ((baseline.data, data), (baseline.tensor, cut)))
         if v.kind == "parameter" and v.node is not None:
-            return self._parameter(v, v.node, baseline, tensor)
+            node, label = v.node, tensor.parameters.get(v.node.name) if tensor else None
+            return (label, node.outputs), lambda: self._parameter(v, node, baseline, label)
         if v.kind == "input" and v.node is not None:
-            return _some([_cuts_batch(o, Value(v.node.name) in self.flow.batch(), baseline.data) for o in v.options])
+            has_batch = Value(v.node.name) in self._batch_inputs
+            return (has_batch,), lambda: _some([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
         if v.kept and any(v.kept):
-            return _some([k == baseline.keep for k in v.kept])
+            return (v.kept,), lambda: _some([k == baseline.keep for k in v.kept])
         if v.actions:
-            return _some([a in ("keep", "absent", "none") for a in v.actions])
-        return np.ones(len(v.options), dtype=bool)
+            return (v.actions,), lambda: _some([a in ("keep", "absent", "none") for a in v.actions])
+        return (), lambda: np.ones(len(v.options), dtype=bool)
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
-    def _op(self, v: Variable, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
-        mask = np.ones(len(v.options), dtype=bool)
-        for axes, allows in (
-            (baseline.data, self._data_role(node)),
-            (baseline.tensor, self._tensor_role(node, baseline, tensor)),
-        ):
-            each = [np.array([allows(o.axes[a]) for o in v.options]) for a in axes]
-            both = np.logical_and.reduce([mask, *each])
-            whole = np.logical_and.reduce([mask, *(np.array([not o.axes[a] for o in v.options]) for a in axes)])
-            mask = both if both.any() else whole if whole.any() else mask
-        return mask
-
-    def _data_role(self, node: Node) -> Callable[[str], bool]:
+    def _data_role(self, node: Node) -> Role:
         factors = self.batch.get(node.name, frozenset())
-        return lambda axis: axis in factors if factors else _is_whole(axis)
+        return ("among", factors) if factors else WHOLE
 
-    def _tensor_role(self, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Callable[[str], bool]:
+    def _tensor_role(self, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Role:
         if tensor is None:
-            return lambda axis: True
+            return "but", frozenset()
         factor = tensor.factors.get(node.name)
-        batch = self.batch.get(node.name, frozenset())
         if factor == FREE:
-            return lambda axis: axis not in batch
+            return "but", self.batch.get(node.name, frozenset())
         if factor is not None:
-            return lambda axis: axis == factor
+            return "among", frozenset((factor,))
         between = tensor.sequence.get(node.name, frozenset()) if baseline.sequence else frozenset()
-        return lambda axis: axis in between if between else _is_whole(axis)
+        return ("among", between) if between else WHOLE
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
-    def _parameter(self, v: Variable, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
+    def _parameter(self, v: Variable, node: Node, baseline: Baseline, label: Label) -> Mask:
         specs = [o.outputs[0] for o in v.options if o.outputs[0] is not None]
-        label = tensor.parameters.get(node.name) if tensor else None
         at = [label == FREE or all(_where(s, a) == label for a in baseline.tensor) for s in specs]
         allowed = [s for s, ok in zip(specs, at, strict=True) if ok] or specs
         whole = [s for s in allowed if all(_where(s, a) is None for a in baseline.data)] or allowed
@@ -177,6 +185,24 @@ class Restrictions:
         best = min((_evenness(s, meta.shape, baseline.stored, self.decisions.mesh) for s in cut), default=None)
         chosen = [s for s in cut if _evenness(s, meta.shape, baseline.stored, self.decisions.mesh) == best] or whole
         return np.array([s in chosen for s in specs])
+
+
+def _op_mask(options: Sequence[Strategy], roles: Sequence[tuple[tuple[int, ...], Role]]) -> Mask:
+    """The strategies in which the axes of each role do as it says; where there is none, replicate; else all."""
+    mask = np.ones(len(options), dtype=bool)
+    for axes, role in roles:
+        each = [np.array([_allows(role, o.axes[a]) for o in options]) for a in axes]
+        both = np.logical_and.reduce([mask, *each])
+        whole = np.logical_and.reduce([mask, *(np.array([not o.axes[a] for o in options]) for a in axes)])
+        mask = both if both.any() else whole if whole.any() else mask
+    return mask
+
+
+def _allows(role: Role, axis: str) -> bool:
+    kind, factors = role
+    if kind == "whole":
+        return _is_whole(axis)
+    return (axis in factors) == (kind == "among")
 
 
 def _is_whole(axis: str) -> bool:
@@ -217,9 +243,39 @@ def _evenness(
 
 
 def solve_restricted(
-    problem: Problem, masks: Sequence[Mask], *, time_limit: float, backend: str, gap: float
+    problem: Problem, masks: Sequence[Mask], *, time_limit: float, backend: str, gap: float, folded: Tied | None = None
 ) -> tuple[int, ...] | None:
-    """The best choice within ``masks``, in the options of ``problem``; None where there is none or time is out."""
+    """The best choice within ``masks``, in the options of ``problem``; None where there is none or time is out.
+
+    Where ``folded``, what ``fold`` makes of the problem, and every block is restricted alike, they also choose alike:
+    so it costs what one block of each run costs.
+    """
+    if folded is not None:
+        tied = _tied(masks, folded)
+        found = _solve_sliced(folded.problem, tied, time_limit, backend, gap) if tied is not None else None
+        if found is not None:
+            return folded.expand(found)
+    return _solve_sliced(problem, masks, time_limit, backend, gap)
+
+
+def _tied(masks: Sequence[Mask], folded: Tied) -> list[Mask] | None:
+    """The mask of each tied node; None where nodes that are tied have different ones."""
+    names: dict[bytes, int] = {}
+    named = np.array([names.setdefault(m.tobytes(), len(names)) for m in masks])
+    nodes, first = np.unique(folded.place, return_index=True)
+    example = np.zeros(len(folded.problem.costs), dtype=np.int64)
+    example[nodes] = first
+    if (named != named[example[folded.place]]).any():
+        return None
+    whole = [np.ones(len(cost), dtype=bool) for cost in folded.problem.costs]
+    for node, i in zip(nodes.tolist(), first.tolist(), strict=True):
+        whole[node] = masks[i]
+    return whole
+
+
+def _solve_sliced(
+    problem: Problem, masks: Sequence[Mask], time_limit: float, backend: str, gap: float
+) -> tuple[int, ...] | None:
     kept = [np.flatnonzero(m) for m in masks]
     try:
         solution = solve(_sliced(problem, kept), time_limit=time_limit, backend=backend, gap=gap)
@@ -251,12 +307,13 @@ def restricted_choices(
 ) -> Iterator[tuple[Baseline, tuple[int, ...]]]:
     """Each baseline that applies with its best choice in ``problem``. ``time_limit``: seconds for one."""
     restrictions = Restrictions(decisions)
+    folded = fold(problem)
     for baseline in baselines(decisions.mesh):
         if only is not None and baseline.name != only:
             continue
         masks = restrictions.masks(baseline)
         if masks is None:
             continue
-        choice = solve_restricted(problem, masks, time_limit=time_limit, backend=backend, gap=gap)
+        choice = solve_restricted(problem, masks, time_limit=time_limit, backend=backend, gap=gap, folded=folded)
         if choice is not None:
             yield baseline, choice

@@ -16,10 +16,10 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.solver.dual import Dual
 from autopar.solver.incumbent import Incumbent, UsagePrices
-from autopar.solver.parts import Parts, take_apart, tie
+from autopar.solver.parts import Parts, Tied, take_apart, tie
 from autopar.solver.problem import USAGE_TOLERANCE, Problem
 from autopar.solver.relaxation import Relaxation
-from autopar.solver.repetition import Run
+from autopar.solver.repetition import Run, find_runs
 
 MARGIN = 1
 """So many blocks at both ends of a run choose for themselves: what precedes and follows the run may suit others."""
@@ -53,12 +53,18 @@ def foldable(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(run for run in runs if len(run.copies) >= LEAST_COPIES)
 
 
-def solve_folded(incumbent: Incumbent, runs: Sequence[Run], solve_part: SolvePart, size: dict[str, int]) -> None:
+def fold(problem: Problem) -> Tied | None:
+    """The problem with the blocks of each run tied together; None where nothing repeats often enough."""
+    runs = foldable(find_runs(problem))
+    return tie(take_apart(problem, runs, MARGIN)) if runs else None
+
+
+def solve_folded(incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int]) -> None:
     """Better choices and bounds for the incumbent's problem, until it is proven or a share of the time is spent.
 
     Blocks that cannot choose alike say nothing about the whole: then nothing is found.
     """
-    folding = _Folding(incumbent, take_apart(incumbent.problem, runs, MARGIN), solve_part, size)
+    folding = _Folding(incumbent, tied, solve_part, size)
     with contextlib.suppress(InfeasibleError):
         for turn, share in enumerate(SHARES):
             folding.turn(share * max(incumbent.seconds_left(), 0.0), exact=turn > 0)
@@ -69,12 +75,12 @@ def solve_folded(incumbent: Incumbent, runs: Sequence[Run], solve_part: SolvePar
 class _Folding:
     """The tied problem, its best choice so far, and the bound."""
 
-    def __init__(self, incumbent: Incumbent, parts: Parts, solve_part: SolvePart, size: dict[str, int]) -> None:
+    def __init__(self, incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int]) -> None:
         self.incumbent = incumbent
-        self.parts = parts
+        self.parts = tied.parts
         self.solve_part = solve_part
         self.size = size
-        self.tied = tie(parts)
+        self.tied = tied
         self.warm: tuple[tuple[int, ...], ...] = ()
         self.bounds: _Bounds | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -153,12 +154,16 @@ class Tied:
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The choice of the whole problem that a tied choice means."""
-        tied = np.asarray(choice, dtype=np.int64)
-        full = np.zeros(len(self.parts.whole.costs), dtype=np.int64)
-        full[self.parts.explicit] = tied[self.ends[: len(self.parts.explicit)]]
-        for block, place in zip(self.parts.blocks, self.blocks, strict=True):
-            full[block.copies] = tied[place[: block.copies.shape[1]]]
-        return tuple(full.tolist())
+        return tuple(np.asarray(choice, dtype=np.int64)[self.place].tolist())
+
+    @cached_property
+    def place(self) -> IndexArray:
+        """The tied node of each node of the whole problem."""
+        place = np.zeros(len(self.parts.whole.costs), dtype=np.int64)
+        place[self.parts.explicit] = self.ends[: len(self.parts.explicit)]
+        for block, columns in zip(self.parts.blocks, self.blocks, strict=True):
+            place[block.copies] = columns[: block.copies.shape[1]]
+        return place
 
 
 def tie(parts: Parts) -> Tied:

@@ -12,16 +12,16 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import highs
 from autopar.solver.ascent import ascend, bar_superfluous_pairs, search_from
 from autopar.solver.dominance import WorkBudget
-from autopar.solver.folding import Part, SolvePart, foldable, solve_folded
+from autopar.solver.folding import Part, SolvePart, fold, solve_folded
 from autopar.solver.graph import Graph
 from autopar.solver.greedy import greedy_choice
 from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, flow_count
 from autopar.solver.incumbent import Incumbent, UsagePrices
 from autopar.solver.neighbourhood import improve_parts
+from autopar.solver.parts import Tied
 from autopar.solver.problem import Problem, Solution, TraceEntry, evaluate
 from autopar.solver.pulp_backend import check_solver, solve_pulp
 from autopar.solver.reductions import reduce
-from autopar.solver.repetition import find_runs
 from autopar.solver.search import Search
 
 MAX_FLOWS = 400_000
@@ -43,6 +43,7 @@ def solve(
     gap: float = 1e-4,
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Callable[[TraceEntry], None] | None = None,
+    folded: Tied | None = None,
 ) -> Solution:
     """The cheapest choice, or the best one found in time, with a bound that no choice can beat.
 
@@ -53,6 +54,7 @@ def solve(
         gap: relative; the search ends when (objective - bound) / objective is no larger.
         warm_starts: choices to begin with; infeasible ones are ignored.
         progress: called with each better objective or bound.
+        folded: what ``fold`` makes of the problem, if it is at hand.
 
     Raises:
         InfeasibleError: no choice is allowed.
@@ -69,12 +71,12 @@ def solve(
         incumbent.offer(first, "greedy")
     size: dict[str, int] = {}
     method: list[str] = []
-    runs = foldable(find_runs(problem))
-    if runs:
+    tied = folded or fold(problem)
+    if tied is not None:
         size.update(_problem_size(problem))
         method.append("folding")
-        solve_folded(incumbent, runs, _part_solver(backend), size)
-    flat = not runs or (not incumbent.proven() and _flat_is_worth_trying(incumbent))
+        solve_folded(incumbent, tied, _part_solver(backend), size)
+    flat = tied is None or (not incumbent.proven() and _flat_is_worth_trying(incumbent))
     if flat:
         _solve_flat(incumbent, backend, warm_starts, size, method)
     return _solution(incumbent, size, method)
