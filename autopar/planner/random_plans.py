@@ -6,13 +6,18 @@ Searched plans avoid odd combinations, so random ones find the errors that searc
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.errors import SolverError
 from autopar.solver import Problem, Solution, evaluate
 
 TRIES = 50
+
+Mask = npt.NDArray[np.bool_]
 
 
 def random_solution(problem: Problem, seed: int) -> Solution:
@@ -31,33 +36,37 @@ def random_solution(problem: Problem, seed: int) -> Solution:
 
 
 def _draw(problem: Problem, generator: random.Random) -> tuple[int, ...] | None:
+    """Options are drawn node by node; one that leaves some other node without any is put back."""
     allowed = [np.isfinite(c) for c in problem.costs]
-    edges: dict[int, list[tuple[int, np.ndarray]]] = {}
+    neighbours: list[list[tuple[int, Mask]]] = [[] for _ in allowed]
     for edge in problem.edges:
         finite = np.isfinite(edge.cost)
-        edges.setdefault(edge.u, []).append((edge.v, finite))
-        edges.setdefault(edge.v, []).append((edge.u, finite.T))
-    choice = [-1] * len(problem.costs)
-    # Looking one step ahead: an option is taken only if every neighbour keeps one.
-    for node in range(len(choice)):
+        neighbours[edge.u].append((edge.v, finite))
+        neighbours[edge.v].append((edge.u, finite.T))
+    for node in range(len(allowed)):
         options = [int(o) for o in np.flatnonzero(allowed[node])]
         generator.shuffle(options)
-        taken = next((o for o in options if _leaves_room(o, node, edges, allowed, choice)), None)
-        if taken is None:
+        if not any(_takes(node, option, allowed, neighbours) for option in options):
             return None
-        choice[node] = taken
-        for other, finite in edges.get(node, ()):
-            if choice[other] < 0:
-                allowed[other] = allowed[other] & finite[taken]
-    return tuple(choice)
+    return tuple(int(np.flatnonzero(a)[0]) for a in allowed)
 
 
-def _leaves_room(
-    option: int, node: int, edges: dict[int, list[tuple[int, np.ndarray]]], allowed: list[np.ndarray], choice: list[int]
-) -> bool:
-    for other, finite in edges.get(node, ()):
-        if choice[other] >= 0 and not finite[option, choice[other]]:
-            return False
-        if choice[other] < 0 and not (allowed[other] & finite[option]).any():
-            return False
+def _takes(node: int, option: int, allowed: list[Mask], neighbours: Sequence[Sequence[tuple[int, Mask]]]) -> bool:
+    """Allow ``node`` only ``option``, and the others what that leaves them; False, and nothing changed, where that is
+    nothing for one of them."""
+    before: dict[int, Mask] = {node: allowed[node]}
+    allowed[node] = np.arange(len(allowed[node])) == option
+    changed = deque([node])
+    while changed:
+        at = changed.popleft()
+        for other, finite in neighbours[at]:
+            left = allowed[other] & finite[allowed[at]].any(0)
+            if not left.any():
+                for restored, mask in before.items():
+                    allowed[restored] = mask
+                return False
+            if (left != allowed[other]).any():
+                before.setdefault(other, allowed[other])
+                allowed[other] = left
+                changed.append(other)
     return True
