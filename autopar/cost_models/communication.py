@@ -1,18 +1,8 @@
-r"""Seconds of collectives along the axes of a mesh.
+"""Seconds of collectives along the axes of a mesh: of the algorithms that the library has, the fastest for a size.
 
-A message of S bytes takes a + S / b (Hockney, 1994): a the latency, b the bandwidth of one rank. Ring algorithms
-(Thakur, Rabenseifner and Gropp, 2005) then give, for n ranks,
-
-    all-gather, reduce-scatter    (n - 1) (a + S / (n b))
-    all-reduce                  2 (n - 1) (a + S / (n b))
-    all-to-all                    (n - 1) (a + S / (n b))
-    permute                                a + S / b
-    broadcast (pipelined)         (n - 1)  a + S / b
-
-in the S of the bus-bandwidth conventions of NCCL's tests. On an axis of m nodes with k ranks in each, the collective
-runs in two levels: inside the nodes with k in the place of n, and between nodes with m, where gathers and reductions
-have S / k left to move; a permute takes as long as its slowest message. Each launch adds the device's
-``collective_launch_latency_s``.
+`cost_models.algorithms` has the formulas and their sources; each is a line, latency and seconds a byte, so that a
+collective's time is the lower envelope of a few lines: concave, never falling, and never 0. Each launch adds the
+device's ``collective_launch_latency_s``.
 
 Where the cluster was measured in groups that lie over its nodes as an axis's do, the measured times of a kind take
 the place of these formulas.
@@ -26,6 +16,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from autopar.cost_models.algorithms import Algorithm, algorithms, fastest
 from autopar.cost_models.compute import Amounts, ComputeCosts, Seconds
 from autopar.errors import AutoparError
 from autopar.mesh import AxisLink, Cluster, CollectiveTimes, Mesh, axis_links
@@ -51,7 +42,7 @@ class CollectiveCosts:
     ==================  ===========================================================================
 
     An axis of one rank costs nothing. On any other, every kind costs more than 0 s, even for 0 bytes, and never less
-    for more bytes. By formula it is affine in ``nbytes``, so that one launch for two tensors is never slower than
+    for more bytes. By formula it is concave in ``nbytes``, so that one launch for two tensors is never slower than
     two launches; measured times may rise faster, where the larger message no longer fits a cache.
 
     Raises:
@@ -62,7 +53,7 @@ class CollectiveCosts:
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        _ = self._lines
+        _ = self._choices
 
     @cached_property
     def links(self) -> tuple[AxisLink, ...]:
@@ -70,8 +61,8 @@ class CollectiveCosts:
         return axis_links(self.mesh, self.cluster)
 
     @cached_property
-    def _lines(self) -> tuple[dict[str, tuple[float, float]], ...]:
-        return tuple({kind: self._line(kind, link) for kind in KINDS} for link in self.links)
+    def _choices(self) -> tuple[dict[str, tuple[Algorithm, ...]], ...]:
+        return tuple({kind: self._algorithms(kind, link) for kind in KINDS} for link in self.links)
 
     @cached_property
     def _measured(self) -> tuple[dict[str, CollectiveTimes], ...]:
@@ -81,20 +72,30 @@ class CollectiveCosts:
 
     @cached_property
     def affine(self) -> bool:
-        """Whether `linear` equals `seconds`: nothing follows measurements."""
+        """Whether `seconds` is the least of `lines`: nothing follows measurements."""
         return not any(self._measured)
 
-    def linear(self, kind: CollectiveKind, axis: int) -> tuple[float, float]:
-        """(alpha_s, beta_s_per_byte) of the line alpha_s + beta_s_per_byte * nbytes; (0, 0) for one rank.
+    def lines(self, kind: CollectiveKind, axis: int) -> tuple[tuple[float, float], ...]:
+        """(alpha_s, beta_s_per_byte) of each line alpha_s + beta_s_per_byte * nbytes of which the lowest is `seconds`.
 
-        It equals `seconds` where that follows the formulas, and fits it best where it follows measurements.
+        Alphas rise and betas fall. One rank has the line (0, 0). Where `seconds` follows measurements, there is one
+        line, which fits them best.
 
         Raises:
             AutoparError: no such kind or axis.
         """
         self._check(kind, axis)
         measured = self._measured[axis].get(kind)
-        return (measured.alpha_s, measured.beta_s_per_byte) if measured is not None else self._lines[axis][kind]
+        if measured is not None:
+            return ((measured.alpha_s, measured.beta_s_per_byte),)
+        return tuple((a.alpha_s, a.beta_s_per_byte) for a in self._choices[axis][kind])
+
+    def algorithm(self, kind: CollectiveKind, nbytes: float, axis: int) -> str:
+        """The name in `cost_models.algorithms` of what the library is taken to run, or ``"measured"``."""
+        self._check(kind, axis)
+        if kind in self._measured[axis]:
+            return "measured"
+        return min(self._choices[axis][kind], key=lambda a: a.seconds(nbytes)).name
 
     def _check(self, kind: CollectiveKind, axis: int) -> None:
         if kind not in KINDS or not 0 <= axis < self.mesh.ndim:
@@ -109,8 +110,7 @@ class CollectiveCosts:
         self._check(kind, axis)
         if kind in self._measured[axis]:
             return float(self.seconds_array(kind, nbytes, axis))
-        alpha_s, beta_s_per_byte = self._lines[axis][kind]
-        return alpha_s + beta_s_per_byte * nbytes
+        return min(a.seconds(nbytes) for a in self._choices[axis][kind])
 
     def seconds_array(self, kind: CollectiveKind, nbytes: Amounts, axis: int) -> Seconds:
         """`seconds` for an array of sizes; equal to it bit by bit."""
@@ -118,31 +118,16 @@ class CollectiveCosts:
         measured = self._measured[axis].get(kind)
         if measured is not None:
             return measured.curve.at(np.maximum(nbytes, measured.curve.amounts[0]))
-        alpha_s, beta_s_per_byte = self._lines[axis][kind]
-        return np.asarray(alpha_s + beta_s_per_byte * np.asarray(nbytes, np.float64))
+        sizes = np.asarray(nbytes, np.float64)
+        ways = np.array([a.alpha_s + a.beta_s_per_byte * sizes for a in self._choices[axis][kind]])
+        return np.asarray(ways.min(axis=0))
 
-    def _line(self, kind: CollectiveKind, link: AxisLink) -> tuple[float, float]:
+    def _algorithms(self, kind: CollectiveKind, link: AxisLink) -> tuple[Algorithm, ...]:
         if link.size == 1:
-            return 0.0, 0.0
+            return (Algorithm("nothing", 0.0, 0.0),)
         if kind == "slice":
             alpha_s, beta_s_per_byte = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()
-            return alpha_s, 2 / link.size * beta_s_per_byte
-        alpha_s, beta_s_per_byte = ring(kind, link)
-        return alpha_s + self.cluster.device.collective_launch_latency_s, beta_s_per_byte
-
-
-def ring(kind: CollectiveKind, link: AxisLink) -> tuple[float, float]:
-    """(alpha_s, beta_s_per_byte) of the module's formulas over ``link``, without the launch."""
-    k, m = link.ranks_per_node, link.nodes
-    a, b = link.intra_latency_s, link.intra_bytes_per_s
-    A, B = link.inter_latency_s, link.inter_bytes_per_s
-    if kind == "permute":
-        return max(a, A), max(1 / link.peer_bytes_per_s, 1 / B)
-    alpha_s = (k - 1) * a + (m - 1) * A
-    if kind == "broadcast":
-        return alpha_s, 1 / b + 1 / B
-    if kind == "all_to_all":
-        return alpha_s, (k - 1) / (k * b) + (m - 1) / (m * B)
-    beta_s_per_byte = (k - 1) / (k * b) + (m - 1) / (m * k * B)
-    passes = 2 if kind == "all_reduce" else 1
-    return passes * alpha_s, passes * beta_s_per_byte
+            return (Algorithm("copy", alpha_s, 2 / link.size * beta_s_per_byte),)
+        launch_s = self.cluster.device.collective_launch_latency_s
+        choices = fastest(algorithms(kind, link, self.cluster.library))
+        return tuple(a._replace(alpha_s=a.alpha_s + launch_s) for a in choices)

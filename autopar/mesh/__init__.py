@@ -1,11 +1,11 @@
 """Logical meshes, clusters and the hardware that they are made of."""
 
-from autopar.mesh.cluster import Cluster, Device, Link, builtin_clusters, cluster_of_device
+from autopar.mesh.cluster import Cluster, Device, Library, Link, builtin_clusters, cluster_of_device
 from autopar.mesh.measured import CollectiveTimes, Curve, KernelTimes, Measured, rising
 from autopar.mesh.mesh import Mesh
 from autopar.mesh.topology import AxisLink, axis_links, candidate_meshes
 
 __all__ = [
-    "AxisLink", "Cluster", "CollectiveTimes", "Curve", "Device", "KernelTimes", "Link", "Measured", "Mesh",
-    "axis_links", "builtin_clusters", "candidate_meshes", "cluster_of_device", "rising",
+    "AxisLink", "Cluster", "CollectiveTimes", "Curve", "Device", "KernelTimes", "Library", "Link",
+    "Measured", "Mesh", "axis_links", "builtin_clusters", "candidate_meshes", "cluster_of_device", "rising",
 ]  # fmt: skip

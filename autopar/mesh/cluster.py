@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from autopar.errors import MeshError
 from autopar.mesh.measured import Measured, measured_lines, read_measured
 from autopar.mesh.tables import Table, example, parse_toml, read_text, toml_value
 
 Sources = tuple[tuple[str, str], ...]
+Library = Literal["nccl", "gloo"]
+LIBRARIES: tuple[Library, ...] = get_args(Library)
 
 FALLBACK_DTYPE = {
     "float8_e4m3fn": "float16",
@@ -88,6 +90,9 @@ class Link:
         peer_bandwidth_bytes_per_s: where devices are joined pairwise, without a switch: of one pair, so that a group
             of n reaches n - 1 times as much, up to ``bandwidth_bytes_per_s``. None behind a switch.
         nics: network cards of a node; 0 for links inside a node.
+        reduction_bytes_per_s: bytes of a tensor that the switch sums in all of a node's devices, as NVLink SHARP does;
+            None where it does not.
+        reduction_latency_s: of one such sum, beyond the launch of a collective.
         sources: (figure, where it comes from).
     """
 
@@ -97,10 +102,18 @@ class Link:
     efficiency: float = 0.8
     peer_bandwidth_bytes_per_s: float | None = None
     nics: int = 0
+    reduction_bytes_per_s: float | None = None
+    reduction_latency_s: float | None = None
     sources: Sources = ()
 
     def __post_init__(self) -> None:
         _check_positive(self, self.kind)
+        if (self.reduction_bytes_per_s is None) != (self.reduction_latency_s is None):
+            raise MeshError(
+                "A switch that reduces needs both reduction_bytes_per_s and reduction_latency_s.",
+                found=f"{self.reduction_bytes_per_s} B/s and {self.reduction_latency_s} s",
+                hint=f"a right line is: {example('reduction_latency_s')}",
+            )
 
     def group_bytes_per_s(self, n: int) -> float:
         """What each of ``n`` devices in one node reaches when all of them exchange with each other."""
@@ -125,6 +138,7 @@ class Cluster:
         oversubscribe: the devices are processes that share one machine, of which any number may run.
         description: one line for people.
         sources: (figure, where it comes from).
+        library: that runs the collectives: "nccl" (or RCCL, which has the same algorithms) or "gloo".
         measured: times that `autopar profile` took, which go before the figures.
     """
 
@@ -139,6 +153,7 @@ class Cluster:
     oversubscribe: bool = False
     description: str = ""
     sources: Sources = ()
+    library: Library = "nccl"
     measured: Measured = field(default_factory=Measured)
 
     def __post_init__(self) -> None:
@@ -234,7 +249,7 @@ class Cluster:
         top = Table(parse_toml(text, origin), "", origin)
         figures = ("devices_per_node",)
         links = ("intra_node", "inter_node", "host")
-        top.only(["name", "description", "nodes", "oversubscribe", "device", "measured", *figures, *links])
+        top.only(["name", "description", "nodes", "oversubscribe", "library", "device", "measured", *figures, *links])
         return cls(
             name=top.text("name"),
             description=top.text("description", ""),
@@ -247,6 +262,7 @@ class Cluster:
             inter_node=_read_link(top.table("inter_node"), nics=True),
             host=_read_link(top.table("host")),
             sources=top.sources(figures),
+            library=cast(Library, top.choice("library", LIBRARIES)) if "library" in top.values else "nccl",
             measured=read_measured(top.table("measured")) if "measured" in top.values else Measured(),
         )
 
@@ -256,6 +272,7 @@ class Cluster:
         lines = _entries(top, ())
         lines += [f"nodes = {self.nodes}"] if self.fixed else []
         lines += ["oversubscribe = true"] if self.oversubscribe else []
+        lines += [f'library = "{self.library}"'] if self.library != "nccl" else []
         lines += _source_table("source", self.sources)
         for section in ("device", "intra_node", "inter_node", "host"):
             lines += _section(section, getattr(self, section))
@@ -348,6 +365,7 @@ def _read_device(table: Table) -> Device:
 
 def _read_link(table: Table, *, nics: bool = False) -> Link:
     figures = ["latency_s", "bandwidth_bytes_per_s", "efficiency", "peer_bandwidth_bytes_per_s"]
+    figures += [] if nics else ["reduction_bytes_per_s", "reduction_latency_s"]
     table.only(["kind", "nics", *figures] if nics else ["kind", *figures])
     return Link(
         kind=table.text("kind"),

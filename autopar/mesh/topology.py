@@ -27,6 +27,8 @@ class AxisLink:
         peer_bytes_per_s: that a rank reaches inside a node with a single other one; less where no switch joins them.
         inter_latency_s: of a message between nodes.
         inter_bytes_per_s: that a rank reaches between nodes, its share of the node's network cards.
+        reduction_latency_s: of an all-reduce in the node's switch, beyond its launch.
+        reduction_bytes_per_s: bytes of a tensor that the node's switch reduces; None where it does not.
     """
 
     ranks_per_node: int
@@ -36,6 +38,8 @@ class AxisLink:
     peer_bytes_per_s: float
     inter_latency_s: float
     inter_bytes_per_s: float
+    reduction_latency_s: float = 0.0
+    reduction_bytes_per_s: float | None = None
 
     @property
     def size(self) -> int:
@@ -86,6 +90,8 @@ def _axis_link(group_nodes: np.ndarray, cluster: Cluster) -> AxisLink:
         peer_bytes_per_s=intra.group_bytes_per_s(2) if per_node > 1 else float("inf"),
         inter_latency_s=inter.latency_s if nodes > 1 else 0.0,
         inter_bytes_per_s=_nic_share(cluster, senders) if nodes > 1 else float("inf"),
+        reduction_latency_s=intra.reduction_latency_s or 0.0 if per_node > 1 else 0.0,
+        reduction_bytes_per_s=intra.reduction_bytes_per_s if per_node > 1 else None,
     )
 
 

@@ -134,16 +134,17 @@ def _described(base: Cluster, measured: Measured, name: str, mesh: Mesh) -> Clus
     device = _device(base.device, measured, min(launch_s or across_s, across_s or launch_s))
     return replace(
         base, name=name, device=device, intra_node=intra, inter_node=inter, measured=measured, oversubscribe=on_cpu,
+        library="gloo" if on_cpu else "nccl",
         description=f"{SOURCE}: {processes} processes, {backend}, mesh {mesh}, torch {torch.__version__}",
         sources=(("devices_per_node", "processes that each node ran"),),
     )  # fmt: skip
 
 
 def _link(link: Link, times: Sequence[CollectiveTimes], kind: str, on_cpu: bool) -> tuple[Link, float]:
-    """The link whose ring formulas (see `cost_models.communication`) come nearest, and the launch's latency.
+    """The link whose ring formulas (see `cost_models.algorithms`) come nearest, and the launch's latency.
 
-    Of n ranks, a gather takes launch + (n - 1) latencies, an all-reduce twice as many; of each kind's slope follows
-    a bandwidth, of which the median is taken.
+    Of n ranks, a gather takes launch + (n - 1) latencies, an all-reduce twice as many, and gloo's reduce-scatter is
+    an all-reduce; of each kind's slope follows a bandwidth, of which the median is taken.
     """
     lines = {c.kind: (c.ranks_per_node * c.nodes, c.alpha_s, c.beta_s_per_byte) for c in times}
     if "all_gather" not in lines or "all_reduce" not in lines:
@@ -151,7 +152,7 @@ def _link(link: Link, times: Sequence[CollectiveTimes], kind: str, on_cpu: bool)
     n, gather_s, _ = lines["all_gather"]
     step_s = (lines["all_reduce"][1] - gather_s) / (n - 1)
     step_s = min(max(step_s, 0.1 * gather_s / (n - 1)), 0.9 * gather_s / (n - 1))
-    passes = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+    passes = {"all_gather": 1, "reduce_scatter": 2 if on_cpu else 1, "all_to_all": 1, "all_reduce": 2}
     bandwidths = [passes[k] * (m - 1) / (m * beta) for k, (m, _, beta) in lines.items() if k in passes]
     sources = tuple((k, SOURCE) for k in ("latency_s", "bandwidth_bytes_per_s", "efficiency"))
     made = replace(

@@ -1,10 +1,11 @@
 """The paths between two specs that are the cheapest for tensors of some size.
 
 Where a step of S bytes takes a + b S seconds, a path does as well, in the sizes of its steps, which all grow in
-proportion. Of all paths between two specs only those count that no size finds dominated: the set of Pareto by latency
-and by bytes sent, more narrowly the lower envelope of their lines. A path that holds more memory than its ends exists
-only up to the size at which that is no longer negligible, so that there is one envelope for each such limit. Once
-made, the set serves every size.
+proportion. Where a step takes the least of several such lines, one for each algorithm that may run it, a path may take
+any of them at each step, and counts once for each way to do so. Of all paths between two specs only those count that
+no size finds dominated: the set of Pareto by latency and by bytes sent, more narrowly the lower envelope of their
+lines. A path that holds more memory than its ends exists only up to the size at which that is no longer negligible, so
+that there is one envelope for each such limit. Once made, the set serves every size.
 
 The envelope is found by bisection (Eisner and Severance, 1976): a path that is the cheapest at two sizes is so
 between them; otherwise a third is sought where the lines of the two meet.
@@ -31,15 +32,15 @@ from autopar.sharding.spec_graph import SpecGraph, graph_for
 
 @runtime_checkable
 class LinearPricing(Protocol):
-    """Costs that say whether they are affine in bytes, and by which lines."""
+    """Costs that say whether they are the least of lines in bytes, and of which."""
 
     @property
     def affine(self) -> bool:
-        """Whether ``linear`` tells the seconds of every kind on every axis."""
+        """Whether the least of ``lines`` is the seconds of every kind on every axis."""
         ...
 
-    def linear(self, kind: StepKind, axis: int) -> tuple[float, float]:
-        """(alpha_s, beta_s_per_byte) of one step along mesh ``axis``."""
+    def lines(self, kind: StepKind, axis: int) -> tuple[tuple[float, float], ...]:
+        """(alpha_s, beta_s_per_byte) of each way to run one step along mesh ``axis``."""
         ...
 
 
@@ -50,7 +51,8 @@ class Line:
     Args:
         steps: of the path.
         specs: its specs, the first before any step.
-        prices: (alpha_s, beta_s_per_byte, units) of each step; a step of a tensor of scale k moves k * units bytes.
+        prices: (alpha_s, beta_s_per_byte, units) of each step in the way that the path runs it; a step of a tensor of
+            scale k moves k * units bytes.
         peak_units: the most that input and output of one step hold; of a path without steps, the tensor.
         largest_scale: up to which no step holds more than the ends and ``NEGLIGIBLE_BYTES``.
     """
@@ -105,14 +107,16 @@ class LinearGraph:
     """A graph of specs for all tensors whose shapes are in proportion.
 
     Args:
-        leaving: for each node the arcs that leave it: (arc, head, alpha_s, beta_s_per_scale, peak units).
+        leaving: for each node the arcs that leave it, each once for every line of its step: (number of arc and line,
+            head, alpha_s, beta_s_per_scale, peak units).
         local_units: bytes at each node of the tensor of scale 1.
+        priced: by that number the arc, and the price of its step as in `Line`.
     """
 
     graph: SpecGraph
     leaving: list[list[tuple[int, int, float, float, int]]]
     local_units: list[int]
-    price_of_arc: dict[int, tuple[float, float, int]]
+    priced: list[tuple[int, tuple[float, float, int]]]
 
     def pareto_set(self, start: int, end: int) -> ParetoSet:
         if (start, end) not in self._sets:
@@ -229,23 +233,24 @@ class _Search:
             if node in done:
                 continue
             done.add(node)
-            for arc, head, step_alpha, step_beta, units in self.tensor.leaving[node]:
+            for number, head, step_alpha, step_beta, units in self.tensor.leaving[node]:
                 rest_alpha, rest_beta = remaining[head]
                 if head not in done and units <= peak and rest_alpha < math.inf:
                     a, b = alpha + step_alpha, beta + step_beta
                     first = of_alpha * (a + rest_alpha) + of_beta * (b + rest_beta)
                     second = a + rest_alpha if by_bytes else 0.0
-                    heapq.heappush(queue, (first, second, steps + 1, (*taken, arc), head, a, b))
+                    heapq.heappush(queue, (first, second, steps + 1, (*taken, number), head, a, b))
         return None
 
-    def _line(self, arcs: Sequence[int]) -> Line:
+    def _line(self, taken: Sequence[int]) -> Line:
         graph, units = self.tensor.graph, self.tensor.local_units
+        arcs = [self.tensor.priced[i][0] for i in taken]
         nodes = [self.start, *(int(graph.head[a]) for a in arcs)]
         peak = max((units[a] + units[b] for a, b in zip(nodes, nodes[1:], strict=False)), default=units[self.start])
         return Line(
             tuple(graph.steps[a] for a in arcs),
             tuple(graph.nodes[n] for n in nodes),
-            tuple(self.tensor.price_of_arc[a] for a in arcs),
+            tuple(self.tensor.priced[i][1] for i in taken),
             peak,
             self._largest_scale(peak),
         )
@@ -272,7 +277,7 @@ def pareto_set(
     mesh divides may differ between tensors that share a set, and so may ``itemsize``.
 
     Returns:
-        None where ``costs`` are not affine ``LinearPricing``, or cannot be hashed, or a permute along several axes
+        None where ``costs`` are no ``LinearPricing`` by lines, or cannot be hashed, or a permute along several axes
         takes the maximum of lines that cross.
     """
     if not (isinstance(costs, LinearPricing) and costs.affine):
@@ -292,24 +297,35 @@ def _linear_graph(
     graph: SpecGraph, shape: tuple[int, ...], costs: LinearPricing, overcut_dims: tuple[int, ...]
 ) -> LinearGraph | None:
     keys, key_of_arc = graph.prices
-    lines = [_dominant([costs.linear(kind, axis) for axis in axes]) for kind, axes in keys]
+    offered = [_highest([costs.lines(kind, axis) for axis in axes]) for kind, axes in keys]
     arcs = existing_arcs(graph, shape, overcut_dims)
     units = graph.local_bytes(shape, 1)
     before, after = units[graph.tail[arcs]], units[graph.head[arcs]]
     moved: Ints = np.where(graph.gathers[arcs], after, before)
     leaving: list[list[tuple[int, int, float, float, int]]] = [[] for _ in graph.nodes]
-    price_of_arc: dict[int, tuple[float, float, int]] = {}
+    numbered: list[tuple[int, tuple[float, float, int]]] = []
     columns = (arcs, graph.tail[arcs], graph.head[arcs], key_of_arc[arcs], moved, before + after)
     for arc, tail, head, key, nbytes, peak in zip(*(c.tolist() for c in columns), strict=True):
-        line = lines[key]
-        if line is None:
+        lines = offered[key]
+        if lines is None:
             return None
-        price_of_arc[arc] = (*line, nbytes)
-        leaving[tail].append((arc, head, line[0], line[1] * nbytes, peak))
-    return LinearGraph(graph, leaving, units.tolist(), price_of_arc)
+        for alpha_s, beta_s_per_byte in lines:
+            leaving[tail].append((len(numbered), head, alpha_s, beta_s_per_byte * nbytes, peak))
+            numbered.append((arc, (alpha_s, beta_s_per_byte, nbytes)))
+    return LinearGraph(graph, leaving, units.tolist(), numbered)
 
 
-def _dominant(lines: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """The line that is above all others at every size, if there is one."""
-    highest = (max(a for a, _ in lines), max(b for _, b in lines))
-    return highest if highest in lines else None
+Lines = tuple[tuple[float, float], ...]
+
+
+def _highest(along: Sequence[Lines]) -> Lines | None:
+    """The lines of a step whose lines along each of its axes are given: the most that it takes along any of them.
+
+    None where that is the least of no lines: it takes several axes of which each is the slowest for some sizes.
+    """
+    if len(set(along)) == 1:
+        return along[0]
+    if any(len(lines) > 1 for lines in along):
+        return None
+    highest = (max(lines[0][0] for lines in along), max(lines[0][1] for lines in along))
+    return (highest,) if (highest,) in along else None

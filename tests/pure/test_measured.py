@@ -117,7 +117,8 @@ def test_a_measured_collective_goes_before_the_formula_in_groups_like_those_meas
     cluster = measured_cluster()
     plain, costs = (CollectiveCosts(Mesh((2,)), c) for c in (Cluster.load("cpu-2"), cluster))
     assert costs.seconds("all_reduce", 8e6, 0) == pytest.approx(1e-2)
-    assert costs.linear("all_reduce", 0) == (1e-4, 1.2e-9)
+    assert costs.lines("all_reduce", 0) == ((1e-4, 1.2e-9),)
+    assert costs.algorithm("all_reduce", 8e6, 0) == "measured"
     assert costs.seconds("all_reduce", 0, 0) == pytest.approx(1e-4)
     assert costs.seconds("all_gather", 8e6, 0) == plain.seconds("all_gather", 8e6, 0)
     four, four_plain = (CollectiveCosts(Mesh((4,)), c) for c in (cluster, Cluster.load("cpu-2")))

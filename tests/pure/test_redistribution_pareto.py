@@ -34,20 +34,23 @@ class Unspoken:
 
 @dataclass(frozen=True)
 class Lines:
-    """Any lines at all, by kind and axis."""
+    """Any lines at all, by kind and axis, ``ways`` of them for each but a permute."""
 
-    lines: tuple[tuple[float, float], ...]
+    given: tuple[tuple[float, float], ...]
+    ways: int = 1
 
     affine = True
     KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "permute")
 
-    def linear(self, kind, axis):
+    def lines(self, kind, axis):
         # Along a permute's two axes the lines must not cross, or there is no set.
-        return self.lines[5 if kind == "permute" else (6 * axis + self.KINDS.index(kind)) % len(self.lines)]
+        if kind == "permute":
+            return self.given[:1]
+        first = 6 * axis + self.KINDS.index(kind)
+        return tuple(self.given[(first + 7 * way) % len(self.given)] for way in range(self.ways))
 
     def seconds(self, kind, nbytes, axis):
-        alpha, beta = self.linear(kind, axis)
-        return alpha + beta * nbytes
+        return min(alpha + beta * nbytes for alpha, beta in self.lines(kind, axis))
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,18 @@ def nodes(mesh: Mesh, ndim: int) -> tuple[ShardingSpec, ...]:
     return graph_for(ndim, mesh, (partial,)).nodes
 
 
-def test_costs_of_clusters_are_linear_and_say_so():
+def test_a_path_takes_the_algorithm_that_is_the_fastest_for_its_size():
+    mesh = Mesh((16,))
+    costs = dgx(mesh)
+    alternatives, _ = pareto_set(ShardingSpec(((),), ((0, "sum"),)), parse("R"), (63,), 4, mesh, costs)
+    small, large = alternatives.best(1), alternatives.best(1 << 30)
+    assert small.steps == large.steps
+    assert small.alpha_s < large.alpha_s
+    assert small.beta_s_per_scale > large.beta_s_per_scale
+    assert (small.alpha_s, large.alpha_s) == tuple(costs.lines("all_reduce", 0)[i][0] for i in (0, -1))
+
+
+def test_costs_of_clusters_are_the_least_of_lines_and_say_so():
     assert isinstance(dgx(Mesh((2, 4))), LinearPricing)
     assert dgx(Mesh((2, 4))).affine
     assert not isinstance(Unspoken(dgx(Mesh((2, 4)))), LinearPricing)
@@ -99,7 +113,7 @@ prices = st.tuples(st.floats(1e-9, 1e-2), st.floats(1e-15, 1e-8))
 @given(st.data())
 def test_it_does_so_whatever_the_lines_are(data):
     mesh = data.draw(st.sampled_from([Mesh((2, 2)), Mesh((2, 4)), Mesh((2, 2, 2))]))
-    lines = Lines(tuple(data.draw(st.lists(prices, min_size=18, max_size=18))))
+    lines = Lines(tuple(data.draw(st.lists(prices, min_size=18, max_size=18))), data.draw(st.integers(1, 3)))
     src, dst = (data.draw(st.sampled_from(nodes(mesh, 2))) for _ in range(2))
     if src.partial or not dst.partial:
         for rows in (1, 5, 64, 4096, 1 << 20):
@@ -148,8 +162,8 @@ def test_a_path_that_holds_much_is_offered_only_to_tensors_for_which_that_is_neg
 
 def test_lines_that_cross_along_the_axes_of_one_permute_have_no_set_and_are_searched_size_by_size():
     class Crossing(Lines):
-        def linear(self, kind, axis):
-            return (1e-6, 1e-9) if axis else (1e-5, 1e-10)
+        def lines(self, kind, axis):
+            return ((1e-6, 1e-9),) if axis else ((1e-5, 1e-10),)
 
     mesh, costs = Mesh((2, 2)), Crossing(())
     assert pareto_set(parse("S0S1"), parse("S1S0"), (8, 8), 4, mesh, costs) is None
