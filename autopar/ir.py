@@ -90,7 +90,7 @@ class Node:
         """Every tensor operand, in order, repeated where the op takes it twice."""
         return (*values_in(self.args), *(v for _, a in self.kwargs for v in values_in(a)))
 
-    @property
+    @cached_property
     def packet(self) -> str:
         """The op without its overload: ``aten.mm.default`` -> ``aten.mm``."""
         return self.op.rsplit(".", 1)[0]

@@ -252,10 +252,15 @@ def solve_restricted(
     """
     if folded is not None:
         tied = _tied(masks, folded)
-        found = _solve_sliced(folded.problem, tied, time_limit, backend, gap) if tied is not None else None
+        found = _solve_sliced(folded.problem, tied, time_limit, backend, gap, unfolded) if tied is not None else None
         if found is not None:
             return folded.expand(found)
-    return _solve_sliced(problem, masks, time_limit, backend, gap)
+    return _solve_sliced(problem, masks, time_limit, backend, gap, fold)
+
+
+def unfolded(problem: Problem) -> Tied | None:
+    """For a problem whose blocks are tied together already."""
+    return None
 
 
 def _tied(masks: Sequence[Mask], folded: Tied) -> list[Mask] | None:
@@ -274,11 +279,12 @@ def _tied(masks: Sequence[Mask], folded: Tied) -> list[Mask] | None:
 
 
 def _solve_sliced(
-    problem: Problem, masks: Sequence[Mask], time_limit: float, backend: str, gap: float
-) -> tuple[int, ...] | None:
+    problem: Problem, masks: Sequence[Mask], time_limit: float, backend: str, gap: float,
+    folding: Callable[[Problem], Tied | None],
+) -> tuple[int, ...] | None:  # fmt: skip
     kept = [np.flatnonzero(m) for m in masks]
     try:
-        solution = solve(_sliced(problem, kept), time_limit=time_limit, backend=backend, gap=gap)
+        solution = solve(_sliced(problem, kept), time_limit=time_limit, backend=backend, gap=gap, folding=folding)
     except AutoparError:
         return None
     return tuple(int(k[o]) for k, o in zip(kept, solution.choice, strict=True))

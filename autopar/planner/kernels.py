@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 from autopar.cost_models import ComputeKind
 from autopar.ir import Node, TensorMeta
@@ -40,6 +41,7 @@ def executed_share(node: Node) -> float:
     return 0.5 if causal else 1.0
 
 
+@lru_cache(maxsize=65536)
 def local_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh) -> int:
     """Bytes of the largest shard."""
     return math.prod(spec.local_shape(meta.shape, mesh)) * meta.itemsize

@@ -41,8 +41,9 @@ class Prices:
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
-    _edges: dict[tuple[object, ...], Array] = field(default_factory=dict)
+    _edges: dict[tuple[object, ...], tuple[Array, tuple[Strategy, ...], tuple[Strategy, ...]]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
+    _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
     _weighted: dict[tuple[int, float], tuple[Array, Array]] = field(default_factory=dict)
     _reductions: dict[int, tuple[Array, Array]] = field(default_factory=dict)
@@ -87,6 +88,14 @@ class Prices:
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
         """Seconds of each option of an op, by measured curves or roofline; of a fused op, its share of the kernel."""
+        name = (id(node), id(options))
+        known = self._named.get(name)
+        if known is None:
+            known = self._named[name] = node, options, self._shared_seconds(graph, node, options)
+        return known[2]
+
+    def _shared_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
+        """One array for all nodes of equal ops."""
         metas = tuple(graph.meta(v) for v in node.inputs)
         border = self._border(graph, node)
         args = node.args if not node.inputs else _shape_args(node)
@@ -140,8 +149,9 @@ class Prices:
             target.actions,
         )  # fmt: skip
         if key not in self._edges:
-            self._edges[key] = self._edge(source, target, h)
-        return self._edges[key]
+            # The options are held too: an identity in a key is never another's.
+            self._edges[key] = self._edge(source, target, h), source.options, target.options
+        return self._edges[key][0]
 
     def _edge(self, source: Variable, target: Variable, h: Handover) -> Array:
         if h.kept:

@@ -43,7 +43,7 @@ def solve(
     gap: float = 1e-4,
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Callable[[TraceEntry], None] | None = None,
-    folded: Tied | None = None,
+    folding: Callable[[Problem], Tied | None] = fold,
 ) -> Solution:
     """The cheapest choice, or the best one found in time, with a bound that no choice can beat.
 
@@ -54,7 +54,7 @@ def solve(
         gap: relative; the search ends when (objective - bound) / objective is no larger.
         warm_starts: choices to begin with; infeasible ones are ignored.
         progress: called with each better objective or bound.
-        folded: what ``fold`` makes of the problem, if it is at hand.
+        folding: what ties repeated blocks together, for who has done so already or knows that there are none.
 
     Raises:
         InfeasibleError: no choice is allowed.
@@ -71,7 +71,7 @@ def solve(
         incumbent.offer(first, "greedy")
     size: dict[str, int] = {}
     method: list[str] = []
-    tied = folded or fold(problem)
+    tied = folding(problem)
     if tied is not None:
         size.update(_problem_size(problem))
         method.append("folding")
