@@ -31,6 +31,7 @@ class _Lives:
     forward: Mapping[Value, int]
     backward: Mapping[Value, tuple[int, int]]
     whole: Mapping[Value, int]
+    stored: frozenset[Value]
 
 
 def usages(d: Decisions, options: Options, positions: Sequence[int]) -> tuple[Usage, ...]:
@@ -48,6 +49,27 @@ def usages(d: Decisions, options: Options, positions: Sequence[int]) -> tuple[Us
     return tuple(found)
 
 
+def static_usages(
+    d: Decisions, options: Options, place: float, time: int, *, holds: bool, tied: bool
+) -> list[Usage]:  # fmt: skip
+    """What every option holds at one place among the graph's nodes, as time ``time``.
+
+    Args:
+        holds: also what hold variables keep for the backward; of it, with ``tied``, nothing for views.
+    """
+    lives = _lives(d.graph)
+    made = _gradients_made(d.graph, lives.at)
+    found: list[Usage] = []
+    for i, v in enumerate(d.variables):
+        view = v.kind == "hold" and v.value is not None and d.graph.by_name[v.value.node].packet in VIEWS
+        if v.kind == "hold" and (not holds or (view and tied)):
+            continue
+        for size, start, end in _held(d, v, options, lives, made):
+            if start <= place <= end and size.any():
+                found.append(Usage(i, size, time, time + 1))
+    return found
+
+
 def _held(
     d: Decisions, v: Variable, options: Options, lives: _Lives, made: Mapping[str, int]
 ) -> Iterator[tuple[Array, int, int]]:
@@ -60,6 +82,10 @@ def _held(
         yield np.array([float(p.parameter + p.optimizer) for p in parts]), 0, end
         yield np.array([float(p.gradient) for p in parts]), made.get(meaning.name, end), end
         yield np.array([float(p.step) for p in parts]), end, end
+    elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
+        meta = v.node.outputs[0]
+        whole = v.kind == "input" and options.batch == "global"
+        yield np.full(len(v.options), float(meta.bytes)) if whole else _sizes(d, meta, v.options, 0), 0, end
     elif v.kind == "copy" and any(v.kept) and v.value is not None:
         size = _sizes(d, d.graph.meta(v.value), v.options, 0) * np.array(v.kept)
         yield size, lives.forward.get(v.value, 0), lives.backward.get(v.value, (0, -1))[1]
@@ -78,7 +104,9 @@ def _held(
             value = Value(v.node.name, out)
             if result is not None:
                 reads = lives.forward if hold_key(value) in d.index else lives.whole
-                yield _sizes(d, result, v.options, out), lives.at[v.node.name], reads.get(value, -1)
+                at = lives.at[v.node.name]
+                last = max(reads.get(value, -1), -1 if value in lives.stored else at)
+                yield _sizes(d, result, v.options, out), at, last
 
 
 def _sizes(d: Decisions, meta: TensorMeta, options: Sequence[Strategy], out: int) -> Array:
@@ -94,7 +122,8 @@ def _lives(graph: Graph) -> _Lives:
     at = {n.name: i for i, n in enumerate(graph.nodes)}
     forward = _last_reads(graph, at, "forward")
     first, last = _backward_reads(graph, at)
-    return _Lives(at, forward, {v: (first[v], last[v]) for v in first}, _last_reads(graph, at, None))
+    stored = frozenset(o.value for o in graph.outputs if o.kind == "gradient" and not o.name.startswith("input:"))
+    return _Lives(at, forward, {v: (first[v], last[v]) for v in first}, _last_reads(graph, at, None), stored)
 
 
 def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase | None) -> dict[Value, int]:
@@ -105,7 +134,7 @@ def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase | None) -> dic
         if places:
             last[value] = max(places)
     for output in graph.outputs:
-        if output.kind == "output":
+        if output.kind != "gradient" or output.name.startswith("input:"):
             last[output.value] = len(graph.nodes)
     for node in reversed(graph.nodes):
         if node.packet in VIEWS and node.inputs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
@@ -42,6 +43,10 @@ class _Scheduler:
     rerun: set[str] = field(default_factory=set)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
 
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        return {n.name: i for i, n in enumerate(self.graph.nodes)}
+
     @property
     def graph(self) -> Graph:
         return self.d.graph
@@ -72,6 +77,8 @@ class _Scheduler:
 
     def _node(self, node: Node) -> None:
         strategy = self._chosen(node.name)
+        if node.phase == "backward":
+            self._remake_for(node)
         reads = self._operands(node, strategy, node.phase)
         placeholder = node.op == "placeholder"
         seconds = 0.0 if placeholder else self._seconds(node, self.choice[self.d.index[node.name]])
@@ -146,6 +153,19 @@ class _Scheduler:
         host = self.offloaded.pop(value)
         name = f"{host.name.removesuffix('|host')}|back"
         self._arrive(value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name)
+
+    def _remake_for(self, node: Node) -> None:
+        """Run again what ``node`` needs and the backward has not, in the order of the graph."""
+        missing: set[str] = set()
+        ahead = [node]
+        while ahead:
+            for value in ahead.pop().inputs:
+                there = value in self.base["backward"] or value in self.offloaded
+                if not there and value.node not in missing and value.node not in self.rerun:
+                    missing.add(value.node)
+                    ahead.append(self.graph.by_name[value.node])
+        for name in sorted(missing, key=self.order.__getitem__):
+            self._remake(self.graph.by_name[name])
 
     def _remake(self, node: Node) -> None:
         """Run a forward op again, on operands that the backward has or makes again."""
