@@ -45,6 +45,7 @@ def _trained(kind: str, mesh: tuple[int, ...], options: dict[str, Any], steps: i
         "state": state_distance(model, reference),
         "fell": losses[0][0] - losses[0][-1],
         "cut": sum(is_cut(p) for p in model.parameters()),
+        "offloaded": sum(op.kind == "fetch" for op in model.plan.program.ops),
     }
 
 
@@ -61,5 +62,13 @@ def test_twenty_steps_on_two_ranks_equal_one_process(pools: dict[int, RankPool],
 def test_twenty_steps_of_a_random_plan_on_four_ranks_equal_one_process(pools: dict[int, RankPool], kind: str):
     for found in pools[4].run(_trained, kind, (2, 2), {"search": "random:3"}, 20):
         assert found["cut"] > 0
+        assert found["losses"] < TOLERANCE
+        assert found["state"] < TOLERANCE
+
+
+def test_twenty_steps_of_a_plan_that_recomputes_and_offloads_equal_one_process(pools: dict[int, RankPool]):
+    for found in pools[2].run(_trained, "gpt2", (2,), {"search": "random+recompute:1"}, 20):
+        assert found["cut"] > 0
+        assert found["offloaded"] > 0
         assert found["losses"] < TOLERANCE
         assert found["state"] < TOLERANCE
