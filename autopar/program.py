@@ -79,10 +79,15 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """Ordered ops, and for each result of the captured graph the tensor that holds it."""
+    """Ordered ops, and for each result of the captured graph the tensor that holds it.
+
+    Args:
+        offloaded_optimizer: FQNs of parameters whose optimizer state the host keeps between the optimizer's steps.
+    """
 
     ops: tuple[Op, ...]
     results: tuple[tuple[Output, str], ...]
+    offloaded_optimizer: tuple[str, ...] = ()
 
     @cached_property
     def tensors(self) -> Mapping[str, LocalTensor]:
@@ -112,6 +117,17 @@ class Program:
             for t in op.writes:
                 roots[t.name] = roots[op.reads[0]] if op.alias and op.reads else t.name
         return roots
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """The most that the host holds at once of what a rank offloads, until it was last fetched."""
+        held = most = 0
+        for at, op in enumerate(self.ops):
+            held += sum(t.bytes for t in op.writes if t.host)
+            most = max(most, held)
+            if op.kind == "fetch" and self.last_read[op.reads[0]] == at:
+                held -= self.tensors[op.reads[0]].bytes
+        return most
 
     @property
     def collectives(self) -> tuple[Op, ...]:

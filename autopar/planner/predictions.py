@@ -10,8 +10,10 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
 from autopar.planner.constraints import module_outputs
 from autopar.planner.explain import explain
+from autopar.planner.pricing import state_bytes
 from autopar.planner.schedule import AGAIN
 from autopar.plans import Activation, Plan
+from autopar.program import Program
 from autopar.sharding import ShardingSpec
 
 
@@ -56,8 +58,16 @@ def make_plan(
         timings=planned.timings, options=_options(options),
         solver={"method": s.method, "proven": s.proven, "seconds": s.seconds, **s.size},
         notices=(*notices, *planned.notices), baselines=planned.baselines,
+        host_memory=program.host_bytes + _state_on_host(program, graph, mesh, options),
         _explain=_explainer(planned, graph, mesh, cluster, options),
     )  # fmt: skip
+
+
+def _state_on_host(program: Program, graph: Graph, mesh: Mesh, options: Options) -> int:
+    """Bytes of optimizer state that the host keeps."""
+    stored = {graph.input_of[op.node].name: op.writes[0] for op in program.ops if op.kind == "input"}
+    away = (stored[name] for name in program.offloaded_optimizer)
+    return sum(state_bytes(t.meta, t.spec, mesh, True, options).optimizer for t in away)
 
 
 def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:

@@ -35,6 +35,7 @@ class Plan:
         objective: seconds of the solver's cost; ``lower_bound`` is what no plan can beat.
         step_time: seconds of a step, by simulating its compute and communication streams.
         peak_memory: bytes on the fullest device; ``memory`` is what they are at that moment.
+        host_memory: the most bytes that a device's host holds for it: offloaded activations and optimizer state.
         source: the emitted local program.
         timings: seconds that planning took, by stage.
         options: as given by the user.
@@ -64,6 +65,7 @@ class Plan:
     notices: tuple[str, ...] = ()
     candidates: tuple[tuple[str, float], ...] = ()
     baselines: tuple[BaselineRecord, ...] = ()
+    host_memory: int = 0
     _explain: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -79,6 +81,11 @@ class Plan:
             for op in self.program.ops
             if op.step is not None and op.is_collective
         )
+
+    @property
+    def offloaded_optimizer(self) -> tuple[str, ...]:
+        """FQNs of the parameters whose optimizer state the host keeps between the optimizer's steps."""
+        return self.program.offloaded_optimizer
 
     @cached_property
     def digest(self) -> str:
@@ -139,7 +146,7 @@ class Plan:
             "peak_memory": self.peak_memory, "memory": dict(self.memory), "source": self.source,
             "timings": dict(self.timings), "options": dict(self.options), "solver": dict(self.solver),
             "notices": list(self.notices), "candidates": [list(c) for c in self.candidates],
-            "baselines": [asdict(b) for b in self.baselines],
+            "baselines": [asdict(b) for b in self.baselines], "host_memory": self.host_memory,
         }  # fmt: skip
 
     @staticmethod
@@ -208,4 +215,5 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         options=data["options"], solver=data["solver"], notices=tuple(data["notices"]),
         candidates=tuple((m, s) for m, s in data["candidates"]),
         baselines=tuple(BaselineRecord(**b) for b in data.get("baselines", ())),
+        host_memory=data.get("host_memory", 0),
     )  # fmt: skip

@@ -21,14 +21,23 @@ def table(plan: Plan) -> str:
         f"  step time    {seconds(plan.step_time)} predicted",
         f"  plan cost    {seconds(plan.objective)}, {bound}",
         f"  peak memory  {size(plan.peak_memory)} a device: {kinds}",
-        "",
     ]
+    lines += [f"  host memory  {size(plan.host_memory)} a device: {_on_host(plan)}"] if plan.host_memory else []
+    lines += [""]
     lines += _columns(["parameter", "spec", "bytes a device"], _parameters(plan))
     lines += ["", *_columns(["collective", "phase", "axis", "launches", "bytes", "time"], _collectives(plan))]
     if plan.candidates:
         lines += ["", "meshes tried: " + ", ".join(f"{m} {seconds(s)}" for m, s in plan.candidates)]
     lines += [f"note: {n}" for n in plan.notices]
     return "\n".join(_wrapped(lines))
+
+
+def _on_host(plan: Plan) -> str:
+    """What the host holds."""
+    away = sum(op.kind == "offload" for op in plan.program.ops)
+    states = len(plan.offloaded_optimizer)
+    parts = [f"{away} activations"] * bool(away) + [f"optimizer state of {states} parameters"] * bool(states)
+    return ", ".join(parts)
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+import autopar
 from autopar import codegen, passes, planner, spmd
 from autopar.arguments import canonical_names
 from autopar.mesh import Mesh
@@ -158,3 +159,15 @@ def test_without_a_backward_nothing_is_offloaded() -> None:
     of, _, program = everything_offloaded("gpt2", (1,))
     inference = passes.forward_only(passes.lower(program, of.capture.graph, Mesh((1,))))
     assert not any(node.target in (spmd.offload, spmd.arrived) for node in inference.graph.nodes)
+
+
+def test_a_plan_says_what_the_host_holds() -> None:
+    model, inputs = ZOO["gpt2"].made(torch.float32)
+    plan = autopar.plan(model, inputs, mesh=(1,), search="random+recompute:0")
+    away = {name for name, a in plan.activations.items() if a.action == "offload"}
+    fetched = {op.reads[0] for op in plan.program.ops if op.kind == "fetch"}
+    assert away
+    assert sum(plan.program.tensors[name].bytes for name in fetched) >= plan.host_memory > 0
+    assert f"{len(fetched)} activations" in str(plan)
+    again = autopar.Plan.from_json(plan.to_json())
+    assert (again.host_memory, again.program, again.digest) == (plan.host_memory, plan.program, plan.digest)
