@@ -1,9 +1,16 @@
 """Seconds of collectives and of kernels, and bytes of optimizer state, from the figures of a cluster."""
 
+from autopar.cost_models.chunks import OPTIMIZER_CHUNK_BYTES, largest_chunk_bytes
 from autopar.cost_models.communication import KINDS, CollectiveCosts
 from autopar.cost_models.compute import ComputeCosts, ComputeKind
-from autopar.cost_models.memory import optimizer_state_bytes, optimizer_step_bytes
+from autopar.cost_models.memory import (
+    optimizer_mode,
+    optimizer_scalar_bytes,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
 
 __all__ = [
-    "KINDS", "CollectiveCosts", "ComputeCosts", "ComputeKind", "optimizer_state_bytes", "optimizer_step_bytes",
+    "KINDS", "OPTIMIZER_CHUNK_BYTES", "CollectiveCosts", "ComputeCosts", "ComputeKind", "largest_chunk_bytes",
+    "optimizer_mode", "optimizer_scalar_bytes", "optimizer_state_bytes", "optimizer_step_bytes",
 ]  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,48 +15,63 @@ from autopar.ir import ITEMSIZE
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer holds for a parameter.
+    """What an optimizer holds for a parameter, and what its step makes besides.
 
     Args:
         tensors: state tensors as large as the parameter, in its dtype.
         options: further ones by the option that asks for them.
         bytes_per_element: of state whose width does not follow the parameter's dtype.
         block: elements that share one float32 scale for each of ``bytes_per_element``; 0 for none.
+        narrow_from: elements from which on state is as narrow as that; below it is float32.
         factored: one more second moment, kept as the sums of rows and columns where the parameter is a matrix.
-        temporaries: tensors as large as the parameter that the step holds at its peak, besides the state.
+        scalars: 0-dim float32 tensors of state.
+        foreach: temporaries of the step that takes all parameters at once, in tensors as large as each.
+        loop: temporaries of the step that takes one after the other: in tensors as large as this parameter, and
+            as the one before, which Python's variables still hold.
+        decay: what weight decay that is added to the gradient makes besides: ``foreach``, and in the loop.
     """
 
     tensors: int = 0
     options: tuple[tuple[str, int], ...] = ()
     bytes_per_element: int = 0
     block: int = 0
+    narrow_from: int = 0
     factored: bool = False
-    temporaries: int = 1
+    scalars: int = 1
+    foreach: float = 1
+    loop: tuple[float, float] = (1, 0)
+    decay: tuple[int, int] = (0, 1)
 
 
-_ADAM = OptimizerState(2, (("amsgrad", 1),))
-_EIGHT_BIT = OptimizerState(bytes_per_element=2, block=256)
+_ADAM = OptimizerState(2, (("amsgrad", 1),), loop=(2, 1))
+_EIGHT_BIT = OptimizerState(bytes_per_element=2, block=256, narrow_from=4096, scalars=0, foreach=0, loop=(0, 0))
 
 OPTIMIZERS: Mapping[str, OptimizerState] = {
     "adam": _ADAM,
-    "adamw": _ADAM,
-    "nadam": OptimizerState(2, temporaries=2),
-    "radam": OptimizerState(2),
+    "adamw": replace(_ADAM, decay=(0, 0)),
+    "nadam": OptimizerState(2, scalars=2, loop=(2, 1), decay=(1, 1)),
+    "radam": OptimizerState(2, loop=(4, 2)),
     "adamax": OptimizerState(2),
-    "adadelta": OptimizerState(2, temporaries=3),
-    "adagrad": OptimizerState(1, temporaries=2),
-    "adafactor": OptimizerState(factored=True),
+    "adadelta": OptimizerState(2, foreach=2, loop=(2, 1), decay=(1, 1)),
+    "adagrad": OptimizerState(1, foreach=2, loop=(1, 1)),
+    "adafactor": OptimizerState(factored=True, loop=(1, 1), decay=(0, 0)),
     "adam8bit": _EIGHT_BIT,
     "adamw8bit": _EIGHT_BIT,
-    "asgd": OptimizerState(1),
-    "lion": OptimizerState(1, temporaries=2),
-    "muon": OptimizerState(1, temporaries=3),
-    "rmsprop": OptimizerState(1, (("momentum", 1), ("centered", 1)), temporaries=2),
-    "rprop": OptimizerState(2, temporaries=2),
-    "sgd": OptimizerState(0, (("momentum", 1),)),
-    "sgdmomentum": OptimizerState(1),
+    "asgd": OptimizerState(1, scalars=3, loop=(0, 0)),
+    "lion": OptimizerState(1, scalars=0, foreach=2, loop=(2, 1), decay=(0, 0)),
+    "muon": OptimizerState(1, scalars=0, foreach=3, loop=(3, 1), decay=(0, 0)),
+    "rmsprop": OptimizerState(1, (("momentum", 1), ("centered", 1)), loop=(1, 1), decay=(1, 1)),
+    "rprop": OptimizerState(2, foreach=1.75, loop=(2.5, 1), decay=(0, 0)),
+    "sgd": OptimizerState(0, (("momentum", 1),), scalars=0, foreach=0, loop=(0, 0), decay=(1, 1)),
+    "sgdmomentum": OptimizerState(1, scalars=0, foreach=0, loop=(0, 0), decay=(1, 1)),
 }
-"""By name in lower case without punctuation; names that put ``8bit`` first are turned round."""
+"""By name in lower case without punctuation; names that put ``8bit`` first are turned round. Steps are torch's."""
+
+MODES = ("foreach", "fused", "forloop")
+"""How a step goes over the parameters: all at once, in one kernel each, or op by op one after the other."""
+
+FLAGS = ("amsgrad", "centered", "nesterov", "weightdecay")
+"""Options that may follow an optimizer's name, as in ``"adam amsgrad foreach"``; momentum is one too."""
 
 
 def optimizer_state_bytes(
@@ -88,9 +103,11 @@ def optimizer_state_bytes(
     state, options = _find(optimizer)
     dtype = master_dtype or param_dtype
     tensors = state.tensors + sum(count for option, count in state.options if options.get(option))
-    total = tensors * numel * ITEMSIZE[dtype] + state.bytes_per_element * numel
-    if state.block:
-        total += state.bytes_per_element * 4 * math.ceil(numel / state.block)
+    total = tensors * numel * ITEMSIZE[dtype]
+    if state.bytes_per_element and numel < state.narrow_from:
+        total += state.bytes_per_element * 4 * numel
+    elif state.block:
+        total += state.bytes_per_element * (numel + 4 * math.ceil(numel / state.block))
     if state.factored:
         total += _factored_numel(numel, shape) * ITEMSIZE[dtype]
     if master_dtype and master_dtype != param_dtype:
@@ -98,23 +115,55 @@ def optimizer_state_bytes(
     return total
 
 
-def optimizer_step_bytes(optimizer: Any, numel: int, param_dtype: str, *, master_dtype: str | None = None) -> int:
-    """Upper estimate of the bytes that a step needs besides parameters, gradients and state.
+def optimizer_scalar_bytes(optimizer: Any) -> int:
+    """Bytes of the 0-dim tensors that an optimizer keeps for one parameter, such as the number of its steps."""
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
+        return 0
+    return 4 * _find(optimizer)[0].scalars
 
-    Pass the elements of all parameters on the device for ``foreach`` implementations, torch's default on
-    accelerators, and those of the largest parameter for ``foreach=False`` and Muon. Weight decay is taken to be
-    added to the gradient, as most torch optimizers do. Instances with ``fused=True`` need nothing; an optimizer given
-    as bytes for each element is taken to need one parameter's worth.
+
+def optimizer_mode(optimizer: Any, device: str = "cuda") -> str:
+    """How the step goes over the parameters: one of ``MODES``. Torch's own choice hangs on the device: all at once on
+    accelerators, one after the other on a CPU."""
+    default = "forloop" if device == "cpu" else "foreach"
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
+        return "foreach"
+    _, options = _find(optimizer)
+    for mode in MODES:
+        if options.get(mode):
+            return mode
+    return "forloop" if options.get("foreach") is False or options.get("forloop") else default
+
+
+def optimizer_step_bytes(
+    optimizer: Any, numels: Sequence[int], param_dtype: str, *, master_dtype: str | None = None, device: str = "cuda"
+) -> int:
+    """Bytes that a step makes besides parameters, gradients and state.
+
+    Args:
+        optimizer: as in ``optimizer_state_bytes``; given as bytes for each element it makes one more parameter.
+        numels: elements of each parameter, in the optimizer's order.
+        param_dtype: of the parameters.
+        master_dtype: of the copies that the optimizer steps on, where they are not the parameters.
+        device: ``"cpu"`` or ``"cuda"``, for torch's default mode.
 
     Raises:
         AutoparError: no such optimizer.
     """
+    itemsize = ITEMSIZE[master_dtype or param_dtype]
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
-        temporaries = 1
-    else:
-        state, options = _find(optimizer)
-        temporaries = 0 if options.get("fused") else state.temporaries
-    return temporaries * numel * ITEMSIZE[master_dtype or param_dtype]
+        return sum(numels) * itemsize
+    state, options = _find(optimizer)
+    mode = optimizer_mode(optimizer, device)
+    decays = 1 if options.get("weight_decay") or options.get("weightdecay") else 0
+    nesterov = 1 if options.get("nesterov") else 0
+    if mode == "fused":
+        return 0
+    if mode == "foreach":
+        return math.ceil((state.foreach + decays * state.decay[0]) * sum(numels) * itemsize)
+    own, before = state.loop[0] + decays * state.decay[1] + nesterov, state.loop[1]
+    pairs = zip(numels, (0, *numels), strict=False)
+    return math.ceil(max((own * n + before * last for n, last in pairs), default=0) * itemsize)
 
 
 def _factored_numel(numel: int, shape: tuple[int, ...]) -> int:
@@ -132,6 +181,8 @@ def _find(optimizer: Any) -> tuple[OptimizerState, Mapping[str, Any]]:
     if not isinstance(optimizer, type) and hasattr(optimizer, "param_groups"):
         optimizer, options = type(optimizer), getattr(optimizer, "defaults", {})
     names = [cls.__name__ for cls in optimizer.__mro__] if isinstance(optimizer, type) else [str(optimizer)]
+    if isinstance(optimizer, str):
+        names[0], options = _without_options(optimizer)
     for name in map(_normalise, names):
         if name in OPTIMIZERS:
             return OPTIMIZERS[name], options
@@ -140,6 +191,20 @@ def _find(optimizer: Any) -> tuple[OptimizerState, Mapping[str, Any]]:
         found=names[0],
         hint=f"one of {', '.join(sorted(OPTIMIZERS))}, a class of one of these names, or bytes per parameter element.",
     )
+
+
+def _without_options(text: str) -> tuple[str, dict[str, bool]]:
+    """``"adam amsgrad foreach"`` as the name and the options that follow it."""
+    name, options = text.lower().replace("for-loop", "forloop").replace("for loop", "forloop"), {}
+    name = name.replace("weight decay", "weightdecay").replace("weight_decay", "weightdecay")
+    for word in (*MODES, *FLAGS):
+        shorter = re.sub(rf"\b{word}\b", "", name)
+        if shorter != name:
+            name, options[word] = shorter, True
+    base = re.sub(r"[^a-z0-9]", "", name).removesuffix("momentum")
+    if "momentum" in name and ("momentum", 1) in OPTIMIZERS.get(base, OptimizerState()).options:
+        name, options["momentum"] = base, True
+    return name, options
 
 
 def _normalise(name: str) -> str:

@@ -70,6 +70,11 @@ class Device:
                 hint=f"a right line is: {example('peak_flops_per_s')}",
             )
 
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """Whose kernels it runs: a CPU's, or those of an accelerator, which torch calls cuda whatever its maker."""
+        return "cpu" if "cpu" in self.name.lower() else "cuda"
+
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s for contractions of ``dtype``."""
         peaks = dict(self.peak_flops_per_s)

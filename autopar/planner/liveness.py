@@ -1,20 +1,27 @@
-"""Exact liveness of a local program: which bytes are held after each op, by kind.
+"""Exact liveness of a local program: which bytes are held at each moment of the step, by kind.
 
-A tensor lives from the op that makes it to the last op that reads it or a view of it; parameters, buffers, optimizer
-state and the batch live throughout, gradients from their making to the end, outputs to the end, where the optimizer
-steps.
+A tensor's memory lives from the op that makes it to the last op that reads it or a view of it. Parameters, buffers,
+optimizer state and the caller's batch live throughout, gradients from their making to the end, outputs, which the
+caller holds, to the end, where the optimizer steps; new values of buffers until the forward is over. What an op holds
+besides, while it runs, comes from ``transients``; what a collective packs and receives from ``packing``. A collective
+is waited for before its first reader or where the program says so, else when its phase ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.ir import Graph
 from autopar.mesh import Mesh
+from autopar.planner.decisions import given_whole
+from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
-from autopar.planner.pricing import state_bytes
-from autopar.program import Program
+from autopar.planner.packing import packing
+from autopar.planner.pricing import state_bytes, step_bytes
+from autopar.planner.transients import local_op, transients
+from autopar.program import LocalTensor, Op, Program
 
 KINDS = ("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "temporaries", "outputs", "step")
 
@@ -24,8 +31,8 @@ class MemoryProfile:
     """Bytes on the fullest device.
 
     Args:
-        timeline: bytes held while each op runs, its operands and results included; the last entry is the
-            optimizer's step.
+        timeline: the most held while each op runs and waits for what it reads, its operands and results included; the
+            last entry is for what is waited for in the end, and the optimizer's step.
         peak_at: index of the largest entry.
         by_kind: bytes of each kind at that moment.
     """
@@ -41,80 +48,225 @@ class MemoryProfile:
 
 def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
     """Bytes held during every op of ``program``, and the peak by kind."""
-    steady = _steady(program, graph, mesh, options)
-    changes = _changes(program, graph)
-    changes.setdefault(len(program.ops), []).insert(0, ("step", _step_bytes(program, graph, mesh, options)))
-    held = dict.fromkeys(KINDS, 0) | steady
-    timeline: list[int] = []
-    best: tuple[int, int, dict[str, int]] = (-1, 0, held)
-    for at in range(len(program.ops) + 1):
-        for kind, size in changes.get(at, ()):
-            if size > 0:
-                held[kind] += size
-        total = sum(held.values())
-        timeline.append(total)
-        if total > best[0]:
-            best = (total, at, dict(held))
-        for kind, size in changes.get(at, ()):
-            if size < 0:
-                held[kind] += size
-    return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
+    return _Sweep(program, graph, mesh, options).run()
 
 
-def _steady(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dict[str, int]:
-    """What is held throughout."""
-    sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
-    for op in program.ops:
-        if op.kind != "input":
-            continue
-        meaning, tensor = graph.input_of[op.node], op.writes[0]
-        if meaning.kind == "parameter":
-            held = state_bytes(tensor.meta, tensor.spec, mesh, meaning.trainable, options)
-            sums["parameters"] += held.parameter
-            sums["optimizer"] += held.optimizer
-        elif meaning.kind in ("buffer", "constant"):
-            sums["buffers"] += tensor.bytes
-        elif meaning.kind == "input" and options.batch == "global":
-            sums["inputs"] += tensor.meta.bytes
+@dataclass(frozen=True)
+class _Moment:
+    """A wait for tensor ``waited``, or op ``at`` itself; ``at`` is also where it counts in the timeline."""
+
+    at: int
+    waited: str = ""
+
+
+@dataclass
+class _Memory:
+    """One allocation: its bytes, what they are for, and the moments between which it lives."""
+
+    nbytes: int
+    first: int
+    last: int
+    kind: str = ""
+
+
+@dataclass
+class _Sweep:
+    program: Program
+    graph: Graph
+    mesh: Mesh
+    options: Options
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    memory: dict[str, _Memory] = field(default_factory=dict)
+    behind: dict[str, str] = field(default_factory=dict)
+    extra: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> MemoryProfile:
+        for at, op in enumerate(self.program.ops):
+            self._reads(at, op)
+            self._op(at, op)
+        self._name_kinds()
+        return self._profile()
+
+    @cached_property
+    def backward(self) -> int:
+        """Position of the backward's first op."""
+        ops = self.program.ops
+        return next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
+
+    @cached_property
+    def moments(self) -> list[_Moment]:
+        """Every wait and op in the order in which they run."""
+        order: list[_Moment] = []
+        pending: dict[str, int] = {}
+        for at, op in enumerate(self.program.ops):
+            if at == self.backward:
+                order += [_Moment(at, name) for name in self._returned("forward", pending)]
+                pending.clear()
+            if op.kind != "input":
+                order += [_Moment(at, name) for name in dict.fromkeys(op.reads) if pending.pop(name, None) is not None]
+            order.append(_Moment(at))
+            if op.is_collective:
+                pending[op.writes[0].name] = at
+        end = len(self.program.ops)
+        return [*order, *(_Moment(end, name) for name in self._returned("backward", pending)), _Moment(end)]
+
+    def _returned(self, phase: str, pending: Mapping[str, int]) -> list[str]:
+        """What is still under way when a phase ends, as it is returned: results first."""
+        named = [name for _, name in self.program.results if name in pending]
+        return list(dict.fromkeys([*named, *pending]))
+
+    @cached_property
+    def op_at(self) -> dict[int, int]:
+        return {m.at: i for i, m in enumerate(self.moments) if not m.waited}
+
+    @cached_property
+    def wait_at(self) -> dict[str, int]:
+        return {m.waited: i for i, m in enumerate(self.moments) if m.waited}
+
+    def _reads(self, at: int, op: Op) -> None:
+        for name in op.reads:
+            self._live_until(name, self.op_at[at])
+
+    def _live_until(self, name: str, moment: int) -> None:
+        held = self.memory.get(self.behind.get(name, ""))
+        if held is not None:
+            held.last = max(held.last, moment)
+
+    def _new(self, name: str, nbytes: int, first: int, last: int | None = None) -> None:
+        self.memory[name] = _Memory(nbytes, first, first if last is None else last)
+        self.behind[name] = name
+
+    def _op(self, at: int, op: Op) -> None:
+        if op.kind == "input":
+            self._input(op)
+        elif op.is_collective:
+            self._collective(at, op)
+        elif op.kind == "compute":
+            self._compute(at, op)
         else:
-            sums["inputs"] += tensor.bytes
-    return sums
+            for tensor in op.writes:
+                self.layouts[tensor.name] = self._local(tensor) if op.kind == "redistribute" else self._kept(op, tensor)
+                if not tensor.host:
+                    self._new(tensor.name, tensor.bytes, self.op_at[at])
 
+    def _local(self, tensor: LocalTensor) -> Layout:
+        return contiguous(tuple(tensor.spec.local_shape(tensor.meta.shape, self.mesh)))
 
-def _step_bytes(program: Program, graph: Graph, mesh: Mesh, options: Options) -> int:
-    """What the optimizer's step needs beside parameters, gradients and state; all parameters step together."""
-    total = 0
-    for op in program.ops:
-        if op.kind == "input" and graph.input_of[op.node].trainable:
-            total += state_bytes(op.writes[0].meta, op.writes[0].spec, mesh, True, options).step
-    return total
+    def _kept(self, op: Op, tensor: LocalTensor) -> Layout:
+        """Transfers keep strides."""
+        return self.layouts.get(op.reads[0], self._local(tensor))
 
+    def _input(self, op: Op) -> None:
+        """What lives throughout is counted apart; here what the runtime cuts out of it."""
+        tensor, meaning = op.writes[0], self.graph.input_of[op.node]
+        name, cut = tensor.name, not tensor.spec.is_replicated
+        self.layouts[name] = self._local(tensor)
+        if meaning.kind == "tangent":
+            start, end = self.op_at.get(self.backward, 0), self.wait_end
+            whole = given_whole(self.graph, tensor.meta, self.options)
+            self._new(name, tensor.bytes, start, start if whole and cut else end)
+            if whole and cut:  # autograd holds the caller's gradient, of which the program takes a part
+                self._new(f"{name}|given", tensor.meta.bytes, start, end)
+        elif meaning.kind == "input" and cut and self.options.batch == "global":
+            self._new(name, tensor.bytes, 0)
 
-def _changes(program: Program, graph: Graph) -> dict[int, list[tuple[str, int]]]:
-    """(kind, bytes) taken before and freed after each op; negative entries are freed."""
-    ends: dict[str, int] = {}
-    for name, root in program.root.items():
-        ends[root] = max(ends.get(root, -1), program.last_read.get(name, program.writer[name]))
-    roles = {program.root[name]: output.kind for output, name in program.results}
-    backward = (i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input")
-    first_backward = next(backward, len(program.ops))
-    changes: dict[int, list[tuple[str, int]]] = {}
-    for at, op in enumerate(program.ops):
-        for tensor in op.writes:
-            name = tensor.name
-            if program.root[name] != name or not tensor.bytes or tensor.host:
-                continue
-            if op.kind == "input":
-                # The caller's batch is counted whole and throughout; what a rank keeps of it is a slice op's.
-                continue
-            role = roles.get(name)
-            if role == "gradient":
-                kind, end = "gradients", len(program.ops)
-            elif role == "output":
-                kind, end = "outputs", len(program.ops)
+    @cached_property
+    def wait_end(self) -> int:
+        """The last moment of the backward."""
+        return max(len(self.moments) - 2, 0)
+
+    def _collective(self, at: int, op: Op) -> None:
+        source, tensor, step = op.reads[0], op.writes[0], op.step
+        assert step is not None
+        before = self.program.tensors[source].spec
+        p = packing(step, before, tensor.meta, self.mesh, self.layouts[source])
+        launch, wait = self.op_at[at], self.wait_at[tensor.name]
+        self.layouts[tensor.name] = self._local(tensor)
+        self.extra[launch] = p.launch
+        if p.keeps_source:
+            self._live_until(source, wait - 1)
+        self._new(f"{tensor.name}|sent", p.sent, launch, wait - 1)
+        if p.unpacked:
+            self._new(f"{tensor.name}|received", p.received, launch, wait)
+        self._new(tensor.name, p.unpacked or p.received, wait if p.unpacked else launch, wait)
+
+    def _compute(self, at: int, op: Op) -> None:
+        node, strategy = self.graph.by_name[op.node], op.strategy
+        assert strategy is not None
+        metas = [self.graph.meta(v) for v in node.inputs]
+        operands = [self.layouts[name] for name in op.reads]
+        shapes = [tuple(t.spec.local_shape(t.meta.shape, self.mesh)) for t in op.writes]
+        made, aliased = results(node, operands, shapes)
+        now = self.op_at[at]
+        self.extra[now] = transients(local_op(node, strategy, metas, self.mesh, self.options.device, operands))
+        for tensor, layout in zip(op.writes, made, strict=True):
+            self.layouts[tensor.name] = layout
+            if aliased:
+                if op.reads[0] in self.behind:
+                    self.behind[tensor.name] = self.behind[op.reads[0]]
+                    self._live_until(tensor.name, now)
             else:
-                end = ends[name]
-                kind = "activations" if at < first_backward <= end else "temporaries"
-            changes.setdefault(at, []).append((kind, tensor.bytes))
-            changes.setdefault(end, []).append((kind, -tensor.bytes))
-    return changes
+                self._new(tensor.name, tensor.bytes, now)
+
+    def _name_kinds(self) -> None:
+        start, end = self.op_at.get(self.backward, len(self.moments)), len(self.moments) - 1
+        for output, name in self.program.results:
+            held = self.memory.get(self.behind.get(name, ""))
+            if held is None:
+                continue
+            if output.kind == "mutation":
+                held.last = max(held.last, start - 1)
+            else:
+                held.kind, held.last = "outputs" if output.kind == "output" else "gradients", end
+        for held in self.memory.values():
+            held.kind = held.kind or ("activations" if held.first < start <= held.last else "temporaries")
+        for op in self.program.ops:
+            held = self.memory.get(op.writes[0].name) if op.kind == "input" else None
+            if held is not None:
+                held.kind = "inputs"
+
+    def _profile(self) -> MemoryProfile:
+        made: dict[int, list[_Memory]] = {}
+        freed: dict[int, list[_Memory]] = {}
+        for memory in self.memory.values():
+            made.setdefault(memory.first, []).append(memory)
+            freed.setdefault(max(memory.last, memory.first), []).append(memory)
+        held = dict.fromkeys(KINDS, 0) | self._steady()
+        timeline = [0] * (len(self.program.ops) + 1)
+        best: tuple[int, int, dict[str, int]] = (-1, 0, held)
+        for i, moment in enumerate(self.moments):
+            for memory in made.get(i, ()):
+                held[memory.kind] += memory.nbytes
+            now = held | {"temporaries": held["temporaries"] + self.extra.get(i, 0)}
+            if i == len(self.moments) - 1:
+                now["step"] = self._step()
+            total = sum(now.values())
+            timeline[moment.at] = max(timeline[moment.at], total)
+            if total > best[0]:
+                best = (total, moment.at, now)
+            for memory in freed.get(i, ()):
+                held[memory.kind] -= memory.nbytes
+        return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
+
+    def _steady(self) -> dict[str, int]:
+        """What is held throughout."""
+        sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+        for op, tensor in self._inputs():
+            meaning = self.graph.input_of[op.node]
+            if meaning.kind == "parameter":
+                held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options)
+                sums["parameters"] += held.parameter
+                sums["optimizer"] += held.optimizer
+            elif meaning.kind in ("buffer", "constant"):
+                sums["buffers"] += tensor.meta.bytes
+            elif meaning.kind != "tangent":
+                sums["inputs"] += tensor.bytes if self.options.batch == "local" else tensor.meta.bytes
+        return sums
+
+    def _step(self) -> int:
+        """What the optimizer's step needs beside parameters, gradients and state."""
+        trained = [t for op, t in self._inputs() if self.graph.input_of[op.node].trainable]
+        return step_bytes([(t.meta, t.spec) for t in trained], self.mesh, self.options)
+
+    def _inputs(self) -> Iterator[tuple[Op, LocalTensor]]:
+        return ((op, op.writes[0]) for op in self.program.ops if op.kind == "input")

@@ -27,6 +27,7 @@ class Options:
             searched plans never do; ``"baseline:NAME"``: that known way to train in parallel.
         backend: ``"eager"`` runs op by op; ``"inductor"`` fuses pointwise ops and reductions, which then cost what
             they move at the borders of their kernels.
+        device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
     """
 
     memory_budget_bytes: int | None = None
@@ -40,8 +41,10 @@ class Options:
     gap: float = 1e-4
     search: str = "joint"
     backend: str = "eager"
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
+        _check("device", self.device, "cpu", "cuda")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")
         _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "random", "baseline")

@@ -10,7 +10,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models import CollectiveCosts, ComputeCosts, optimizer_state_bytes, optimizer_step_bytes
+from autopar.cost_models import (
+    CollectiveCosts,
+    ComputeCosts,
+    optimizer_mode,
+    optimizer_scalar_bytes,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.fusion import Border, borders
@@ -265,5 +272,20 @@ def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: boo
     held = numel * meta.itemsize
     if not trainable:
         return StateBytes(held, 0, 0, 0)
-    state = optimizer_state_bytes(options.optimizer, numel, meta.dtype)
-    return StateBytes(held, state, held, optimizer_step_bytes(options.optimizer, numel, meta.dtype))
+    shape = tuple(spec.local_shape(meta.shape, mesh))
+    state = optimizer_state_bytes(options.optimizer, numel, meta.dtype, shape=shape)
+    state += optimizer_scalar_bytes(options.optimizer)
+    together = optimizer_mode(options.optimizer, options.device) == "foreach"
+    step = optimizer_step_bytes(options.optimizer, [numel], meta.dtype) if together else 0
+    return StateBytes(held, state, held, step)
+
+
+def step_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options) -> int:
+    """What the optimizer's step makes on the fullest rank, for all trained parameters in their order."""
+    by_dtype: dict[str, list[int]] = {}
+    for meta, spec in parameters:
+        by_dtype.setdefault(meta.dtype, []).append(math.prod(spec.local_shape(meta.shape, mesh)))
+    return sum(
+        optimizer_step_bytes(options.optimizer, numels, dtype, device=options.device)
+        for dtype, numels in by_dtype.items()
+    )

@@ -63,6 +63,7 @@ def plan_graph(
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
         ConstraintError: a constraint names nothing or contradicts another.
     """
+    options = replace(options, device=cluster.device.kind)
     say = progress or (lambda _: None)
     started = time.perf_counter()
     forced = resolve(graph, mesh, options.constraints, options.aliases)

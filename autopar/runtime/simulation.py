@@ -42,6 +42,7 @@ def simulate_program(
     meters = [MemoryMeter() for _ in ranks]
     feeds = [_feed(lowered.inputs, named, mesh, r.coordinate, seed) for r in ranks]
     whole = [named[m.kind, m.name] for m, _ in lowered.inputs if m.kind == "input"]
+    kept = [_kept(lowered.inputs, feed) for feed in feeds]
     for meter, feed in zip(meters, feeds, strict=True):
         # Every rank has the whole batch, beside what it keeps of it.
         meter.hold([*feed, *whole])
@@ -54,9 +55,14 @@ def simulate_program(
             meter.hold(own)
         back = [[*values[n:], *own] for values, own in zip(made, tangents, strict=True)]
         del tangents
-        results = [values[:n] for values in made]
+        # New values of buffers are written back after the forward: what the result tells of them is not held.
+        wrote = [output.kind == "mutation" for output, _ in lowered.results]
+        results = [
+            tuple(v.clone() if m else v for v, m in zip(values[:n], wrote, strict=True)) for values in made
+        ]
         del made
         gradients = run(lowered.backward, ranks, back, meters)
+    del kept
     found = _whole(lowered.results, results, graph, mesh)
     grads = {o.name: t for o, t in _whole(lowered.gradients, gradients, graph, mesh).items()}
     outputs = {o.name: t for o, t in found.items() if o.kind == "output"}
@@ -73,6 +79,11 @@ def _feed(
         return shard(named[meaning.kind, meaning.name].detach(), spec, mesh, at)
 
     return [of(meaning, spec) for meaning, spec in ends]
+
+
+def _kept(ends: Ends, feed: Sequence[Tensor]) -> list[Tensor]:
+    """What lives beyond the step. Parts that are cut out of the batch end with their last reader."""
+    return [t for (meaning, _), t in zip(ends, feed, strict=True) if meaning.kind != "input"]
 
 
 def _tangents(ends: Ends, graph: Graph, mesh: Mesh, rank: LocalRank) -> list[Tensor]:

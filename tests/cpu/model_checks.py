@@ -94,7 +94,8 @@ def cluster_where_sharding_pays() -> Cluster:
     """Slow devices with fast links: what no small model meets on real hardware, its cheapest plan being one replica."""
     base = Cluster.load("dgx-h100")
     device = dataclasses.replace(
-        base.device, launch_latency_s=1e-9, collective_launch_latency_s=1e-9, memory_bytes_per_s=1e9,
+        base.device, name="a CPU that plays a slow GPU", launch_latency_s=1e-9, collective_launch_latency_s=1e-9,
+        memory_bytes_per_s=1e9,
         peak_flops_per_s=(("float32", 1e9),), matmul_ramp_s=1e-9, memory_ramp_s=1e-9,
     )  # fmt: skip
     link = dataclasses.replace(base.intra_node, latency_s=1e-9)

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_models.memory import OPTIMIZERS, optimizer_state_bytes, optimizer_step_bytes
+from autopar.cost_models.memory import (
+    OPTIMIZERS,
+    optimizer_mode,
+    optimizer_scalar_bytes,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
 from autopar.errors import AutoparError
 
 
@@ -76,7 +82,7 @@ def test_an_unknown_optimizer_lists_the_known(optimizer):
         optimizer_state_bytes(optimizer, 10, "float32")
     assert all(name in caught.value.hint for name in OPTIMIZERS)
     with pytest.raises(AutoparError, match="not known"):
-        optimizer_step_bytes(optimizer, 10, "float32")
+        optimizer_step_bytes(optimizer, [10], "float32")
 
 
 @pytest.mark.parametrize("number", [-1, math.inf, math.nan])
@@ -87,15 +93,44 @@ def test_bytes_per_element_are_a_number_from_zero_on(number):
 
 @given(st.sampled_from(sorted(OPTIMIZERS)), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_state_and_step_grow_with_the_parameter(name, numel, more):
-    for count in (optimizer_state_bytes, optimizer_step_bytes):
-        assert 0 <= count(name, numel, "float32") <= count(name, numel + more, "float32")
-    assert optimizer_step_bytes(name, numel, "bfloat16") * 2 == optimizer_step_bytes(name, numel, "float32")
+    if numel >= 4096 or numel + more < 4096:  # below, eight-bit state is not narrow
+        less, all_ = (optimizer_state_bytes(name, n, "float32") for n in (numel, numel + more))
+        assert 0 <= less <= all_
+    for mode in ("", " foreach", " for-loop"):
+        step = optimizer_step_bytes(name + mode, [numel], "float32")
+        assert 0 <= step <= optimizer_step_bytes(name + mode, [numel, more], "float32")
+        assert abs(optimizer_step_bytes(name + mode, [numel], "bfloat16") * 2 - step) <= 2
 
 
 def test_the_step_of_an_optimizer_given_in_bytes_takes_one_tensor():
-    assert optimizer_step_bytes(8, 1000, "float32") == 4000
+    assert optimizer_step_bytes(8, [600, 400], "float32") == 4000
 
 
 def test_a_fused_step_needs_nothing():
-    assert optimizer_step_bytes(partial(AdamW, fused=True), 1000, "float32") == 0
-    assert optimizer_step_bytes(partial(AdamW, fused=None), 1000, "float32") == 4000
+    assert optimizer_step_bytes(partial(AdamW, fused=True), [1000], "float32") == 0
+    assert optimizer_step_bytes("adamw fused", [1000], "float32") == 0
+    assert optimizer_step_bytes(partial(AdamW, fused=None), [1000], "float32") == 4000
+
+
+def test_torch_steps_over_all_parameters_at_once_except_on_a_cpu():
+    assert optimizer_step_bytes("adamw", [600, 400], "float32") == 4000
+    assert optimizer_step_bytes("adamw", [600, 100], "float32", device="cpu") == (2 * 600) * 4
+    assert optimizer_step_bytes("adamw", [400, 600], "float32", device="cpu") == (2 * 600 + 400) * 4
+    assert optimizer_step_bytes("adamw foreach", [600, 400], "float32", device="cpu") == 4000
+    assert [optimizer_mode("sgd", d) for d in ("cpu", "cuda")] == ["forloop", "foreach"]
+    assert optimizer_mode(partial(AdamW, foreach=False)) == "forloop"
+
+
+@pytest.mark.parametrize("text", ["SGD momentum", "sgd_momentum foreach", "momentum", "SGD with momentum for-loop"])
+def test_options_may_follow_the_name(text):
+    assert optimizer_state_bytes(text, 10, "float32") == 40
+    assert optimizer_state_bytes("adam amsgrad fused", 10, "float32") == 120
+    assert optimizer_step_bytes("adam weight decay", [10], "float32", device="cpu") == 120
+
+
+def test_eight_bit_optimizers_keep_small_parameters_in_float32():
+    assert optimizer_state_bytes("adam8bit", 4095, "float32") == 4095 * 8
+
+
+def test_scalars_of_state_are_counted_for_each_parameter():
+    assert [optimizer_scalar_bytes(o) for o in ("adamw", "nadam", "sgd", 8)] == [4, 8, 0, 0]

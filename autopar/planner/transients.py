@@ -1,0 +1,311 @@
+"""Bytes that an op holds while it runs, beside its operands and results: what its implementation makes and drops.
+
+An op of ATen is one kernel as the dispatcher sees it, and makes nothing but its results. The ops of autopar are made of
+several, and what each holds at its worst moment is written down here, beside a test that measures it. ``n`` elements of
+integers or flags, which such an op makes by the dozen, are bounded, not followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ir import Node, TensorMeta
+from autopar.mesh import Mesh
+from autopar.planner.layouts import Layout, contiguous, permuted, reshaped
+from autopar.sharding import Strategy
+
+SCALARS = 64
+"""Bytes of the 0-dim tensors that Python numbers become on the way."""
+
+BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 16), "cuda": (1 << 27, 1 << 26, 1 << 26)}
+"""Elements that attention, cross-entropy and random numbers work on at a time, by the kind of device; as in
+``autopar.ops``."""
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """One op on one rank: its operands and results, as (layout, bytes of an element), and where it runs.
+
+    Args:
+        metas: of the whole operands.
+        cut: whether an operand or a result is.
+    """
+
+    node: Node
+    metas: tuple[TensorMeta, ...]
+    operands: tuple[tuple[Layout, int], ...]
+    results: tuple[tuple[Layout, int], ...]
+    cut: bool
+    device: str
+
+    def nbytes(self, x: tuple[Layout, int]) -> int:
+        return x[0].numel * x[1]
+
+    @property
+    def written(self) -> int:
+        return sum(map(self.nbytes, self.results))
+
+
+def wide(itemsize: int) -> int:
+    """Bytes of an element in the accumulation dtype."""
+    return max(itemsize, 4)
+
+
+def transients(op: LocalOp) -> int:
+    """Bytes beside operands and results; 0 where nothing is known of the op."""
+    formula = FORMULAS.get(op.node.packet)
+    return formula(op) if formula is not None and op.operands else 0
+
+
+def transient_bytes(
+    node: Node, options: Sequence[Strategy], metas: Sequence[TensorMeta], mesh: Mesh, device: str = "cuda"
+) -> npt.NDArray[np.float64]:
+    """Of each option of an op, on the fullest rank, its operands taken to be contiguous.
+
+    Args:
+        metas: of its operands.
+        device: the kind of device that it runs on, ``"cpu"`` or ``"cuda"``.
+    """
+    if node.packet not in FORMULAS:
+        return np.zeros(len(options))
+    return np.array([float(transients(local_op(node, o, metas, mesh, device))) for o in options])
+
+
+def local_op(
+    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str,
+    layouts: Sequence[Layout] | None = None,
+) -> LocalOp:  # fmt: skip
+    """``node`` on the fullest rank. ``layouts``: of its operands, contiguous where not given."""
+    shapes = [s.local_shape(m.shape, mesh) for m, s in zip(metas, option.inputs, strict=True)]
+    given = layouts if layouts is not None else [contiguous(tuple(s)) for s in shapes]
+    made = [(m, s) for m, s in zip(node.outputs, option.outputs, strict=True) if m is not None and s is not None]
+    return LocalOp(
+        node, tuple(metas), tuple((x, m.itemsize) for x, m in zip(given, metas, strict=True)),
+        tuple((contiguous(tuple(s.local_shape(m.shape, mesh))), m.itemsize) for m, s in made),
+        any(any(axes for axes in s.dims) for s in (*option.inputs, *(s for _, s in made))), device,
+    )  # fmt: skip
+
+
+def _contract(op: LocalOp) -> int:
+    """Copies of operands whose dims cannot be merged by a view; the product before its dims are reordered."""
+    equation = next(a for a in (*op.node.args, *(a for _, a in op.node.kwargs)) if isinstance(a, str))
+    left, out = equation.replace(" ", "").split("->")
+    x, w = left.split(",")
+    batch = [c for c in out if c in x and c in w]
+    rows, columns = [c for c in out if c not in w], [c for c in out if c not in x]
+    summed = [c for c in x if c not in out]
+    operands = {"x": (op.operands[0], x), "w": (op.operands[1], w)}
+    if out == "".join(batch + columns + rows):
+        operands, rows, columns = {"x": operands["w"], "w": operands["x"]}, columns, rows
+    groups = {"x": [batch, rows, summed], "w": [batch, summed, columns]}
+    if not batch:
+        groups = {k: g[1:] for k, g in groups.items()}
+    if not summed:
+        groups = {"x": [batch, rows], "w": [batch, columns]}
+    copies = sum(_merged(*operands[k], groups[k]) for k in "xw")
+    order = "".join(batch + rows + columns)
+    if order == out:
+        return copies
+    sizes = dict(zip(out, op.results[0][0].shape, strict=True))
+    product = contiguous(tuple(sizes[c] for c in order))
+    if permuted(product, [order.index(c) for c in out]).is_contiguous:
+        return copies
+    return max(copies, op.written)
+
+
+def _merged(x: tuple[Layout, int], letters: str, groups: Sequence[Sequence[str]]) -> int:
+    """Bytes of the copy that brings the dims of each group together; 0 where a view does."""
+    order = [letters.index(c) for group in groups for c in group]
+    y = permuted(x[0], order)
+    if all(len(g) == 1 for g in groups):
+        return 0
+    ends = np.cumsum([0, *map(len, groups)]).tolist()
+    shape = tuple(math.prod(y.shape[a:b]) for a, b in zip(ends, ends[1:], strict=False))
+    return 0 if reshaped(y, shape) is not None else x[0].numel * x[1]
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Sizes of an attention: batch, heads, queries, keys, head dims; ``rows`` of queries at a time."""
+
+    b: int
+    h: int
+    s: int
+    t: int
+    d: int
+    e: int
+    rows: int
+    wide: int
+    dropout: bool
+
+    @staticmethod
+    def of(op: LocalOp, q: int) -> _Scores:
+        (b, h, s, d), (t, e) = op.operands[q][0].shape, (op.operands[q + 1][0].shape[2], op.operands[q + 2][0].shape[3])
+        rows = min(s, max(1, BLOCKS[op.device][0] // max(1, b * h * t)))
+        return _Scores(b, h, s, t, d, e, rows, wide(op.operands[q][1]), bool(op.node.kwarg("dropout_p")))
+
+    @property
+    def block(self) -> int:
+        return self.b * self.h * self.rows * self.t
+
+    def vectors(self, width: int) -> int:
+        return self.b * self.h * self.rows * width
+
+
+def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
+    """Bytes of the results as torch's kernel for CPUs makes them, which are then copied, and of the additive mask; None
+    where that kernel is not taken."""
+    x, v = op.operands[q], op.operands[q + 2]
+    if op.device != "cpu" or op.node.kwarg("dropout_p") or x[0].shape[-1] != v[0].shape[-1]:
+        return None
+    mask = 0
+    if masked:
+        m = op.operands[q + 3] if q == 0 else op.operands[4]
+        mask = m[0].numel * (2 * wide(x[1]) + 1)
+    if op.node.kwarg("is_causal") and op.cut:
+        s, t = x[0].shape[2], op.operands[q + 1][0].shape[2]
+        mask += s * t * (2 * wide(x[1]) + 2) if not _same_offset(op.node) else 0
+    _, h, s, _ = x[0].shape
+    return mask + (0 if h == 1 or s == 1 else op.written)
+
+
+def _same_offset(node: Node) -> bool:
+    offset = node.kwarg("offset")
+    return isinstance(offset, tuple) and offset[2] == offset[3]
+
+
+def _has_mask(op: LocalOp, position: int) -> bool:
+    from autopar.ir import Value
+
+    return position < len(op.node.args) and isinstance(op.node.args[position], Value)
+
+
+def _attention(op: LocalOp) -> int:
+    flash = _flash(op, 0, _has_mask(op, 3))
+    if flash is not None:
+        return flash
+    a = _Scores.of(op, 0)
+    converted = sum(x.numel * 4 for x, size in op.operands[:3] if size < 4)
+    weights = a.block * (a.wide + (a.wide + 9 if a.dropout else 1))
+    return converted + weights + (a.vectors(a.d) + 2 * a.vectors(a.e) + 5 * a.vectors(1)) * a.wide + SCALARS
+
+
+def _attention_backward(op: LocalOp) -> int:
+    flash = _flash(op, 1, _has_mask(op, 4))
+    if flash is not None:
+        return flash
+    a = _Scores.of(op, 1)
+    halves = op.operands[1][1] < 4
+    converted = sum(op.operands[i][0].numel * 4 for i in (0, 1, 2, 3)) + a.b * a.h * a.s * a.e * 4 if halves else 0
+    gradients = sum(x.numel * 4 for x, _ in op.results) if halves else 0
+    weights = a.block * (2 * a.wide + (2 * a.wide + 9 if a.dropout else 1))
+    products = max(op.operands[2][0].numel, op.operands[3][0].numel) * a.wide
+    return converted + gradients + weights + products + (2 * a.vectors(a.d) + 2 * a.vectors(a.e)) * a.wide + SCALARS
+
+
+def _rows_of(x: Layout) -> int:
+    return x.numel // max(1, x.shape[-1] if x.shape else 1)
+
+
+def _class_block(op: LocalOp, x: tuple[Layout, int]) -> int:
+    """Elements of the logits that are worked on at a time."""
+    v = max(1, x[0].shape[-1])
+    return min(_rows_of(x[0]), max(1, BLOCKS[op.device][1] // v)) * v
+
+
+def _sumexp(op: LocalOp) -> int:
+    x = op.operands[0]
+    copy = 0 if x[0].is_contiguous else op.nbytes(x)
+    narrow = op.operands[1][0].numel * 4 if op.operands[1][1] < 4 else 0
+    return copy + narrow + _class_block(op, x) * wide(x[1])
+
+
+def _nll(op: LocalOp) -> int:
+    n = _rows_of(op.operands[0][0])
+    return n * (9 + op.operands[0][1] + 2 * wide(op.operands[1][1])) + SCALARS
+
+
+def _nll_backward(op: LocalOp) -> int:
+    x = op.operands[1]
+    part = _class_block(op, x) * 4 if x[1] < 4 else 0
+    copy = 0 if x[0].is_contiguous else op.nbytes(x)
+    return part + copy + _rows_of(x[0]) * (18 + 2 * wide(op.operands[0][1])) + SCALARS
+
+
+def _has_part(table: Layout, whole: TensorMeta | None) -> bool:
+    """Whether the vocabulary is cut."""
+    return whole is not None and table.shape[0] != whole.shape[0]
+
+
+def _lookup(op: LocalOp) -> int:
+    """Where the vocabulary is cut, indices and which of them are here."""
+    n = op.operands[1][0].numel
+    return 26 * n + SCALARS if _has_part(op.operands[0][0], op.metas[0]) else max(0, 3 * n - op.written)
+
+
+def _lookup_backward(op: LocalOp) -> int:
+    grad, n = op.operands[0], op.operands[1][0].numel
+    masked = op.nbytes(grad) + 18 * n if _has_part(op.results[0][0], op.node.outputs[0]) else 0
+    if grad[1] >= 4:
+        return masked + SCALARS
+    made = op.results[0][0].numel * 4
+    return max(masked + grad[0].numel * 4 + made - op.written, masked + made) + SCALARS
+
+
+def _channels(op: LocalOp) -> int:
+    return op.operands[0][0].shape[1] * wide(op.operands[0][1])
+
+
+def _squared_deviation(op: LocalOp) -> int:
+    x = op.operands[0]
+    return x[0].numel * wide(x[1])
+
+
+def _batch_norm(op: LocalOp) -> int:
+    x = op.operands[0]
+    halves = 2 * x[0].numel * 4 if x[1] < 4 else 0
+    return halves + (0 if x[0].is_contiguous else op.written) + 5 * _channels(op)
+
+
+def _batch_norm_backward_reduce(op: LocalOp) -> int:
+    x = op.operands[1]
+    if op.device == "cpu" and x[1] >= 4:
+        return _channels(op)
+    return x[0].numel * wide(x[1]) + 2 * _channels(op)
+
+
+def _batch_norm_backward_input(op: LocalOp) -> int:
+    x = op.operands[1]
+    halves = 2 * x[0].numel * 4 if x[1] < 4 else 0
+    return halves + (0 if x[0].is_contiguous else op.written) + 6 * _channels(op)
+
+
+def _random(op: LocalOp) -> int:
+    """Words of random bits, what they are mixed with, and the flags that they become."""
+    n = op.results[0][0].numel
+    block = min(n, BLOCKS[op.device][2])
+    copy = 0 if op.node.packet != "autopar.dropout" or op.operands[0][0].is_contiguous else op.written
+    return copy + block * 30 + SCALARS
+
+
+FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
+    "autopar.contract": _contract,
+    "autopar.attention": _attention,
+    "autopar.attention_backward": _attention_backward,
+    "autopar.sumexp": _sumexp,
+    "autopar.nll": _nll,
+    "autopar.nll_backward": _nll_backward,
+    "autopar.lookup": _lookup,
+    "autopar.lookup_backward": _lookup_backward,
+    "autopar.squared_deviation": _squared_deviation,
+    "autopar.batch_norm": _batch_norm,
+    "autopar.batch_norm_backward_reduce": _batch_norm_backward_reduce,
+    "autopar.batch_norm_backward_input": _batch_norm_backward_input,
+    "autopar.dropout": _random,
+    "autopar.uniform": _random,
+}
