@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "dtensor_like",
+    "function_transforms",
     "group_name",
     "joint_graph",
     "permute",
@@ -65,6 +68,13 @@ class JointOutput:
 
     kind: Literal["output", "gradient", "mutation"]
     target: str | int
+
+
+def function_transforms() -> tuple[tuple[Any, str], ...]:
+    """What every derivative of torch.func passes through, as module and name; there is no public hook."""
+    from torch._functorch import eager_transforms
+
+    return (eager_transforms, "grad_increment_nesting"), (eager_transforms, "jvp_increment_nesting")
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -191,6 +201,13 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 def _tensor(x: Any) -> torch.Tensor:
     assert isinstance(x, torch.Tensor)
     return x
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """``like`` with another shard, which may lie on the host: ``DTensor.from_local`` moves it to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -23,6 +23,7 @@ from autopar.planner.predictions import make_plan
 from autopar.plans import Plan
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
+from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.loading import accept_whole_tensors
 from autopar.runtime.materialize import install, prepare
@@ -293,6 +294,8 @@ def _parallelize(
     )
     install(replacements)
     accept_whole_tensors(model)
+    for name in made.offloaded_optimizer:
+        keep_state_on_host(model.get_parameter(name), state.rank)
     model.__class__ = parallel_class(original)
     model._autopar = state  # type: ignore[assignment]
     return model

@@ -59,12 +59,16 @@ class Transfer(Generic[Held]):
         self.wait()
 
 
-def offload(rank: Rank, x: Tensor) -> Transfer[HostTensor]:
-    """Start to copy ``x`` to pinned memory of the host, with its strides where it is dense."""
+def offload(rank: Rank, x: Tensor, into: HostTensor | None = None) -> Transfer[HostTensor]:
+    """Start to copy ``x`` to pinned memory of the host, with its strides where it is dense.
+
+    Args:
+        into: what of the host's memory to write again, of the shape and dtype of ``x``.
+    """
     with _host_memory():
         if x.device.type != "cuda":
-            return Transfer(x, HostTensor(x.clone()))
-        host = torch.empty_like(x, device="cpu", pin_memory=True)
+            return Transfer(x, HostTensor(into.tensor.copy_(x) if into else x.clone()))
+        host = into.tensor if into else torch.empty_like(x, device="cpu", pin_memory=True)
         return Transfer(x, HostTensor(host), _copied_beside(x, host, x.device))
 
 
