@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
 from autopar.tracer import functions
 from autopar.tracer.blame import capture_error, user_line
+from autopar.tracer.checks import taken_as_passed
+from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
 from autopar.tracer.randomness import refuse_python_random
@@ -152,10 +154,13 @@ class Exported:
     """A forward graph of ATen ops, the structure of what the model returned, and which outputs have gradients.
 
     Args:
+        program: None where the forward takes derivatives, which no exported graph holds.
+        values: of the outputs, on fake tensors.
         notices: what the program will do otherwise than the model, one sentence each.
     """
 
-    program: torch.export.ExportedProgram
+    program: torch.export.ExportedProgram | None
+    values: Sequence[Any]
     returned: Structure
     differentiable: tuple[bool, ...]
     notices: tuple[str, ...] = ()
@@ -173,16 +178,47 @@ def export(model: nn.Module, call: Call) -> Exported:
     try:
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(),
-            refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(),
+            refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
+            taken_as_passed() as checks,
         ):  # fmt: skip
             program = torch.export.export(flat, call.tensors, strict=False)
+    except DerivativeError:
+        raise
     except CaptureError as error:
         raise _located(error) from error.__cause__
     except Exception as error:
         raise capture_error(model, error) from error
     returned = flat.returned.structure
     assert returned is not None
-    return Exported(program, returned, flat.returned.differentiable, tuple(_notices(flat.returned, cached)))
+    notices = tuple(_notices(flat.returned, cached, checks))
+    return Exported(program, _output_values(program), returned, flat.returned.differentiable, notices)
+
+
+def run_once(model: nn.Module, call: Call) -> Exported:
+    """What ``model``, on fake tensors, returns.
+
+    Raises:
+        CaptureError: it does not run on them.
+    """
+    cached = without_caches(model)
+    flat = FlatModel(model, call.structure)
+    try:
+        with refuse_python_random(lambda: flat(*call.tensors)), taken_as_passed() as checks:
+            values = flat(*call.tensors)
+    except CaptureError as error:
+        raise _located(error) from error.__cause__
+    except Exception as error:
+        raise capture_error(model, error) from error
+    assert flat.returned.structure is not None
+    notices = _notices(flat.returned, cached, checks)
+    return Exported(None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices))
+
+
+def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
+    output = next(n for n in program.graph.nodes if n.op == "output")
+    specs = program.graph_signature.output_specs
+    user = [a for a, s in zip(output.args[0], specs, strict=True) if s.kind.name == "USER_OUTPUT"]
+    return [a.meta["val"] if isinstance(a, fx.Node) else a for a in user]
 
 
 def _located(error: CaptureError) -> AutoparError:
@@ -191,8 +227,10 @@ def _located(error: CaptureError) -> AutoparError:
     return CaptureError(f"{error.what[:-1]}: {where}." if where else error.what, found=error.found, hint=error.hint)
 
 
-def _notices(returned: _Returned, cached: bool) -> list[str]:
+def _notices(returned: _Returned, cached: bool, checks: Sequence[str]) -> list[str]:
     notices = [f"{name} is set in forward, and keeps its old value outside of it" for name in returned.assigned]
+    if checks:
+        notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")
     if cached:
         notices.append("caches for generation (past_key_values) are None in training")
     return notices

@@ -71,7 +71,7 @@ class Rewritten(nn.Module):
         remaining = iter(users)
         lifted = [getattr(self, name) if name is not None else next(remaining) for name in self._lifted]
         outputs = Normalizing(self._program, seed).run(*lifted)
-        return _separate(outputs, (*lifted, seed), self._only)
+        return separate(outputs, (*lifted, seed), self._only)
 
 
 def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
@@ -81,7 +81,8 @@ def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
     return tensor
 
 
-def _separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], only: int | None) -> tuple[Any, ...]:
+def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], only: int | None) -> tuple[Any, ...]:
+    """The outputs, none of which aliases another or an input; with ``only``, every other one is detached."""
     taken = {storage_key(t) for t in inputs}
     result: list[Any] = []
     for i, out in enumerate(outputs):

@@ -295,6 +295,29 @@ def embedding(
     return like(indices, ops.lookup(weight, base_of(indices), offset=0, padding_idx=padding_idx))
 
 
+@replaces(aten.embedding_bag.padding_idx)
+def embedding_bag(
+    tracer: Any, weight: torch.Tensor, indices: Operand, offsets: torch.Tensor, scale_grad_by_freq: bool = False,
+    mode: int = 0, sparse: bool = False, per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Any:  # fmt: skip
+    """Rows that are looked up and added bag by bag. Averages are divided by the bag's length, maxima left to torch."""
+    if mode == 2 or scale_grad_by_freq or sparse:
+        return NotImplemented
+    flat, starts = materialize((indices, offsets))
+    n, bags = flat.shape[0], offsets.shape[0] - include_last_offset
+    bag = torch.searchsorted(starts[:bags], torch.arange(n, dtype=starts.dtype), right=True) - 1
+    counted = torch.ones_like(flat) if padding_idx is None else torch.ne(flat, padding_idx).long()
+    rows = ops.lookup(weight, flat, offset=0, padding_idx=-1) * counted.to(weight.dtype).unsqueeze(1)
+    if per_sample_weights is not None:
+        rows = rows * materialize(per_sample_weights).unsqueeze(1)
+    total = rows.new_zeros([bags, weight.shape[1]]).index_add(0, bag, rows)
+    if mode == 1:
+        length = torch.zeros_like(starts[:bags]).index_add(0, bag, counted.to(starts.dtype))
+        total = total / length.clamp(min=1).unsqueeze(1)
+    return total, bag, bag, bag
+
+
 @replaces(aten.cross_entropy_loss.default)
 def cross_entropy_loss(
     tracer: Any, x: Operand, target: Operand, weight: torch.Tensor | None = None,
@@ -335,8 +358,7 @@ def batch_norm(
     running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
     training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Any:  # fmt: skip
-    if isinstance(x, Flat):
-        x = x.materialize()
+    x, weight, bias = materialize((x, weight, bias))
     if not training:
         return _affine(x, weight, bias, running_mean, running_var, eps)
     dims = [d for d in range(x.ndim) if d != 1]
@@ -351,6 +373,19 @@ def batch_norm(
         unbiased = variance * (count / max(count - 1, 1))
         running_var.copy_(running_var * (1 - momentum) + (unbiased * momentum).to(running_var.dtype))
     return ops.batch_norm(x, weight, bias, mean, (variance + eps).rsqrt(), count=count)
+
+
+@replaces(aten.instance_norm.default)
+def instance_norm(
+    tracer: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
+    use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> Any:  # fmt: skip
+    """Each channel of a sample by itself: a group norm whose groups are the channels."""
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        return NotImplemented
+    x, weight, bias = materialize((x, weight, bias))
+    return torch.group_norm(x, x.shape[1], weight, bias, eps)
 
 
 def _affine(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:

@@ -18,8 +18,9 @@ from autopar.tracer import functions
 from autopar.tracer.blame import capture_error
 from autopar.tracer.cleanup import clean
 from autopar.tracer.convert import to_ir, value_of
+from autopar.tracer.derivatives import DerivativeError, joint_directly
 from autopar.tracer.device_neutral import device_neutral_ops
-from autopar.tracer.export import Call, Exported, bind, export
+from autopar.tracer.export import Call, Exported, FlatModel, bind, export, run_once
 from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.joint import Joint, joint_of, loss_of
 
@@ -93,14 +94,16 @@ class ColoTracer:
         fakes = tuple(fake_like(t, mode) for t in call.tensors)
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
-        exported = export(copied, Call(call.structure, fakes))
-        program, returned = exported.program, exported.returned
-        values = _output_values(program)
+        exported = self._forward(copied, Call(call.structure, fakes), mode)
+        returned, values = exported.returned, exported.values
         loss = None if self._every_tangent else loss_of(returned.paths, values, exported.differentiable)
         differentiable = _differentiable(exported, loss)
         try:
             with device_neutral_ops():
-                joint = joint_of(program, copied, fakes, seed, loss, differentiable)
+                if exported.program is None:
+                    joint = joint_directly(FlatModel(copied, call.structure), fakes, seed, loss, differentiable)
+                else:
+                    joint = joint_of(exported.program, copied, fakes, seed, loss, differentiable)
         except AutoparError:
             raise
         except Exception as error:
@@ -117,6 +120,15 @@ class ColoTracer:
             frozenset(p for p, d in zip(returned.paths, exported.differentiable, strict=True) if d),
         )  # fmt: skip
 
+    @staticmethod
+    def _forward(model: nn.Module, call: Call, mode: FakeTensorMode) -> Exported:
+        """The exported forward, or, of a model that takes derivatives in it, what it returns alone."""
+        try:
+            return export(model, call)
+        except DerivativeError:
+            with mode:
+                return run_once(model, call)
+
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``meta_inputs`` as arguments: a tensor, a tuple (positional) or a mapping (by keyword)."""
@@ -125,13 +137,6 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     return (inputs,), {}
-
-
-def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
-    output = next(n for n in program.graph.nodes if n.op == "output")
-    specs = program.graph_signature.output_specs
-    user = [a for a, s in zip(output.args[0], specs, strict=True) if s.kind.name == "USER_OUTPUT"]
-    return [a.meta["val"] if isinstance(a, fx.Node) else a for a in user]
 
 
 def _differentiable(exported: Exported, loss: int | None) -> tuple[int, ...]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.cpu.rule_samples_network import contraction, convolution, indexing, losses, normalization, resampling
+from tests.cpu.rule_samples_network import (
+    contraction,
+    convolution,
+    indexing,
+    linear_algebra,
+    losses,
+    normalization,
+    resampling,
+)
 from tests.cpu.rule_samples_own import attention, batch_norm, contractions, positional
 from tests.cpu.rule_samples_pointwise import pointwise
 from tests.cpu.rule_samples_shape import creation, reductions, views
@@ -13,5 +21,5 @@ from tests.cpu.rule_simulation import Sample
 KINDS: dict[str, Callable[[], Iterator[Sample]]] = {
     f.__name__: f
     for f in (contraction, pointwise, views, reductions, creation, normalization, convolution, resampling, indexing,
-              losses, contractions, attention, positional, batch_norm)
+              linear_algebra, losses, contractions, attention, positional, batch_norm)
 }  # fmt: skip

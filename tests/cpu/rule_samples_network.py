@@ -71,6 +71,7 @@ def batch_norms() -> Iterator[Sample]:
         rest = (c[0], c[2], c[3], *saved, training, 1e-5, [True, True, True])
         yield sample(aten.native_batch_norm_backward.default, x(4, 6, 2, 5), image, *rest)
     yield sample(aten._native_batch_norm_legit_no_training.default, image, *c, 0.1, 1e-5)
+    yield sample(aten._native_batch_norm_legit.no_stats, image, *c[:2], True, 0.1, 1e-5)
 
 
 def grouped() -> Iterator[Sample]:
@@ -84,6 +85,32 @@ def grouped() -> Iterator[Sample]:
     yield sample(aten._grouped_mm.default, x(2, 4, 8).float(), x(2, 8, 16).float())
     yield sample("transformers.grouped_mm_fallback.default", rows, experts, ends)
     yield sample("transformers.grouped_mm_fallback_backward.default", rows, experts, ends, grad)
+
+
+def linear_algebra() -> Iterator[Sample]:
+    square = x(4, 3, 3) + 20 * torch.eye(3, dtype=torch.float64)
+    positive_definite = square @ square.mT
+    for op in (aten.linalg_inv_ex, aten.linalg_lu_factor_ex, aten._linalg_det, aten._linalg_slogdet, aten.linalg_lu):
+        yield sample(op.default, square)
+    for op in (aten.linalg_cholesky_ex, aten._linalg_eigh):
+        yield sample(op.default, positive_definite)
+    yield sample(aten.linalg_matrix_exp.default, x(4, 3, 3) / 8)
+    yield sample(aten.linalg_qr.default, x(4, 5, 3))
+    yield sample(aten._linalg_svd.default, positive_definite)
+    yield sample(aten._linalg_solve_ex.default, square, x(4, 3, 5))
+    yield sample(aten._linalg_solve_ex.default, square, x(4, 5, 3), left=False)
+    yield sample(aten._linalg_solve_ex.default, square, x(4, 3))
+    yield sample(aten.linalg_solve_triangular.default, square.tril(), x(4, 3, 5), upper=False)
+    yield sample(aten.linalg_solve_triangular.default, square.tril(), x(4, 5, 3), upper=False, left=False)
+    factors, pivots = aten.linalg_lu_factor_ex.default(square)[:2]
+    yield sample(aten.linalg_lu_solve.default, factors, pivots, x(4, 3, 5))
+    yield sample(aten.trace.default, x(5, 5))
+    for dim, shape in ((0, (4, 1, 1)), (2, (1, 1, 6))):
+        forward = sample(aten._weight_norm_interface.default, x(4, 5, 6) + 9, positive(*shape), dim)
+        yield forward
+        v, g = forward.operands
+        norms = forward.results[1]
+        yield sample(aten._weight_norm_interface_backward.default, x(4, 5, 6), v, g, norms, dim)
 
 
 def convolution() -> Iterator[Sample]:
@@ -125,6 +152,8 @@ def resampling() -> Iterator[Sample]:
         pool = sample(overload(f"adaptive_max_pool{n}d"), image, [2] * n)
         yield pool
         yield sample(overload(f"adaptive_max_pool{n}d_backward"), small, image, pool.results[1])
+    pool = aten.max_pool2d_with_indices.default(distinct(4, 3, 4, 4), [2, 2])
+    yield sample(aten.max_unpool2d.default, *pool, [4, 4])
     yield from resizes()
     for n in (2, 3):
         image, grid = x(2, 4, *[3] * n), torch.rand(2, *[2] * n, n, dtype=torch.float64)
@@ -167,6 +196,10 @@ def indexing() -> Iterator[Sample]:
     yield sample(aten.index_copy.default, x(4, 7), 1, torch.randperm(7)[:5], x(4, 5))
     yield sample(aten.index_fill.int_Scalar, x(4, 7), 1, index(7, 5), 2)
     yield from advanced_indexing()
+    yield sample(aten.index_reduce.default, x(4, 7), 1, index(7, 5), x(4, 5), "amax")
+    yield sample(aten.take.default, x(4, 7), index(28, 5, 4))
+    yield sample(aten.isin.Tensor_Tensor, x(4, 5), x(2, 3))
+    yield sample(aten.masked_scatter_backward.default, x(4, 5), mask(4, 5), [20])
     yield sample(aten.nonzero.default, mask(4, 5))
     yield sample(aten.masked_scatter.default, x(4, 5), mask(4, 5), x(20))
     boundaries = torch.arange(-3.0, 3.0, dtype=torch.float64)

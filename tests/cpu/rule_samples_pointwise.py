@@ -105,5 +105,6 @@ def pointwise_with_arguments() -> Iterator[Sample]:
     yield sample(aten.logit_backward.default, a, unit(4, 5))
     yield sample(aten.native_dropout_backward.default, a, mask(4, 5), 2.0)
     yield sample(aten._prelu_kernel_backward.default, a, b, x(5))
+    yield sample(aten.log_sigmoid_forward.default, b)
     buffer = aten.log_sigmoid_forward.default(b)[1]
     yield sample(aten.log_sigmoid_backward.default, a, b, buffer)

@@ -37,6 +37,10 @@ def views() -> Iterator[Sample]:
     yield sample(aten.slice.Tensor, x(4, 5))
     yield sample(aten.split.Tensor, x(4, 6), 4, 1)
     yield sample(aten.split_with_sizes.default, x(4, 6), [1, 2, 3], -1)
+    yield sample(aten.unsafe_split.Tensor, x(4, 6), 3, 1)
+    yield sample(aten.unsafe_split_with_sizes.default, x(4, 6), [1, 2, 3], -1)
+    yield sample(aten.diag_embed.default, x(4, 2, 3))
+    yield sample(aten.diag_embed.default, x(4, 3), 1, 0, 2)
     yield sample(aten.select.int, x(4, 3, 5), 1, -1)
     yield sample(aten.unbind.int, x(3, 5), 0)
     yield sample(aten.diagonal.default, x(4, 5, 6), 0, 0, -1)
@@ -93,7 +97,7 @@ def reductions() -> Iterator[Sample]:
     yield sample(aten.sum.dim_IntList, a, [])
     yield sample(aten.nansum.default, a, [1])
     yield sample(aten.count_nonzero.dim_IntList, a, [1])
-    for op in (aten.max, aten.min, aten.median):
+    for op in (aten.max, aten.min, aten.median, aten.nanmedian):
         yield sample(op.dim, d, 1)
         yield sample(op.dim, d, 0, True)
     yield sample(aten.max.other, a, x(5, 1))
@@ -101,6 +105,9 @@ def reductions() -> Iterator[Sample]:
     for op in (aten.argmax.default, aten.argmin.default):
         yield sample(op, d)
         yield sample(op, d, 1, True)
+    for op, k in ((aten.kthvalue.default, [2]), (aten.mode.default, [])):
+        yield sample(op, d, *k)
+        yield sample(op, d, *k, 0, True)
     m = mask(4, 5)
     for op in (aten.any, aten.all):
         yield from (sample(op.default, m), sample(op.dim, m, 1), sample(op.dims, m, [0], True))
@@ -139,6 +146,7 @@ def along() -> Iterator[Sample]:
 
 def creation() -> Iterator[Sample]:
     yield sample(aten.full.default, [4, 5], 3.0)
+    yield sample(aten._efficientzerotensor.default, [4, 5], values=False)
     yield sample(aten.zeros.default, [4, 5])
     yield sample(aten.ones.default, [4, 5])
     yield sample(aten.empty.memory_format, [4, 5], values=False)
@@ -153,6 +161,7 @@ def creation() -> Iterator[Sample]:
     for op, args in ((aten.new_zeros, ()), (aten.new_ones, ()), (aten.new_full, (3,))):
         yield sample(op.default, x(4, 5), [5, 2], *args)
     yield sample(aten.new_empty.default, x(4, 5), [4, 5, 1], values=False)
+    yield sample(aten.new_empty_strided.default, x(4, 5), [4, 5], [5, 1], values=False)
     a = unit(4, 5)
     yield from (sample(op.default, a, values=False) for op in (aten.bernoulli, aten.rand_like, aten.randn_like))
     yield sample(aten.randint_like.default, a, 5, values=False)

@@ -6,10 +6,13 @@ Random numbers are the exception: a generator gives each rank another stream, so
 from __future__ import annotations
 
 from autopar.ir import Node
-from autopar.strategies.registry import Metas, aten, rule
+from autopar.mesh import Mesh
+from autopar.sharding.strategy import Strategy
+from autopar.strategies.localize import local_shape
+from autopar.strategies.registry import LocalCall, Metas, aten, lowering, rule
 from autopar.strategies.rules.terms import names, replicated, term
 
-for _op in (aten.full, aten.zeros, aten.ones, aten.empty.memory_format):
+for _op in (aten.full, aten.zeros, aten.ones, aten.empty.memory_format, aten._efficientzerotensor):
     rule(_op, "-> ...", shape_args={0: 0, "size": 0})
 
 rule("placeholder", "-> ...")
@@ -35,6 +38,18 @@ def _of_shape(node: Node, metas: Metas) -> str:
 
 for _op in (aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty):
     rule(_op, _of_shape, shape_args={1: 0, "size": 0})
+
+rule(aten.new_empty_strided, _of_shape)
+
+
+@lowering(aten.new_empty_strided)
+def _lower_new_empty_strided(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    """Strides speak of the whole tensor; a shard has its own."""
+    result, spec = node.outputs[0], strategy.outputs[0]
+    assert result is not None
+    assert spec is not None
+    return "aten.new_empty.default", (node.args[0], local_shape(result.shape, spec, mesh)), node.kwargs
+
 
 for _op in (aten.bernoulli, aten.rand_like, aten.randn_like, aten.randint_like, aten.multinomial,
             aten.native_dropout):  # fmt: skip

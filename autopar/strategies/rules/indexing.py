@@ -85,7 +85,17 @@ def _index_add(node: Node, metas: Metas) -> str:
 
 rule(aten.index_add, _index_add, linear=((0, 2),))
 rule(aten.index_copy, _index_add, linear=((0, 2),))
+rule(aten.index_reduce, _index_add)
 rule(aten.index_fill.int_Scalar, replicated)
+
+
+def _take(node: Node, metas: Metas) -> str:
+    """Indices count elements of the whole tensor."""
+    shape = metas[0].shape
+    return f"{term(names(len(shape), 'x'), range(len(shape)))}, ... -> ..."
+
+
+rule(aten.take, _take, linear=((0,),))
 
 
 def _indexed(node: Node) -> tuple[int, ...]:
@@ -139,7 +149,16 @@ rule(aten.index_put, _index_put, linear=_index_put_sums)
 rule(aten._unsafe_index_put, _index_put, linear=_index_put_sums)
 rule(aten.nonzero, replicated)
 rule(aten.masked_scatter, replicated)
+rule(aten.masked_scatter_backward, replicated, linear=((0,),))
 rule(aten.bucketize.Tensor, "..., [boundaries] -> ...", elementwise=True)
 rule(aten.searchsorted.Tensor, "... [sorted], ... values -> ... values")
 rule(aten.histc, replicated)
 rule(aten.bincount, replicated)
+
+
+def _isin(node: Node, metas: Metas) -> str:
+    shape = metas[1].shape
+    return f"..., {term(names(len(shape), 'test'), range(len(shape)))} -> ..."
+
+
+rule(aten.isin.Tensor_Tensor, _isin)

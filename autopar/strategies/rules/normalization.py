@@ -127,5 +127,6 @@ def _batch_norm_backward(node: Node, metas: Metas) -> str:
 
 rule(aten.native_batch_norm, _batch_norm(5))
 rule(aten._native_batch_norm_legit_functional, _batch_norm(5))
+rule(aten._native_batch_norm_legit.no_stats, _batch_norm(3))
 rule(aten._native_batch_norm_legit_no_training, _batch_norm(None))
 rule(aten.native_batch_norm_backward, _batch_norm_backward, linear=((0,),))

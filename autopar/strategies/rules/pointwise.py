@@ -75,3 +75,11 @@ def _log_sigmoid_backward(node: Node, metas: Metas) -> str:
 
 
 rule(aten.log_sigmoid_backward, _log_sigmoid_backward, linear=((0,),), elementwise=True)
+
+
+def _log_sigmoid_forward(node: Node, metas: Metas) -> str:
+    buffer = node.outputs[1]
+    return f"... -> ..., {'[none]' if buffer is not None and buffer.shape == (0,) else '...'}"
+
+
+rule(aten.log_sigmoid_forward, _log_sigmoid_forward, elementwise=True)

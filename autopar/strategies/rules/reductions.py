@@ -72,6 +72,22 @@ rule(aten.linalg_vector_norm, _over(2, 3, whole=True))
 rule(aten.norm.ScalarOpt_dim, _over(2, 3, whole=True))
 rule(aten.median.default, _over(None, None, whole=True))
 rule(aten.median.dim, _over(1, 2, whole=True, results=2))
+rule(aten.nanmedian.dim, _over(1, 2, whole=True, results=2))
+
+
+def _one_of(dim_at: int) -> Notation:
+    """A value and its position along one dim, the last where none is named."""
+
+    def notation(node: Node, metas: Metas) -> str:
+        ndim = len(metas[0].shape)
+        keep = bool(arg(node, dim_at + 1, False, "keepdim"))
+        return _reduced(ndim, [dim_arg(node, dim_at, ndim, -1)], keep, whole=True, results=2)
+
+    return notation
+
+
+rule(aten.kthvalue, _one_of(2))
+rule(aten.mode, _one_of(1))
 
 
 def _along(position: int, *, results: int = 1, default: int = 0, name: str = "dim") -> Notation:

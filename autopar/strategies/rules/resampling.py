@@ -32,6 +32,7 @@ for _n in (2, 3):
     rule(f"aten.adaptive_max_pool{_n}d", _pooled(_n, results=2))
     rule(f"aten.adaptive_max_pool{_n}d_backward", _unpooled(_n, indices=True), linear=LINEAR)
 
+rule(aten.max_unpool2d, f"... {_space('y', 2)}, ... {_space('y', 2)} -> ... {_space('x', 2)}", linear=LINEAR)
 
 for _kind in ("nearest1d", "linear1d", "nearest2d", "bilinear2d", "bicubic2d", "nearest3d", "trilinear3d"):
     _n = int(_kind[-2])

@@ -200,6 +200,8 @@ def _unfold(node: Node, metas: Metas) -> str:
 _view(aten.slice.Tensor, _slice)
 _view(aten.split.Tensor, _split)
 _view(aten.split_with_sizes, _split)
+_view(aten.unsafe_split.Tensor, _split)
+_view(aten.unsafe_split_with_sizes, _split)
 _view(aten.select.int, _select)
 _view(aten.unbind.int, _unbind)
 _view(aten.diagonal, _diagonal)
@@ -235,6 +237,13 @@ def _unfold_backward(node: Node, metas: Metas) -> str:
 
 _view(aten.slice_backward, _slice_backward, arg1=0)
 _view(aten.select_backward, _select_backward, arg1=0)
+def _diagonal_embedded(node: Node, metas: Metas) -> str:
+    dims = names(len(_result(node).shape))
+    pair = [dim_arg(node, 2, len(dims), -2, "dim1"), dim_arg(node, 3, len(dims), -1, "dim2")]
+    return f"{' '.join([*_without(dims, *pair), '[diagonal]'])} -> {term(dims, pair)}"
+
+
+_view(aten.diag_embed, _diagonal_embedded)
 _view(aten.diagonal_backward, _diagonal_backward, arg1=0)
 _view(aten.unfold_backward, _unfold_backward, arg1=0)
 

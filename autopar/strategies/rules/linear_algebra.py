@@ -1,0 +1,72 @@
+"""Decompositions and solutions of matrices: a matrix is whole, batches of them and right-hand sides are cut."""
+
+from __future__ import annotations
+
+from autopar.ir import Node
+from autopar.strategies.registry import Metas, aten, rule
+from autopar.strategies.rules.terms import names, replicated, term
+
+SQUARE = "... [i] [j]"
+
+rule(aten.linalg_inv_ex, f"{SQUARE} -> {SQUARE}, ...")
+rule(aten.linalg_cholesky_ex, f"{SQUARE} -> {SQUARE}, ...")
+rule(aten.linalg_matrix_exp, f"{SQUARE} -> {SQUARE}")
+rule(aten.linalg_lu_factor_ex, f"{SQUARE} -> {SQUARE}, ... [pivot], ...")
+rule(aten._linalg_det, f"{SQUARE} -> ..., {SQUARE}, ... [pivot]")
+rule(aten._linalg_slogdet, f"{SQUARE} -> ..., ..., {SQUARE}, ... [pivot]")
+rule(aten._linalg_eigh, f"{SQUARE} -> ... [value], {SQUARE}")
+rule(aten.linalg_qr, f"{SQUARE} -> ... [i] [k], ... [k] [j]")
+rule(aten._linalg_svd, f"{SQUARE} -> ... [i] [u], ... [value], ... [v] [j]")
+rule(aten.linalg_lu, f"{SQUARE} -> ... [i] [p], ... [i] [k], ... [k] [j]")
+
+
+def _solved(node: Node, metas: Metas) -> str:
+    """``A x = B`` with ``r`` right-hand sides, or one; what else is returned is of A alone."""
+    if len(metas[1].shape) == len(metas[0].shape) - 1:
+        return f"{SQUARE}, ... [i] -> ... [j], {SQUARE}, ... [pivot], ..."
+    sides = ("[i] r", "[j] r") if node.kwarg("left", True) else ("r [j]", "r [i]")
+    return f"{SQUARE}, ... {sides[0]} -> ... {sides[1]}, {SQUARE} / r, ... [pivot] / r, ... / r"
+
+
+rule(aten._linalg_solve_ex, _solved, linear=((1,),))
+
+
+def _triangular(node: Node, metas: Metas) -> str:
+    sides = ("[i] r", "[j] r") if node.kwarg("left", True) else ("r [j]", "r [i]")
+    return f"{SQUARE}, ... {sides[0]} -> ... {sides[1]}"
+
+
+rule(aten.linalg_solve_triangular, _triangular, linear=((1,),))
+
+
+def _lu_solved(node: Node, metas: Metas) -> str:
+    sides = ("[i] r", "[j] r") if node.kwarg("left", True) else ("r [j]", "r [i]")
+    return f"{SQUARE}, ... [pivot], ... {sides[0]} -> ... {sides[1]}"
+
+
+rule(aten.linalg_lu_solve, _lu_solved, linear=((2,),))
+rule(aten.trace, replicated, linear=((0,),))
+
+
+# Weights as a direction and a length: each row or column by itself.
+
+
+def _weight_norm(node: Node, metas: Metas) -> str:
+    direction, length = _weight_norm_terms(node, metas, 2)
+    return f"{direction}, {length} -> {direction}, {length}"
+
+
+def _weight_norm_backward(node: Node, metas: Metas) -> str:
+    direction, length = _weight_norm_terms(node, metas, 4)
+    return f"{direction}, {direction}, {length}, {length} -> {direction}, {length}"
+
+
+def _weight_norm_terms(node: Node, metas: Metas, position: int) -> tuple[str, str]:
+    dims = names(len(metas[0].shape))
+    dim = int(node.args[position]) if position < len(node.args) else 0  # type: ignore[arg-type]
+    whole = [i for i in range(len(dims)) if i != dim]
+    return term(dims, whole), " ".join(d if i == dim else "1" for i, d in enumerate(dims))
+
+
+rule(aten._weight_norm_interface, _weight_norm)
+rule(aten._weight_norm_interface_backward, _weight_norm_backward, linear=((0,),))

@@ -1,0 +1,92 @@
+"""Models that take derivatives in their forward: physics-informed networks, penalties of gradients.
+
+torch.export cannot hold them, since it stops above autograd. Their joint graph is traced from the model itself, where
+an inner derivative is ops like any other; what the rewrites of the exported graph would have done is left undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from autopar._torch import function_transforms, joint_graph
+from autopar.errors import CaptureError
+from autopar.tracer.joint import DECOMPOSITIONS, Joint, separate
+
+if TYPE_CHECKING:
+    from autopar.tracer.export import FlatModel
+
+aten = torch.ops.aten
+
+
+class DerivativeError(CaptureError):
+    """The forward takes a derivative."""
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """While exporting, a derivative raises ``DerivativeError``."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DerivativeError(
+            "The forward takes a derivative.", found="torch.autograd.grad or torch.func", hint="see the documentation."
+        )
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch.autograd, "grad"), *function_transforms()):
+            stack.enter_context(mock.patch.object(owner, name, refuse))
+        yield
+
+
+class _Direct(nn.Module):
+    def __init__(self, flat: FlatModel, only: int | None) -> None:
+        super().__init__()
+        self.flat = flat
+        self._only = only
+
+    def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
+        *users, _ = inputs
+        return separate(self.flat(*users), inputs, self._only)
+
+
+def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """A product and a sum: a product whose inner dim is cut is partial, and the bias is not."""
+    return bias * beta + (x @ y) * alpha if (beta, alpha) != (1, 1) else bias + x @ y
+
+
+def joint_directly(
+    flat: FlatModel, inputs: Sequence[Tensor], seed: Tensor, loss: int | None, differentiable: tuple[int, ...]
+) -> Joint:
+    """The joint graph of a model as it is written.
+
+    Raises:
+        CaptureError: it draws random numbers, which would differ between ranks.
+    """
+    module = _Direct(flat, loss)
+    graph_module, ins, outs = joint_graph(module, (*inputs, seed), {**DECOMPOSITIONS, aten.addmm.default: _addmm})
+    for node in graph_module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CaptureError(
+                "A forward that takes derivatives cannot draw random numbers.",
+                found=str(node.target),
+                hint="switch dropout off, or pass the random numbers as an input.",
+            )
+        if node.op == "get_attr":
+            raise CaptureError(
+                "A forward that takes derivatives cannot hold tensors as plain attributes or literals.",
+                found=str(node.target),
+                hint="keep them with register_buffer.",
+            )
+
+    canonical = {id(t): n for n, t in (*flat.model.named_parameters(), *flat.model.named_buffers())}
+    every = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+
+    def named(x: Any) -> Any:
+        return x if x is None or x.target not in every else type(x)(x.kind, canonical[id(every[x.target])])
+
+    return Joint(graph_module, [named(i) for i in ins], [named(o) for o in outs], {}, loss, differentiable)

@@ -1,0 +1,108 @@
+"""Checks of values that only raise are taken as passed; every other branch on a value is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from tests.cpu.bad_input_checks import refused
+from tests.cpu.capture_checks import captured
+
+
+class Checked(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.strict = True
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def in_range(m: Any, x: Tensor) -> Tensor:
+    if x.max() >= 100:
+        raise ValueError("too large")
+    return m.lin(x)
+
+
+def with_options(m: Any, x: Tensor) -> Tensor:
+    if m.strict and x is not None and x.isnan().any():
+        message = f"NaN among {x.shape[0]} rows"
+        raise ValueError(message)
+    return m.lin(x)
+
+
+def not_all(m: Any, x: Tensor) -> Tensor:
+    if (
+        m.strict
+        and not torch.isfinite(x).all()
+    ):  # fmt: skip
+        raise ValueError("not finite")
+    return m.lin(x)
+
+
+def either(m: Any, x: Tensor) -> Tensor:
+    if x.max() > 100 or x.min() < -100:
+        raise ValueError("out of range")
+    return m.lin(x)
+
+
+def asserted(m: Any, x: Tensor) -> Tensor:
+    assert (x < 100).all(), "too large"
+    assert not (x > 100).any()
+    return m.lin(x)
+
+
+@pytest.mark.parametrize("body", [in_range, with_options, not_all, either, asserted])
+def test_a_check_that_only_raises_passes_and_is_a_notice(body: Callable[[Any, Tensor], Any]) -> None:
+    found = captured(Checked(body), torch.randn(4, 4))
+    assert any(n.startswith("checks of values are taken as passed: test_capture_checks.py:") for n in found.notices)
+    assert {n.packet for n in found.graph.nodes if n.phase == "forward"} <= {
+        "placeholder", "autopar.contract", "aten.add", "autopar.lookup",
+    }  # fmt: skip
+
+
+def otherwise(m: Any, x: Tensor) -> Tensor:
+    if x.max() > 100:
+        raise ValueError("too large")
+    else:  # noqa: RET506  the case itself
+        x = x * 2
+    return m.lin(x)
+
+
+def repairs(m: Any, x: Tensor) -> Tensor:
+    if x.max() > 100:
+        x = x.clamp(max=100)
+    return m.lin(x)
+
+
+def disagree(m: Any, x: Tensor) -> Tensor:
+    if x.max() > 100 and not (x > 0).all():
+        raise ValueError("which of the two it is cannot be said")
+    return m.lin(x)
+
+
+def chosen(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) if x.max() > 100 else x
+
+
+@pytest.mark.parametrize("body", [otherwise, repairs, disagree, chosen])
+def test_every_other_branch_on_a_value_is_refused(body: Callable[[Any, Tensor], Any]) -> None:
+    with refused(CaptureError, "test_capture_checks.py:"):
+        captured(Checked(body), torch.randn(4, 4))
+
+
+def test_a_check_of_what_is_known_still_raises() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        if x.shape[0] != 3:
+            raise ValueError("three rows, please")
+        return m.lin(x)
+
+    with refused(CaptureError, "three rows, please"):
+        captured(Checked(body), torch.randn(4, 4))

@@ -1,0 +1,15 @@
+"""The zoo: every architecture on which the compiler is tried, unmodified, with its loss and a small configuration."""
+
+from __future__ import annotations
+
+import transformers
+
+from tests.zoo.entry import Entry
+from tests.zoo.image_models import IMAGES
+from tests.zoo.media import MEDIA
+from tests.zoo.others import OTHERS
+from tests.zoo.text import TEXT
+
+transformers.logging.set_verbosity_error()
+
+ZOO: dict[str, Entry] = {e.name: e for e in (*TEXT, *MEDIA, *IMAGES, *OTHERS)}
