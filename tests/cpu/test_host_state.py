@@ -28,13 +28,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam, fused": lambda p: torch.optim.Adam(p, fused=True),
     "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adagrad": torch.optim.Adagrad,
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-    "RAdam": lambda p: torch.optim.RAdam(p),
-    "Adamax": lambda p: torch.optim.Adamax(p),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "ASGD": lambda p: torch.optim.ASGD(p),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adadelta": torch.optim.Adadelta,
+    "ASGD": torch.optim.ASGD,
 }
 
 
@@ -91,14 +91,12 @@ def on_host(value: Any) -> bool:
     return getattr(value, "_autopar_on_host", False)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 500, 2**25])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "chunk_bytes"), [*((n, 500) for n in OPTIMIZERS), ("AdamW", 1), ("AdamW", 2**25)])
 def test_steps_are_those_of_the_ordinary_optimizer_bit_for_bit(name, chunk_bytes, monkeypatch) -> None:
     monkeypatch.setattr(host_state, "OPTIMIZER_CHUNK_BYTES", chunk_bytes)
     ordinary, ours = made(None), made("")
-    assert train(ordinary, OPTIMIZERS[name](ordinary.parameters()), 4) == train(
-        ours, optimizer := OPTIMIZERS[name](ours.parameters()), 4
-    )
+    optimizer = OPTIMIZERS[name](ours.parameters())
+    assert train(ordinary, OPTIMIZERS[name](ordinary.parameters()), 4) == train(ours, optimizer, 4)
     assert equal(ordinary, ours)
     states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, DTensor)]
     assert all(map(on_host, states))
@@ -121,3 +119,157 @@ def test_the_device_holds_the_state_of_one_chunk_at_a_time(monkeypatch) -> None:
         assert meter.peak - between <= 5 * largest
     whole = 2 * sum(p.to_local().nbytes for p in model.parameters())
     assert whole > 3 * largest
+
+
+def test_only_the_named_parameters_state_goes() -> None:
+    ordinary, ours = made(None), made("down")
+    optimizers = [torch.optim.AdamW(m.parameters(), fused=True) for m in (ordinary, ours)]
+    train(ordinary, optimizers[0], 3)
+    train(ours, optimizers[1], 3)
+    assert equal(ordinary, ours)
+    for name, parameter in ours.named_parameters():
+        assert on_host(optimizers[1].state[parameter]["exp_avg"]) == name.startswith("down")
+
+
+def test_groups_keep_their_options_and_learning_rates_follow_their_schedule() -> None:
+    def trained(away: str | None) -> nn.Module:
+        model = made(away)
+        groups = [{"params": model.up.parameters(), "lr": 0.1}, {"params": [*model.down.parameters(), model.scale]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                train(model, optimizer, 1)
+                schedule.step()
+        return model
+
+    assert equal(trained(None), trained(""))
+
+
+def test_parameters_without_gradients_are_left_alone() -> None:
+    ordinary, ours = made(None), made("")
+    for model in (ordinary, ours):
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            model(X).backward()
+            model.up.weight.grad = None
+            optimizer.step()
+        assert model.up.weight not in optimizer.state
+    assert equal(ordinary, ours)
+
+
+def test_a_closure_is_evaluated_once_before_any_parameter_steps() -> None:
+    def trained(away: str | None) -> tuple[nn.Module, list[float]]:
+        model, losses, calls = made(away), [], []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def closure() -> Tensor:
+            calls.append(0)
+            optimizer.zero_grad()
+            loss = model(X)
+            loss.backward()
+            return loss
+
+        losses += [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
+        assert len(calls) == 2
+        return model, losses
+
+    (ordinary, expected), (ours, found) = trained(None), trained("")
+    assert expected == found
+    assert equal(ordinary, ours)
+
+
+def test_hooks_of_users_run_before_and_after_all_parameters_step() -> None:
+    """A hook that clips gradients, and one that reads parameters."""
+    model = made("")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen: list[float] = []
+
+    def total(*_: Any) -> None:
+        seen.append(float(sum(p.detach().to_local().sum() for p in model.parameters())))
+
+    train(model, optimizer, 1)
+    for _ in range(2):
+        optimizer.register_step_pre_hook(total)
+        optimizer.register_step_post_hook(total)
+        seen.clear()
+        train(model, optimizer, 1)
+        before, after = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+        assert len(set(before)) == len(set(after)) == 1
+        assert before != after
+
+
+def test_an_error_in_a_step_leaves_groups_and_state_whole(monkeypatch) -> None:
+    monkeypatch.setattr(host_state, "OPTIMIZER_CHUNK_BYTES", 1)
+    ordinary, ours = made(None), made("")
+    optimizers = [torch.optim.Adam(m.parameters()) for m in (ordinary, ours)]
+    for model, optimizer in zip((ordinary, ours), optimizers, strict=True):
+        train(model, optimizer, 1)
+    optimizers[1].param_groups[0]["lr"] = torch.ones(2)  # refused where it is used
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        optimizers[1].step()
+    optimizers[1].param_groups[0]["lr"] = 1e-3
+    assert len(optimizers[1].param_groups[0]["params"]) == len(list(ours.parameters()))
+    assert all(on_host(s["exp_avg"]) for s in optimizers[1].state.values())
+
+
+class Together(torch.optim.Optimizer):
+    """One momentum over the norm of all gradients: no parameter may step without the others."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = sum(p.grad.square().sum() for p in parameters).sqrt()
+        for p in parameters:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.lerp_(p.grad / norm, 0.1)
+            p.sub_(mean, alpha=0.1)
+
+
+def test_an_optimizer_that_looks_at_all_parameters_gets_all_of_its_state_and_says_so() -> None:
+    host_state._warn_of_all.cache_clear()
+    ordinary, ours = made(None), made("")
+    optimizers = [Together(m.parameters()) for m in (ordinary, ours)]
+    train(ordinary, optimizers[0], 3)
+    with pytest.warns(UserWarning, match="Together may look at several parameters together"):
+        train(ours, optimizers[1], 3)
+    assert equal(ordinary, ours)
+    assert all(on_host(s["mean"]) for s in optimizers[1].state.values())
+
+
+def test_an_optimizer_of_another_model_is_none_of_our_business() -> None:
+    made("")
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(other.parameters())
+    other(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert not any(on_host(v) for s in optimizer.state.values() for v in s.values())
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+
+
+@pytest.mark.parametrize("how", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize(("first", "second"), [("", ""), (None, ""), ("", None)])
+def test_training_continues_from_a_saved_optimizer(how, first, second, tmp_path) -> None:
+    """State that was on the host when it was saved, when it is loaded, or both."""
+    one, other = made(first), made(second)
+    optimizer, again = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (one, other))
+    train(one, optimizer, 2)
+    if how == "state_dict":
+        other.load_state_dict(one.state_dict())
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        saved = {"model": one.state_dict(), "optimizer": get_optimizer_state_dict(one, optimizer)}
+        dcp.save(saved, checkpoint_id=str(tmp_path))
+        into = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, again)}
+        dcp.load(into, checkpoint_id=str(tmp_path))
+        other.load_state_dict(into["model"])
+        set_optimizer_state_dict(other, again, into["optimizer"])
+        assert second is None or all(on_host(s["exp_avg"]) for s in again.state.values())
+    train(one, optimizer, 2)
+    train(other, again, 2)
+    assert equal(one, other)
+    assert second is None or all(on_host(s["exp_avg"]) for s in again.state.values())
