@@ -14,7 +14,7 @@ get any at which a schedule was found to exceed the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -59,8 +59,8 @@ class Moment:
 MOST_AT_ONCE = 8
 
 
-def moments_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> list[Moment]:
-    """The moments of ``program`` at which its memory has a local peak over ``budget``, the highest first."""
+def moments_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> dict[Moment, int]:
+    """The moments of ``program`` at which its memory has a local peak over ``budget``, the highest first; and bytes."""
     at = {n.name: i for i, n in enumerate(graph.nodes)}
     following = len(graph.nodes)
     found: dict[Moment, int] = {}
@@ -74,8 +74,10 @@ def moments_over(program: Program, graph: Graph, timeline: Sequence[int], budget
                 following = at[op.node]
         around = [timeline[j] for j in (i - 1, i + 1) if 0 <= j < len(timeline)]
         if timeline[i] > budget and timeline[i] >= max(around, default=0):
-            found.setdefault(Moment(following, again), timeline[i])
-    return sorted(found, key=lambda m: -found[m])[:MOST_AT_ONCE]
+            moment = Moment(following, again)
+            found[moment] = max(found.get(moment, 0), timeline[i])
+    highest = sorted(found, key=lambda m: -found[m])[:MOST_AT_ONCE]
+    return {m: found[m] for m in highest}
 
 
 @dataclass(frozen=True)
@@ -182,19 +184,29 @@ class Exact:
                 edges.append(Edge(base.variable, h.variable, self._pairs(fits)))
         return tuple(edges)
 
-    def extend(self, problem: Problem, moments: Sequence[Moment]) -> Problem:
-        """``problem`` with rows at ``moments``, all within its limit."""
+    def extend(self, problem: Problem, moments: Mapping[Moment, float]) -> Problem:
+        """``problem`` with rows at ``moments``, all within its limit. With each go the bytes that rows do not know of,
+        such as those that an op holds while it runs."""
         turn = _turn(self.decisions.graph)
         grown = _Grown(problem, list(problem.costs), [*problem.edges, *self.ties], [])
         d = self.decisions
-        for time, moment in enumerate(moments):
+        for time, (moment, unseen) in enumerate(moments.items()):
+            if unseen > 0:
+                grown.usages.append(Usage(0, self.numbers([unseen] * len(problem.costs[0])), time, time + 1))
             exact = turn <= moment.position < len(d.graph.nodes)
             grown.usages += static_usages(d, self.options, moment.place, time, holds=not exact, tied=self.tied)
             if exact:
                 _Row(self, moment, time, grown).build()
         return Problem(tuple(grown.costs), tuple(grown.edges), tuple(grown.usages), problem.limit)
 
-    def states(self, choice: Sequence[int], moments: Sequence[Moment]) -> tuple[int, ...]:
+    def used(self, choice: Sequence[int], moment: Moment) -> float:
+        """Bytes that the row of ``moment`` sees of a choice."""
+        costs = tuple(self.numbers([0.0] * len(v.options)) for v in self.decisions.variables)
+        row = self.extend(Problem(costs, ()), {moment: 0.0})
+        extended = self.states(choice, [moment])
+        return math.fsum(float(u.option[extended[u.node]]) for u in row.usages)
+
+    def states(self, choice: Sequence[int], moments: Iterable[Moment]) -> tuple[int, ...]:
         """``choice`` with the states that it has at ``moments``: a choice of the extended problem."""
         turn = _turn(self.decisions.graph)
         extended = list(choice)

@@ -23,7 +23,8 @@ class Options:
         time_limit_s: for the solver.
         solver: ``"auto"``, ``"cbc"``, ``"highs"`` or another that PuLP knows.
         gap: relative gap at which the solver may stop.
-        search: ``"joint"``, or ``"random:SEED"``: every op takes any strategy that can be reached, to test what
+        search: ``"joint"``; ``"two-stage"``: shards without regard to the budget, then decides what to keep, recompute
+            or offload; ``"random:SEED"``: every op takes any strategy that can be reached, to test what
             searched plans never do; ``"baseline:NAME"``: that known way to train in parallel.
         backend: ``"eager"`` runs op by op; ``"inductor"`` fuses pointwise ops and reductions, which then cost what
             they move at the borders of their kernels.
@@ -47,7 +48,7 @@ class Options:
         _check("device", self.device, "cpu", "cuda")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")
-        _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "random", "baseline")
+        _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "two-stage", "random", "baseline")
 
 
 def _check(name: str, value: object, *allowed: str) -> None:

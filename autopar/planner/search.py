@@ -23,6 +23,7 @@ from autopar.planner.rows import usages
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.planner.transfers import host_usages
+from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
@@ -31,6 +32,8 @@ from autopar.strategies import find_rule, missing_rule
 TIGHTEN_ROUNDS = 12
 KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
+SECOND_STAGE_SHARE = 0.3
+"""Of the time, for what to keep and recompute with the shardings of the free optimum."""
 SMALLEST_ROUNDS = 6
 SMALLER = 0.99
 SMALLEST_S = 5.0
@@ -197,13 +200,18 @@ class _Search:
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
         self.hideable_s = sum(op.seconds for op in free.program.ops if op.kind == "compute")
-        self.say("over the budget: keep less")
         self.bound = free.solution.lower_bound
+        if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
+            return self._all_by_checkpoints(free, deadline)
+        self.say("over the budget: keep less")
         keeping, kept = self.decisions, self._within_budget(deadline, KEEPING_SHARE)
         self.say("over the budget: keep or recompute")
-        self.decisions = self.with_reruns()
+        checkpoints = self._checkpoints(free)
+        second = checkpoints.within(self.budget, self._in(SECOND_STAGE_SHARE, deadline))
         self.seeds = seed(self.decisions, self.prices, self.options, self.baseline) if self.baseline else ()
-        result = self._within_budget(deadline)
+        if second is not None:
+            self.seeds += (second.solution.choice,)
+        result = self._better(self._within_budget(deadline), second)
         if kept is not None and (result is None or kept.solution.objective < result.solution.objective):
             bound = self.bound if result is None else result.solution.lower_bound
             self.decisions = keeping
@@ -215,6 +223,47 @@ class _Search:
         if result.memory.peak_bytes > self.budget:
             raise self._infeasible(result)
         return result
+
+    def _checkpoints(self, free: _Result) -> CheckpointSearch:
+        """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
+        sharded, self.decisions = self.decisions, self.with_reruns()
+        still = sharded_as(sharded, free.solution.choice, self.decisions)
+        return CheckpointSearch(self.decisions, self.prices, self.options, still, self.hideable_s)
+
+    def _all_by_checkpoints(self, free: _Result, deadline: float) -> _Result | None:
+        """The two-stage search; on one device there is nothing else to choose.
+
+        Raises:
+            InfeasibleError: nothing was found within the budget, and no baseline is.
+        """
+        self.say("over the budget: keep or recompute")
+        checkpoints = self._checkpoints(free)
+        found = checkpoints.within(self.budget, deadline)
+        if found is None and self.baseline:
+            return None
+        if found is None:
+            found = checkpoints.smallest(time.perf_counter() + SMALLEST_S)
+        result = self._better(None, found)
+        assert result is not None
+        if result.memory.peak_bytes > self.budget:
+            raise self._infeasible(result)
+        if self.decisions.mesh.size == 1:
+            return result
+        bound = min(self.bound, result.solution.objective)  # other shardings may be better
+        proven = result.solution.objective - bound <= self.options.gap * result.solution.objective
+        return replace(result, solution=replace(result.solution, lower_bound=bound, proven=proven))
+
+    def _better(self, joint: _Result | None, second: Checkpointed | None) -> _Result | None:
+        """The second stage's choice where it is better, with the bound that holds for all shardings."""
+        if second is None or (joint is not None and joint.solution.objective <= second.solution.objective):
+            return joint
+        bound = second.solution.lower_bound if joint is None else joint.solution.lower_bound
+        solution = replace(second.solution, lower_bound=min(bound, second.solution.objective))
+        return _Result(second.program, solution, second.memory, self.timings)
+
+    def _in(self, share: float, deadline: float) -> float:
+        now = time.perf_counter()
+        return now + share * max(deadline - now, 1.0)
 
     def _turns(self) -> list[int]:
         """Where memory is usually highest: as the backward begins, and at the end."""
@@ -339,11 +388,12 @@ class _Search:
 
     def _infeasible(self, smallest: _Result) -> InfeasibleError:
         least = min(smallest.memory.peak_bytes, self.least)
+        two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
         return InfeasibleError(
             "No plan fits the memory budget.",
             found=f"a budget of {_text(self.budget)} a device on mesh {self.decisions.mesh}",
             hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; "
-            "more ranks need less each.",
+            + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
+from autopar.planner.keeping import Keeping
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.moments import Exact, Moment, moments_over
 from autopar.planner.objective import Objective
@@ -24,15 +25,18 @@ from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.schedule import schedule
 from autopar.planner.transfers import host_usages
-from autopar.planner.variables import Decisions
+from autopar.planner.variables import Decisions, rerun_key
 from autopar.program import Program
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
 
 ROUNDS = 60
+RULES_SHARE = 0.2
+"""Of the time, for choices by simple rules, from which the exact search begins."""
 SMALLEST_S = 5.0
+SMALLER = 0.99
 
-Fixed = Sequence["int | None"]
-"""The option of each variable that is decided already."""
+Open = Sequence["tuple[int, ...] | None"]
+"""The options of each variable that are still open; None where all are."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +49,29 @@ class Checkpointed:
     exact: bool
 
 
-def fixed_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Fixed:
-    """The shardings of ``choice`` for the variables of ``d``: those of ops, inputs, parameters and results, and what
-    is run again as it was run before. How values are held and handed on stays open."""
-    options = {v.key: v.options[o] for v, o in zip(free.variables, choice, strict=True)}
-    return [
-        v.options.index(options[v.key]) if v.kind not in ("copy", "hold", "rerun") and v.key in options else None
-        for v in d.variables
-    ]
+def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
+    """What stays open in ``d`` with the shardings of ``choice``: ops, inputs, parameters and results are as there, and
+    what is run again is run as before. How values are held and handed on is open."""
+    chosen = {v.key: v.options[o] for v, o in zip(free.variables, choice, strict=True)}
+    still: list[tuple[int, ...] | None] = []
+    for v in d.variables:
+        if v.kind == "rerun" and v.node is not None:
+            still.append((0, v.options.index(chosen[v.node.name], 1)))
+        elif v.kind in ("copy", "hold") or v.key not in chosen:
+            still.append(None)
+        else:
+            still.append((v.options.index(chosen[v.key]),))
+    return still
 
 
 @dataclass
 class CheckpointSearch:
-    """The search among ways to hold what the backward needs, with ``fixed`` shardings."""
+    """The search among ways to hold what the backward needs, with the shardings that ``still`` leaves."""
 
     decisions: Decisions
     prices: Prices
     options: Options
-    fixed: Fixed
+    still: Open
     hideable_s: float = math.inf
 
     @cached_property
@@ -75,55 +84,102 @@ class CheckpointSearch:
 
     def within(self, budget: float, deadline: float, starts: Sequence[Sequence[int]] = ()) -> Checkpointed | None:
         """The best choice whose exact peak fits ``budget`` bytes; None where none fits, or none was found in time."""
-        moments = [Moment(len(self.decisions.graph.nodes))]
-        limit, bound, exact = budget, 0.0, True
-        starts = list(starts)
+        starts = [*starts, *self.starts(budget, deadline)]
+        fitting = [f for f in map(self._checkpointed, starts) if f.memory.peak_bytes <= budget]
+        best = min(fitting, key=lambda f: f.solution.objective, default=None)
+        moments, bound, exact = self._first_moments(), 0.0, True
         for _ in range(ROUNDS):
             try:
-                solution = self._solve(moments, limit, deadline, starts)
+                solution = self._solve(moments, budget, deadline, starts)
             except (InfeasibleError, SolverError):
-                return None
+                break
             bound = max(bound, solution.lower_bound) if exact else bound
             program, memory = self.measured(solution.choice)
-            over = memory.peak_bytes - budget
-            if over <= 0:
-                bound = min(bound, solution.objective)
-                proven = solution.objective - bound <= self.options.gap * solution.objective
-                return Checkpointed(replace(solution, lower_bound=bound, proven=proven), program, memory, exact)
-            starts.append(solution.choice)
-            fresh = [
-                m for m in moments_over(program, self.decisions.graph, memory.timeline, budget) if m not in moments
-            ]
-            moments += fresh
-            if not fresh:  # redistributed copies and transfers under way, which no row knows of
-                limit, exact = limit - over, False
-            if limit <= 0 or time.perf_counter() > deadline:
+            if memory.peak_bytes <= budget:
+                if best is None or solution.objective < best.solution.objective:
+                    best = Checkpointed(solution, program, memory, exact)
                 break
-        return None
+            starts.append(solution.choice)
+            fresh = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, budget), solution.choice)
+            exact = exact and not any(m in moments for m in fresh)
+            if all(moments.get(m, -1.0) >= unseen for m, unseen in fresh.items()) or time.perf_counter() > deadline:
+                break
+            moments |= {m: max(unseen, moments.get(m, 0.0)) for m, unseen in fresh.items()}
+        return best and self._bounded(best, bound, exact)
+
+    def _bounded(self, found: Checkpointed, bound: float, exact: bool) -> Checkpointed:
+        s = found.solution
+        bound = min(bound, s.objective)
+        proven = s.objective - bound <= self.options.gap * s.objective
+        return replace(found, solution=replace(s, lower_bound=bound, proven=proven), exact=exact)
+
+    def _first_moments(self) -> dict[Moment, float]:
+        return {Moment(len(self.decisions.graph.nodes)): 0.0}
+
+    def _unseen(self, moments: Mapping[Moment, int], choice: Sequence[int]) -> dict[Moment, float]:
+        """What the schedule of ``choice`` holds at each moment beside what its row sees."""
+        return {m: max(held - self.exact.used(choice, m), 0.0) for m, held in moments.items()}
+
+    @cached_property
+    def rules(self) -> Keeping | None:
+        """Simple rules for what to keep; where tensors are sharded, how they are held and handed on goes together."""
+        d = self.decisions
+        if d.mesh.size > 1:
+            return None
+        costs = self.objective.problem().costs
+        reruns = ((i, d.index.get(rerun_key(n.name))) for i, n in enumerate(d.graph.nodes))
+        seconds = {i: float(costs[at][1]) for i, at in reruns if at is not None}
+        return Keeping(d, tuple(o[0] if o else 0 for o in self.still), seconds)
+
+    def starts(self, budget: float, deadline: float) -> list[Sequence[int]]:
+        """Choices that fit the budget, by simple rules; the one of the smallest peak where none does."""
+        if self.rules is None:
+            return []
+        until = time.perf_counter() + RULES_SHARE * max(deadline - time.perf_counter(), 1.0)
+        found = [(choice, self.measured(choice)[1].peak_bytes) for choice in self.rules.spread()]
+        fitting = [choice for choice, peak in found if peak <= budget]
+        if not fitting:
+            return [min(found, key=lambda f: f[1])[0]]
+        best = min(fitting, key=self.objective.seconds)
+        return [self.rules.fill(best, budget, self.measured, lambda: time.perf_counter() < until), best]
 
     def smallest(self, deadline: float) -> Checkpointed:
-        """The choice of the smallest peak that was found."""
-        moments = [Moment(len(self.decisions.graph.nodes))]
-        best: tuple[MemoryProfile, Program, Sequence[int]] | None = None
-        end = min(deadline, time.perf_counter() + 4 * SMALLEST_S)
+        """The choice of the smallest peak that was found: by rules, then each a little smaller than the last."""
+        choice = self._smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
+        best = self._checkpointed(choice)
+        while time.perf_counter() < deadline:
+            smaller = self.within(best.memory.peak_bytes * SMALLER, deadline, [best.solution.choice])
+            if smaller is None:
+                break
+            best = smaller
+        return best
+
+    def _smallest_by_rules(self) -> Sequence[int]:
+        assert self.rules is not None
+        return min(self.rules.spread(), key=lambda choice: self.measured(choice)[1].peak_bytes)
+
+    def _smallest_by_rows(self, deadline: float) -> Sequence[int]:
+        plain = len(self.decisions.variables)
+        moments = self._first_moments()
+        found: list[tuple[int, Sequence[int]]] = []
         for _ in range(ROUNDS):
             asked = self._asked(moments, math.inf)
-            choice = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
-            program, memory = self.measured(choice[: len(self.decisions.variables)])
-            if best is None or memory.peak_bytes < best[0].peak_bytes:
-                best = memory, program, choice[: len(self.decisions.variables)]
-            reached = peak_usage(asked, choice)
-            over = moments_over(program, self.decisions.graph, memory.timeline, reached * (1 + 1e-9))
-            fresh = [m for m in over if m not in moments]
-            if not fresh or time.perf_counter() > end:
+            chosen = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
+            program, memory = self.measured(chosen[:plain])
+            found.append((memory.peak_bytes, chosen[:plain]))
+            reached = peak_usage(asked, chosen) * (1 + 1e-9)
+            over = self._unseen(
+                moments_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain]
+            )
+            if all(m in moments for m in over) or time.perf_counter() > deadline:
                 break
-            moments += fresh
-        assert best is not None
-        found = self.within(best[0].peak_bytes, max(deadline, end + SMALLEST_S), [best[2]])
-        if found is not None:
-            return found
-        objective = self.objective.seconds(best[2])
-        return Checkpointed(Solution(tuple(best[2]), objective, 0.0, proven=False), best[1], best[0], False)
+            moments |= over
+        return min(found, key=lambda f: f[0])[1]
+
+    def _checkpointed(self, choice: Sequence[int]) -> Checkpointed:
+        program, memory = self.measured(choice)
+        solution = Solution(tuple(choice), self.objective.seconds(choice), 0.0, proven=False, method="rules")
+        return Checkpointed(solution, program, memory, exact=False)
 
     def measured(self, choice: Sequence[int]) -> tuple[Program, MemoryProfile]:
         """The program of a choice, and its exact memory."""
@@ -131,7 +187,7 @@ class CheckpointSearch:
         return program, profile(program, self.decisions.graph, self.decisions.mesh, self.options)
 
     def _solve(
-        self, moments: Sequence[Moment], limit: float, deadline: float, starts: Sequence[Sequence[int]]
+        self, moments: Mapping[Moment, float], limit: float, deadline: float, starts: Sequence[Sequence[int]]
     ) -> Solution:
         """The best choice of the problem with ``moments``, without their states."""
         plain = len(self.decisions.variables)
@@ -149,9 +205,9 @@ class CheckpointSearch:
         base = self.objective.problem((), limit)
         return self.objective.minimize(base, best_of, self.options.gap)
 
-    def _asked(self, moments: Sequence[Moment], limit: float, problem: Problem | None = None) -> Problem:
+    def _asked(self, moments: Mapping[Moment, float], limit: float, problem: Problem | None = None) -> Problem:
         problem = problem or self.objective.problem((), limit)
-        costs = tuple(map(_fixed_cost, problem.costs, self.fixed))
+        costs = tuple(map(_open_cost, problem.costs, self.still))
         extended = self.exact.extend(replace(problem, costs=costs), moments)
         if not (math.isfinite(limit) and math.isfinite(self.hideable_s)):
             return extended
@@ -159,8 +215,8 @@ class CheckpointSearch:
         return replace(extended, usages=(*extended.usages, *host))
 
 
-def _fixed_cost(cost: np.ndarray, option: int | None) -> np.ndarray:
-    """Only the one option is allowed."""
-    if option is None or len(cost) == 1:
+def _open_cost(cost: np.ndarray, still: tuple[int, ...] | None) -> np.ndarray:
+    """Only the options that are open are allowed."""
+    if still is None or len(still) == len(cost):
         return cost
-    return np.where(np.arange(len(cost)) == option, cost, math.inf)
+    return np.where(np.isin(np.arange(len(cost)), still), cost, math.inf)
