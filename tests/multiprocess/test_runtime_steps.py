@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 import weakref
 from collections.abc import Iterator
@@ -367,76 +366,3 @@ def test_after_the_backward_nothing_of_the_step_is_alive(pool: RankPool):
         assert found["during"] > 1000
         assert found["after"] <= 2
         assert found["nodes"] == 0
-
-
-# Optimizers on uneven shards.
-
-OPTIMIZERS = {
-    "SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"lr": 0.1}, "AdamW": {"lr": 0.1}, "Adagrad": {"lr": 0.1},
-    "RMSprop": {"lr": 0.01}, "NAdam": {"lr": 0.1}, "RAdam": {"lr": 0.1}, "Adamax": {"lr": 0.1},
-    "Adadelta": {"lr": 1.0}, "ASGD": {"lr": 0.1},
-}  # fmt: skip
-
-
-class Lion(torch.optim.Optimizer):
-    """Signs of a moving average: stands for optimizers that users bring."""
-
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                p.sub_(mean.lerp(p.grad, 0.1).sign_() * group["lr"])
-                mean.lerp_(p.grad, 0.01)
-
-
-def _optimized() -> dict[str, float]:
-    reference, model, x = _mlp()
-    start = {k: v.clone() for k, v in reference.state_dict().items()}
-    makers = {
-        f"{name} foreach={each}": (lambda ps, n=name, k=kwargs, e=each: getattr(torch.optim, n)(ps, foreach=e, **k))
-        for (name, kwargs), each in itertools.product(OPTIMIZERS.items(), (True, False))
-    }
-    makers |= {"Lion": Lion, "AdamW fused": lambda ps: torch.optim.AdamW(ps, fused=True)}
-    found = {}
-    for name, make in makers.items():
-        for module in (reference, model):
-            module.load_state_dict(start)
-            optimizer = make(module.parameters())
-            for step in range(3):
-                optimizer.zero_grad()
-                module(x * (step + 1)).square().mean().backward()
-                optimizer.step()
-        found[name] = state_distance(model, reference)
-    return found
-
-
-def test_optimizers_on_uneven_shards(pool: RankPool):
-    for found in pool.run(_optimized):
-        assert len(found) == 22
-        assert {name: value for name, value in found.items() if value > EXACT} == {}
-
-
-def _unfit() -> dict[str, str]:
-    _, model, x = _mlp()
-    model(x).sum().backward()
-    before = {k: whole(v).clone() for k, v in model.state_dict().items()}
-    kinds = {
-        "Adafactor": {}, "Rprop": {}, "LBFGS": {}, "SGD": {"fused": True, "lr": 0.1}, "Adagrad": {"fused": True},
-    }  # fmt: skip
-    found = {}
-    for name, kwargs in kinds.items():
-        optimizer = getattr(torch.optim, name)(model.parameters(), **kwargs)
-        found[name] = _error_of(lambda o=optimizer: o.step(lambda: 0.0))
-    assert all(torch.equal(whole(v), before[k]) for k, v in model.state_dict().items())
-    torch.optim.Rprop(nn.Linear(2, 2).parameters()).step()  # others' parameters are none of our business
-    return found
-
-
-def test_optimizers_that_do_not_work_on_shards_say_so(pool: RankPool):
-    for found in pool.run(_unfit):
-        assert all(f"{name} does not work on sharded parameters" in text for name, text in found.items())
-        assert all("hint:  use" in text for text in found.values())
