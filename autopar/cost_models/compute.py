@@ -10,8 +10,10 @@ at half of that share. Both are figures of the device (``matmul_efficiency``, ``
 ``memory_efficiency``, ``memory_ramp_s``). Time ``x / (peak efficiency(x))`` is then ``x / (e peak) + ramp``.
 
 Where the cluster was measured, the curves of its kernels take the place of both roofs: that of the op itself, else
-that of its kind ("matmul", "attention", "memory"). A contraction then takes the longer of what its curve says of its
-FLOPs and what the memory's says of its bytes, so that a product of thin matrices is bound by its traffic.
+that of its kind ("matmul", "attention", "memory"). A curve over FLOPs comes from shapes that have many FLOPs for each
+byte. Where there is one over bytes too, from thin shapes (``"matmul:traffic"``), a kernel takes what both say
+together, as libraries copy operands into an order of their own before they multiply; where there is none, the longer
+of its FLOPs' time and its bytes' by the memory's curve.
 """
 
 from __future__ import annotations
@@ -40,10 +42,14 @@ class _Roof(NamedTuple):
 
 
 class _Curves(NamedTuple):
-    """Measured seconds over FLOPs and over bytes, of which the longer counts; None where the roof stands."""
+    """Measured seconds over FLOPs and over bytes; None where the roof stands.
+
+    The longer of the two counts, or, where the bytes' are to be ``added``, their sum, the latency once.
+    """
 
     flops: Curve | None
     bytes: Curve | None
+    added: bool = False
 
 
 FREE = Curve((1.0,), (1e-30,))
@@ -88,7 +94,11 @@ class ComputeCosts:
             np.where(traffic > 0, traffic / roof.bytes_per_s + roof.bytes_ramp_s + roof.launch_latency_s, 0.0)
             if curves.bytes is None else curves.bytes.at(traffic)
         )  # fmt: skip
-        return np.maximum(np.maximum(arithmetic_s, memory_s), roof.launch_latency_s)
+        if curves.added and curves.bytes is not None:
+            seconds = arithmetic_s + np.maximum(memory_s - curves.bytes.seconds[0], 0.0)
+        else:
+            seconds = np.maximum(arithmetic_s, memory_s)
+        return np.maximum(seconds, roof.launch_latency_s)
 
     def _priced(self, dtype: str, kind: str, op: str) -> tuple[_Roof, _Curves]:
         found = self._roofs.get((dtype, kind, op))
@@ -105,13 +115,17 @@ class ComputeCosts:
         """An op that was measured by itself says all; else the curve of the kind, and traffic at the memory's."""
         measured = self.cluster.measured
         own = measured.kernel(op, dtype) or (measured.kernel(op, "float32") if kind == "memory" else None)
-        if own is not None:
-            if own.unit == "bytes":
-                return _Curves(None, own.curve)
-            return _Curves(own.curve, FREE)
-        work = None if kind == "memory" else measured.kernel(kind, dtype)
+        if own is not None and own.unit == "bytes":
+            return _Curves(None, own.curve)
+        work = own or (None if kind == "memory" else measured.kernel(kind, dtype))
         if work is None and kind == "attention":
             work = measured.kernel("matmul", dtype)
+        of = f"{work.kind}:traffic" if work else ""
+        thin = measured.kernel(of, dtype) or measured.kernel(of, "float32")
+        if work is not None and thin is not None:
+            return _Curves(work.curve, thin.curve, added=True)
+        if own is not None:
+            return _Curves(own.curve, FREE)
         traffic = measured.kernel("memory", dtype) or measured.kernel("memory", "float32")
         return _Curves(work.curve if work else None, traffic.curve if traffic else None)
 

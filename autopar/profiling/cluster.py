@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -65,6 +66,8 @@ def profile_cluster(
 ) -> Cluster:
     """Measure the default process group, which must be as large as ``mesh``; every rank calls this.
 
+    Kernels of one CPU thread are timed by its processor time, so that other programs on the machine do not count.
+
     Args:
         progress: told after each measurement: what it was, how many are done, how many there are.
 
@@ -75,6 +78,8 @@ def profile_cluster(
     device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
     rank = ProcessRank(init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names))
     watch = Stopwatch(rank.device, effort.budget_s)
+    alone = device_type == "cpu" and torch.get_num_threads() == 1
+    kernel_watch = replace(watch, clock=time.thread_time) if alone else watch
     base = replace(_base(device_type), devices_per_node=local_world_size(), fixed=False)
     links = axis_links(mesh, base)
     planned = list(runs(rank.device, effort.largest_elements))
@@ -87,11 +92,11 @@ def profile_cluster(
         if progress is not None:
             progress(what, done, total)
 
-    kernels = timed_kernels(rank.device, planned, watch, step)
+    kernels = timed_kernels(rank.device, planned, kernel_watch, step)
     collectives = timed_collectives(rank, links, effort.message_sizes, watch, step)
     apart = [axis for axis, n in enumerate(mesh.shape) if n > 1]
     overlap = measured_overlap(rank, apart[0], min(2**22, effort.largest_message_bytes), watch) if apart else 1.0
-    measured = _rounded(Measured(collectives, kernels, call_seconds(rank.device, watch), overlap=overlap))
+    measured = _rounded(Measured(collectives, kernels, call_seconds(rank.device, kernel_watch), overlap=overlap))
     return _described(base, measured, name, mesh)
 
 

@@ -1,21 +1,26 @@
 """The kernels whose times a cluster file holds, and how each is called at a size.
 
-Each is called as an emitted program calls it, through the op itself. A size is the number of elements of the tensor
-that an op streams, or the length of a side of what it multiplies.
+Each is called as an emitted program calls it, through the op itself, on operands that it did not read just before,
+and results are kept a while: in a program, too, operands come from memory and results go to fresh memory, by which a
+pointwise op of a megabyte takes half as long again as one that repeats itself in a cache.
+
+A size is the number of elements of the tensor that an op streams, or the length of a side of what it multiplies.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import autopar.ops  # noqa: F401  registers the ops that are timed
 from autopar.mesh import KernelTimes, rising
-from autopar.profiling.timing import Stopwatch
+from autopar.profiling.timing import Stopwatch, Timing
 
 aten = torch.ops.aten
 own = torch.ops.autopar
@@ -28,13 +33,23 @@ Made = tuple[Call, float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One curve to measure: ``make(size, dtype, device)`` gives what runs it and its amount."""
+    """One curve to measure: ``make(size, dtype, device)`` gives what runs it and its amount.
+
+    Args:
+        other_amount: of a kernel with curves over both: at a size and itemsize the bytes where ``unit`` is FLOPs, and
+            the FLOPs where it is bytes.
+    """
 
     kind: str
     unit: str
     make: Callable[[int, torch.dtype, torch.device], Made]
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    other_amount: Callable[[int, int], float] | None = None
+
+
+TRAFFIC = ":traffic"
+"""After the kind of a kernel: seconds over the bytes of its operands and results, as thin shapes show them."""
 
 
 def _bytes(*tensors: Tensor) -> float:
@@ -56,30 +71,55 @@ def _matmul(n: int, dtype: torch.dtype, device: torch.device) -> Made:
     return lambda: own.contract(a, b, "mk,nk->mn"), 2.0 * n**3
 
 
-HEADS, WIDTH = 4, 64
+THIN = 4
 
 
-def _attention_operands(length: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], float]:
-    operands = [torch.rand((1, HEADS, length, WIDTH), device=device).to(dtype) for _ in range(4)]
-    return operands, 4.0 * HEADS * length**2 * WIDTH
+def _thin_matmul(n: int, dtype: torch.dtype, device: torch.device) -> Made:
+    """Products of few rows by a square matrix, one as a forward takes it and one as a backward does."""
+    x, w = (torch.rand((rows, n), device=device).to(dtype) for rows in (THIN, n))
+
+    def call() -> object:
+        return own.contract(x, w, "mk,nk->mn"), own.contract(x, w, "mk,kn->mn")
+
+    return call, 2 * (2 * _bytes(x) + _bytes(w))
 
 
-def _options(length: int) -> dict[str, object]:
-    """Of an attention without mask and dropout."""
-    place = {"global_shape": [1, HEADS, length, length], "offset": [0] * 4}
-    return {"is_causal": False, "scale": WIDTH**-0.5, "dropout_p": 0.0, "site": 0, **place}
+HEADS, WIDTH, SHORT = 4, 64, 16
 
 
-def _attention(length: int, dtype: torch.dtype, device: torch.device) -> Made:
-    (q, k, v, _), flops = _attention_operands(length, dtype, device)
-    return lambda: own.attention(q, k, v, None, None, **_options(length)), flops
+def _attention_operands(
+    batch: int, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], dict[str, object], float]:
+    """Operands, options without mask and dropout, and FLOPs of a forward."""
+    operands = [torch.rand((batch, HEADS, length, WIDTH), device=device).to(dtype) for _ in range(4)]
+    place = {"global_shape": [batch, HEADS, length, length], "offset": [0] * 4}
+    options = {"is_causal": False, "scale": WIDTH**-0.5, "dropout_p": 0.0, "site": 0, **place}
+    return operands, options, 4.0 * batch * HEADS * length**2 * WIDTH
 
 
-def _attention_backward(length: int, dtype: torch.dtype, device: torch.device) -> Made:
-    (q, k, v, grad), flops = _attention_operands(length, dtype, device)
-    options = _options(length)
+def _attention(length: int, dtype: torch.dtype, device: torch.device, batch: int = 1) -> Made:
+    (q, k, v, _), options, flops = _attention_operands(batch, length, dtype, device)
+    return lambda: own.attention(q, k, v, None, None, **options), flops
+
+
+def _attention_backward(length: int, dtype: torch.dtype, device: torch.device, batch: int = 1) -> Made:
+    (q, k, v, grad), options, flops = _attention_operands(batch, length, dtype, device)
     out, lse = own.attention(q, k, v, None, None, **options)
     return lambda: own.attention_backward(grad, q, k, v, None, out, lse, None, **options), 2.5 * flops
+
+
+ROWS = HEADS * SHORT * WIDTH
+"""Elements of one tensor of one short sequence, short enough that multiplying is not most of the time."""
+
+
+def _short_attention(size: int, dtype: torch.dtype, device: torch.device) -> Made:
+    batch = max(size // ROWS, 1)
+    return _attention(SHORT, dtype, device, batch)[0], 4.0 * batch * ROWS * dtype.itemsize
+
+
+def _short_attention_backward(size: int, dtype: torch.dtype, device: torch.device) -> Made:
+    batch = max(size // ROWS, 1)
+    return _attention_backward(SHORT, dtype, device, batch)[0], 8.0 * batch * ROWS * dtype.itemsize
 
 
 IMAGES, SIDE = 4, 28
@@ -116,13 +156,83 @@ def _layer_norm_backward(size: int, dtype: torch.dtype, device: torch.device) ->
     return lambda: aten.native_layer_norm_backward(x, x, [COLUMNS], mean, rstd, w, w, mask), 3 * _bytes(x)
 
 
+def _on_images(op: Callable[[Tensor, Tensor], object], read: int, written: float) -> Callable[..., Made]:
+    """An op over images [n, c, h, w] and statistics [c], which reads and writes so many times the images' bytes."""
+
+    def make(size: int, dtype: torch.dtype, device: torch.device) -> Made:
+        x = torch.rand((size // (CHANNELS * PIXELS**2), CHANNELS, PIXELS, PIXELS), device=device).to(dtype)
+        statistic = torch.ones(CHANNELS, device=device, dtype=dtype)
+        return lambda: op(x, statistic), (read + written) * _bytes(x)
+
+    return make
+
+
+CHANNELS, PIXELS = 8, 8
+
+
+def _batch_norm(x: Tensor, s: Tensor) -> object:
+    return own.batch_norm(x, s, s, s, s, count=x.numel() // CHANNELS)
+
+
+def _norm_backward_reduce(x: Tensor, s: Tensor) -> object:
+    return own.batch_norm_backward_reduce(x, x, s, s)
+
+
+def _norm_backward_input(x: Tensor, s: Tensor) -> object:
+    return own.batch_norm_backward_input(x, x, s, s, s, s, s, count=x.numel() // CHANNELS)
+
+
+def _pooling(x: Tensor, _: Tensor) -> object:
+    """Half as high and as wide, in float32 and with an int64 for each pixel."""
+    return aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1])
+
+
+def _on_scores(backward: bool) -> Callable[..., Made]:
+    """The loss of rows of scores: sums of exponentials, or the gradient of the scores."""
+
+    def make(size: int, dtype: torch.dtype, device: torch.device) -> Made:
+        x = torch.rand((size // COLUMNS, COLUMNS), device=device).to(dtype)
+        row = torch.rand(size // COLUMNS, device=device).to(dtype)
+        target = torch.zeros(size // COLUMNS, dtype=torch.int64, device=device)
+        if backward:
+            place = {"ignore_index": -100, "offset": 0}
+            return lambda: own.nll_backward(row, x, row, target, **place), 2 * _bytes(x)
+        return lambda: own.sumexp(x, row), _bytes(x)
+
+    return make
+
+
 STREAMED = tuple(2**k for k in (8, 12, 15, 18, 20, 22))
 SIDES = (8, 32, 64, 128, 256, 512, 1024)
+IMAGES_STREAMED = tuple(2**k for k in (9, 12, 15, 18, 20, 22))
+SHORT_STREAMED = tuple(2**k for k in (9, 15, 18, 21))
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def _thin_flops(n: int, _: int) -> float:
+    return 4.0 * THIN * n**2
+
+
+def _attention_kernels(
+    kind: str, long: Callable[..., Made], short: Callable[..., Made], flops: float, tensors: int
+) -> tuple[Kernel, Kernel]:
+    """Curves over FLOPs and bytes of an attention with so many times a forward's FLOPs, which moves so many tensors."""
+    row = float(tensors * HEADS * WIDTH)
+    return (
+        Kernel(kind, "flops", long, (16, 64, 256, 1024), other_amount=lambda n, size: row * n * size),
+        Kernel(
+            kind + TRAFFIC, "bytes", short, SHORT_STREAMED,
+            other_amount=lambda size, _: flops * 4.0 * max(size // ROWS, 1) * ROWS * SHORT,
+        ),
+    )  # fmt: skip
+
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("matmul", "flops", _matmul, SIDES, (torch.float32, torch.bfloat16, torch.float64)),
-    Kernel("attention", "flops", _attention, (16, 64, 256, 1024)),
-    Kernel("autopar.attention_backward", "flops", _attention_backward, (16, 64, 256, 1024)),
+    Kernel("matmul", "flops", _matmul, SIDES, FLOATS, lambda n, size: 3.0 * n**2 * size),
+    Kernel("matmul" + TRAFFIC, "bytes", _thin_matmul, (16, 128, 512, 2048), other_amount=_thin_flops),
+    *_attention_kernels("attention", _attention, _short_attention, 1.0, 4),
+    *_attention_kernels("autopar.attention_backward", _attention_backward, _short_attention_backward, 2.5, 8),
     Kernel("aten.convolution", "flops", _convolution, (4, 16, 64, 128)),
     Kernel("aten.convolution_backward", "flops", _convolution_backward, (4, 16, 64, 128)),
     Kernel("memory", "bytes", _streaming(aten.add.Tensor, 2), (*STREAMED, 2**24)),
@@ -139,6 +249,13 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("aten._softmax", "bytes", _streaming(lambda x: aten._softmax.default(x, -1, False)), STREAMED),
     Kernel("aten.native_layer_norm", "bytes", _layer_norm, STREAMED),
     Kernel("aten.native_layer_norm_backward", "bytes", _layer_norm_backward, STREAMED),
+    Kernel("autopar.sumexp", "bytes", _on_scores(backward=False), STREAMED),
+    Kernel("autopar.nll_backward", "bytes", _on_scores(backward=True), STREAMED),
+    Kernel("autopar.squared_deviation", "bytes", _on_images(own.squared_deviation, 1, 0), IMAGES_STREAMED),
+    Kernel("autopar.batch_norm", "bytes", _on_images(_batch_norm, 1, 1), IMAGES_STREAMED),
+    Kernel("autopar.batch_norm_backward_reduce", "bytes", _on_images(_norm_backward_reduce, 2, 0), IMAGES_STREAMED),
+    Kernel("autopar.batch_norm_backward_input", "bytes", _on_images(_norm_backward_input, 2, 1), IMAGES_STREAMED),
+    Kernel("aten.max_pool2d_with_indices", "bytes", _on_images(_pooling, 1, 0.75), IMAGES_STREAMED),
 )
 
 
@@ -156,29 +273,112 @@ def runs(device: torch.device, largest: int) -> Iterator[Run]:
     on_gpu = device.type == "cuda"
     for kernel in KERNELS:
         matmul = kernel.kind == "matmul"
+        squared = kernel.kind.startswith("matmul")
         halves = (torch.float16,) if on_gpu and matmul else ()
         sizes = (*kernel.sizes, 2048, 4096, 8192) if on_gpu and matmul else kernel.sizes
-        elements = 2 if matmul else 1
+        elements = 2 if squared else 1
         for dtype in (*kernel.dtypes, *halves):
             yield from (Run(kernel, dtype, size) for size in sizes if size**elements <= largest)
+
+
+ROTATED_BYTES = 2**26
+MOST_SETS = 32
+
+
+@dataclass
+class _Rotation:
+    """Calls on several sets of operands in turn; the results of the last few are kept.
+
+    Together the sets are larger than the caches next to a core, unless a set is so small that it stays in a cache in
+    a program too.
+    """
+
+    calls: deque[Call]
+    kept: deque[object]
+
+    def __call__(self) -> None:
+        self.kept.append(self.calls[0]())
+        self.calls.rotate()
+
+
+def rotation(run: Run, device: torch.device) -> Made:
+    """What runs the kernel on operands in turn, and its amount."""
+    first, amount = run.kernel.make(run.size, run.dtype, device)
+    per_set = amount if run.kernel.unit == "bytes" else 8.0 * run.size**2
+    sets = min(max(int(ROTATED_BYTES / per_set), 2), MOST_SETS)
+    calls = deque([first, *(run.kernel.make(run.size, run.dtype, device)[0] for _ in range(sets - 1))])
+    return _Rotation(calls, deque(maxlen=max(sets // 4, 1))), amount
+
+
+def among_others(device: torch.device, watch: Stopwatch) -> Callable[[Call], Timing]:
+    """Times calls; on CPUs after a sum of matrices that takes the caches, of code as well as of data.
+
+    Called from Python, an op that finds its code there takes some microseconds, one that does not ten times as many.
+    """
+    if device.type == "cuda":
+        return watch.time
+    x, y = torch.ones(1024, 1024), torch.ones(1024, 1024)
+    return partial(watch.time_among, lambda: aten.add.Tensor(x, y))
+
+
+Points = dict[tuple[str, str, str], list[tuple[float, float, float]]]
+"""Amount, seconds and spread at each size, by kind, dtype and unit."""
 
 
 def timed_kernels(
     device: torch.device, planned: Sequence[Run], watch: Stopwatch, step: Callable[[str], None]
 ) -> tuple[KernelTimes, ...]:
     """Curves of all kernels, every rank running them at the same time."""
-    found: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {}
+    found: Points = {}
+    time = among_others(device, watch)
     for run in planned:
-        call, amount = run.kernel.make(run.size, run.dtype, device)
-        timing = watch.time(call)
-        name = str(run.dtype).removeprefix("torch.")
+        call, amount = rotation(run, device)
+        timing = time(call)
+        name = _name(run)
         found.setdefault((run.kernel.kind, name, run.kernel.unit), []).append((amount, timing.seconds, timing.spread))
         step(f"{run.kernel.kind} {name} {run.size:,}")
-    out = []
-    for (kind, dtype, unit), points in found.items():
-        amounts, seconds, spreads = zip(*sorted(points), strict=True)
-        out.append(KernelTimes(kind, dtype, unit, rising(amounts, seconds), sorted(spreads)[len(spreads) // 2]))
-    return tuple(out)
+    return tuple(_curve(key, points) for key, points in taken_apart(found, planned).items())
+
+
+def _curve(key: tuple[str, str, str], points: Sequence[tuple[float, float, float]]) -> KernelTimes:
+    amounts, seconds, spreads = zip(*sorted(points), strict=True)
+    kind, dtype, unit = key
+    return KernelTimes(kind, dtype, unit, rising(amounts, seconds), sorted(spreads)[len(spreads) // 2])
+
+
+def taken_apart(found: Points, planned: Sequence[Run]) -> Points:
+    """Kernels with a curve over FLOPs and one over bytes take the sum of both: neither may hold the other's part.
+
+    Thin shapes are relieved of their FLOPs at the best rate of the others, and those of their bytes at what that leaves
+    of the thin shapes' times.
+    """
+    made = dict(found)
+    for thin in [key for key in found if key[0].endswith(TRAFFIC)]:
+        kind, dtype = thin[0].removesuffix(TRAFFIC), thin[1]
+        best = max(a / s for a, s, _ in found[kind, dtype, "flops"])
+        made[thin] = _relieved(found[thin], [flops / best for flops in _other_amounts(planned, *thin[:2])])
+        traffic = _curve(thin, made[thin]).curve
+        for key in [key for key in found if key[0] == kind]:
+            moved = traffic.at(_other_amounts(planned, *key[:2])) - traffic.seconds[0]
+            made[key] = _relieved(found[key], moved.tolist())
+    return made
+
+
+def _other_amounts(planned: Sequence[Run], kind: str, dtype: str) -> list[float]:
+    """At each size at which the kernel was timed."""
+    runs = [r for r in planned if (r.kernel.kind, _name(r)) == (kind, dtype)]
+    return [r.kernel.other_amount(r.size, r.dtype.itemsize) for r in runs if r.kernel.other_amount is not None]
+
+
+def _name(run: Run) -> str:
+    return str(run.dtype).removeprefix("torch.")
+
+
+def _relieved(
+    points: Sequence[tuple[float, float, float]], seconds: Sequence[float]
+) -> list[tuple[float, float, float]]:
+    """Points without so many seconds of each, of which a half stays at least."""
+    return [(a, max(s - less, s / 2), e) for (a, s, e), less in zip(points, seconds, strict=True)]
 
 
 def call_seconds(device: torch.device, watch: Stopwatch) -> float:
@@ -186,4 +386,4 @@ def call_seconds(device: torch.device, watch: Stopwatch) -> float:
     if device.type == "cuda":
         return 0.0
     x = torch.ones((math.prod((4, 4)),), device=device)
-    return watch.time(lambda: aten.view.default(x, [4, 4])).seconds
+    return among_others(device, watch)(lambda: aten.view.default(x, [4, 4])).seconds

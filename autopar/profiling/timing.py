@@ -28,6 +28,8 @@ class Stopwatch:
 
     Args:
         device: what to wait for before reading the clock.
+        clock: seconds so far. The processor's time of the calling thread leaves out what other programs took, but
+            also what other threads did.
         budget_s: seconds that one function is repeated for; the slowest rank's count.
         most: batches at most; ``least`` at least, however long they take.
     """
@@ -36,6 +38,7 @@ class Stopwatch:
     budget_s: float
     least: int = 3
     most: int = 25
+    clock: Callable[[], float] = time.perf_counter
 
     def time(self, function: Callable[[], object]) -> Timing:
         """Call ``function`` again and again; every rank does so equally often, so that collectives can be timed."""
@@ -44,19 +47,34 @@ class Stopwatch:
         calls = max(1, int(MINIMUM_BATCH_S / once))
         if calls > 1:
             once = self._slowest([self._batch(function, calls)])[0]
-        batches = min(max(self.least, int(self.budget_s / (once * calls))), self.most)
-        taken = [once, *self._slowest([self._batch(function, calls) for _ in range(batches - 1)])]
-        median = statistics.median(taken)
-        return Timing(median, statistics.median(abs(t - median) for t in taken) / median)
+        batches = self._repetitions(once * calls)
+        return _timing([once, *self._slowest([self._batch(function, calls) for _ in range(batches - 1)])])
+
+    def time_among(self, others: Callable[[], object], function: Callable[[], object]) -> Timing:
+        """Seconds of a call of ``function`` after one of ``others``, which leave it cold caches, as in a program."""
+        self._batch(function, 1)
+        start = time.perf_counter()
+        others()
+        function()
+        self._synchronize()
+        once = self._slowest([time.perf_counter() - start])[0]
+        taken = []
+        for _ in range(self._repetitions(once)):
+            others()
+            taken.append(self._batch(function, 1))
+        return _timing(self._slowest(taken))
+
+    def _repetitions(self, seconds: float) -> int:
+        return min(max(self.least, int(self.budget_s / seconds)), self.most)
 
     def _batch(self, function: Callable[[], object], calls: int) -> float:
         """Seconds of one call among ``calls``."""
         self._synchronize()
-        start = time.perf_counter()
+        start = self.clock()
         for _ in range(calls):
             function()
         self._synchronize()
-        return max(time.perf_counter() - start, 1e-9) / calls
+        return max(self.clock() - start, 1e-9) / calls
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -69,3 +87,8 @@ class Stopwatch:
         agreed = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         return [float(s) for s in agreed.tolist()]
+
+
+def _timing(taken: list[float]) -> Timing:
+    median = statistics.median(taken)
+    return Timing(median, statistics.median(abs(t - median) for t in taken) / median)

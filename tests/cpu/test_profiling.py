@@ -14,7 +14,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Cluster, Mesh
 from autopar.profiling import Effort, fit_line, join, profile_cluster
 from autopar.profiling.group import run_under_torchrun
-from autopar.profiling.kernels import KERNELS
+from autopar.profiling.kernels import KERNELS, rotation, runs, taken_apart
 from autopar.profiling.timing import Stopwatch
 
 SIZES = [64.0 * 4**k for k in range(11)]
@@ -94,3 +94,48 @@ def test_a_process_that_a_launcher_started_launches_no_others(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(AutoparError, match="cannot be launched"):
         run_under_torchrun(2, ["profile"])
+
+
+def test_a_call_among_others_is_timed_without_them():
+    now, order = [0.0], []
+
+    def others() -> None:
+        now[0] += 100.0
+        order.append("others")
+
+    def function() -> None:
+        now[0] += 2.0
+        order.append("function")
+
+    watch = Stopwatch(torch.device("cpu"), budget_s=0.0, least=4, clock=lambda: now[0])
+    assert watch.time_among(others, function).seconds == 2.0
+    assert order[-8:] == ["others", "function"] * 4
+
+
+def test_operands_are_taken_in_turn_and_some_results_are_kept():
+    run = next(r for r in runs(torch.device("cpu"), 2**12) if r.kernel.kind == "memory")
+    call, amount = rotation(run, torch.device("cpu"))
+    before = list(call.calls)
+    call()
+    assert amount > 0
+    assert len(before) > 1
+    assert list(call.calls) == [before[-1], *before[:-1]]
+    assert len(call.kept) == 1
+
+
+def test_fat_and_thin_shapes_are_relieved_of_each_others_part():
+    cpu = torch.device("cpu")
+    planned = [r for r in runs(cpu, 2**20) if r.kernel.kind.startswith("matmul") and r.dtype == torch.float32]
+    arithmetic, traffic = 1e-11, 1e-10  # s/FLOP and s/B
+    found = {}
+    for r in planned:
+        amount = r.kernel.make(r.size, r.dtype, cpu)[1]
+        other = r.kernel.other_amount(r.size, 4)
+        flops, nbytes = (amount, other) if r.kernel.unit == "flops" else (other, amount)
+        seconds = 1e-6 + flops * arithmetic + nbytes * traffic
+        found.setdefault((r.kernel.kind, "float32", r.kernel.unit), []).append((amount, seconds, 0.0))
+    made = taken_apart(found, planned)
+    flops, seconds, _ = made["matmul", "float32", "flops"][-1]
+    assert seconds == pytest.approx(flops * arithmetic, rel=0.05)
+    nbytes, seconds, _ = made["matmul:traffic", "float32", "bytes"][-1]
+    assert seconds == pytest.approx(nbytes * traffic, rel=0.25)

@@ -161,3 +161,33 @@ def test_more_processes_than_devices_share_what_was_measured():
     eight = measured_cluster().sized(8)
     assert ComputeCosts(eight).seconds(1e9, 0, "float32") == pytest.approx(4e-2)
     assert eight.measured.collectives == MEASURED.collectives
+
+
+FAT = KernelTimes("matmul", "float32", "flops", Curve((1e3, 1e9), (1e-5, 1e-2)), 0.0)
+THIN = KernelTimes("matmul:traffic", "float32", "bytes", Curve((1e3, 1e6), (2e-5, 1e-3)), 0.0)
+
+
+def of_two_parts() -> ComputeCosts:
+    return ComputeCosts(replace(measured_cluster(), measured=replace(MEASURED, kernels=(FAT, THIN))))
+
+
+def test_what_fat_and_thin_shapes_show_is_added_with_the_latency_once():
+    costs = of_two_parts()
+    assert costs.seconds(1e9, 1e6, "float32") == pytest.approx(1e-2 + 1e-3 - 2e-5)
+    assert costs.seconds(1e9, 0, "float32") == pytest.approx(1e-2)
+    assert costs.seconds(1e3, 1e3, "float32") == pytest.approx(1e-5)
+
+
+def test_the_traffic_of_a_dtype_that_was_not_measured_is_that_of_as_many_bytes():
+    costs = ComputeCosts(
+        replace(measured_cluster(), measured=replace(MEASURED, kernels=(replace(FAT, dtype="bfloat16"), THIN)))
+    )
+    assert costs.seconds(1e9, 1e6, "bfloat16") == pytest.approx(1e-2 + 1e-3 - 2e-5)
+
+
+@given(st.floats(0, 1e13), st.floats(0, 1e12), st.floats(0, 1e12))
+def test_the_sum_of_two_parts_is_monotone_in_both(flops, traffic, more):
+    costs = of_two_parts()
+    least = costs.seconds(flops, traffic, "float32")
+    assert least <= costs.seconds(flops + more, traffic, "float32") * (1 + 1e-12)
+    assert least <= costs.seconds(flops, traffic + more, "float32") * (1 + 1e-12)
