@@ -6,6 +6,7 @@ Every change keeps the optimal value. Nodes that leave are recorded on a trail; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,16 @@ class Graph:
             else:
                 self.add_edge(edge.u, edge.v, edge.cost)
         self._read_usages(problem)
+
+    def copy(self) -> Graph:
+        """Another graph that shrinks on its own. Arrays are shared: none is written to but ``limits``."""
+        other = copy(self)
+        other.costs, other.options, other.alive = list(self.costs), list(self.options), list(self.alive)
+        other.neighbours = [dict(around) for around in self.neighbours]
+        other.rows = [list(rows) for rows in self.rows]
+        other.limits, other.times = self.limits.copy(), self.times.copy()
+        other._unsettled, other._trail, other._shared = set(self._unsettled), list(self._trail), {}
+        return other
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 

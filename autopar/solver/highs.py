@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autopar.errors import SolverError
+from autopar.errors import InfeasibleError, SolverError
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array
 
@@ -45,6 +46,41 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         _report_progress(solver, model, limits)
     solver.run()
     return _read(highspy, solver, model)
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxation:
+    """An optimal vertex of the linear program: ``objective`` and reduced costs as the model scales them."""
+
+    objective: float
+    values: Array
+    reduced_costs: Array
+    row_duals: Array
+
+
+def solve_relaxation(model: Model, seconds: float) -> Relaxation | None:
+    """The linear program without integrality; None where it did not end in time.
+
+    Raises:
+        InfeasibleError: nothing is allowed.
+    """
+    import highspy
+
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in _options(IlpLimits(seconds, 0.0)).items():
+        solver.setOptionValue(name, value)
+    lp = _as_lp(highspy, model)
+    lp.integrality_ = []
+    solver.passModel(lp)
+    solver.run()
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        raise InfeasibleError("No choice is allowed.", found="a linear program without a solution")
+    if status != highspy.HighsModelStatus.kOptimal:
+        return None
+    found = solver.getSolution()
+    values, reduced, duals = (np.array(a) for a in (found.col_value, found.col_dual, found.row_dual))
+    return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals)
 
 
 def _options(limits: IlpLimits) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver import highs
+from autopar.solver import highs, linear
 from autopar.solver.ascent import ascend, bar_superfluous_pairs, search_from
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.folding import Part, SolvePart, fold, solve_folded
@@ -30,7 +30,12 @@ MAX_FLOWS = 400_000
 MAX_FLAT_PAIRS = 1_500_000
 """Pairs of options of a repetitive problem up to which, after folding, every node is also looked at on its own."""
 
-WORK_PER_SECOND = 1e8
+WORK = 1.5e8
+"""Element operations that looking for dominated options may take: some tenths of a second."""
+
+MAX_UNFOLDED_PAIRS = 500_000
+"""Pairs of options up to which a problem with a limit is not folded."""
+
 ROUNDS = 4
 SWEEPS = 200
 
@@ -71,7 +76,7 @@ def solve(
         incumbent.offer(first, "greedy")
     size: dict[str, int] = {}
     method: list[str] = []
-    tied = folding(problem)
+    tied = None if _is_limited_and_small(problem, chosen) else folding(problem)
     if tied is not None:
         size.update(_problem_size(problem))
         method.append("folding")
@@ -80,6 +85,12 @@ def solve(
     if flat:
         _solve_flat(incumbent, backend, warm_starts, size, method)
     return _solution(incumbent, size, method)
+
+
+def _is_limited_and_small(problem: Problem, backend: str) -> bool:
+    """Whether one linear program tells more than that of a block: where blocks choose alike, they waste room."""
+    pairs = sum(edge.cost.size for edge in problem.edges)
+    return backend == "highs" and bool(problem.usages) and math.isfinite(problem.limit) and pairs <= MAX_UNFOLDED_PAIRS
 
 
 def _part_solver(backend: str) -> SolvePart:
@@ -111,9 +122,16 @@ def _solve_flat(
     try:
         graph = Graph(incumbent.problem)
         size.update(_sizes("", graph))
-        reduce(graph, WorkBudget(WORK_PER_SECOND * max(incumbent.seconds_left(), 1.0)))
+        reduce(graph, WorkBudget(WORK))
         _offer_projections(graph, incumbent, warm_starts)
-        if _pass_messages(graph, incumbent, size, method, share=0.25 if exact else 0.9) and exact:
+        relaxed = False
+        if linear.applies(graph, _backend_name(backend)) and not incumbent.proven():
+            method.append("linear program")
+            relaxed = linear.relax(graph, incumbent, 0.6 * max(incumbent.seconds_left(), 0.0))
+        if incumbent.proven():
+            return
+        left = relaxed or _pass_messages(graph, incumbent, size, method, share=0.25 if exact else 0.9)
+        if left and exact:
             _prove(graph, incumbent, backend, size, method)
     except InfeasibleError:
         # With a choice at hand this says that nothing better is left.
@@ -174,7 +192,7 @@ def _pass_messages(
             method.append("message passing")
         if incumbent.proven() or incumbent.seconds_left() < 0:
             return False
-        reduce(graph, WorkBudget(WORK_PER_SECOND * max(incumbent.seconds_left(), 1.0)))
+        reduce(graph, WorkBudget(WORK))
         if graph.size()[1] > 0.9 * before[1]:
             break
     return True
@@ -183,7 +201,7 @@ def _pass_messages(
 def _prove(graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int], method: list[str]) -> None:
     if incumbent.choice is not None and graph.nodes():
         bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times))
-        reduce(graph, WorkBudget(WORK_PER_SECOND))
+        reduce(graph, WorkBudget(WORK))
     size.update(_sizes("reduced_", graph))
     if not graph.nodes():
         incumbent.offer(graph.expand({}), "reductions")

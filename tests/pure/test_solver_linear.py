@@ -1,0 +1,61 @@
+"""With a limit the solver begins with a linear program: what it proves is what brute force finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError
+from autopar.solver import Problem, highs, linear, peak_usage, solve
+from autopar.solver.brute_force import brute_force
+from autopar.solver.dominance import WorkBudget
+from autopar.solver.graph import Graph
+from autopar.solver.incumbent import Incumbent
+from autopar.solver.reductions import reduce
+from tests.pure.solver_problems import problems
+
+pytestmark = pytest.mark.skipif(not highs.is_installed(), reason="needs HiGHS")
+
+
+def relaxed(problem: Problem) -> Incumbent:
+    incumbent = Incumbent(problem, 30.0, 1e-9, None)
+    try:
+        graph = Graph(problem)
+        reduce(graph, WorkBudget(1e6))
+        if linear.applies(graph, "highs"):
+            linear.relax(graph, incumbent, 30.0)
+    except InfeasibleError:
+        incumbent.raise_bound(incumbent.objective)
+    return incumbent
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(limited=True), st.booleans())
+def test_bound_and_choices_enclose_the_optimum(problem: Problem, some: bool) -> None:
+    """Also where the linear program is given some of the options only."""
+    with pytest.MonkeyPatch.context() as patch:
+        if some:
+            patch.setattr(linear, "MAX_FLOWS", 2)
+            patch.setattr(linear, "SOME_FLOWS", 4)
+        found = relaxed(problem)
+        try:
+            best = brute_force(problem)
+        except InfeasibleError:
+            assert found.choice is None
+            return
+        solved = solve(problem, gap=1e-9)
+    assert found.lower_bound <= best.objective * (1 + 1e-7) + 1e-12
+    if found.choice is not None:
+        assert found.objective >= best.objective * (1 - 1e-7) - 1e-12
+    assert solved.objective == pytest.approx(best.objective, rel=1e-6, abs=1e-12)
+    assert peak_usage(problem, solved.choice) <= problem.limit * (1 + 1e-6)
+
+
+def test_a_copy_of_a_graph_shrinks_alone() -> None:
+    one = Graph(Problem((np.array([1.0, 2.0]), np.array([3.0, 4.0])), ()))
+    other = one.copy()
+    other.keep(0, np.array([True, False]))
+    other.remove(1)
+    assert one.size() == (2, 4, 0) and other.size() == (1, 1, 0)
