@@ -1,6 +1,7 @@
 # A fresh clone needs nothing but Python 3.10 or later: every target that runs Python sets .venv up first.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+TIMM   ?= timm==1.0.31
 PYTEST ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -15,7 +16,7 @@ SPREAD  = -n $(JOBS) --dist loadfile
 QUICK   = -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types layers check test test-pure test-cpu test-multiprocess test-all gpu demo bench clean
+.PHONY: help venv lint types layers check test test-pure test-cpu test-multiprocess test-all gpu demo zoo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,11 +24,13 @@ help: ## list the targets
 venv: $(READY) ## set .venv up (every other target does so by itself)
 
 # torch goes first and pinned: where a CPU build is on offer pip takes it, and no open range fetches gigabytes.
-$(READY): pyproject.toml
+# timm goes last and alone: it asks for torchvision, each build of which asks for one build of torch; its models do not.
+$(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "autopar needs Python 3.10 or later; try make PYTHON=python3.12")'
 	@test -x $(BIN)/python || { echo "setting up $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check "$(TORCH)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps "$(TIMM)"
 	@touch $@
 
 lint: $(READY) ## ruff, every rule that pyproject.toml does not argue against
@@ -66,6 +69,9 @@ gpu: ## tests that need a GPU; each skips itself and says why where there is non
 
 demo: $(READY) ## train GPT-2 on two processes and on one, and compare
 	@$(BIN)/python examples/demo_gpt2.py
+
+zoo: $(READY) ## every model of the zoo the whole way; writes docs/coverage.md
+	@$(BIN)/python -m tests.zoo --jobs $(JOBS) --page
 
 bench: $(READY) ## run every benchmark
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -26,7 +26,7 @@ IMAGE = dict(ENCODER, image_size=12, patch_size=4)
 WINDOWS = dict(image_size=16, patch_size=2, embed_dim=8, depths=[2, 1], num_heads=[2, 4], window_size=2)
 WAVE = dict(
     ENCODER, vocab_size=VOCABULARY, conv_dim=(8, 8), conv_kernel=(5, 3), conv_stride=(4, 2), num_feat_extract_layers=2,
-    num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False, pad_token_id=0,
+    num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False,
     num_labels=CLASSES,
 )  # fmt: skip
 

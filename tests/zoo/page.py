@@ -1,0 +1,56 @@
+"""The page of the documentation that shows what became of every model of the zoo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.zoo.measure import LEAST, MESHES, Record
+
+TOP = """# What is covered
+
+Written by `python -m tests.zoo --page`; do not edit.
+
+Every model below is the library's own class, unmodified, with its loss and a small configuration. Each is captured,
+planned on {meshes}, simulated, and its outputs, every gradient and every buffer are compared with one ordinary step on
+one device: in float64 to {tolerance}, mixtures of experts, whose grouped product exists in float32 alone, to 1e-4. The
+cluster has slow devices and fast links, so that sharding pays even for models of this size.
+
+- *nodes* and *ops* are those of the joint forward and backward graph, and the distinct ones among them;
+- *FLOPs* and *bytes* are the shares of the floating-point operations, and of the bytes that ops of the forward make,
+  that are in ops which can be sharded; at least {least:.0%} of each is asked for;
+- *seconds* are of one processor core, for the capture, {plans} plans and {plans} simulations;
+- *sharded* is what the plan on {largest} cuts: an input, how many parameters, and the largest of them.
+
+"""
+
+HEADER = """| model | nodes | ops | without a rule | FLOPs | bytes | seconds | equal | sharded |
+|---|---:|---:|---|---:|---:|---:|---|---|
+"""
+
+
+def page(records: Sequence[Record], refused: Sequence[tuple[str, str]]) -> str:
+    """The page as Markdown; ``refused`` are models that give an error, with what it says."""
+    meshes = [f"({', '.join(map(str, m))}{',' if len(m) == 1 else ''})" for m in MESHES]
+    text = TOP.format(
+        meshes=f"{', '.join(meshes[:-1])} and {meshes[-1]}", tolerance="1e-9", least=LEAST, plans=len(meshes),
+        largest=meshes[-1],
+    )  # fmt: skip
+    well = sum(r.is_well for r in records)
+    parts = [f"{text}{well} of {len(records)} models are equal to one device on every mesh.\n"]
+    families = dict.fromkeys(r.family for r in records)
+    for family in families:
+        rows = "".join(_row(r) for r in records if r.family == family)
+        parts.append(f"## {family[0].upper()}{family[1:]}\n\n{HEADER}{rows}")
+    listed = "\n".join(f"- **{name}**: {why}" for name, why in refused)
+    parts.append(f"## Refused\n\nWhat a graph cannot hold gives an error that names the line.\n\n{listed}\n")
+    return "\n".join(parts)
+
+
+def _row(r: Record) -> str:
+    equal = "yes" if not r.failures else f"no: {', '.join(r.failures)}"
+    if r.coverage is None:
+        return f"| {r.name} | | | | | | {r.seconds:.0f} | {equal} | |\n"
+    c = r.coverage
+    missing = ", ".join(f"`{op}`" for op in c.without_rule) or "none"
+    shares = f"{c.flops:.1%} | {c.bytes:.1%}"
+    return f"| {r.name} | {c.nodes} | {c.ops} | {missing} | {shares} | {r.seconds:.0f} | {equal} | {r.sharded} |\n"

@@ -1,0 +1,27 @@
+"""Measuring many models, in this process or in several."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import torch
+
+from tests.zoo import ZOO
+from tests.zoo.measure import Record, measure
+
+
+def measured(names: Sequence[str], jobs: int) -> Iterator[Record]:
+    """A record of each model, as they come."""
+    if jobs == 1:
+        yield from map(measure_one, names)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(measure_one, n) for n in names]):
+            yield future.result()
+
+
+def measure_one(name: str) -> Record:
+    torch.set_num_threads(1)
+    return measure(ZOO[name])
