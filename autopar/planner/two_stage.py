@@ -3,7 +3,8 @@
 As the second stage after a search for the shardings alone this is the two-stage search, what planners do that know
 checkpointing only as an afterthought; on one device, where nothing can be sharded, it is the whole search. Memory is
 exact here (`planner.moments`): whatever moment of a scheduled choice is over the budget joins the problem, until none
-is, and the last choice is then the best there is.
+is, and the last choice is then the best there is. Where it is proven to be, what costs as much and has a lower peak is
+taken instead: so more memory never costs time, and less is never exceeded by a higher peak.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +34,8 @@ ROUNDS = 60
 RULES_SHARE = 0.2
 """Of the time, for choices by simple rules, from which the exact search begins."""
 SMALLEST_S = 5.0
+EQUAL = 1e-12
+"""Relative difference of objectives that is none."""
 SMALLER = 0.99
 
 Open = Sequence["tuple[int, ...] | None"]
@@ -73,6 +76,10 @@ class CheckpointSearch:
     options: Options
     still: Open
     hideable_s: float = math.inf
+    moments: dict[Moment, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.moments = self._first_moments()
 
     @cached_property
     def exact(self) -> Exact:
@@ -83,14 +90,23 @@ class CheckpointSearch:
         return Objective(self.decisions, self.prices)
 
     def within(self, budget: float, deadline: float, starts: Sequence[Sequence[int]] = ()) -> Checkpointed | None:
-        """The best choice whose exact peak fits ``budget`` bytes; None where none fits, or none was found in time."""
-        starts = [*starts, *self.starts(budget, deadline)]
+        """The best choice whose exact peak fits ``budget`` bytes, of equals that of the lowest peak where time allows;
+        None where none fits, or none was found in time."""
+        found = self._search(budget, deadline, [*starts, *self.starts(budget, deadline)])
+        while found is not None and found.solution.proven and time.perf_counter() < deadline:
+            lower = self._search(found.memory.peak_bytes - 1, deadline, [])
+            if lower is None or lower.solution.objective > found.solution.objective * (1 + EQUAL):
+                break
+            found = lower
+        return found
+
+    def _search(self, budget: float, deadline: float, starts: list[Sequence[int]]) -> Checkpointed | None:
         fitting = [f for f in map(self._checkpointed, starts) if f.memory.peak_bytes <= budget]
         best = min(fitting, key=lambda f: f.solution.objective, default=None)
-        moments, bound, exact = self._first_moments(), 0.0, True
+        bound, exact = 0.0, True
         for _ in range(ROUNDS):
             try:
-                solution = self._solve(moments, budget, deadline, starts)
+                solution = self._solve(self.moments, budget, deadline, starts)
             except (InfeasibleError, SolverError):
                 break
             bound = max(bound, solution.lower_bound) if exact else bound
@@ -99,12 +115,13 @@ class CheckpointSearch:
                 if best is None or solution.objective < best.solution.objective:
                     best = Checkpointed(solution, program, memory, exact)
                 break
-            starts.append(solution.choice)
+            starts = [*starts, solution.choice]
             fresh = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, budget), solution.choice)
-            exact = exact and not any(m in moments for m in fresh)
-            if all(moments.get(m, -1.0) >= unseen for m, unseen in fresh.items()) or time.perf_counter() > deadline:
+            exact = exact and not any(m in self.moments for m in fresh)
+            known = all(self.moments.get(m, -1.0) >= unseen for m, unseen in fresh.items())
+            if known or time.perf_counter() > deadline:
                 break
-            moments |= {m: max(unseen, moments.get(m, 0.0)) for m, unseen in fresh.items()}
+            self.moments |= {m: max(unseen, self.moments.get(m, 0.0)) for m, unseen in fresh.items()}
         return best and self._bounded(best, bound, exact)
 
     def _bounded(self, found: Checkpointed, bound: float, exact: bool) -> Checkpointed:
