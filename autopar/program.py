@@ -41,7 +41,8 @@ class Op:
         name: unique in the program.
         kind: an input, an op of the captured graph, one step of a redistribution, or a transfer: ``offload`` starts
             to copy a tensor to the host, ``fetch`` to copy one back, and ``wait`` stands still until an offload is
-            done. A wait reads the device's tensor and then the host's, so that the device's lives until it.
+            done, or a collective. That for an offload reads the device's tensor and then the host's, so that the
+            device's lives until it; that for a collective reads what the collective makes.
         node: the captured node that it runs or whose value it redistributes.
         reads: names of the tensors read, as the node's operands are ordered.
         writes: the results.

@@ -93,7 +93,7 @@ class _Builder:
             elif op.is_transfer:
                 self._transfer(op)
             elif op.kind == "wait":
-                self._read(op.reads[1])
+                self._read(op.reads[-1])
             else:
                 self._compute(op)
 

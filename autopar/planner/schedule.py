@@ -17,6 +17,7 @@ from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.pricing import Prices
 from autopar.planner.transfers import place_transfers, transfer_seconds
 from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
+from autopar.planner.waits import place_waits
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import cheapest_path
@@ -63,7 +64,8 @@ class _Scheduler:
             for at in pending.get(node.name, ()):
                 results[at] = self._result(at)
         outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
-        return Program(place_transfers(self.ops), outputs)
+        program = Program(place_transfers(self.ops), outputs)
+        return place_waits(program, self.prices.overlap)
 
     def _results_by_node(self) -> dict[str, list[int]]:
         pending: dict[str, list[int]] = {}

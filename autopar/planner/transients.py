@@ -163,15 +163,18 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
     x, v = op.operands[q], op.operands[q + 2]
     if op.device != "cpu" or op.node.kwarg("dropout_p") or x[0].shape[-1] != v[0].shape[-1]:
         return None
-    mask = 0
+    mask = making = 0
     if masked:
-        m = op.operands[q + 3] if q == 0 else op.operands[4]
-        mask = m[0].numel * (2 * wide(x[1]) + 1)
-    if op.node.kwarg("is_causal") and op.cut:
-        s, t = x[0].shape[2], op.operands[q + 1][0].shape[2]
-        mask += s * t * (2 * wide(x[1]) + 2) if not _same_offset(op.node) else 0
+        m, size = op.operands[q + 3]
+        if op.metas[q + 3].dtype == "bool":
+            mask, making = m.numel * x[1], m.numel
+        elif size != x[1]:
+            mask = m.numel * x[1]
+    if op.node.kwarg("is_causal") and not _same_offset(op.node):
+        rows = x[0].shape[2] * op.operands[q + 1][0].shape[2]
+        mask, making = mask + rows * (x[1] + 1), making + 3 * rows
     _, h, s, _ = x[0].shape
-    return mask + (0 if h == 1 or s == 1 else op.written)
+    return mask + max(making - op.written, 0 if h == 1 or s == 1 else op.written)
 
 
 def _same_offset(node: Node) -> bool:

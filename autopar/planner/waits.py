@@ -1,0 +1,53 @@
+"""Where to wait for a collective that nobody reads soon, such as a gradient's: as soon as it should be done.
+
+Until it is waited for, a collective keeps what it sends alive. Left to their readers, which for gradients is the end of
+the step, these buffers would pile up; waited for once it is predicted to be done, each goes at no cost in time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from autopar.planner.timeline import simulate_streams
+from autopar.program import Op, Program
+
+
+def place_waits(program: Program, overlap: float) -> Program:
+    """``program`` with a wait before the first op that should start after a collective's end, where that comes before
+    the collective's first reader.
+
+    Args:
+        overlap: as in ``simulate_streams``.
+    """
+    intervals = simulate_streams(program, overlap).intervals
+    ends = {i.op: i.end_s for i in intervals if i.stream == "communication"}
+    starts = {i.op: i.start_s for i in intervals if i.stream == "compute"}
+    positions = [at for at, op in enumerate(program.ops) if op.name in starts]
+    times = [starts[program.ops[at].name] for at in positions]
+    read = _first_reads(program)
+    turn = next((i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input"), 0)
+    waits: dict[int, list[Op]] = {}
+    for at, op in enumerate(program.ops):
+        if not op.is_collective or op.step is None or op.step.kind == "all_reduce":
+            continue
+        first = max(bisect_left(times, ends[op.name]), bisect_left(positions, at + 1))
+        place = positions[first] if first < len(positions) else len(program.ops)
+        needed = min(read.get(op.writes[0].name, len(program.ops)), turn if at < turn else len(program.ops))
+        if place < needed:
+            waits.setdefault(place, []).append(_wait(op))
+    if not waits:
+        return program
+    return replace(program, ops=tuple(each for at, op in enumerate(program.ops) for each in (*waits.get(at, ()), op)))
+
+
+def _first_reads(program: Program) -> dict[str, int]:
+    first: dict[str, int] = {}
+    for at, op in enumerate(program.ops):
+        for name in op.reads:
+            first.setdefault(name, at)
+    return first
+
+
+def _wait(op: Op) -> Op:
+    return Op(f"{op.name}|done", "wait", op.node, (op.writes[0].name,), (), op.phase)
