@@ -66,15 +66,15 @@ def offload(rank: Rank, x: Tensor, into: HostTensor | None = None) -> Transfer[H
         into: what of the host's memory to write again, of the shape and dtype of ``x``.
     """
     with _host_memory():
-        if x.device.type != "cuda":
+        if not _is_apart(x.device):
             return Transfer(x, HostTensor(into.tensor.copy_(x) if into else x.clone()))
-        host = into.tensor if into else torch.empty_like(x, device="cpu", pin_memory=True)
+        host = into.tensor if into else _pinned_like(x)
         return Transfer(x, HostTensor(host), _copied_beside(x, host, x.device))
 
 
 def fetch(rank: Rank, held: HostTensor) -> Transfer[Tensor]:
     """Start to copy back to the rank's device what ``offload`` copied away."""
-    if rank.device.type != "cuda":
+    if not _is_apart(rank.device):
         return Transfer(held, held.tensor.clone())
     # Taken from the compute stream's memory, of which the copy must wait for earlier readers.
     result = torch.empty_like(held.tensor, device=rank.device)
@@ -101,6 +101,15 @@ def _host_memory() -> Iterator[None]:
         yield
     finally:
         _ON_HOST.reset(token)
+
+
+def _is_apart(device: torch.device) -> bool:
+    """Whether a device's memory is not the host's."""
+    return device.type == "cuda"
+
+
+def _pinned_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu", pin_memory=True)
 
 
 @cache

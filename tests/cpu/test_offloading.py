@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
 import autopar
 from autopar import codegen, passes, planner, spmd
@@ -18,6 +20,7 @@ from autopar.planner.schedule import AGAIN
 from autopar.plans.serial import program_from, program_to
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
+from autopar.spmd import transfers
 from tests.cpu.model_checks import assert_equals_one_device, cluster_where_sharding_pays, run, subject
 from tests.models import ZOO
 from tests.offloading import offloaded, saved
@@ -121,7 +124,7 @@ def executed(of, program):
     lowered = passes.lower(program, of.capture.graph, Mesh((1,)))
     source = codegen.load(codegen.emit(lowered.forward, lowered.backward, ["A test."]))
     seed = {("seed", "seed"): torch.zeros((), dtype=torch.int64)}
-    with MemoryMeter(inside=False) as meter, torch.no_grad():
+    with MemoryMeter() as meter, torch.no_grad():
         feeds = [(of.named() | seed)[i.kind, i.name] for i, _ in lowered.inputs]
         meter.hold(feeds)
         made = source["forward"](RANK, feeds)
@@ -134,8 +137,43 @@ def executed(of, program):
 
 def predicted(of, program) -> int:
     """Peak bytes until the backward ends, without optimizer state."""
-    memory = profile(program, of.capture.graph, Mesh((1,)), planner.Options(optimizer="sgd"))
+    memory = profile(program, of.capture.graph, Mesh((1,)), planner.Options(optimizer="sgd", device="cpu"))
     return max(memory.timeline[:-1])
+
+
+class LateCopies:
+    """A device whose copies are made as late as they may be: when someone waits for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done = 0
+        self.queue: list[Callable[[], object]] = []
+        monkeypatch.setattr(transfers, "_is_apart", lambda device: True)
+        monkeypatch.setattr(transfers, "_pinned_like", self.unset)
+        monkeypatch.setattr(transfers, "_copied_beside", self.launch)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
+
+    def unset(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x).fill_(float("nan") if x.is_floating_point() else 1)
+
+    def launch(self, source: Tensor, target: Tensor, device: object) -> int:
+        self.queue.append(lambda: target.copy_(source))
+        return len(self.queue)
+
+    def wait_event(self, event: int) -> None:
+        while self.done < event:
+            self.queue[self.done]()
+            self.queue[self.done] = int
+            self.done += 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "mixtral"])
+def test_nothing_is_read_before_its_copy_is_waited_for(name, monkeypatch) -> None:
+    of, _, program = everything_offloaded(name, (1,))
+    device = LateCopies(monkeypatch)
+    _, gradients = executed(of, program)
+    assert device.done == len(device.queue) == sum(op.is_transfer for op in program.ops)
+    for meaning, gradient in gradients.items():
+        torch.testing.assert_close(gradient, of.reference.grads[meaning], rtol=1e-4, atol=1e-5)
 
 
 def test_offloading_is_written_and_read_with_the_program() -> None:
