@@ -22,7 +22,7 @@ from autopar.planner.random_plans import random_solution
 from autopar.planner.rows import usages
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
-from autopar.planner.transfers import host_usages
+from autopar.planner.transfers import forward_seconds, host_usages
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
@@ -199,7 +199,7 @@ class _Search:
         free, _ = self._once((), math.inf, deadline, None)
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
-        self.hideable_s = sum(op.seconds for op in free.program.ops if op.kind == "compute")
+        self.hideable_s = forward_seconds(free.program)
         self.bound = free.solution.lower_bound
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._all_by_checkpoints(free, deadline)

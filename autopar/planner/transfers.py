@@ -1,8 +1,8 @@
 """Offloading to the host: what a transfer takes, whether all of them can hide, and where in the program they begin.
 
 Transfers run on a stream of their own beside what is computed (as in Rhu et al., vDNN, 2016), so that one that is
-hidden costs next to nothing. What cannot be exceeded is the time in which to hide them: the seconds of all transfers of
-a step stay within those of its computation, as one more row of the problem.
+hidden costs next to nothing. What cannot be exceeded is the time in which to hide them: what is offloaded has to be
+copied while the forward still computes, which a few more rows of the problem see to.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy.typing as npt
 from autopar.mesh import Link
 from autopar.planner.kernels import local_bytes
 from autopar.planner.variables import Decisions, Variable
-from autopar.program import Op
+from autopar.program import Op, Program
 from autopar.solver import Usage
+from autopar.strategies import flops
 
 Array = npt.NDArray[np.float64]
 
@@ -26,7 +27,10 @@ EXPOSED_SHARE = 0.02
 one that moves less is better."""
 
 HIDING_SHARE = 0.9
-"""Of the seconds of computation in a step, those in which transfers may hide."""
+"""Of the seconds of the forward's computation, those in which copies to the host may hide."""
+
+PARTS = 4
+"""Of the forward, for each of which what is made in it and after it has to hide in it and after it."""
 
 
 def transfer_seconds(host: Link, size: float) -> float:
@@ -45,11 +49,40 @@ def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
 
 
 def host_usages(d: Decisions, host: Link, hideable_s: float, time: int, limit: float) -> tuple[Usage, ...]:
-    """The row that keeps all transfers within ``hideable_s`` seconds: bytes at ``time`` as the share of them is to
-    ``limit``."""
-    scale = limit / max(hideable_s * HIDING_SHARE, 1e-12)
-    offloading = ((i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions)
-    return tuple(Usage(i, hold_seconds(d, v, host) * scale, time, time + 1) for i, v in offloading)
+    """Rows at ``time`` and after that let all that is offloaded hide: what is made in the last part of the forward is
+    copied by its end, for several such parts. What comes back has the backward, which is longer.
+
+    Args:
+        hideable_s: seconds of computation in the forward.
+        limit: what a row may use in all, so that the solver needs no other for it.
+    """
+    made = _work_before(d)
+    offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
+    found = []
+    for i, v in offloading:
+        assert v.value is not None
+        seconds = hold_seconds(d, v, host) / 2
+        for part in range(PARTS):
+            if made[v.value.node] >= part / PARTS:
+                room_s = max(hideable_s * (1 - part / PARTS) * HIDING_SHARE, 1e-12)
+                found.append(Usage(i, seconds * (limit / room_s), time + part, time + part + 1))
+    return tuple(found)
+
+
+def forward_seconds(program: Program) -> float:
+    """Seconds of computation in the forward of ``program``."""
+    return sum(op.seconds for op in program.ops if op.kind == "compute" and op.phase == "forward")
+
+
+def _work_before(d: Decisions) -> dict[str, float]:
+    """The share of the forward's FLOPs that are done when each of its nodes is."""
+    done = 0.0
+    before: dict[str, float] = {}
+    for node in d.graph.nodes:
+        if node.phase == "forward":
+            done += flops(node, tuple(d.graph.meta(v) for v in node.inputs)) if node.op != "placeholder" else 0.0
+            before[node.name] = done
+    return {name: at / done if done else 0.0 for name, at in before.items()}
 
 
 def place_transfers(ops: Sequence[Op]) -> tuple[Op, ...]:
