@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+import autopar.tracer.linear_algebra  # noqa: F401  registers its replacements
 from autopar.tracer import flat
 from autopar.tracer.flat import Flat
 from autopar.tracer.replacements import REPLACEMENTS

@@ -72,7 +72,8 @@ class Record:
     @property
     def is_well(self) -> bool:
         """Equal on every mesh, and nearly all of it can be sharded."""
-        return not self.failures and self.coverage is not None and min(self.coverage.flops, self.coverage.bytes) >= LEAST
+        found = self.coverage
+        return not self.failures and found is not None and min(found.flops, found.bytes) >= LEAST
 
 
 def coverage(graph: ir.Graph) -> Coverage:

@@ -1,0 +1,100 @@
+"""Layers that capture takes apart: bags of embeddings, instance norm, and norms of standardised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.zoo.entry import Entry
+from tests.zoo.measure import captured, check
+
+
+class Layer(nn.Module):
+    def __init__(self, layer: nn.Module, body: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.body = body
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        found = self.layer(*inputs.values()) if self.body is None else self.body(self.layer, **inputs)
+        weight = torch.linspace(0.5, 2.0, found.numel(), dtype=found.dtype).reshape(found.shape)
+        return (found * weight).square().sum()
+
+
+def equal(layer: nn.Module, inputs: Mapping[str, Tensor], body: Callable[..., Any] | None = None) -> set[str]:
+    """Sharded and whole are equal; returns the ops of the graph."""
+    entry = Entry("layer", "other", lambda: Layer(layer, body), lambda: dict(inputs))
+    of = captured(entry)
+    for mesh in [(4,), (2, 2)]:
+        check(entry, of, mesh)
+    return {n.packet for n in of.capture.graph.nodes}
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randint(0, 12, shape)
+
+
+STARTS = torch.tensor([0, 3, 3, 7])  # the second bag is empty
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_of_equal_length(mode) -> None:
+    ops = equal(nn.EmbeddingBag(12, 8, mode=mode), {"ids": rows(8, 5)})
+    assert "autopar.lookup" in ops
+    assert "aten._embedding_bag" not in ops
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_bags_by_their_starts(mode, padding_idx) -> None:
+    layer = nn.EmbeddingBag(12, 8, mode=mode, padding_idx=padding_idx)
+    assert "autopar.lookup" in equal(layer, {"ids": rows(11), "offsets": STARTS})
+
+
+def test_bags_whose_last_offset_is_the_end() -> None:
+    layer = nn.EmbeddingBag(12, 8, mode="sum", include_last_offset=True)
+    equal(layer, {"ids": rows(11), "offsets": torch.tensor([0, 3, 3, 7, 11])})
+
+
+def test_weighted_bags() -> None:
+    def body(m: Any, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return m(ids, offsets, weights)
+
+    layer = nn.EmbeddingBag(12, 8, mode="sum")
+    equal(layer, {"ids": rows(11), "offsets": STARTS, "weights": torch.rand(11)}, body)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_instance_norm(affine) -> None:
+    layer = nn.Sequential(nn.Conv2d(3, 8, 1), nn.InstanceNorm2d(8, affine=affine))
+    assert "aten.native_group_norm" in equal(layer, {"x": torch.randn(4, 3, 5, 5)})
+
+
+def test_a_weight_that_is_standardised_by_batch_norm() -> None:
+    """As timm's ScaledStdConv2d does it."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        flat = m.weight.reshape(1, m.out_channels, -1)
+        weight = F.batch_norm(flat, None, None, weight=(m.bias * 2).view(-1), training=True, momentum=0.0)
+        return F.conv2d(x, weight.reshape_as(m.weight))
+
+    equal(nn.Conv2d(3, 8, 3), {"x": torch.randn(4, 3, 5, 5)}, body)
+
+
+def test_weight_norm() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3))
+    assert "aten._weight_norm_interface" in equal(layer, {"x": torch.randn(4, 4, 9)})
+
+
+def test_solving_and_inverting_batches_of_matrices() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        a = x + 8 * torch.eye(4, dtype=x.dtype)
+        solved = torch.linalg.solve(a, m(x)) + torch.linalg.inv(a) + torch.linalg.cholesky(a @ a.mT)
+        return solved * torch.linalg.slogdet(a).logabsdet[:, None, None]
+
+    equal(nn.Linear(4, 4), {"x": torch.randn(8, 4, 4)}, body)
