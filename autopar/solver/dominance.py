@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.alike import alike
 from autopar.solver.graph import Graph
 from autopar.solver.problem import Array
 
@@ -51,9 +52,11 @@ def _undominated(graph: Graph, node: int, work: WorkBudget) -> np.ndarray:
 
 def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
     """worst[a, a'] = max over b of (matrix[a', b] - matrix[a, b])."""
-    work.elements -= matrix.shape[0] * matrix.size
-    bounded = np.minimum(matrix, _FORBIDDEN)
-    return np.stack([(bounded - row).max(axis=1) for row in bounded])
+    rows, columns = alike(matrix), alike(matrix.T)
+    bounded = np.minimum(matrix[np.ix_(rows.first, columns.first)], _FORBIDDEN)
+    work.elements -= bounded.shape[0] * bounded.size + matrix.size
+    worst = np.stack([(bounded - row).max(axis=1) for row in bounded])
+    return np.asarray(worst[np.ix_(rows.number, rows.number)])
 
 
 def _keep_in_turn(gain: Array) -> np.ndarray:

@@ -9,7 +9,9 @@ Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,6 +20,10 @@ from autopar.solver.problem import Array
 
 _BARRED = 1e30
 """Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
+
+
+Pushes: TypeAlias = Mapping[int, Mapping[int, Array]]
+"""What each node has handed to the edge to each neighbour, by option. Any start will do, a good one saves sweeps."""
 
 
 @dataclass
@@ -32,7 +38,7 @@ class SweepResult:
 class Dual:
     """The state of the ascent for a graph that doesn't change meanwhile."""
 
-    def __init__(self, graph: Graph, prices: Array | None = None) -> None:
+    def __init__(self, graph: Graph, prices: Array | None = None, start: Pushes | None = None) -> None:
         self.graph = graph
         self.nodes = graph.nodes()
         self.prices = np.zeros(len(graph.limits)) if prices is None else prices.copy()
@@ -41,9 +47,35 @@ class Dual:
             node: {other: np.zeros(len(graph.costs[node])) for other in sorted(graph.neighbours[node])}
             for node in self.nodes
         }
+        for node, pushed in (start or {}).items():
+            self.push[node].update(pushed)
+            self.theta[node] -= np.sum(list(self.push[node].values()), axis=0)
         self._price_usages(self.prices)
         for u, v in graph.pairs():
             self._collect(v, u)
+
+    def keep(self, masks: dict[int, np.ndarray]) -> None:
+        """Take the options out of the graph for which a mask is false; what was passed about the others stays.
+
+        Raises:
+            InfeasibleError: a node has none left.
+        """
+        touched: set[int] = set()
+        for node, mask in masks.items():
+            if not mask.all():
+                self.graph.keep(node, mask)
+                self.theta[node] = self.theta[node][mask]
+                self.push[node] = {other: pushed[mask] for other, pushed in self.push[node].items()}
+                touched.update(self.graph.neighbours[node])
+        if touched:
+            self.keep({node: self._supported(node) for node in sorted(touched)})
+
+    def _supported(self, node: int) -> np.ndarray:
+        """Which options have a partner at every neighbour."""
+        mask = np.ones(len(self.theta[node]), dtype=bool)
+        for matrix in self.graph.neighbours[node].values():
+            mask &= np.isfinite(matrix).any(axis=1)
+        return mask
 
     def _collect(self, node: int, other: int) -> None:
         """Move the min-marginals of the edge to ``node``."""

@@ -7,11 +7,10 @@ the blocks to choose alike (see ``relaxation``), so that the gap holds for the p
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
-
-import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.solver.dual import Dual
@@ -30,8 +29,10 @@ SHARES = (0.4, 0.4, 0.6)
 """Of the time left, for each round of a better choice and a better bound; the first is by message passing alone."""
 
 MAX_SWEEPS = 1000
-STALLED = 1e-7
-"""Relative rise of the bound over ten sweeps below which message passing ends."""
+SWEEPS_A_LOOK = 6
+ROUGH, FINE = 0.1, 0.01
+"""Rise of the bound over so many sweeps, as a share of the gap, below which message passing ends."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -81,7 +82,7 @@ class _Folding:
         self.solve_part = solve_part
         self.size = size
         self.tied = tied
-        self.warm: tuple[tuple[int, ...], ...] = ()
+        self.warm = () if incumbent.choice is None else (tied.project(incumbent.choice),)
         self.bounds: _Bounds | None = None
 
     def turn(self, seconds: float, *, exact: bool) -> None:
@@ -94,7 +95,13 @@ class _Folding:
             self.incumbent.offer(self.tied.expand(found.choice), f"equal blocks, {found.found_by}")
         if self.bounds is None or len(found.usage_prices.times):
             self.bounds = _Bounds(self.parts, found.usage_prices)
-        self.bounds.raise_bound(self.incumbent, seconds / 2, self.solve_part, exact)
+        deadline = self.incumbent.seconds() + seconds / 2
+        if not exact:
+            self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
+        if not self.incumbent.proven():
+            self.bounds.raise_bound(self.incumbent, deadline, FINE)
+        if exact and not self.incumbent.proven():
+            self.bounds.solve_pieces(self.incumbent, deadline, self.solve_part)
 
 
 class _Bounds:
@@ -108,27 +115,42 @@ class _Bounds:
         self.constant = paid * parts.whole.limit * (1 + USAGE_TOLERANCE) if paid else 0.0
         self.dual = Dual(self.coupled.graph)
 
-    def raise_bound(self, incumbent: Incumbent, seconds: float, solve_part: SolvePart, exact: bool) -> None:
-        began = incumbent.seconds()
-        self._pass_messages(incumbent, began + 0.4 * seconds)
+    def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
+        """By message passing, until it rises no more by ``stalled``, a share of the gap; no later than the deadline."""
+        def enough(bound: float, weight: float = 1.0) -> float:
+            worth = incumbent.objective if incumbent.choice is not None else abs(bound)
+            return stalled * max(worth + self.constant - bound, max(0.5 * incumbent.gap, 1e-9) * abs(worth)) / weight
+
+        middle = incumbent.seconds() + 0.6 * max(deadline - incumbent.seconds(), 0.0)
+        near = _ascend(self.dual, lambda: incumbent.seconds() > middle, enough)
+        bounds = [
+            weight * _ascend(dual, lambda: incumbent.seconds() > deadline, lambda _, w=weight: enough(near, w))  # type: ignore[misc]
+            for weight, dual in self.relaxation.duals(self.coupled, self.dual)
+        ]
+        incumbent.raise_bound(sum(bounds) - self.constant)
+
+    def solve_pieces(self, incumbent: Incumbent, deadline: float, solve_part: SolvePart) -> None:
+        """By the best bound that can be proven for each piece."""
         prices = self.relaxation.prices_of(self.coupled, self.dual)
-        left = max(seconds - (incumbent.seconds() - began), 0.1)
-        pieces = [self.relaxation.priced_block(i, prices) for i in range(len(self.parts.blocks))]
+        blocks = [self.relaxation.priced_block(i, prices) for i in range(len(self.parts.blocks))]
         weights = [block.count for block in self.parts.blocks]
+        left = max(deadline - incumbent.seconds(), 0.1)
         total = -self.constant
         for (problem, offset), weight in zip(
-            [*pieces, self.relaxation.priced_ends(prices)], [*weights, 1], strict=True
+            [*blocks, self.relaxation.priced_ends(prices)], [*weights, 1], strict=True
         ):
-            found = solve_part(Part(problem, left / (len(pieces) + 1), 0.1 * incumbent.gap, exact))
+            found = solve_part(Part(problem, left / (len(blocks) + 1), 0.1 * incumbent.gap, exact=True))
             total += weight * (found.bound() + offset)
         incumbent.raise_bound(total)
 
-    def _pass_messages(self, incumbent: Incumbent, deadline: float) -> None:
-        """Sweep until the bound rises no more; the ties' prices are what matters."""
-        last = -np.inf
-        for count in range(MAX_SWEEPS):
-            bound = self.dual.sweep(forward=count % 2 == 1).lower_bound
-            if count % 10 == 9:
-                if incumbent.seconds() > deadline or bound - last <= STALLED * abs(bound):
-                    break
-                last = bound
+
+def _ascend(dual: Dual, late: Callable[[], bool], enough: Callable[[float], float]) -> float:
+    """Sweep until the bound rises no more by what is enough, or it is late; the bound."""
+    last = best = -math.inf
+    for count in range(MAX_SWEEPS):
+        best = max(best, dual.sweep(forward=count % 2 == 1).lower_bound)
+        if count % SWEEPS_A_LOOK == SWEEPS_A_LOOK - 1:
+            if late() or best - last <= enough(best):
+                break
+            last = best
+    return best

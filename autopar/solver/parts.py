@@ -156,6 +156,12 @@ class Tied:
         """The choice of the whole problem that a tied choice means."""
         return tuple(np.asarray(choice, dtype=np.int64)[self.place].tolist())
 
+    def project(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """A tied choice near one of the whole problem: of the nodes that are tied one decides."""
+        tied = np.zeros(len(self.problem.costs), dtype=np.int64)
+        tied[self.place] = choice
+        return tuple(tied.tolist())
+
     @cached_property
     def place(self) -> IndexArray:
         """The tied node of each node of the whole problem."""

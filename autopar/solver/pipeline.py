@@ -130,7 +130,7 @@ def _solve_flat(
             relaxed = linear.relax(graph, incumbent, 0.6 * max(incumbent.seconds_left(), 0.0))
         if incumbent.proven():
             return
-        left = relaxed or _pass_messages(graph, incumbent, size, method, share=0.25 if exact else 0.9)
+        left = relaxed or _pass_messages(graph, incumbent, size, method, exact=exact)
         if left and exact:
             _prove(graph, incumbent, backend, size, method)
     except InfeasibleError:
@@ -174,9 +174,10 @@ def _offer_projections(graph: Graph, incumbent: Incumbent, choices: Sequence[Seq
 
 
 def _pass_messages(
-    graph: Graph, incumbent: Incumbent, size: dict[str, int], method: list[str], share: float
+    graph: Graph, incumbent: Incumbent, size: dict[str, int], method: list[str], *, exact: bool
 ) -> bool:
     """Message passing and reductions in turns, each for a share of the time left; whether anything is left to do."""
+    share = 0.25 if exact else 0.9
     for _ in range(ROUNDS):
         size.update(_sizes("reduced_", graph))
         if not graph.nodes():
@@ -186,7 +187,9 @@ def _pass_messages(
         before = graph.size()
         deadline = incumbent.seconds() + share * max(incumbent.seconds_left(), 0.0)
         times = graph.times
-        prices = ascend(graph, incumbent, SWEEPS, incumbent.usage_prices.at(times), deadline).prices
+        prices = ascend(
+            graph, incumbent, SWEEPS, incumbent.usage_prices.at(times), deadline, choice_only=not exact
+        ).prices
         incumbent.usage_prices = UsagePrices(times.astype(float), prices)
         if "message passing" not in method:
             method.append("message passing")

@@ -56,8 +56,8 @@ class Problem:
     limit: float = math.inf
 
     def __post_init__(self) -> None:
-        sizes = [_vector_size(cost, f"the costs of node {node}") for node, cost in enumerate(self.costs)]
         checked: set[int] = set()
+        sizes = [_vector_size(cost, node, checked) for node, cost in enumerate(self.costs)]
         for edge in self.edges:
             expected = (sizes[edge.u], sizes[edge.v])
             if edge.cost.shape != expected:
@@ -141,10 +141,16 @@ def peak_usage(problem: Problem, choice: Sequence[int]) -> float:
     return float(np.cumsum(change).max())
 
 
-def _vector_size(cost: Any, what: str) -> int:
-    if np.ndim(cost) != 1 or len(cost) == 0:
-        raise SolverError(f"Expected a vector of at least one option for {what}.", found=f"shape {np.shape(cost)}")
-    _check_values(cost, what)
+def _vector_size(cost: Any, node: int, checked: set[int]) -> int:
+    """How many options a node has; equal nodes share an array, which is looked at once."""
+    if id(cost) not in checked:
+        if np.ndim(cost) != 1 or len(cost) == 0:
+            raise SolverError(
+                f"Expected a vector of at least one option for the costs of node {node}.",
+                found=f"shape {np.shape(cost)}",
+            )
+        checked.add(id(cost))
+        _check_values(cost, f"the costs of node {node}")
     return len(cost)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.solver.alike import alike
 from autopar.solver.condense import condense_usages
 from autopar.solver.dominance import WorkBudget, drop_dominated
 from autopar.solver.graph import Graph, Row
@@ -17,6 +18,14 @@ ROUNDING = 1e-13
 
 FILL_FACTOR = 1.5
 """Eliminating a node may replace its pairs of options by this many times as many."""
+
+
+SMALL = 10_000
+"""Element operations of a min-plus product that are not worth merging identical rows and columns for."""
+
+
+WORTHWHILE = 0.01
+"""A round of dominance that drops a smaller share of the options is the last."""
 
 
 def reduce(graph: Graph, work: WorkBudget) -> None:
@@ -30,16 +39,20 @@ def reduce(graph: Graph, work: WorkBudget) -> None:
 
 
 def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
+    worn = False
     while True:
         drop_forbidden(graph)
         graph.drop_loose_times()
+        if worn:
+            break
         changed = absorb_separable(graph)
         changed |= merge_determined(graph)
         changed |= eliminate(graph)
         if not changed:
-            changed = drop_dominated(graph, work)
-        if not changed:
-            break
+            options = graph.size()[1]
+            if not drop_dominated(graph, work):
+                break
+            worn = options - graph.size()[1] < WORTHWHILE * options
 
 
 def drop_forbidden(graph: Graph) -> bool:
@@ -207,6 +220,18 @@ def _join(graph: Graph, node: int, u: int, v: int) -> None:
 
 def min_plus(left: Array, cost: Array, right: Array) -> Array:
     """result[b, c] = min over a of left[a, b] + cost[a] + right[a, c]."""
+    if left.shape[0] * left.shape[1] * right.shape[1] <= SMALL:
+        return _min_plus(left, cost, right)
+    b, c = alike(left.T), alike(right.T)
+    left, right = left[:, b.first], right[:, c.first]
+    a = alike(np.concatenate([left, right], axis=1))
+    least = np.full(len(a.first), np.inf)
+    np.minimum.at(least, a.number, cost)
+    small = _min_plus(left[a.first], least, right[a.first])
+    return np.asarray(small[np.ix_(b.number, c.number)])
+
+
+def _min_plus(left: Array, cost: Array, right: Array) -> Array:
     result = np.full((left.shape[1], right.shape[1]), np.inf)
     scratch = np.empty_like(result)
     for a in range(len(cost)):

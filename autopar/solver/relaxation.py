@@ -12,7 +12,7 @@ good ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,6 +130,29 @@ class Relaxation:
         for (ghost, _), price in zip(block.outer, prices.outer[index], strict=True):
             _add(extra, ghost, -price)
         return _with_costs(self.blocks[index], extra)
+
+
+    def duals(self, coupled: Coupled, dual: Dual) -> Iterator[tuple[float, Dual]]:
+        """For the ends and each block under the prices of ``dual``: how often it counts, and its own ascent, which
+        begins where that of all of them is. The bound is the sum over their bounds."""
+        prices = self.prices_of(coupled, dual)
+        weights = [1, *(block.count for block in self.parts.blocks)]
+        pieces = [self.priced_ends(prices), *(self.priced_block(i, prices) for i in range(len(self.blocks)))]
+        graphs = [self.ends, *self.blocks]
+        for weight, (problem, offset), graph, place in zip(weights, pieces, graphs, coupled.places, strict=True):
+            messages = _Messages(dual, graph, place, weight)
+            piece = Graph(problem)
+            piece.offset += offset
+            yield weight, Dual(piece, start=_start(messages, piece))
+
+
+def _start(messages: _Messages, piece: Graph) -> dict[int, dict[int, Array]]:
+    """What nodes of a piece have handed to one another in the coupled problem."""
+    names = messages.graph.nodes()
+    return {
+        u: {v: messages.spread(names[u], messages.place[names[v]])[messages.graph.options[names[u]]] for v in around}
+        for u, around in enumerate(piece.neighbours)
+    }
 
 
 @dataclass(frozen=True)
