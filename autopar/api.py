@@ -58,7 +58,7 @@ def plan(
     backend: str = "eager",
     time_limit: float = 60.0,
     solver: str = "auto",
-    gap: float = 1e-4,
+    gap: float = 1e-3,
     search: str = "joint",
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -172,7 +172,7 @@ def autoparallelize(
     backend: str = "eager",
     time_limit: float = 60.0,
     solver: str = "auto",
-    gap: float = 1e-4,
+    gap: float = 1e-3,
     search: str = "joint",
     progress: Callable[[str], None] | None = None,
 ) -> nn.Module:

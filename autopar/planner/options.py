@@ -39,7 +39,7 @@ class Options:
     aliases: Mapping[str, str] = field(default_factory=dict)
     time_limit_s: float = 60.0
     solver: str = "auto"
-    gap: float = 1e-4
+    gap: float = 1e-3
     search: str = "joint"
     backend: str = "eager"
     device: str = "cuda"

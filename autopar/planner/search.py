@@ -26,7 +26,7 @@ from autopar.planner.transfers import forward_seconds, host_usages
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
+from autopar.solver import Problem, Solution, UsagePrices, peak_usage, smallest_choice, solve
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
@@ -155,6 +155,7 @@ class _Search:
     with_reruns: Callable[[], Decisions]
     timings: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "solve": 0.0, "lower": 0.0, "verify": 0.0})
     seeds: tuple[tuple[int, ...], ...] = ()
+    prices_of_memory: UsagePrices = field(default_factory=UsagePrices)
     bound: float = 0.0
     baseline: str = ""
     least: float = math.inf
@@ -281,7 +282,9 @@ class _Search:
         budget = self.budget if budget is None else budget
         limit = budget
         incumbent: Sequence[int] | None = None
-        for _ in range(TIGHTEN_ROUNDS):
+        for turn in range(TIGHTEN_ROUNDS):
+            if turn and time.perf_counter() > deadline:
+                break
             try:
                 result, modelled = self._once(positions, limit, deadline, incumbent)
             except (InfeasibleError, SolverError):  # the solver may find nothing so near to the smallest limit
@@ -336,10 +339,12 @@ class _Search:
         seeds = self.seeds if warm is None else (warm, *self.seeds)
 
         def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
-            return solve(
+            found = solve(
                 problem, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
-                gap=self.options.gap, warm_starts=(*best, *seeds),
+                gap=self.options.gap, warm_starts=(*best, *seeds), usage_prices=self.prices_of_memory,
             )  # fmt: skip
+            self.prices_of_memory = found.usage_prices
+            return found
 
         return self._objective().minimize(asked, solve_from, self.options.gap)
 

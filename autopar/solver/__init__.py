@@ -5,7 +5,7 @@ from autopar.solver.folding import fold
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice
 from autopar.solver.parts import Tied
 from autopar.solver.pipeline import solve
-from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, evaluate, peak_usage
+from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, UsagePrices, evaluate, peak_usage
 
 __all__ = [
     "Edge",
@@ -14,6 +14,7 @@ __all__ = [
     "Tied",
     "TraceEntry",
     "Usage",
+    "UsagePrices",
     "brute_force",
     "evaluate",
     "fold",

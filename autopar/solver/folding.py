@@ -14,9 +14,10 @@ from typing import TypeAlias
 
 from autopar.errors import InfeasibleError
 from autopar.solver.dual import Dual
-from autopar.solver.incumbent import Incumbent, UsagePrices
+from autopar.solver.incumbent import Incumbent
+from autopar.solver.mixture import Mixing, few_rows
 from autopar.solver.parts import Parts, Tied, take_apart, tie
-from autopar.solver.problem import USAGE_TOLERANCE, Problem
+from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices
 from autopar.solver.relaxation import Relaxation
 from autopar.solver.repetition import Run, find_runs
 
@@ -27,6 +28,9 @@ LEAST_COPIES = 2 * MARGIN + 3
 
 SHARES = (0.4, 0.4, 0.6)
 """Of the time left, for each round of a better choice and a better bound; the first is by message passing alone."""
+
+PRICING_SHARE = 0.6
+"""Of the time, for the prices of the limit, where few rows have one."""
 
 MAX_SWEEPS = 1000
 SWEEPS_A_LOOK = 6
@@ -60,23 +64,32 @@ def fold(problem: Problem) -> Tied | None:
     return tie(take_apart(problem, runs, MARGIN)) if runs else None
 
 
-def solve_folded(incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int]) -> None:
+def solve_folded(
+    incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int], seeds: Sequence[Sequence[int]] = ()
+) -> None:
     """Better choices and bounds for the incumbent's problem, until it is proven or a share of the time is spent.
 
     Blocks that cannot choose alike say nothing about the whole: then nothing is found.
     """
-    folding = _Folding(incumbent, tied, solve_part, size)
+    folding = _Folding(incumbent, tied, solve_part, size, seeds)
     with contextlib.suppress(InfeasibleError):
-        for turn, share in enumerate(SHARES):
-            folding.turn(share * max(incumbent.seconds_left(), 0.0), exact=turn > 0)
-            if incumbent.proven():
+        priced = few_rows(incumbent.problem)
+        if priced:
+            folding.price_limit()
+        for turn, share in enumerate(SHARES[priced:], priced):
+            if incumbent.proven() or incumbent.seconds_left() <= 0:
                 break
+            folding.turn(share * incumbent.seconds_left(), exact=turn > 0)
 
 
 class _Folding:
     """The tied problem, its best choice so far, and the bound."""
 
-    def __init__(self, incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int]) -> None:
+    def __init__(
+        self, incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int],
+        seeds: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        self.seeds = seeds
         self.incumbent = incumbent
         self.parts = tied.parts
         self.solve_part = solve_part
@@ -84,6 +97,23 @@ class _Folding:
         self.tied = tied
         self.warm = () if incumbent.choice is None else (tied.project(incumbent.choice),)
         self.bounds: _Bounds | None = None
+
+    def price_limit(self) -> None:
+        """Choices and a bound from the best prices of the limit."""
+        began, share = self.incumbent.seconds(), PRICING_SHARE * self.incumbent.seconds_left()
+
+        def left() -> float:
+            return began + share - self.incumbent.seconds()
+
+        def solve(problem: Problem, warm: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+            if left() <= 0:
+                return None
+            return self.solve_part(Part(problem, left(), 0.25 * self.incumbent.gap, True, tuple(warm))).choice
+
+        prices = Mixing(self.incumbent, self.tied, solve, left).run(self.incumbent.usage_prices, self.seeds)
+        self.incumbent.usage_prices = prices
+        self.bounds = _Bounds(self.parts, prices)
+        self.bounds.raise_bound(self.incumbent, 0.5 * self.incumbent.seconds_left(), self.solve_part, exact=True)
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice, then a better bound, each in half of the time."""

@@ -5,34 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
-
-from autopar.solver.problem import Array, IndexArray, Problem, TraceEntry, evaluate, relative_gap
+from autopar.solver.problem import Problem, TraceEntry, UsagePrices, evaluate, relative_gap
 
 ROUNDING = 1e-9
 """Relative rounding of sums of costs: bounds closer to an objective than this are not told apart from it."""
-
-
-@dataclass(frozen=True, eq=False)
-class UsagePrices:
-    """Seconds a byte that the limit costs at each of ``times``; what lies between two of them is the earlier's."""
-
-    times: Array = field(default_factory=lambda: np.zeros(0))
-    prices: Array = field(default_factory=lambda: np.zeros(0))
-
-    def of(self, start: int, end: int) -> float:
-        """Seconds for a byte that is used while start <= t < end."""
-        return float(self.prices[(self.times >= start) & (self.times < end)].sum())
-
-    def at(self, times: IndexArray) -> Array:
-        """The price at each of ``times``, 0 where none is known."""
-        known = dict(zip(self.times.tolist(), self.prices.tolist(), strict=True))
-        return np.array([known.get(time, 0.0) for time in times.tolist()])
-
-    def total(self) -> float:
-        return float(self.prices.sum())
 
 
 class Incumbent:

@@ -16,10 +16,10 @@ from autopar.solver.folding import Part, SolvePart, fold, solve_folded
 from autopar.solver.graph import Graph
 from autopar.solver.greedy import greedy_choice
 from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, flow_count
-from autopar.solver.incumbent import Incumbent, UsagePrices
+from autopar.solver.incumbent import Incumbent
 from autopar.solver.neighbourhood import improve_parts
 from autopar.solver.parts import Tied
-from autopar.solver.problem import Problem, Solution, TraceEntry, evaluate
+from autopar.solver.problem import Problem, Solution, TraceEntry, UsagePrices, evaluate
 from autopar.solver.pulp_backend import check_solver, solve_pulp
 from autopar.solver.reductions import reduce
 from autopar.solver.search import Search
@@ -49,6 +49,7 @@ def solve(
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Callable[[TraceEntry], None] | None = None,
     folding: Callable[[Problem], Tied | None] = fold,
+    usage_prices: UsagePrices | None = None,
 ) -> Solution:
     """The cheapest choice, or the best one found in time, with a bound that no choice can beat.
 
@@ -60,6 +61,7 @@ def solve(
         warm_starts: choices to begin with; infeasible ones are ignored.
         progress: called with each better objective or bound.
         folding: what ties repeated blocks together, for who has done so already or knows that there are none.
+        usage_prices: of the limit in a similar problem, to begin with.
 
     Raises:
         InfeasibleError: no choice is allowed.
@@ -69,6 +71,7 @@ def solve(
     if chosen != "highs":
         check_solver(chosen)
     incumbent = Incumbent(problem, time_limit, gap, progress)
+    incumbent.usage_prices = usage_prices or UsagePrices()
     for choice in warm_starts:
         incumbent.offer(choice, "warm start")
     first = greedy_choice(problem) if incumbent.choice is None else None
@@ -80,7 +83,7 @@ def solve(
     if tied is not None:
         size.update(_problem_size(problem))
         method.append("folding")
-        solve_folded(incumbent, tied, _part_solver(backend), size)
+        solve_folded(incumbent, tied, _part_solver(backend), size, warm_starts)
     flat = tied is None or (not incumbent.proven() and _flat_is_worth_trying(incumbent))
     if flat:
         _solve_flat(incumbent, backend, warm_starts, size, method)
@@ -153,6 +156,7 @@ def _solution(incumbent: Incumbent, size: dict[str, int], method: list[str]) -> 
         incumbent.seconds(),
         f"{', '.join(method)}; found by {incumbent.found_by}",
         tuple(incumbent.trace),
+        incumbent.usage_prices,
     )
 
 

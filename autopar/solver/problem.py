@@ -77,6 +77,26 @@ class Problem:
             _check_values(usage.option, f"a usage of node {usage.node}")
 
 
+@dataclass(frozen=True, eq=False)
+class UsagePrices:
+    """Seconds a byte that the limit costs at each of ``times``; what lies between two of them is the earlier's."""
+
+    times: Array = field(default_factory=lambda: np.zeros(0))
+    prices: Array = field(default_factory=lambda: np.zeros(0))
+
+    def of(self, start: int, end: int) -> float:
+        """Seconds for a byte that is used while start <= t < end."""
+        return float(self.prices[(self.times >= start) & (self.times < end)].sum())
+
+    def at(self, times: IndexArray) -> Array:
+        """The price at each of ``times``, 0 where none is known."""
+        known = dict(zip(self.times.tolist(), self.prices.tolist(), strict=True))
+        return np.array([known.get(time, 0.0) for time in times.tolist()])
+
+    def total(self) -> float:
+        return float(self.prices.sum())
+
+
 @dataclass(frozen=True)
 class TraceEntry:
     """The best objective and bound known ``seconds`` after the start."""
@@ -92,6 +112,7 @@ class Solution:
 
     ``proven``: the gap is within what was asked. ``size``: counts of the problem, of what reductions left, of the ILP.
     ``method``: in words, what found and proved it. ``trace``: how objective and bound approached each other.
+    ``usage_prices``: of the limit, where it binds.
     """
 
     choice: tuple[int, ...]
@@ -102,6 +123,7 @@ class Solution:
     seconds: float = 0.0
     method: str = ""
     trace: tuple[TraceEntry, ...] = ()
+    usage_prices: UsagePrices = field(default_factory=UsagePrices, compare=False)
 
     @property
     def gap(self) -> float:

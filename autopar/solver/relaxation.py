@@ -20,10 +20,10 @@ import numpy as np
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
 from autopar.solver.graph import Graph
-from autopar.solver.incumbent import UsagePrices
 from autopar.solver.parts import Parts
-from autopar.solver.problem import Array, Edge, Problem
+from autopar.solver.problem import Array, Edge, Problem, UsagePrices
 from autopar.solver.reductions import drop_forbidden, reduce
+from autopar.solver.usage import with_usages_priced
 
 WORK = 1e8
 """Element operations that looking for dominated options of a part may take."""
@@ -60,12 +60,12 @@ class Relaxation:
         for block in parts.blocks:
             ends_kept.update(node for _, _, before, behind in block.seams for node in (before, behind))
             ends_kept.update(node for _, node in block.outer)
-        self.ends = _reduced(_with_usages_priced(parts.ends, usage_prices), ends_kept)
+        self.ends = _reduced(with_usages_priced(parts.ends, usage_prices), ends_kept)
         self.blocks = []
         for block in parts.blocks:
             kept = {node for column, ghost, _, _ in block.seams for node in (column, ghost)}
             kept |= {ghost for ghost, _ in block.outer}
-            self.blocks.append(_reduced(_with_usages_priced(block.problem, usage_prices), kept))
+            self.blocks.append(_reduced(with_usages_priced(block.problem, usage_prices), kept))
 
     def coupled(self) -> Coupled:
         """The ends and each block once, with the weight of all its copies; ghosts are tied to the block's own columns
@@ -171,18 +171,6 @@ class _Messages:
         full = np.full(len(self.graph.problem.costs[node]), float(message.min()))
         full[self.graph.options[node][self.dual.graph.options[at]]] = message
         return full / self.copies
-
-
-def _with_usages_priced(problem: Problem, prices: UsagePrices) -> Problem:
-    """Usages as costs."""
-    costs = list(problem.costs)
-    rates: dict[tuple[int, int], float] = {}
-    for usage in problem.usages:
-        span = (usage.start, usage.end)
-        rate = rates[span] = rates[span] if span in rates else prices.of(*span)
-        if rate:
-            costs[usage.node] = costs[usage.node] + rate * usage.option
-    return Problem(tuple(costs), problem.edges)
 
 
 def _reduced(problem: Problem, kept: set[int]) -> Graph:

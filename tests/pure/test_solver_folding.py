@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
+from autopar.solver import Edge, Problem, Usage, UsagePrices, brute_force, evaluate, solve
 from autopar.solver.dual import Dual
 from autopar.solver.folding import LEAST_COPIES, foldable
-from autopar.solver.incumbent import Incumbent, UsagePrices
+from autopar.solver.incumbent import Incumbent
 from autopar.solver.minimum_cut import least_crossing
 from autopar.solver.parts import take_apart, tie
 from autopar.solver.pipeline import _solve_flat
