@@ -17,7 +17,7 @@ from autopar.solver.dual import Dual
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.mixture import Mixing, few_rows
 from autopar.solver.parts import Parts, Tied, take_apart, tie
-from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices
+from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices, relative_gap
 from autopar.solver.relaxation import Relaxation
 from autopar.solver.repetition import Run, find_runs
 
@@ -31,6 +31,9 @@ SHARES = (0.4, 0.4, 0.6)
 
 PRICING_SHARE = 0.6
 """Of the time, for the prices of the limit, where few rows have one."""
+
+TELLING_GAP = 0.02
+"""A choice further from the best under some prices says nothing about them: the time was too short to find it."""
 
 MAX_SWEEPS = 1000
 SWEEPS_A_LOOK = 6
@@ -108,7 +111,8 @@ class _Folding:
         def solve(problem: Problem, warm: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
             if left() <= 0:
                 return None
-            return self.solve_part(Part(problem, left(), 0.25 * self.incumbent.gap, True, tuple(warm))).choice
+            found = self.solve_part(Part(problem, left(), 0.25 * self.incumbent.gap, True, tuple(warm)))
+            return found.choice if relative_gap(found.objective, found.bound()) <= TELLING_GAP else None
 
         prices = Mixing(self.incumbent, self.tied, solve, left).run(self.incumbent.usage_prices, self.seeds)
         self.incumbent.usage_prices = prices
