@@ -1,0 +1,98 @@
+"""Under a memory budget models are recomputed as the laws say, and to the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from autopar import passes, planner
+from autopar.arguments import canonical_names
+from autopar.errors import InfeasibleError
+from autopar.mesh import Mesh
+from autopar.planner import Options, Planned
+from autopar.runtime.simulation import Simulation, simulate_program
+from tests.cpu.model_checks import cluster_where_sharding_pays, subject
+from tests.models import ZOO
+from tests.pure.memory_graphs import runs_again
+
+QUICK = ("mlp", "gpt2")
+EXACT = [name for name, model in ZOO.items() if torch.float64 in model.dtypes]
+MODELS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EXACT]
+SHARES = (0.2, 0.5)
+"""Of the activations at the free plan's peak: what the budget is short of."""
+
+
+@cache
+def of(name: str):
+    return subject(name, torch.float64, 0.1 if ZOO[name].has_dropout else 0.0)
+
+
+@cache
+def planned(name: str, budget: int | None = None) -> Planned | None:
+    """A plan for one device, whose host is too slow to offload to; None where nothing fits."""
+    cluster = cluster_where_sharding_pays().sized(1)
+    cluster = dataclasses.replace(cluster, host=dataclasses.replace(cluster.host, bandwidth_bytes_per_s=1.0))
+    options = Options(budget, "sgd", aliases=canonical_names(of(name).model), time_limit_s=6.0, gap=1e-4)
+    try:
+        return planner.plan_graph(of(name).capture.graph, Mesh((1,)), cluster, options, compare=False)
+    except InfeasibleError:
+        return None
+
+
+def plans(name: str) -> list[Planned]:
+    """From no recomputation to the most that works."""
+    free = planned(name)
+    assert free is not None
+    kept = free.memory.by_kind.get("activations", 0)
+    budgets = [int(free.memory.peak_bytes - share * kept) for share in SHARES]
+    found = [p for b in budgets if (p := planned(name, b)) is not None]
+    assert all(p.memory.peak_bytes <= b for p, b in zip(found, budgets, strict=False))
+    return [free, *found]
+
+
+def simulated(name: str, plan: Planned) -> Simulation:
+    graph = of(name).capture.graph
+    lowered = passes.lower(plan.program, graph, Mesh((1,)))
+    outputs, rest = simulate_program(lowered, graph, Mesh((1,)), of(name).named(), seed=3)
+    return dataclasses.replace(rest, outputs=outputs)
+
+
+def assert_same_bits(one, other) -> None:
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        assert torch.equal(tensor, other[key]), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_recomputed_is_the_same_to_the_bit(name) -> None:
+    free, *less = plans(name)
+    assert not runs_again(free)
+    assert any(map(runs_again, less))
+    expected = simulated(name, free)
+    for plan in less:
+        result = simulated(name, plan)
+        assert_same_bits(expected.outputs, result.outputs)
+        assert_same_bits(expected.grads, result.grads)
+        assert_same_bits(expected.buffers, result.buffers)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_less_memory_is_never_faster_and_never_has_a_higher_peak(name) -> None:
+    every = plans(name)
+    assert len(every) > 1
+    for more, less in zip(every, every[1:], strict=False):
+        assert less.memory.peak_bytes <= more.memory.peak_bytes
+        if less.solution.proven:
+            assert more.solution.objective <= less.solution.objective * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_the_memory_that_the_free_plan_needs_nothing_is_recomputed(name) -> None:
+    free = planned(name)
+    assert free is not None
+    enough = planned(name, free.memory.peak_bytes)
+    assert enough is not None
+    assert enough.program == free.program
