@@ -43,6 +43,7 @@ __all__ = [
     "group_name",
     "joint_graph",
     "permute",
+    "profiler_is_running",
     "redistribution_steps",
     "reduce_scatter",
     "storage_key",
@@ -201,6 +202,11 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 def _tensor(x: Any) -> torch.Tensor:
     assert isinstance(x, torch.Tensor)
     return x
+
+
+def profiler_is_running() -> bool:
+    """Whether ranges are recorded in this thread; to open one costs microseconds even where nobody looks."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:

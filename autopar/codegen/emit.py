@@ -55,6 +55,7 @@ def _function(name: str, graph: fx.Graph) -> str:
     for node in graph.nodes:
         if node.op == "output":
             results = "".join(f"\n        {_text(a)}," for a in node.args[0])
+            lines += ['    spmd.section("")'] if section else []
             lines.append(f"    return ({results}\n    )" if results else "    return ()")
         elif node.op == "call_function":
             section = _section(node, section, lines)
@@ -66,11 +67,10 @@ def _function(name: str, graph: fx.Graph) -> str:
 
 
 def _section(node: fx.Node, current: str, lines: list[str]) -> str:
-    module = node.meta.get("module", "")
-    if module and module != current:
-        lines += ["", f"    # {module}"]
-        return str(module)
-    return current
+    module = str(node.meta.get("module", current))
+    if module != current:
+        lines += ["", f'    spmd.section("{module}")']
+    return module
 
 
 def _call(node: fx.Node) -> str:

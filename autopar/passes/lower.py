@@ -144,7 +144,7 @@ class _Builder:
         made = self._made_args(args, kwargs, operands)
         target = resolve_op(name)
         call = self.built.call_function(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
-        call.meta["op"] = op
+        call.meta |= {"op": op, "module": node.module}
         if len(node.outputs) == 1 and not _returns_list(target):
             self.values[op.writes[0].name] = self._described(call, op.writes[0])
             return
