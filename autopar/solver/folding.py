@@ -117,7 +117,8 @@ class _Folding:
         prices = Mixing(self.incumbent, self.tied, solve, left).run(self.incumbent.usage_prices, self.seeds)
         self.incumbent.usage_prices = prices
         self.bounds = _Bounds(self.parts, prices)
-        self.bounds.raise_bound(self.incumbent, 0.5 * self.incumbent.seconds_left(), self.solve_part, exact=True)
+        deadline = self.incumbent.seconds() + 0.5 * self.incumbent.seconds_left()
+        self.bounds.raise_bound(self.incumbent, deadline, FINE)
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice, then a better bound, each in half of the time."""

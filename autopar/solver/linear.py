@@ -22,8 +22,8 @@ from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
 from autopar.solver.graph import Graph
 from autopar.solver.ilp import USAGE_SCALE, IlpLimits, build, flow_count
-from autopar.solver.incumbent import Incumbent, UsagePrices
-from autopar.solver.problem import Array
+from autopar.solver.incumbent import Incumbent
+from autopar.solver.problem import Array, UsagePrices
 from autopar.solver.reductions import drop_forbidden, reduce
 
 MAX_FLOWS = 400_000

@@ -172,17 +172,6 @@ class Tied:
         return place
 
 
-    def project(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The tied choice in which every block does as the middle one of its run."""
-        full = np.asarray(choice, dtype=np.int64)
-        tied = np.zeros(len(self.problem.costs), dtype=np.int64)
-        for block, place in zip(self.parts.blocks, self.blocks, strict=True):
-            columns = block.copies.shape[1]
-            tied[place[:columns]] = full[block.copies[block.count // 2]]
-        tied[self.ends[: len(self.parts.explicit)]] = full[self.parts.explicit]
-        return tuple(tied.tolist())
-
-
 def tie(parts: Parts) -> Tied:
     """Ghosts become their originals; costs and usages of a block count once for every copy."""
     costs = list(parts.ends.costs)
