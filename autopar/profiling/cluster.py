@@ -26,7 +26,7 @@ from autopar.mesh import (
 from autopar.profiling.collectives import launches, measured_overlap, timed_collectives
 from autopar.profiling.group import local_world_size
 from autopar.profiling.kernels import call_seconds, runs, timed_kernels
-from autopar.profiling.timing import Stopwatch
+from autopar.profiling.timing import Allowance, Stopwatch
 from autopar.spmd import ProcessRank
 
 SOURCE = "autopar profile"
@@ -42,11 +42,13 @@ class Effort:
         largest_message_bytes: of collectives; sizes are its quarters, down to bytes.
         largest_elements: of the tensors that kernels stream or multiply.
         budget_s: seconds for each kernel or collective at each size.
+        total_s: seconds for all of them, beyond which each is timed once.
     """
 
-    largest_message_bytes: int = 2**28
+    largest_message_bytes: int = 2**26
     largest_elements: int = 2**24
     budget_s: float = 0.04
+    total_s: float = 30.0
 
     @property
     def message_sizes(self) -> tuple[int, ...]:
@@ -66,7 +68,8 @@ def profile_cluster(
 ) -> Cluster:
     """Measure the default process group, which must be as large as ``mesh``; every rank calls this.
 
-    Kernels of one CPU thread are timed by its processor time, so that other programs on the machine do not count.
+    Kernels of one CPU thread are timed by its processor time, so that other programs on the machine do not count. Of
+    the times of a collective on CPUs the shortest counts, for the same reason.
 
     Args:
         progress: told after each measurement: what it was, how many are done, how many there are.
@@ -77,9 +80,10 @@ def profile_cluster(
     effort = effort or Effort()
     device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
     rank = ProcessRank(init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names))
-    watch = Stopwatch(rank.device, effort.budget_s)
-    alone = device_type == "cpu" and torch.get_num_threads() == 1
-    kernel_watch = replace(watch, clock=time.thread_time) if alone else watch
+    on_cpu = device_type == "cpu"
+    watch = Stopwatch(rank.device, effort.budget_s, fastest=on_cpu, allowance=Allowance(effort.total_s))
+    alone = on_cpu and torch.get_num_threads() == 1
+    kernel_watch = replace(watch, clock=time.thread_time, fastest=False) if alone else watch
     base = replace(_base(device_type), devices_per_node=local_world_size(), fixed=False)
     links = axis_links(mesh, base)
     planned = list(runs(rank.device, effort.largest_elements))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,27 @@ MINIMUM_BATCH_S = 2e-4
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one call on the slowest rank, and the median relative deviation from it."""
+    """Seconds of one call on the slowest rank, and the median relative deviation from them."""
 
     seconds: float
     spread: float
+
+
+@dataclass
+class Allowance:
+    """Seconds for all measurements together. Once they are spent, each is made once.
+
+    What is spent is counted in seconds that the ranks agreed on, so that they also agree on when to hurry.
+    """
+
+    total_s: float = math.inf
+    spent_s: float = 0.0
+
+    def repetitions(self, wanted: int, seconds: float) -> int:
+        """As many as ``wanted``, each of so many seconds, or one."""
+        granted = wanted if self.spent_s + wanted * seconds <= self.total_s else 1
+        self.spent_s += granted * seconds
+        return granted
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,8 @@ class Stopwatch:
     least: int = 3
     most: int = 25
     clock: Callable[[], float] = time.perf_counter
+    fastest: bool = False
+    allowance: Allowance = field(default_factory=Allowance)
 
     def time(self, function: Callable[[], object]) -> Timing:
         """Call ``function`` again and again; every rank does so equally often, so that collectives can be timed."""
@@ -48,7 +68,7 @@ class Stopwatch:
         if calls > 1:
             once = self._slowest([self._batch(function, calls)])[0]
         batches = self._repetitions(once * calls)
-        return _timing([once, *self._slowest([self._batch(function, calls) for _ in range(batches - 1)])])
+        return self._timing([once, *self._slowest([self._batch(function, calls) for _ in range(batches - 1)])])
 
     def time_among(self, others: Callable[[], object], function: Callable[[], object]) -> Timing:
         """Seconds of a call of ``function`` after one of ``others``, which leave it cold caches, as in a program."""
@@ -62,10 +82,19 @@ class Stopwatch:
         for _ in range(self._repetitions(once)):
             others()
             taken.append(self._batch(function, 1))
-        return _timing(self._slowest(taken))
+        return self._timing(self._slowest(taken))
+
+    def once(self, function: Callable[[], object]) -> float:
+        """Seconds of a single call on the slowest rank."""
+        return self._slowest([self._batch(function, 1)])[0]
 
     def _repetitions(self, seconds: float) -> int:
-        return min(max(self.least, int(self.budget_s / seconds)), self.most)
+        wanted = min(max(self.least, int(self.budget_s / seconds)), self.most)
+        return self.allowance.repetitions(wanted, seconds)
+
+    def _timing(self, taken: Sequence[float]) -> Timing:
+        chosen = min(taken) if self.fastest else statistics.median(taken)
+        return Timing(chosen, statistics.median(abs(t - chosen) for t in taken) / chosen)
 
     def _batch(self, function: Callable[[], object], calls: int) -> float:
         """Seconds of one call among ``calls``."""
@@ -84,11 +113,8 @@ class Stopwatch:
         """The largest of each entry among all ranks: equal on all of them, and a point where they meet."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return seconds
+        if not seconds:
+            return seconds
         agreed = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         return [float(s) for s in agreed.tolist()]
-
-
-def _timing(taken: list[float]) -> Timing:
-    median = statistics.median(taken)
-    return Timing(median, statistics.median(abs(t - median) for t in taken) / median)

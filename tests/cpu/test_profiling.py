@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.profiling import Effort, fit_line, join, profile_cluster
 from autopar.profiling.group import run_under_torchrun
 from autopar.profiling.kernels import KERNELS, rotation, runs, taken_apart
-from autopar.profiling.timing import Stopwatch
+from autopar.profiling.timing import Allowance, Stopwatch
 
 SIZES = [64.0 * 4**k for k in range(11)]
 
@@ -139,3 +141,21 @@ def test_fat_and_thin_shapes_are_relieved_of_each_others_part():
     assert seconds == pytest.approx(flops * arithmetic, rel=0.05)
     nbytes, seconds, _ = made["matmul:traffic", "float32", "bytes"][-1]
     assert seconds == pytest.approx(nbytes * traffic, rel=0.25)
+
+
+def test_when_the_allowance_is_spent_everything_is_timed_once():
+    watch = Stopwatch(torch.device("cpu"), budget_s=0.0, least=5, most=5, allowance=Allowance(8.0), clock=lambda: 0.0)
+    assert [watch.allowance.repetitions(5, 1.0) for _ in range(3)] == [5, 1, 1]
+    assert watch.allowance.spent_s == 7.0
+    assert replace(watch, fastest=True).allowance is watch.allowance
+
+
+def test_the_fastest_batch_is_that_which_nothing_disturbed():
+    durations = iter([1e-3, 1e-3, 5e-3, 1e-3, 9e-3])
+    now = [0.0]
+
+    def function() -> None:
+        now[0] += next(durations)
+
+    watch = Stopwatch(torch.device("cpu"), budget_s=0.0, least=4, clock=lambda: now[0], fastest=True)
+    assert watch.time(function).seconds == pytest.approx(1e-3)
