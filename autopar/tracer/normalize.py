@@ -9,10 +9,12 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-import autopar.tracer.linear_algebra  # noqa: F401  registers its replacements
-from autopar.tracer import flat
+from autopar.tracer import flat, linear_algebra, losses
 from autopar.tracer.flat import Flat
 from autopar.tracer.replacements import REPLACEMENTS
+
+REGISTERED = (linear_algebra, losses)
+"""Modules that are imported for the replacements that they register."""
 
 aten = torch.ops.aten
 

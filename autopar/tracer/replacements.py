@@ -318,40 +318,6 @@ def embedding_bag(
     return total, bag, bag, bag
 
 
-@replaces(aten.cross_entropy_loss.default)
-def cross_entropy_loss(
-    tracer: Any, x: Operand, target: Operand, weight: torch.Tensor | None = None,
-    reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
-    if weight is not None or label_smoothing != 0 or base_of(target).is_floating_point():
-        return NotImplemented
-    if isinstance(x, Flat) and isinstance(target, Flat) and x.lead_shape == target.base.shape and len(x.rest) == 1:
-        scores, index = x.base, target.base
-        flat = True
-    else:
-        scores, index = materialize((x, target))
-        flat = False
-        if scores.ndim > 1:
-            scores = scores.movedim(1, -1)
-    detached = scores.detach()
-    largest = detached.amax(-1)
-    lse = ops.sumexp(detached, largest).log() + largest
-    losses = ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0)
-    if reduction == 0:
-        result = losses.to(_loss_dtype(base_of(x)))
-        return Flat(result, x.lead) if flat and isinstance(x, Flat) else result
-    total = losses.sum()
-    if reduction == 1:
-        total = total / torch.ne(index, ignore_index).sum()
-    return total.to(_loss_dtype(base_of(x)))
-
-
-def _loss_dtype(scores: torch.Tensor) -> torch.dtype:
-    """Autocast computes losses in float32."""
-    lower = torch.is_autocast_enabled("cpu") and scores.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if lower else scores.dtype
-
-
 @replaces(aten.batch_norm.default)
 def batch_norm(
     tracer: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
@@ -394,32 +360,3 @@ def _affine(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: f
     shift = (0 if bias is None else bias) - mean * scale
     shape = [1, -1] + [1] * (x.ndim - 2)
     return (x * scale.reshape(shape) + shift.reshape(shape)).to(x.dtype)
-
-
-def _averaged(loss: Any) -> Replacement:
-    """A loss that averages becomes the loss of each element, summed and divided: shards cannot average alone."""
-    at = [a.name for a in loss._schema.arguments].index("reduction")
-    defaults = [a.default_value for a in loss._schema.arguments]
-
-    def summed(tracer: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, Flat) for a in args):
-            x, y = args[:2]
-            same = isinstance(x, Flat) and isinstance(y, Flat) and x.lead_shape == y.lead_shape
-            args = (x.base, y.base, *args[2:]) if same else materialize(args)
-        values = [*args, *defaults[len(args) :]]
-        names = [a.name for a in loss._schema.arguments]
-        values = [kwargs.get(n, v) for n, v in zip(names, values, strict=True)]
-        reduction, values[at] = values[at], 0
-        if reduction == 0:
-            return NotImplemented
-        each = loss(*values)
-        return each.sum() if reduction == 2 else each.sum() / each.numel()
-
-    return summed
-
-
-for _loss in (
-    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-    aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
-):  # fmt: skip
-    REPLACEMENTS[_loss] = _averaged(_loss)

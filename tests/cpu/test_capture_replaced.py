@@ -98,3 +98,25 @@ def test_solving_and_inverting_batches_of_matrices() -> None:
         return solved * torch.linalg.slogdet(a).logabsdet[:, None, None]
 
     equal(nn.Linear(4, 4), {"x": torch.randn(8, 4, 4)}, body)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(smoothing, weighted, reduction) -> None:
+    """Classes may be cut with weights and smoothing too: no op needs them whole."""
+
+    def body(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        weight = torch.arange(1, 13, dtype=x.dtype) if weighted else None
+        return F.cross_entropy(m(x), labels, weight, reduction=reduction, label_smoothing=smoothing)
+
+    labels = rows(8).masked_fill(torch.arange(8) < 2, -100)
+    ops = equal(nn.Linear(6, 12), {"x": torch.randn(8, 6), "labels": labels}, body)
+    assert "aten._log_softmax" not in ops
+
+
+def test_cross_entropy_of_images() -> None:
+    def body(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(m(x), labels, ignore_index=11, label_smoothing=0.2)
+
+    equal(nn.Conv2d(3, 12, 1), {"x": torch.randn(4, 3, 4, 4), "labels": rows(4, 4, 4)}, body)

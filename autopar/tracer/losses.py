@@ -1,0 +1,107 @@
+"""Losses, taken apart where ranks have to exchange something: over classes, and over samples.
+
+Each function has the signature of the ATen op that it replaces, as in ``replacements``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.tracer.flat import Flat, materialize
+from autopar.tracer.replacements import REPLACEMENTS, Operand, Replacement, base_of, replaces
+
+aten = torch.ops.aten
+ops = torch.ops.autopar
+
+MEAN, SUM = 1, 2
+
+
+@replaces(aten.cross_entropy_loss.default)
+def cross_entropy_loss(
+    tracer: Any, x: Operand, target: Operand, weight: Tensor | None = None,
+    reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """Over classes that may be cut. Targets that are probabilities are left to torch."""
+    if base_of(target).is_floating_point():
+        return NotImplemented
+    if isinstance(x, Flat) and isinstance(target, Flat) and x.lead_shape == target.base.shape and len(x.rest) == 1:
+        scores, index = x.base, target.base
+        flat = True
+    else:
+        scores, index = materialize((x, target))
+        flat = False
+        if scores.ndim > 1:
+            scores = scores.movedim(1, -1)
+    losses, counted = _losses(scores, index, materialize(weight), ignore_index, label_smoothing)
+    dtype = _loss_dtype(base_of(x))
+    if reduction not in (MEAN, SUM):
+        result = losses.to(dtype)
+        return Flat(result, x.lead) if flat and isinstance(x, Flat) else result
+    total = losses.sum()
+    return (total / counted.sum() if reduction == MEAN else total).to(dtype)
+
+
+def _losses(
+    scores: Tensor, index: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sample, zero where it is ignored, and what it counts in an average."""
+    detached = scores.detach()
+    largest = detached.amax(-1)
+    lse = ops.sumexp(detached, largest).log() + largest
+    losses = ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0)
+    counted = torch.ne(index, ignore_index)
+    own = None if weight is None else weight[index.where(counted, 0)].where(counted, 0).to(losses.dtype)
+    if own is not None:
+        losses = losses * own
+    if smoothing:
+        smooth = _smooth(scores, lse, weight).where(counted, 0)
+        losses = losses * (1 - smoothing) + smooth * (smoothing / scores.shape[-1])
+    return losses, counted if own is None else own
+
+
+def _smooth(scores: Tensor, lse: Tensor, weight: Tensor | None) -> Tensor:
+    """Minus the sum of the (weighted) log-probabilities of all classes."""
+    shares = (scores.detach() - lse.unsqueeze(-1)).exp()
+    # lse is a constant; what is added to it is zero and has its gradient, the probabilities.
+    tracked = lse + (shares * (scores - scores.detach())).sum(-1)
+    if weight is None:
+        return tracked * scores.shape[-1] - scores.sum(-1)
+    return tracked * weight.sum() - (scores * weight).sum(-1)
+
+
+def _loss_dtype(scores: Tensor) -> torch.dtype:
+    """Autocast computes losses in float32."""
+    lower = torch.is_autocast_enabled("cpu") and scores.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if lower else scores.dtype
+
+
+def _averaged(loss: Any) -> Replacement:
+    """A loss that averages becomes the loss of each element, summed and divided: shards cannot average alone."""
+    at = [a.name for a in loss._schema.arguments].index("reduction")
+    defaults = [a.default_value for a in loss._schema.arguments]
+
+    def summed(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, Flat) for a in args):
+            x, y = args[:2]
+            same = isinstance(x, Flat) and isinstance(y, Flat) and x.lead_shape == y.lead_shape
+            args = (x.base, y.base, *args[2:]) if same else materialize(args)
+        values = [*args, *defaults[len(args) :]]
+        names = [a.name for a in loss._schema.arguments]
+        values = [kwargs.get(n, v) for n, v in zip(names, values, strict=True)]
+        reduction, values[at] = values[at], 0
+        if reduction == 0:
+            return NotImplemented
+        each = loss(*values)
+        return each.sum() if reduction == 2 else each.sum() / each.numel()
+
+    return summed
+
+
+for _loss in (
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
+):  # fmt: skip
+    REPLACEMENTS[_loss] = _averaged(_loss)
