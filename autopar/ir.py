@@ -67,6 +67,14 @@ def values_in(arg: Arg) -> Iterator[Value]:
             yield from values_in(item)
 
 
+def _masked(arg: Arg) -> object:
+    if isinstance(arg, Value):
+        return Value
+    if isinstance(arg, tuple):
+        return tuple(map(_masked, arg))
+    return type(arg), arg
+
+
 @dataclass(frozen=True)
 class Node:
     """One op of the joint program. Inputs of the program are nodes too, with ``op == "placeholder"``.
@@ -94,6 +102,11 @@ class Node:
     def packet(self) -> str:
         """The op without its overload: ``aten.mm.default`` -> ``aten.mm``."""
         return self.op.rsplit(".", 1)[0]
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """The arguments with tensors left out; types tell ``1`` from ``1.0`` and ``True``."""
+        return _masked(self.args), _masked(tuple(a for _, a in self.kwargs)), tuple(k for k, _ in self.kwargs)
 
     def kwarg(self, name: str, default: Arg = None) -> Arg:
         return dict(self.kwargs).get(name, default)

@@ -9,19 +9,21 @@ is waited for before its first reader or where the program says so, else when it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.ir import Graph
+from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.decisions import given_whole
 from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
 from autopar.planner.packing import packing
-from autopar.planner.pricing import state_bytes, step_bytes
+from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
 from autopar.planner.transients import local_op, transients
 from autopar.program import LocalTensor, Op, Program
+from autopar.sharding import ShardingSpec
+from autopar.sharding import Strategy
 
 KINDS = ("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "temporaries", "outputs", "step")
 
@@ -79,6 +81,7 @@ class _Sweep:
     memory: dict[str, _Memory] = field(default_factory=dict)
     behind: dict[str, str] = field(default_factory=dict)
     extra: dict[int, int] = field(default_factory=dict)
+    runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int]] = field(default_factory=dict)
 
     def run(self) -> MemoryProfile:
         for at, op in enumerate(self.program.ops):
@@ -193,12 +196,9 @@ class _Sweep:
     def _compute(self, at: int, op: Op) -> None:
         node, strategy = self.graph.by_name[op.node], op.strategy
         assert strategy is not None
-        metas = [self.graph.meta(v) for v in node.inputs]
-        operands = [self.layouts[name] for name in op.reads]
-        shapes = [tuple(t.spec.local_shape(t.meta.shape, self.mesh)) for t in op.writes]
-        made, aliased = results(node, operands, shapes)
+        operands = tuple(self.layouts[name] for name in op.reads)
         now = self.op_at[at]
-        self.extra[now] = transients(local_op(node, strategy, metas, self.mesh, self.options.device, operands))
+        made, aliased, self.extra[now] = self._run(node, strategy, operands, op.writes)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
             if aliased:
@@ -207,6 +207,20 @@ class _Sweep:
                     self._live_until(tensor.name, now)
             else:
                 self._new(tensor.name, tensor.bytes, now)
+
+    def _run(
+        self, node: Node, strategy: Strategy, operands: tuple[Layout, ...], writes: Sequence[LocalTensor]
+    ) -> tuple[tuple[Layout, ...], bool, int]:
+        """Layouts of results, whether they are views, and the bytes of transients: once for all equal ops."""
+        metas = tuple(self.graph.meta(v) for v in node.inputs)
+        key = (node.op, node.signature, metas, node.outputs, id(strategy), operands)
+        if key not in self.runs:
+            made, aliased = results(
+                node, operands, [tuple(t.spec.local_shape(t.meta.shape, self.mesh)) for t in writes]
+            )
+            one = local_op(node, strategy, metas, self.mesh, self.options.device, operands)
+            self.runs[key] = made, aliased, transients(one)
+        return self.runs[key]
 
     def _name_kinds(self) -> None:
         start, end = self.op_at.get(self.backward, len(self.moments)), len(self.moments) - 1
@@ -256,7 +270,9 @@ class _Sweep:
             if meaning.kind == "parameter":
                 held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options)
                 sums["parameters"] += held.parameter
-                sums["optimizer"] += held.optimizer
+                away = meaning.name in self.program.offloaded_optimizer
+                gone = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options) if away else 0
+                sums["optimizer"] += held.optimizer - gone
             elif meaning.kind in ("buffer", "constant"):
                 sums["buffers"] += tensor.meta.bytes
             elif meaning.kind != "tangent":
@@ -264,9 +280,15 @@ class _Sweep:
         return sums
 
     def _step(self) -> int:
-        """What the optimizer's step needs beside parameters, gradients and state."""
-        trained = [t for op, t in self._inputs() if self.graph.input_of[op.node].trainable]
-        return step_bytes([(t.meta, t.spec) for t in trained], self.mesh, self.options)
+        """What the optimizer's step needs beside parameters, gradients and state: of parameters whose state the host
+        keeps, a few at a time, and then of the others."""
+        away: list[tuple[TensorMeta, ShardingSpec]] = []
+        here: list[tuple[TensorMeta, ShardingSpec]] = []
+        for op, t in self._inputs():
+            meaning = self.graph.input_of[op.node]
+            if meaning.trainable:
+                (away if meaning.name in self.program.offloaded_optimizer else here).append((t.meta, t.spec))
+        return max(step_bytes(here, self.mesh, self.options), chunk_bytes(away, self.mesh, self.options))
 
     def _inputs(self) -> Iterator[tuple[Op, LocalTensor]]:
         return ((op, op.writes[0]) for op in self.program.ops if op.kind == "input")

@@ -86,9 +86,9 @@ class ShardingSpec:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the shard at ``coordinate``; of the largest shard (that of rank 0) when it is omitted."""
-        return tuple(
-            length(n, axes, mesh, coordinate) for n, axes in zip(shape, self.dims, strict=True)
-        )
+        if coordinate is None:
+            return _largest(tuple(shape), self.dims, mesh)
+        return tuple(length(n, axes, mesh, coordinate) for n, axes in zip(shape, self.dims, strict=True))
 
     def local_slices(self, shape: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> tuple[slice, ...]:
         """The part of the whole tensor that the shard at ``coordinate`` holds."""
@@ -138,6 +138,11 @@ def length(n: int, axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int] | 
     for a in axes:
         n = chunk(n, mesh.shape[a], coordinate[a] if coordinate is not None else 0)[1]
     return n
+
+
+@lru_cache(maxsize=65536)
+def _largest(shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...], mesh: Mesh) -> tuple[int, ...]:
+    return tuple(length(n, axes, mesh) for n, axes in zip(shape, dims, strict=True))
 
 
 def offset(n: int, axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from autopar.ir import Arg, Node, TensorMeta, Value
+from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding.spec import Reduction, ShardingSpec, length
 from autopar.sharding.strategy import Strategy
@@ -34,7 +34,7 @@ def strategies(node: Node, metas: Metas, mesh: Mesh) -> tuple[Strategy, ...]:
     Raises:
         RuleError: the op's rule does not fit these shapes.
     """
-    key = (node.op, _signature(node), tuple(metas), node.outputs, mesh.shape)
+    key = (node.op, node.signature, tuple(metas), node.outputs, mesh.shape)
     if key not in _cache:
         _cache[key] = tuple(_enumerate(node, metas, mesh))
     return _cache[key]
@@ -207,16 +207,3 @@ def _replicated(node: Node, metas: Metas, mesh: Mesh) -> Strategy:
         tuple(None if m is None else ShardingSpec.replicated(len(m.shape)) for m in node.outputs),
         ("",) * mesh.ndim,
     )
-
-
-def _signature(node: Node) -> tuple[object, ...]:
-    return _masked(node.args), _masked(tuple(a for _, a in node.kwargs)), tuple(k for k, _ in node.kwargs)
-
-
-def _masked(arg: Arg) -> object:
-    """The argument with tensors left out; types tell ``1`` from ``1.0`` and ``True``."""
-    if isinstance(arg, Value):
-        return Value
-    if isinstance(arg, tuple):
-        return tuple(map(_masked, arg))
-    return type(arg), arg
