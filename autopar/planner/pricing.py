@@ -26,7 +26,7 @@ from autopar.planner.options import Options
 from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds
 from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
-from autopar.sharding.paths import all_pairs
+from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.solver import Edge
 from autopar.strategies import flops
 
@@ -47,8 +47,9 @@ class Prices:
     backend: str = "eager"
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
+    _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
-    _edges: dict[tuple[object, ...], tuple[Array, tuple[Strategy, ...], tuple[Strategy, ...]]] = field(default_factory=dict)
+    _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
@@ -148,6 +149,13 @@ class Prices:
         if key not in self._pairs:
             self._pairs[key] = all_pairs(sources, targets, meta.shape, size, self.mesh, self.collectives)
         return self._pairs[key]
+
+    def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta) -> Path:
+        """The cheapest redistribution between two specs of a tensor."""
+        key = (meta.shape, meta.itemsize, source, target)
+        if key not in self._paths:
+            self._paths[key] = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, self.collectives)
+        return self._paths[key]
 
     def edge(self, source: Variable, target: Variable, h: Handover) -> Array:
         """Cost matrix of one handover, shared between handovers of equal kind."""

@@ -20,7 +20,6 @@ from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key,
 from autopar.planner.waits import place_waits
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
-from autopar.sharding.paths import cheapest_path
 
 AGAIN = "|again"
 """Marks the ops and tensors of a second run in the backward."""
@@ -47,6 +46,11 @@ class _Scheduler:
     @cached_property
     def order(self) -> Mapping[str, int]:
         return {n.name: i for i, n in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def owner(self) -> Mapping[str, str]:
+        """The node of each parameter and buffer, the first where several have a name."""
+        return {i.name: i.node for i in reversed(self.graph.inputs) if i.kind in ("parameter", "buffer")}
 
     @property
     def graph(self) -> Graph:
@@ -78,12 +82,13 @@ class _Scheduler:
         return self.d.variables[at].options[self.choice[at]]
 
     def _node(self, node: Node) -> None:
-        strategy = self._chosen(node.name)
+        at = self.d.index[node.name]
+        strategy = self.d.variables[at].options[self.choice[at]]
         if node.phase == "backward":
             self._remake_for(node)
         reads = self._operands(node, strategy, node.phase)
         placeholder = node.op == "placeholder"
-        seconds = 0.0 if placeholder else self._seconds(node, self.choice[self.d.index[node.name]])
+        seconds = 0.0 if placeholder else self._seconds(node, self.choice[at])
         self._run(node, strategy, reads, node.phase, seconds, "")
         for i in range(len(node.outputs)):
             self._force(Value(node.name, i), node.phase)
@@ -219,8 +224,7 @@ class _Scheduler:
         phase = self.graph.by_name[output.value.node].phase
         if output.kind == "output" or output.name.startswith("input:"):
             return self._read(output.value, self._chosen(output_key(output.name)).inputs[0], phase)
-        owner = next(i.node for i in self.graph.inputs if i.name == output.name and i.kind in ("parameter", "buffer"))
-        spec = self._chosen(owner).outputs[0]
+        spec = self._chosen(self.owner[output.name]).outputs[0]
         assert spec is not None
         return self._redistribute(output.value, self.base[phase][output.value], spec, phase)
 
@@ -229,7 +233,7 @@ class _Scheduler:
         if target in made:
             return made[target]
         meta = self.graph.meta(value)
-        path = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, self.prices.collectives)
+        path = self.prices.path(source, target, meta)
         for before, step, after in zip(path.specs, path.steps, path.specs[1:], strict=False):
             if after not in made:
                 made[after] = self._step(value, meta, made[before], before, step, after, phase)
