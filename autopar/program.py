@@ -84,11 +84,13 @@ class Program:
 
     Args:
         offloaded_optimizer: FQNs of parameters whose optimizer state the host keeps between the optimizer's steps.
+        state_transfer_s: predicted seconds in which it comes for a step and goes after it.
     """
 
     ops: tuple[Op, ...]
     results: tuple[tuple[Output, str], ...]
     offloaded_optimizer: tuple[str, ...] = ()
+    state_transfer_s: float = 0.0
 
     @cached_property
     def tensors(self) -> Mapping[str, LocalTensor]:

@@ -8,9 +8,11 @@ from autopar.cost_models.memory import (
     optimizer_scalar_bytes,
     optimizer_state_bytes,
     optimizer_step_bytes,
+    optimizer_steps_alone,
 )
 
 __all__ = [
     "KINDS", "OPTIMIZER_CHUNK_BYTES", "CollectiveCosts", "ComputeCosts", "ComputeKind", "largest_chunk_bytes",
     "optimizer_mode", "optimizer_scalar_bytes", "optimizer_state_bytes", "optimizer_step_bytes",
+    "optimizer_steps_alone",
 ]  # fmt: skip

@@ -67,6 +67,11 @@ OPTIMIZERS: Mapping[str, OptimizerState] = {
 }
 """By name in lower case without punctuation; names that put ``8bit`` first are turned round. Steps are torch's."""
 
+STEPPED_ALONE = (
+    "adam", "adamw", "nadam", "radam", "adamax", "adadelta", "adagrad", "asgd", "rmsprop", "sgd", "sgdmomentum",
+)  # fmt: skip
+"""Those whose step treats each parameter alone."""
+
 MODES = ("foreach", "fused", "forloop")
 """How a step goes over the parameters: all at once, in one kernel each, or op by op one after the other."""
 
@@ -113,6 +118,14 @@ def optimizer_state_bytes(
     if master_dtype and master_dtype != param_dtype:
         total += numel * ITEMSIZE[master_dtype]
     return total
+
+
+def optimizer_steps_alone(optimizer: Any) -> bool:
+    """Whether a step treats each parameter alone, so that a few may step at a time; of bytes for each element nobody
+    knows."""
+    if isinstance(optimizer, (int, float)):
+        return False
+    return any(_find(optimizer)[0] is OPTIMIZERS[name] for name in STEPPED_ALONE)
 
 
 def optimizer_scalar_bytes(optimizer: Any) -> int:

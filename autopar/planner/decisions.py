@@ -9,12 +9,15 @@ consumer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from autopar.cost_models import optimizer_steps_alone
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner import rematerialize
 from autopar.planner.constraints import Forced
 from autopar.planner.options import Options
+from autopar.planner.pricing import moved_state_bytes
 from autopar.planner.specs import batch_size, stored_specs
 from autopar.planner.variables import (
     Decisions,
@@ -36,7 +39,8 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
     """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
     d = Decisions(graph, mesh)
     for node in graph.nodes:
-        d.add(_variable(graph, node, mesh, options, forced))
+        variable = _variable(graph, node, mesh, options, forced)
+        d.add(_or_away(variable, graph, mesh, options) if recompute else variable)
     for output in graph.outputs:
         if output.kind == "output" or output.name.startswith("input:"):
             d.add(_output_variable(graph, output, mesh, options, forced))
@@ -75,6 +79,27 @@ def _variable(graph: Graph, node: Node, mesh: Mesh, options: Options, forced: Fo
         specs = (ShardingSpec.replicated(len(meta.shape)),)
     choices = tuple(Strategy((), (s,)) for s in specs)
     return Variable(node.name, meaning.kind, choices, node.phase, node)
+
+
+def _or_away(v: Variable, graph: Graph, mesh: Mesh, options: Options) -> Variable:
+    """Each spec of a trained parameter twice: its optimizer state on the device, or kept by the host."""
+    if v.kind != "parameter" or v.node is None or not graph.input_of[v.node.name].trainable:
+        return v
+    meta = v.node.outputs[0]
+    if meta is None or not optimizer_steps_alone(options.optimizer) or meta.bytes < _least_away(graph):
+        return v
+    specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
+    held = tuple(moved_state_bytes(meta, s, mesh, options) for s in specs)
+    return replace(v, options=(*v.options, *v.options), away=(0,) * len(held) + held) if any(held) else v
+
+
+LEAST_AWAY = 1e-3
+"""Of the largest parameter's bytes: the state of smaller ones is not worth a transfer."""
+
+
+def _least_away(graph: Graph) -> float:
+    metas = (graph.by_name[i.node].outputs[0] for i in graph.inputs if i.trainable)
+    return LEAST_AWAY * max((m.bytes for m in metas if m is not None), default=0)
 
 
 def _op_options(graph: Graph, node: Node, mesh: Mesh) -> tuple[Strategy, ...]:

@@ -10,7 +10,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
 from autopar.planner.constraints import module_outputs
 from autopar.planner.explain import explain
-from autopar.planner.pricing import state_bytes
+from autopar.planner.pricing import moved_state_bytes
 from autopar.planner.schedule import AGAIN
 from autopar.plans import Activation, Plan
 from autopar.program import Program
@@ -67,7 +67,7 @@ def _state_on_host(program: Program, graph: Graph, mesh: Mesh, options: Options)
     """Bytes of optimizer state that the host keeps."""
     stored = {graph.input_of[op.node].name: op.writes[0] for op in program.ops if op.kind == "input"}
     away = (stored[name] for name in program.offloaded_optimizer)
-    return sum(state_bytes(t.meta, t.spec, mesh, True, options).optimizer for t in away)
+    return sum(moved_state_bytes(t.meta, t.spec, mesh, options) for t in away)
 
 
 def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from autopar.cost_models import (
     CollectiveCosts,
     ComputeCosts,
+    largest_chunk_bytes,
     optimizer_mode,
     optimizer_scalar_bytes,
     optimizer_state_bytes,
@@ -23,7 +24,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.fusion import Border, borders
 from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind
 from autopar.planner.options import Options
-from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds
+from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
 from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
@@ -238,6 +239,8 @@ def costs(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[A
             return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weights.computing])
         if v.kind == "hold" and "offload" in v.actions:
             return hold_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
+        if v.away:
+            return state_seconds(v.away, prices.cluster.host)
         return np.zeros(len(v.options))
 
     return tuple(map(of, d.variables))
@@ -297,3 +300,20 @@ def step_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh
         optimizer_step_bytes(options.optimizer, numels, dtype, device=options.device)
         for dtype, numels in by_dtype.items()
     )
+
+
+def moved_state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, options: Options) -> int:
+    """Of a parameter's optimizer state what the host can keep: all but the counters."""
+    held = state_bytes(meta, spec, mesh, True, options).optimizer
+    return held - optimizer_scalar_bytes(options.optimizer)
+
+
+def chunk_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options) -> int:
+    """The most that parameters whose optimizer state the host keeps bring to the fullest rank while they step."""
+    return largest_chunk_bytes([
+        (
+            math.prod(spec.local_shape(meta.shape, mesh)) * meta.itemsize,
+            moved_state_bytes(meta, spec, mesh, options) + step_bytes([(meta, spec)], mesh, options),
+        )
+        for meta, spec in parameters
+    ])  # fmt: skip

@@ -79,9 +79,10 @@ def _held(
         meaning, meta = d.graph.input_of[v.node.name], v.node.outputs[0]
         specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
         parts = [state_bytes(meta, s, d.mesh, meaning.trainable, options) for s in specs]
-        yield np.array([float(p.parameter + p.optimizer) for p in parts]), 0, end
+        away = np.array(v.away or (0,) * len(parts), dtype=np.float64)
+        yield np.array([float(p.parameter + p.optimizer) for p in parts]) - away, 0, end
         yield np.array([float(p.gradient) for p in parts]), made.get(meaning.name, end), end
-        yield np.array([float(p.step) for p in parts]), end, end
+        yield np.array([float(p.step) for p in parts]) * (away == 0), end, end
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
         meta = v.node.outputs[0]
         whole = v.kind == "input" and options.batch == "global"

@@ -15,7 +15,7 @@ from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.pricing import Prices
-from autopar.planner.transfers import place_transfers, transfer_seconds
+from autopar.planner.transfers import place_transfers, state_seconds, transfer_seconds
 from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.planner.waits import place_waits
 from autopar.program import LocalTensor, Op, Program
@@ -68,7 +68,10 @@ class _Scheduler:
             for at in pending.get(node.name, ()):
                 results[at] = self._result(at)
         outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
-        program = Program(place_transfers(self.ops), outputs)
+        away = [(v, v.away[option]) for v, option in zip(self.d.variables, self.choice, strict=True) if v.away]
+        names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
+        seconds = float(state_seconds([size for _, size in away], self.prices.cluster.host).sum())
+        program = Program(place_transfers(self.ops), outputs, names, seconds)
         return place_waits(program, self.prices.overlap)
 
     def _results_by_node(self) -> dict[str, list[int]]:

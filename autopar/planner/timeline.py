@@ -62,8 +62,9 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
         else:
             streams.compute(op)
     streams.wait_for_all()
+    streams.step(program)
     collectives = sum(op.seconds for op in program.collectives)
-    copied = sum(op.seconds for op in program.ops if op.is_transfer)
+    copied = sum(op.seconds for op in program.ops if op.is_transfer) + program.state_transfer_s
     computed = sum(op.seconds for op in program.ops if not (op.kind == "input" or op.is_collective or op.is_transfer))
     return Timeline(tuple(streams.intervals), streams.now_s, computed, collectives, copied)
 
@@ -129,6 +130,12 @@ class _Streams:
             self._run_first()
         self._stand_until(self.host_free_s)
         self.copied.clear()
+
+    def step(self, program: Program) -> None:
+        """The optimizer's state that the host keeps comes and goes when all else is done."""
+        if program.state_transfer_s:
+            start_s, self.now_s = self.now_s, self.now_s + program.state_transfer_s
+            self.intervals.append(Interval("optimizer state", "host", start_s, self.now_s))
 
     def _stand_until(self, end_s: float) -> None:
         """Nothing is computed till then, while collectives go on."""

@@ -48,6 +48,12 @@ def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
     ])  # fmt: skip
 
 
+def state_seconds(away: Sequence[int], host: Link) -> Array:
+    """Seconds in which so many bytes of optimizer state come for the optimizer's step and go after it; nothing hides
+    them."""
+    return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in away])
+
+
 def host_usages(d: Decisions, host: Link, hideable_s: float, time: int, limit: float) -> tuple[Usage, ...]:
     """Rows at ``time`` and after that let all that is offloaded hide: what is made in the last part of the forward is
     copied by its end, for several such parts. What comes back has the backward, which is longer.

@@ -63,7 +63,7 @@ def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
         elif v.kind in ("copy", "hold") or v.key not in chosen:
             still.append(None)
         else:
-            still.append((v.options.index(chosen[v.key]),))
+            still.append(tuple(i for i, o in enumerate(v.options) if o == chosen[v.key]))
     return still
 
 

@@ -15,7 +15,8 @@ class Variable:
     """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
 
     ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered. ``actions`` tells what
-    each option of a hold or rerun variable does: keep, offload, recompute, absent, none.
+    each option of a hold or rerun variable does: keep, offload, recompute, absent, none. ``away`` is for each option of
+    a parameter how many bytes of its optimizer state the host keeps.
     """
 
     key: str
@@ -26,6 +27,7 @@ class Variable:
     value: Value | None = None
     kept: tuple[bool, ...] = ()
     actions: tuple[str, ...] = ()
+    away: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

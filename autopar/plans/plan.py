@@ -196,7 +196,7 @@ def _no_plan(found: str) -> PlanError:
 
 def replace_times(program: Program) -> Program:
     """The program without predicted seconds, which are no decision."""
-    return replace(program, ops=tuple(replace(op, seconds=0.0) for op in program.ops))
+    return replace(program, ops=tuple(replace(op, seconds=0.0) for op in program.ops), state_transfer_s=0.0)
 
 
 def _plan_from(data: Mapping[str, Any]) -> Plan:

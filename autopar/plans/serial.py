@@ -14,7 +14,7 @@ def program_to(program: Program) -> dict[str, Any]:
     return {
         "ops": [_op_to(op) for op in program.ops],
         "results": [[o.kind, o.name, o.value.node, o.value.index, tensor] for o, tensor in program.results],
-        "offloaded_optimizer": list(program.offloaded_optimizer),
+        "offloaded_optimizer": list(program.offloaded_optimizer), "state_transfer_s": program.state_transfer_s,
     }
 
 
@@ -22,7 +22,8 @@ def program_from(data: Mapping[str, Any]) -> Program:
     results = tuple(
         (Output(Value(node, index), kind, name), tensor) for kind, name, node, index, tensor in data["results"]
     )
-    return Program(tuple(_op_from(op) for op in data["ops"]), results, tuple(data.get("offloaded_optimizer", ())))
+    away, seconds = tuple(data.get("offloaded_optimizer", ())), data.get("state_transfer_s", 0.0)
+    return Program(tuple(_op_from(op) for op in data["ops"]), results, away, seconds)
 
 
 def _op_to(op: Op) -> dict[str, Any]:
