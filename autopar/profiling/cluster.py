@@ -42,13 +42,13 @@ class Effort:
         largest_message_bytes: of collectives; sizes are its quarters, down to bytes.
         largest_elements: of the tensors that kernels stream or multiply.
         budget_s: seconds for each kernel or collective at each size.
-        total_s: seconds for all of them, beyond which each is timed once.
+        total_s: seconds after which each that is left is timed once.
     """
 
     largest_message_bytes: int = 2**26
     largest_elements: int = 2**24
     budget_s: float = 0.04
-    total_s: float = 30.0
+    total_s: float = 25.0
 
     @property
     def message_sizes(self) -> tuple[int, ...]:

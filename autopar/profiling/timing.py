@@ -25,19 +25,18 @@ class Timing:
 
 @dataclass
 class Allowance:
-    """Seconds for all measurements together. Once they are spent, each is made once.
+    """Seconds for all measurements together. Once they have passed, each is made once.
 
-    What is spent is counted in seconds that the ranks agreed on, so that they also agree on when to hurry.
+    What has passed is what the ranks last agreed on, so that they also agree on when to hurry.
     """
 
     total_s: float = math.inf
-    spent_s: float = 0.0
+    passed_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
 
-    def repetitions(self, wanted: int, seconds: float) -> int:
-        """As many as ``wanted``, each of so many seconds, or one."""
-        granted = wanted if self.spent_s + wanted * seconds <= self.total_s else 1
-        self.spent_s += granted * seconds
-        return granted
+    @property
+    def spent(self) -> bool:
+        return self.passed_s > self.total_s
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Stopwatch:
         return self._slowest([self._batch(function, 1)])[0]
 
     def _repetitions(self, seconds: float) -> int:
-        wanted = min(max(self.least, int(self.budget_s / seconds)), self.most)
-        return self.allowance.repetitions(wanted, seconds)
+        return 1 if self.allowance.spent else min(max(self.least, int(self.budget_s / seconds)), self.most)
 
     def _timing(self, taken: Sequence[float]) -> Timing:
         chosen = min(taken) if self.fastest else statistics.median(taken)
@@ -111,10 +109,10 @@ class Stopwatch:
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """The largest of each entry among all ranks: equal on all of them, and a point where they meet."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return seconds
-        if not seconds:
-            return seconds
-        agreed = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        return [float(s) for s in agreed.tolist()]
+        agreed = [*seconds, time.perf_counter() - self.allowance.started]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            exchanged = torch.tensor(agreed, dtype=torch.float64, device=self.device)
+            dist.all_reduce(exchanged, dist.ReduceOp.MAX)
+            agreed = [float(s) for s in exchanged.tolist()]
+        self.allowance.passed_s = agreed.pop()
+        return agreed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -144,10 +145,15 @@ def test_fat_and_thin_shapes_are_relieved_of_each_others_part():
 
 
 def test_when_the_allowance_is_spent_everything_is_timed_once():
-    watch = Stopwatch(torch.device("cpu"), budget_s=0.0, least=5, most=5, allowance=Allowance(8.0), clock=lambda: 0.0)
-    assert [watch.allowance.repetitions(5, 1.0) for _ in range(3)] == [5, 1, 1]
-    assert watch.allowance.spent_s == 7.0
-    assert replace(watch, fastest=True).allowance is watch.allowance
+    calls = []
+    watch = Stopwatch(torch.device("cpu"), budget_s=0.0, least=50, most=50, allowance=Allowance(math.inf))
+    watch.time_among(lambda: None, lambda: calls.append(0))
+    assert len(calls) >= 50
+    assert watch.allowance.passed_s > 0
+    hurried = replace(watch, allowance=Allowance(0.0))
+    hurried.time_among(lambda: None, lambda: calls.clear())
+    hurried.time_among(lambda: None, lambda: calls.append(0))
+    assert 1 <= len(calls) <= 3
 
 
 def test_the_fastest_batch_is_that_which_nothing_disturbed():
