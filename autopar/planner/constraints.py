@@ -37,7 +37,7 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     for pattern, text in constraints.items():
         styled = is_style(text)
         spec = ShardingSpec.replicated(0) if styled else ShardingSpec.parse(text)
-        matches = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        matches = _matches(pattern, names)
         if not matches:
             raise _names_nothing(pattern, names)
         fitting = matches if styled else [m for m in matches if names[m].ndim == spec.ndim]
@@ -63,6 +63,26 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
         {str(k): s for (kind, k), (s, _) in chosen.items() if kind == "output"},
         {k: s for (kind, k), (s, _) in chosen.items() if kind == "value" and isinstance(k, Value)},
     )
+
+
+def without(graph: Graph, constraints: Mapping[str, str], aliases: Mapping[str, str], name: str) -> dict[str, str]:
+    """The constraints on everything but ``name``: a glob that covers it is spelled out for what else it covers."""
+    names = _names(graph, aliases)
+    meant = {names[n].key for n in _matches(name, names)}
+    kept: dict[str, str] = {}
+    for pattern, text in constraints.items():
+        matches = _matches(pattern, names)
+        if not any(names[m].key in meant for m in matches):
+            kept[pattern] = text
+            continue
+        ndim = None if is_style(text) else ShardingSpec.parse(text).ndim
+        rest = [m for m in matches if names[m].key not in meant and ndim in (None, names[m].ndim)]
+        kept.update(dict.fromkeys(rest, text))
+    return kept
+
+
+def _matches(pattern: str, names: Mapping[str, object]) -> list[str]:
+    return [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
 
 
 @dataclass(frozen=True)

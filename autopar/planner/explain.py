@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import ConstraintError, InfeasibleError, SpecError
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.constraints import Forced, module_outputs, resolve
+from autopar.planner.constraints import Forced, module_outputs, resolve, without
 from autopar.planner.options import Options
 from autopar.planner.search import Planned, plan_graph
 from autopar.planner.specs import stored_specs
@@ -72,7 +72,7 @@ def _cost(cost: float, best: float) -> str:
 
 
 def _row(q: Question, name: str, spec: ShardingSpec, limit_s: float) -> tuple[float, str, str]:
-    kept = {k: v for k, v in q.options.constraints.items() if k != name}
+    kept = without(q.graph, q.options.constraints, q.options.aliases, name)
     try:
         other = q.again({**kept, name: str(spec)}, limit_s)
     except (InfeasibleError, ConstraintError) as error:

@@ -57,6 +57,18 @@ def test_it_says_what_an_alternative_would_have_forced_elsewhere(constrained):
     assert any("->" in text or "collectives" in text for text in found.values())
 
 
+def test_a_glob_that_covers_the_name_still_holds_for_the_rest_and_no_alternative_is_impossible():
+    plan = planned(constraints={"layers.*.weight": "column"})
+    text = plan.explain("layers.2.weight")
+    assert "impossible" not in text
+    (now,) = [spec for mark, spec, *_ in rows(text) if mark == "*"]
+    assert now == str(plan.specs["layers.2.weight"])
+    spec, cost = next((spec, cost) for mark, spec, cost, *_ in rows(text) if mark != "*")
+    rest = {n: "column" for n in plan.parameters if n.endswith("weight") and n != "layers.2.weight"}
+    forced = planned(constraints={**rest, "layers.2.weight": spec})
+    assert float(cost) == pytest.approx(forced.objective * 1e3, abs=6e-4)
+
+
 def test_what_each_constraint_costs_against_the_free_plan(constrained, free):
     lines = constrained.explain().splitlines()
     numbers = [float(n) for n in re.findall(r"([\d.]+) ms", lines[0])]
