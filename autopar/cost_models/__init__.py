@@ -1,6 +1,6 @@
 """Seconds of collectives and of kernels, and bytes of optimizer state, from the figures of a cluster."""
 
-from autopar.cost_models.chunks import OPTIMIZER_CHUNK_BYTES, largest_chunk_bytes
+from autopar.cost_models.chunks import largest_chunk_bytes, optimizer_chunk_bytes
 from autopar.cost_models.communication import KINDS, CollectiveCosts
 from autopar.cost_models.compute import ComputeCosts, ComputeKind
 from autopar.cost_models.memory import (
@@ -12,7 +12,7 @@ from autopar.cost_models.memory import (
 )
 
 __all__ = [
-    "KINDS", "OPTIMIZER_CHUNK_BYTES", "CollectiveCosts", "ComputeCosts", "ComputeKind", "largest_chunk_bytes",
+    "KINDS", "CollectiveCosts", "ComputeCosts", "ComputeKind", "largest_chunk_bytes", "optimizer_chunk_bytes",
     "optimizer_mode", "optimizer_scalar_bytes", "optimizer_state_bytes", "optimizer_step_bytes",
     "optimizer_steps_alone",
 ]  # fmt: skip

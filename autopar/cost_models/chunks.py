@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-OPTIMIZER_CHUNK_BYTES = 2**25
-"""Of parameters on one rank that step together: their state is on the device at once."""
+MOST_BYTES = 2**25
+LEAST_CHUNKS = 8
+
+
+def optimizer_chunk_bytes(total: int) -> int:
+    """Bytes of parameters on one rank that step together, of ``total`` whose state the host keeps: large enough that
+    transfers take longer than their launches, and of small models a small part. A larger parameter steps alone."""
+    return min(MOST_BYTES, total // LEAST_CHUNKS)
 
 
 def largest_chunk_bytes(parameters: Sequence[tuple[int, int]]) -> int:
@@ -17,5 +23,5 @@ def largest_chunk_bytes(parameters: Sequence[tuple[int, int]]) -> int:
     """
     largest = max((own for _, own in parameters), default=0)
     dearest = max((own / size for size, own in parameters if size), default=0.0)
-    full = math.ceil(OPTIMIZER_CHUNK_BYTES * dearest)
+    full = math.ceil(optimizer_chunk_bytes(sum(size for size, _ in parameters)) * dearest)
     return min(sum(own for _, own in parameters), max(full, largest))

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar import _torch
-from autopar.cost_models import OPTIMIZER_CHUNK_BYTES
-from autopar.spmd import HostTensor, Rank, arrived, fetch, offload
+from autopar.cost_models import optimizer_chunk_bytes
+from autopar.spmd import HostTensor, Rank, arrived, fetch, host_memory, offload
 
 _optim = torch.optim
 
@@ -71,8 +71,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _fetch(optimizer, _stepping(_parameters(optimizer)))
         return None
     args, kwargs = _evaluated(args, kwargs)
+    most = _chunk_bytes(optimizer)
     for group in optimizer.param_groups:
-        for chunk in _chunks(_stepping(group["params"])):
+        for chunk in _chunks(_stepping(group["params"]), most):
             _fetch(optimizer, chunk)
             try:
                 step(_on(optimizer, [{**group, "params": chunk}]))
@@ -88,8 +89,13 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _send_all(optimizer: Optimizer) -> None:
-    for chunk in _chunks([p for p in _parameters(optimizer) if _is_away(p)]):
+    for chunk in _chunks([p for p in _parameters(optimizer) if _is_away(p)], _chunk_bytes(optimizer)):
         _send(optimizer, chunk)
+
+
+def _chunk_bytes(optimizer: Optimizer) -> int:
+    """Bytes of parameters that step together, as the plan counts their state."""
+    return optimizer_chunk_bytes(sum(_local(p).nbytes for p in _parameters(optimizer) if _is_away(p)))
 
 
 def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
@@ -137,13 +143,13 @@ def _stepping(parameters: Parameters) -> list[nn.Parameter]:
     return [p for p in parameters if _is_away(p) and p.grad is not None]
 
 
-def _chunks(parameters: Parameters) -> Iterator[list[nn.Parameter]]:
-    """Parameters in order, so many at a time as the plan counts the state of."""
+def _chunks(parameters: Parameters, most: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters in order, up to ``most`` bytes of them at a time."""
     chunk: list[nn.Parameter] = []
     held = 0
     for parameter in parameters:
         size = _local(parameter).nbytes
-        if chunk and held + size > OPTIMIZER_CHUNK_BYTES:
+        if chunk and held + size > most:
             yield chunk
             chunk, held = [], 0
         chunk.append(parameter)
@@ -210,7 +216,8 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    with host_memory():  # a view of what the host may hold
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _rank(parameter: nn.Parameter) -> Rank:

@@ -23,11 +23,12 @@ from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, local_ranks
 from autopar.spmd.sections import section
-from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, offload
+from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, host_memory, offload
 
 __all__ = [
     "COLLECTIVES", "Ends", "HostTensor", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank", "Results",
     "Transfer", "all_gather", "all_reduce", "all_to_all", "allocating_on_host", "apply_step", "arrived", "device",
-    "fetch", "from_placements", "length", "local_ranks", "offload", "offset", "permute", "reduce_scatter", "resolve",
-    "section", "simulate", "simulate_step", "slice_shard", "step_call", "to_placements", "wait",
+    "fetch", "from_placements", "host_memory", "length", "local_ranks", "offload", "offset", "permute",
+    "reduce_scatter", "resolve", "section", "simulate", "simulate_step", "slice_shard", "step_call",
+    "to_placements", "wait",
 ]  # fmt: skip

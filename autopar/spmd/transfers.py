@@ -65,7 +65,7 @@ def offload(rank: Rank, x: Tensor, into: HostTensor | None = None) -> Transfer[H
     Args:
         into: what of the host's memory to write again, of the shape and dtype of ``x``.
     """
-    with _host_memory():
+    with host_memory():
         if not _is_apart(x.device):
             return Transfer(x, HostTensor(into.tensor.copy_(x) if into else x.clone()))
         host = into.tensor if into else _pinned_like(x)
@@ -89,13 +89,13 @@ def arrived(transfer: Transfer[Held]) -> Held:
 
 
 def allocating_on_host() -> bool:
-    """Whether what is allocated now is the host's memory, also on a CPU that plays the device: who counts the device's
-    bytes asks."""
+    """Whether ``host_memory`` is on, also on a CPU that plays the device: who counts the device's bytes asks."""
     return _ON_HOST.get()
 
 
 @contextmanager
-def _host_memory() -> Iterator[None]:
+def host_memory() -> Iterator[None]:
+    """While what is made lies in the host's memory, or is a view of what does."""
     token = _ON_HOST.set(True)
     try:
         yield

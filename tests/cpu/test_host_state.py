@@ -93,7 +93,7 @@ def on_host(value: Any) -> bool:
 
 @pytest.mark.parametrize(("name", "chunk_bytes"), [*((n, 500) for n in OPTIMIZERS), ("AdamW", 1), ("AdamW", 2**25)])
 def test_steps_are_those_of_the_ordinary_optimizer_bit_for_bit(name, chunk_bytes, monkeypatch) -> None:
-    monkeypatch.setattr(host_state, "OPTIMIZER_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(host_state, "optimizer_chunk_bytes", lambda total: chunk_bytes)
     ordinary, ours = made(None), made("")
     optimizer = OPTIMIZERS[name](ours.parameters())
     assert train(ordinary, OPTIMIZERS[name](ordinary.parameters()), 4) == train(ours, optimizer, 4)
@@ -104,7 +104,7 @@ def test_steps_are_those_of_the_ordinary_optimizer_bit_for_bit(name, chunk_bytes
 
 
 def test_the_device_holds_the_state_of_one_chunk_at_a_time(monkeypatch) -> None:
-    monkeypatch.setattr(host_state, "OPTIMIZER_CHUNK_BYTES", 1)
+    monkeypatch.setattr(host_state, "optimizer_chunk_bytes", lambda total: 1)
     model = made("")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     with MemoryMeter() as meter:
@@ -119,6 +119,46 @@ def test_the_device_holds_the_state_of_one_chunk_at_a_time(monkeypatch) -> None:
         assert meter.peak - between <= 5 * largest
     whole = 2 * sum(p.to_local().nbytes for p in model.parameters())
     assert whole > 3 * largest
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_within_a_budget_too_small_for_all_state_some_is_the_hosts_and_the_prediction_holds() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 64)
+    ordinary, model = Deep(), Deep()
+    model.load_state_dict(ordinary.state_dict())
+    free = autopar.plan(model, (x,), mesh=(1,))
+    assert free.offloaded_optimizer == ()
+    budget = int(0.7 * free.peak_memory)
+    model = autopar.autoparallelize(model, (x,), mesh=(1,), memory_budget=budget)
+    away = model.plan.offloaded_optimizer
+    assert 0 < len(away) < 6
+    assert model.plan.host_memory >= len(away) * 2 * 64 * 64 * 4
+    assert model.plan.step_time > free.step_time
+    assert f"optimizer state of {len(away)} parameters" in str(model.plan)
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (ordinary, model)]
+    with MemoryMeter() as meter:
+        meter.hold([*held_by(model), x])
+        for _ in range(3):
+            optimizers[1].zero_grad()
+            model(x).backward()
+            optimizers[1].step()
+        assert meter.peak == pytest.approx(model.plan.peak_memory, abs=16)
+    assert model.plan.peak_memory <= budget
+    for _ in range(3):
+        optimizers[0].zero_grad()
+        ordinary(x).backward()
+        optimizers[0].step()
+    for p, q in zip(model.parameters(), ordinary.parameters(), strict=True):
+        torch.testing.assert_close(p.to_local(), q, rtol=1e-6, atol=1e-7)
 
 
 def test_only_the_named_parameters_state_goes() -> None:
@@ -201,7 +241,7 @@ def test_hooks_of_users_run_before_and_after_all_parameters_step() -> None:
 
 
 def test_an_error_in_a_step_leaves_groups_and_state_whole(monkeypatch) -> None:
-    monkeypatch.setattr(host_state, "OPTIMIZER_CHUNK_BYTES", 1)
+    monkeypatch.setattr(host_state, "optimizer_chunk_bytes", lambda total: 1)
     ordinary, ours = made(None), made("")
     optimizers = [torch.optim.Adam(m.parameters()) for m in (ordinary, ours)]
     for model, optimizer in zip((ordinary, ours), optimizers, strict=True):
