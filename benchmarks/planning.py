@@ -1,10 +1,11 @@
 """How long planning takes, stage by stage, and how large the problem is that the solver gets.
 
-    python benchmarks/planning.py [--models gpt2 llama3-8b] [--layers 2 4 8] [--meshes 8 2x4 32x8] [--json FILE]
+    python benchmarks/planning.py [--only llama3-8b vit-g] [--layers 8 32] [--meshes 8 32x8 8x8x8] [--repeat 3]
 
-Models are those of Hugging Face on the meta device: GPT-2 small in float32 with 4 x 1,024 tokens a device,
-Llama-3-8B in bfloat16 with 1 x 4,096 tokens a device, their depth changed to ``--layers``. The cluster is "dgx-h100",
-and its 80 GB a device are the budget. No GPU is used.
+Models are those of Hugging Face on the meta device, in bfloat16 but for GPT-2 small, with the batch of ``MODELS`` on
+each device; ``--layers`` changes their depth, 0 leaves it as it is. The cluster is "dgx-h100". A budget is only kept
+where ``--budget`` names one, so that all models can be planned on all meshes. No GPU is used. A model is captured once
+for each mesh; what follows is repeated, and medians are shown.
 
 ``--markdown FILE`` writes the table with the machine, the date and the versions, as in benchmarks/results.
 """
@@ -17,76 +18,151 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import autopar
+from autopar import codegen, passes
+from autopar.arguments import as_bytes
+from autopar.mesh import Cluster, Mesh
+from autopar.planner import Options, plan_graph
+from autopar.planner.predictions import make_plan
+from autopar.solver.problem import relative_gap
+from autopar.tracer import Capture
 
-STAGES = ("capture", "strategies", "build", "solve", "lower")
+UNLIMITED = "1000000TB"
+STAGES = ("capture", "strategies", "build", "baselines", "solve", "lower")
+NEAR = 0.01
+"""The gap to which the seconds are told beside the total."""
+
 Record = dict[str, Any]
 
 
 class Shape(NamedTuple):
-    """A model's batch, on each device."""
+    """How a model is made at a number of layers, its own number, and the batch and length on each device."""
 
+    build: Callable[[int], nn.Module]
+    layers: int
     batch: int
     length: int
 
 
-SHAPES = {"gpt2": Shape(4, 1024), "llama3-8b": Shape(1, 4096)}
-
-
-def build(model: str, layers: int) -> nn.Module:
-    import transformers
-
-    with torch.device("meta"):
-        if model == "gpt2":
-            gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, use_cache=False))
-            gpt2.loss_type = "ForCausalLM"  # its default, named so that transformers does not warn
-            return gpt2
-        config = transformers.LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=layers,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-            rope_theta=500000.0,
-            use_cache=False,
+def gpt(width: int, heads: int, length: int, dtype: torch.dtype) -> Callable[[int], nn.Module]:
+    def build(layers: int) -> nn.Module:
+        config = transformers.GPT2Config(
+            n_layer=layers, n_embd=width, n_head=heads, n_positions=length, use_cache=False
         )
+        model = transformers.GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"  # its default, named so that transformers does not warn
+        return model.to(dtype)
+
+    return build
+
+
+def llama(width: int, hidden: int, heads: int) -> Callable[[int], nn.Module]:
+    def build(layers: int) -> nn.Module:
+        config = transformers.LlamaConfig(
+            vocab_size=128256, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+        )  # fmt: skip
         return transformers.LlamaForCausalLM(config).bfloat16()
 
+    return build
 
-def measure(model: str, layers: int, mesh: tuple[int, ...], time_limit: float) -> Record:
-    """Plan one case; what went wrong is recorded too."""
-    shape = SHAPES[model]
-    batch = shape.batch * math.prod(mesh)
-    ids = torch.empty(batch, shape.length, dtype=torch.long, device="meta")
-    record: Record = {"model": model, "layers": layers, "mesh": list(mesh), "batch": batch, "length": shape.length}
-    module = build(model, layers)
-    start_s, cpu_start_s = time.perf_counter(), time.process_time()
+
+def mixtral(layers: int) -> nn.Module:
+    config = transformers.MixtralConfig(num_hidden_layers=layers, use_cache=False, experts_implementation="grouped_mm")
+    return transformers.MixtralForCausalLM(config).bfloat16()
+
+
+def vit(layers: int) -> nn.Module:
+    config = transformers.ViTConfig(
+        num_hidden_layers=layers, hidden_size=1664, intermediate_size=8192, num_attention_heads=16, patch_size=14,
+        num_labels=1000,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config).bfloat16()
+
+
+def t5(layers: int) -> nn.Module:
+    config = transformers.T5Config(
+        d_model=1024, d_ff=65536, d_kv=128, num_heads=128, num_layers=layers, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config).bfloat16()
+
+
+MODELS = {
+    "gpt2": Shape(gpt(768, 12, 1024, torch.float32), 12, 4, 1024),
+    "llama3-8b": Shape(llama(4096, 14336, 32), 32, 1, 4096),
+    "llama3-70b": Shape(llama(8192, 28672, 64), 80, 1, 4096),
+    "llama3-405b": Shape(llama(16384, 53248, 128), 126, 1, 4096),
+    "gpt3-175b": Shape(gpt(12288, 96, 2048, torch.bfloat16), 96, 1, 2048),
+    "vit-g": Shape(vit, 48, 16, 224),
+    "mixtral-8x7b": Shape(mixtral, 32, 1, 4096),
+    "t5-11b": Shape(t5, 24, 4, 512),
+}
+
+
+def inputs(model: str, devices: int) -> dict[str, torch.Tensor]:
+    shape = MODELS[model]
+    batch = shape.batch * devices
+    with torch.device("meta"):
+        if model == "vit-g":
+            images = torch.empty(batch, 3, shape.length, shape.length, dtype=torch.bfloat16)
+            return {"pixel_values": images, "labels": torch.empty(batch, dtype=torch.long)}
+        ids = torch.empty(batch, shape.length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def measure(model: str, layers: int, mesh: tuple[int, ...], options: Options, repeat: int) -> Record:
+    """Capture one case, and plan it so many times; what went wrong is recorded too."""
+    shape = MODELS[model]
+    depth, devices = layers or shape.layers, math.prod(mesh)
+    record: Record = {"model": model, "layers": depth, "mesh": list(mesh), "batch": shape.batch * devices}
     try:
-        plan = autopar.plan(
-            module, {"input_ids": ids, "labels": ids}, mesh=mesh, cluster="dgx-h100", time_limit=time_limit
-        )
+        with torch.device("meta"):
+            module = shape.build(depth)
+        started_s = time.perf_counter()
+        capture = autopar.ColoTracer().capture(module, inputs(model, devices))
+        record["capture_s"] = time.perf_counter() - started_s
+        runs = [planned(capture, mesh, options) for _ in range(repeat)]
     except autopar.AutoparError as error:
-        spent = {"total_s": time.perf_counter() - start_s, "cpu_s": time.process_time() - cpu_start_s}
-        return record | spent | {"error": str(error)}
-    record["total_s"] = time.perf_counter() - start_s
-    record["cpu_s"] = time.process_time() - cpu_start_s
-    record |= {f"{stage}_s": plan.timings.get(stage, 0.0) for stage in STAGES}
+        return record | {"error": str(error)}
+    times = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key.endswith("_s")}
+    return record | runs[-1] | times | {"runs": [run["total_s"] for run in runs]}
+
+
+def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record:
+    """Everything after capture, once."""
+    cluster = Cluster.load("dgx-h100").sized(math.prod(mesh))
+    start_s, cpu_start_s = time.perf_counter(), time.process_time()
+    graph, on = capture.graph, Mesh(mesh)
+    found = plan_graph(graph, on, cluster, options)
+    lowered_s = time.perf_counter()
+    lowered = passes.lower(found.program, graph, on)
+    source = codegen.emit(lowered.forward, lowered.backward, [])
+    ends_s, cpu_end_s = time.perf_counter(), time.process_time()
+    plan = make_plan(found, graph, on, cluster, options, source, ())
+    record: Record = {f"{stage}_s": found.timings.get(stage, 0.0) for stage in STAGES[1:]}
+    record["lower_s"] += ends_s - lowered_s
+    before_s = sum(record[f"{stage}_s"] for stage in ("strategies", "build", "baselines"))
+    near = (e.seconds for e in found.solution.trace if relative_gap(e.objective, e.lower_bound) <= NEAR)
     return record | {
+        "total_s": ends_s - start_s,
+        "cpu_s": cpu_end_s - cpu_start_s,
+        "near_s": before_s + next(near, math.inf),
         "solver": dict(plan.solver),
         "gap": plan.gap,
         "step_time_s": plan.step_time,
@@ -97,7 +173,7 @@ def measure(model: str, layers: int, mesh: tuple[int, ...], time_limit: float) -
 
 
 COLUMNS = (
-    "model", "layers", "mesh", *STAGES, "total", "CPU", "variables", "options", "pairs", "options left", "ILP",
+    "model", "layers", "mesh", *STAGES, "total", "CPU", "to 1%", "variables", "options", "pairs", "options left", "ILP",
     "gap", "step", "peak",
 )  # fmt: skip
 
@@ -105,9 +181,9 @@ COLUMNS = (
 def cells(record: Record) -> list[str]:
     """One row of the table. Times are seconds, the last two columns predictions for an H100."""
     head = [record["model"], str(record["layers"]), "x".join(map(str, record["mesh"]))]
-    totals = [f"{record[key]:.1f}" if key in record else "-" for key in ("total_s", "cpu_s")]
+    totals = [f"{record[key]:.2f}" if key in record else "-" for key in ("total_s", "cpu_s", "near_s")]
     if "error" in record:
-        return [*head, *("-" * len(STAGES)), *totals, *("-" * 7), record["error"].split("\n")[0]]
+        return [*head, *("-" * len(STAGES)), *totals, *("-" * 8), record["error"].split("\n")[0]]
     solver = record["solver"]
     return [
         *head,
@@ -154,7 +230,9 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
         f"`python benchmarks/planning.py {arguments}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d},",
         f"on {machine()}, one thread.",
         "",
-        "Stages and `total` are seconds on the clock, `CPU` those of the processor. `variables`, `options` and",
+        "Stages are seconds on the clock; `total` is all that follows capture, `CPU` those seconds of the processor,",
+        "`to 1%` those after which the gap was at most 1%, at the last problem solved; medians where cases were",
+        "repeated. No memory budget was kept unless the command names one. `variables`, `options` and",
         "`pairs` are the problem as the planner states it; `options left` is what remained of them when the solver",
         "had last reduced it; `ILP` is the variables of the integer program, 0 where message passing needed none or",
         "where it would have been too large (then there is a gap). `step` and `peak` are predictions for one H100,",
@@ -167,9 +245,11 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--layers", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--meshes", nargs="+", default=["8", "2x4", "32x8"])
+    parser.add_argument("--only", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--layers", nargs="+", type=int, default=[0], help="0, the default: the model's own")
+    parser.add_argument("--meshes", nargs="+", default=["8", "32x8", "8x8x8"])
+    parser.add_argument("--repeat", type=int, default=1, help="plans of each case, whose median is shown (default 1)")
+    parser.add_argument("--budget", default=UNLIMITED, help="memory of a device, as 80GB (default: any)")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver (default 60)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -178,17 +258,20 @@ def main() -> int:
     warnings.simplefilter("once")
     records: list[Record] = []
     console = Console(width=None if sys.stdout.isatty() else 200)
-    for model in options.models:
+    asked = Options(as_bytes(options.budget), time_limit_s=options.time_limit)
+    for model in options.only:
         for mesh in options.meshes:
             for layers in options.layers:
-                records.append(measure(model, layers, tuple(map(int, mesh.split("x"))), options.time_limit))
+                records.append(measure(model, layers, tuple(map(int, mesh.split("x"))), asked, options.repeat))
                 console.print("  ".join(cells(records[-1])), highlight=False)
                 if options.json:
                     described = {"machine": machine(), "records": records}
                     options.json.write_text(json.dumps(described, indent=1) + "\n")
     console.print(table(records))
     if options.markdown:
-        chosen = (("models", options.models), ("layers", options.layers), ("meshes", options.meshes))
+        chosen = (
+            ("only", options.only), ("layers", options.layers), ("meshes", options.meshes), ("repeat", [options.repeat])
+        )  # fmt: skip
         arguments = " ".join(f"--{name} {' '.join(map(str, values))}" for name, values in chosen)
         options.markdown.write_text(markdown(records, arguments))
     return 0
