@@ -10,7 +10,8 @@ the place of these formulas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -23,6 +24,11 @@ from autopar.mesh import AxisLink, Cluster, CollectiveTimes, Mesh, axis_links
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "slice", "broadcast"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+
+REDUCED_BYTES: Mapping[str, int] = {
+    "bool": 4, "int16": 2, "uint16": 2, "uint32": 2, "float8_e4m3fn": 4, "float8_e5m2": 4
+}  # fmt: skip
+"""Bytes sent for each byte of a tensor that is reduced, where libraries cannot reduce its dtype; 1 for all others."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,37 @@ class CollectiveCosts:
     for more bytes. By formula it is concave in ``nbytes``, so that one launch for two tensors is never slower than
     two launches; measured times may rise faster, where the larger message no longer fits a cache.
 
+    Args:
+        reduced_bytes: sent by all_reduce and reduce_scatter for each of ``nbytes``; see `of`.
+
     Raises:
         MeshError: the mesh does not fit the cluster.
     """
 
     mesh: Mesh
     cluster: Cluster
+    reduced_bytes: int = 1
 
     def __post_init__(self) -> None:
         _ = self._choices
+
+    def of(self, dtype: str) -> CollectiveCosts:
+        """The costs for tensors of ``dtype``: some are reduced in a wider one, in which they are then sent."""
+        ratio = REDUCED_BYTES.get(dtype, 1)
+        if ratio not in self._by_ratio:
+            self._by_ratio[ratio] = replace(self, reduced_bytes=ratio)
+        return self._by_ratio[ratio]
+
+    @cached_property
+    def _by_ratio(self) -> dict[int, CollectiveCosts]:
+        return {self.reduced_bytes: self}
+
+    def sent(self, kind: str, nbytes: int) -> int:
+        """``nbytes`` in the dtype that is sent."""
+        return nbytes * self._ratio(kind)
+
+    def _ratio(self, kind: str) -> int:
+        return self.reduced_bytes if kind in ("all_reduce", "reduce_scatter") else 1
 
     @cached_property
     def links(self) -> tuple[AxisLink, ...]:
@@ -87,7 +115,7 @@ class CollectiveCosts:
         self._check(kind, axis)
         measured = self._measured[axis].get(kind)
         if measured is not None:
-            return ((measured.alpha_s, measured.beta_s_per_byte),)
+            return ((measured.alpha_s, measured.beta_s_per_byte * self._ratio(kind)),)
         return tuple((a.alpha_s, a.beta_s_per_byte) for a in self._choices[axis][kind])
 
     def algorithm(self, kind: CollectiveKind, nbytes: float, axis: int) -> str:
@@ -117,7 +145,8 @@ class CollectiveCosts:
         self._check(kind, axis)
         measured = self._measured[axis].get(kind)
         if measured is not None:
-            return measured.curve.at(np.maximum(nbytes, measured.curve.amounts[0]))
+            sent = np.asarray(nbytes) * self._ratio(kind)
+            return measured.curve.at(np.maximum(sent, measured.curve.amounts[0]))
         sizes = np.asarray(nbytes, np.float64)
         ways = np.array([a.alpha_s + a.beta_s_per_byte * sizes for a in self._choices[axis][kind]])
         return np.asarray(ways.min(axis=0))
@@ -129,5 +158,5 @@ class CollectiveCosts:
             alpha_s, beta_s_per_byte = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()
             return (Algorithm("copy", alpha_s, 2 / link.size * beta_s_per_byte),)
         launch_s = self.cluster.device.collective_launch_latency_s
-        choices = fastest(algorithms(kind, link, self.cluster.library))
-        return tuple(a._replace(alpha_s=a.alpha_s + launch_s) for a in choices)
+        choices, ratio = fastest(algorithms(kind, link, self.cluster.library)), self._ratio(kind)
+        return tuple(Algorithm(a.name, a.alpha_s + launch_s, a.beta_s_per_byte * ratio) for a in choices)

@@ -146,16 +146,18 @@ class Prices:
             itemsize: bytes of an element instead of the dtype's; 0 for the launches alone.
         """
         size = meta.itemsize if itemsize is None else itemsize
-        key = (meta.shape, size, sources, targets)
+        costs = self.collectives.of(meta.dtype)
+        key = (meta.shape, size, costs.reduced_bytes, sources, targets)
         if key not in self._pairs:
-            self._pairs[key] = all_pairs(sources, targets, meta.shape, size, self.mesh, self.collectives)
+            self._pairs[key] = all_pairs(sources, targets, meta.shape, size, self.mesh, costs)
         return self._pairs[key]
 
     def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta) -> Path:
         """The cheapest redistribution between two specs of a tensor."""
-        key = (meta.shape, meta.itemsize, source, target)
+        costs = self.collectives.of(meta.dtype)
+        key = (meta.shape, meta.itemsize, costs.reduced_bytes, source, target)
         if key not in self._paths:
-            self._paths[key] = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, self.collectives)
+            self._paths[key] = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, costs)
         return self._paths[key]
 
     def edge(self, source: Variable, target: Variable, h: Handover) -> Array:

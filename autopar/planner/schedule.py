@@ -248,14 +248,16 @@ class _Scheduler:
     ) -> str:  # fmt: skip
         name = f"{value}|{after}|{phase[0]}"
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
+        costs = self.prices.collectives.of(meta.dtype)
         seconds, launch_s = (
-            max(self.prices.collectives.seconds(step.kind, size, a) for a in step.moved_axes(before))
+            max(costs.seconds(step.kind, size, a) for a in step.moved_axes(before))
             for size in (priced, 0)
         )
         self.ops.append(
             Op(
                 name, "redistribute", value.node, (source,), (self._tensor(name, meta, after),), phase, step=step,
-                seconds=seconds, wire_bytes=0 if step.kind == "slice" else priced, launch_s=min(launch_s, seconds),
+                seconds=seconds, wire_bytes=0 if step.kind == "slice" else costs.sent(step.kind, priced),
+                launch_s=min(launch_s, seconds),
             )
         )  # fmt: skip
         return name

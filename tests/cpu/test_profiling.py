@@ -151,7 +151,7 @@ def test_when_the_allowance_is_spent_everything_is_timed_once():
     assert len(calls) >= 50
     assert watch.allowance.passed_s > 0
     hurried = replace(watch, allowance=Allowance(0.0))
-    hurried.time_among(lambda: None, lambda: calls.clear())
+    hurried.time_among(lambda: None, calls.clear)
     hurried.time_among(lambda: None, lambda: calls.append(0))
     assert 1 <= len(calls) <= 3
 

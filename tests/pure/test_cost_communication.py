@@ -242,3 +242,13 @@ def test_costs_compare_hash_and_pickle_by_mesh_and_cluster():
     again = pickle.loads(pickle.dumps(cost))
     assert (again, hash(again)) == (cost, hash(cost))
     assert again.seconds("all_gather", 1e6, 1) == cost.seconds("all_gather", 1e6, 1)
+
+
+@given(costs(), kinds, st.integers(0, 2), st.integers(0, 10**9), st.sampled_from(["bool", "float8_e4m3fn", "int16"]))
+def test_what_cannot_be_reduced_is_sent_in_a_wider_dtype(cost, kind, axis, size, dtype):
+    wide = cost.of(dtype)
+    widened = {"bool": 4, "float8_e4m3fn": 4, "int16": 2}[dtype] if kind in ("all_reduce", "reduce_scatter") else 1
+    assert wide.seconds(kind, size, axis) == pytest.approx(cost.seconds(kind, widened * size, axis), rel=1e-12)
+    assert wide.sent(kind, size) == widened * size
+    assert cost.of("bfloat16") is cost
+    assert cost.of(dtype) is cost.of(dtype)
