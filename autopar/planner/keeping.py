@@ -132,18 +132,32 @@ class Keeping:
                 seen.add(kept)
                 yield self.choosing(kept)
 
+    @cached_property
+    def stretches(self) -> tuple[frozenset[Value], ...]:
+        """What is made between two of the narrowest places of the forward: the inside of a block, or of a part."""
+        narrowest = min((w for w in self._widths.values() if w), default=0)
+        places = [p for p, w in self._widths.items() if w == narrowest]
+        made = [
+            frozenset(v for v in self.storages if start <= self.position[v.node] < end)
+            for start, end in zip(places, places[1:], strict=False)
+        ]
+        return tuple(m for m in made if len(m) > 1)
+
     def fill(self, choice: Sequence[int], budget: float, measure: Measure, more: Callable[[], bool]) -> Choice:
-        """Of a choice that fits, keep more as long as it does: first what saves most seconds for its bytes."""
-        graph, kept = self.decisions.graph, self.kept_by(choice)
-        best = tuple(choice)
-        worth = sorted(
-            (v for v in self.storages if v not in kept),
-            key=lambda v: -self.seconds.get(self.position[v.node], 0.0) / max(graph.meta(v).bytes, 1),
-        )
-        for value in worth:
+        """Of a choice that fits, keep more as long as it does: first what saves most seconds for its bytes, and whole
+        stretches before single values, since within one each is made of those before it."""
+        kept, best = self.kept_by(choice), tuple(choice)
+        singles = [frozenset((v,)) for v in self.storages]
+        for values in [*sorted(self.stretches, key=self._worth), *sorted(singles, key=self._worth)]:
+            if values <= kept:
+                continue
             if not more():
                 break
-            tried = self.choosing(kept | {value})
-            if measure(tried)[1].peak_bytes <= budget:
-                kept, best = kept | {value}, tried
+            larger = self.choosing(kept | values)
+            if measure(larger)[1].peak_bytes <= budget:
+                kept, best = kept | values, larger
         return best
+
+    def _worth(self, values: frozenset[Value]) -> float:
+        seconds = sum(self.seconds.get(self.position[v.node], 0.0) for v in values)
+        return -seconds / max(sum(self.decisions.graph.meta(v).bytes for v in values), 1)

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -31,8 +31,9 @@ from autopar.program import Program
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
 
 ROUNDS = 60
-RULES_SHARE = 0.2
+RULES_SHARE = 0.3
 """Of the time, for choices by simple rules, from which the exact search begins."""
+STARTS = 3
 SMALLEST_S = 5.0
 EQUAL = 1e-12
 """Relative difference of objectives that is none."""
@@ -157,8 +158,13 @@ class CheckpointSearch:
         fitting = [choice for choice, peak in found if peak <= budget]
         if not fitting:
             return [min(found, key=lambda f: f[1])[0]]
-        best = min(fitting, key=self.objective.seconds)
-        return [self.rules.fill(best, budget, self.measured, lambda: time.perf_counter() < until), best]
+        least = min((f for f in found if f[1] <= budget), key=lambda f: f[1])[0]
+        bases = dict.fromkeys((min(fitting, key=self.objective.seconds), least))
+        filled = []
+        for left, base in zip(range(len(bases), 0, -1), bases, strict=True):
+            end = time.perf_counter() + max(until - time.perf_counter(), 0.0) / left
+            filled.append(self.rules.fill(base, budget, self.measured, partial(_before, end)))
+        return sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]
 
     def smallest(self, deadline: float) -> Checkpointed:
         """The choice of the smallest peak that was found: by rules, then each a little smaller than the last."""
@@ -230,6 +236,10 @@ class CheckpointSearch:
             return extended
         host = host_usages(self.decisions, self.prices.cluster.host, self.hideable_s, len(moments), limit)
         return replace(extended, usages=(*extended.usages, *host))
+
+
+def _before(end: float) -> bool:
+    return time.perf_counter() < end
 
 
 def _open_cost(cost: np.ndarray, still: tuple[int, ...] | None) -> np.ndarray:
