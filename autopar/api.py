@@ -294,11 +294,16 @@ def _parallelize(
     )
     install(replacements)
     accept_whole_tensors(model)
-    for name in made.offloaded_optimizer:
-        keep_state_on_host(model.get_parameter(name), state.rank)
+    _keep_states(model, made, state)
     model.__class__ = parallel_class(original)
     model._autopar = state  # type: ignore[assignment]
     return model
+
+
+def _keep_states(model: nn.Module, made: Plan, state: State) -> None:
+    """The host keeps the optimizer state that the plan says, also where only a later batch's plan does."""
+    for name in made.offloaded_optimizer:
+        keep_state_on_host(model.get_parameter(name), state.rank)
 
 
 def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
@@ -322,6 +327,7 @@ def _compile(
     fixed = dataclasses.replace(fixed, constraints=_placed(model, capture, state.mesh))
     made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
     plan = made if isinstance(made, Plan) else Plan.from_json(made)
+    _keep_states(model, plan, state)
     return _variant(model, capture, plan, fixed, state, call, cluster)
 
 
