@@ -21,6 +21,7 @@ from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.predictions import make_plan
 from autopar.plans import Plan
+from autopar.precision import as_precision, computing_in
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
 from autopar.runtime.host_state import keep_state_on_host
@@ -70,27 +71,21 @@ def plan(
     Raises:
         CaptureError, MeshError, ConstraintError, InfeasibleError: see there.
     """
-    _check_backend(backend, mixed_precision)
+    _check_backend(backend)
     hardware = as_cluster(cluster)
     size = _world(mesh, hardware)
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
-        canonical_names(model), time_limit, solver, gap, search,
+        canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
     )  # fmt: skip
     started = time.perf_counter()
     capture = _capture(model, bind(model, *as_call(meta_inputs)), options, size)
     return _plan(capture, mesh, hardware, size, options, time.perf_counter() - started, progress)
 
 
-def _check_backend(backend: str, mixed_precision: Any) -> None:
+def _check_backend(backend: str) -> None:
     if backend != "eager":
         raise PlanError(f"There is no backend {backend!r} yet.", found=repr(backend), hint='use backend="eager".')
-    if mixed_precision is not None:
-        raise PlanError(
-            "mixed_precision is not supported yet.",
-            found=repr(mixed_precision),
-            hint="convert the model, as in model.bfloat16(), before parallelizing it.",
-        )
 
 
 def _world(mesh: MeshLike, cluster: Cluster) -> int:
@@ -104,7 +99,8 @@ def _world(mesh: MeshLike, cluster: Cluster) -> int:
 
 def _capture(model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False) -> Capture:
     whole = call if options.batch == "global" else _whole_batch(call, world)
-    return ColoTracer(options.outputs, every_tangent=every).capture(model, whole)
+    with computing_in(options.mixed_precision):
+        return ColoTracer(options.outputs, every_tangent=every).capture(model, whole)
 
 
 def _whole_batch(call: Call, world: int) -> Call:
@@ -184,6 +180,8 @@ def autoparallelize(
         cluster: None (what this process sees), a name such as ``"dgx-h100"``, a file, or a ``Cluster``.
         memory_budget: bytes, or text such as ``"60GiB"``, for everything on one device; None is its memory.
         optimizer: whose state the budget must hold: a name, a ``torch.optim`` class, or bytes per element.
+        mixed_precision: ``"bf16"`` or ``"fp16"``: every call runs as under autocast, and the parameters are the master
+            weights.
         batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
         outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
@@ -199,17 +197,18 @@ def autoparallelize(
     ensure_process_group(model)
 
     def asked() -> tuple[Cluster, Plan | None, Options]:
-        _check_backend(backend, mixed_precision)
+        _check_backend(backend)
         _check_model(model)
         hardware = as_cluster(cluster)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
-            canonical_names(model), time_limit, solver, gap, search,
+            canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
         )  # fmt: skip
         if given is not None:
-            planned_with = {k: given.options[k] for k in ("batch", "outputs") if k in given.options}
+            kept = ("batch", "outputs", "mixed_precision")
+            planned_with = {k: given.options[k] for k in kept if k in given.options}
             options = dataclasses.replace(options, **planned_with)
         return hardware, given, options
 
@@ -285,8 +284,13 @@ def _parallelize(
     def compile_variant(module: nn.Module, call: Call) -> Variant:
         return _compile(module, state, call, cluster, options)
 
-    state = State(made.mesh, device_mesh, _bound_as(original), compile_variant, made, planned, options.batch == "local")
-    state.variants[variant_key(model, planned)] = _variant(model, capture, made, options, state, planned, cluster)
+    state = State(
+        made.mesh, device_mesh, _bound_as(original), compile_variant, made, planned, options.batch == "local",
+        options.mixed_precision,
+    )  # fmt: skip
+    with state.precision():
+        key = variant_key(model, planned)
+    state.variants[key] = _variant(model, capture, made, options, state, planned, cluster)
     parameters = {n: made.specs[n] for n in made.parameters}
     seed = decided_by_first(torch.initial_seed)
     replacements = together(
@@ -409,7 +413,8 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
         PlanError: the plan belongs to another model or other inputs.
     """
     call = bind(model, *as_call(meta_inputs))
-    capture = ColoTracer(plan.options.get("outputs", "auto")).capture(model, call)
+    with computing_in(plan.options.get("mixed_precision")):
+        capture = ColoTracer(plan.options.get("outputs", "auto")).capture(model, call)
     _check_belongs(plan, capture.graph)
     lowered = passes.lower(plan.program, capture.graph, plan.mesh)
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture), seed)

@@ -28,6 +28,7 @@ class Options:
             searched plans never do; ``"baseline:NAME"``: that known way to train in parallel.
         backend: ``"eager"`` runs op by op; ``"inductor"`` fuses pointwise ops and reductions, which then cost what
             they move at the borders of their kernels.
+        mixed_precision: ``"bf16"`` or ``"fp16"`` where every call runs under that autocast.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
     """
 
@@ -43,6 +44,7 @@ class Options:
     search: str = "joint"
     backend: str = "eager"
     device: str = "cuda"
+    mixed_precision: str | None = None
 
     def __post_init__(self) -> None:
         _check("device", self.device, "cpu", "cuda")

@@ -102,7 +102,7 @@ def _options(options: Options) -> dict[str, Any]:
     return {
         "memory_budget_bytes": options.memory_budget_bytes, "optimizer": options.optimizer, "batch": options.batch,
         "outputs": options.outputs, "constraints": dict(options.constraints), "time_limit_s": options.time_limit_s,
-        "solver": options.solver, "gap": options.gap,
+        "solver": options.solver, "gap": options.gap, "mixed_precision": options.mixed_precision,
     }  # fmt: skip
 
 

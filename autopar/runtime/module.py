@@ -9,6 +9,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsIndex
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, InputError
 from autopar.ir import Output
 from autopar.mesh import Mesh
+from autopar.precision import computing_in
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
@@ -67,6 +69,7 @@ class State:
         compile: makes the variant for a call of other shapes, or another mode.
         plan: the plan of the first variant.
         planned: the call that the plan was made for.
+        mixed_precision: the precision of every call's autocast, if any.
     """
 
     mesh: Mesh
@@ -76,6 +79,7 @@ class State:
     plan: Any
     planned: Call
     local_batch: bool
+    mixed_precision: str | None = None
     variants: dict[Any, Variant] = field(default_factory=dict)
     rank: ProcessRank = field(init=False)
 
@@ -86,6 +90,10 @@ class State:
     def device(self) -> torch.device:
         """Where this rank's shards live."""
         return self.rank.device
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The autocast under which every call runs."""
+        return computing_in(self.mixed_precision, self.device.type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         """A copy of the model has parameters of its own and runs the same programs."""
@@ -150,7 +158,8 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Call the compiled program as the model would be called."""
     state = model._autopar
     call = state.bind(model, args, kwargs)
-    variant = _variant(model, call)
+    with state.precision():
+        variant = _variant(model, call)
     executable = variant.executable
     named = _named_tensors(model)
     values = _values(call, variant, named, state)

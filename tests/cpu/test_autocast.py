@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.tracer import Capture, ColoTracer
 
 
@@ -72,3 +73,26 @@ def test_autocast_around_the_call_is_captured() -> None:
     for name, parameter in plain.named_parameters():
         scale = parameter.grad.abs().max()
         assert (result.grads[name] - parameter.grad).abs().max() <= 3e-2 * scale, name
+
+
+def test_mixed_precision_is_autocast_around_every_call() -> None:
+    model, x, y = Around(), torch.randn(8, 8), torch.randint(0, 4, (8,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = autopar.plan(model, (x, y), mesh=(2,))
+    plan = autopar.plan(model, (x, y), mesh=(2,), mixed_precision=torch.bfloat16)
+    assert plan.graph_digest == around.graph_digest
+    assert plan.options["mixed_precision"] == "bf16"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(x, y)
+    loss.backward()
+    result = autopar.simulate(model, (x, y), plan=autopar.Plan.from_json(plan.to_json()))
+    assert torch.allclose(result.outputs, loss, rtol=2e-2)
+    for name, parameter in model.named_parameters():
+        assert result.grads[name].dtype == torch.float32
+        assert (result.grads[name] - parameter.grad).abs().max() <= 3e-2 * parameter.grad.abs().max(), name
+
+
+def test_a_precision_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(AutoparError, match="mixed_precision names no precision") as refused:
+        autopar.plan(Around(), (torch.randn(8, 8), torch.randint(0, 4, (8,))), mesh=(2,), mixed_precision="int3")
+    assert '"bf16"' in str(refused.value)

@@ -94,6 +94,27 @@ def test_buffers_that_the_forward_changes_are_changed():
     assert model.calls == 3
 
 
+def test_with_mixed_precision_calls_run_lower_and_parameters_stay():
+    model = Net()
+    x, target = torch.randn(6, 8), torch.randn(6, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, out = model(x, target)
+    expected.backward()
+    gradient = model.layer.weight.grad.clone()
+    parallel = autopar.autoparallelize(
+        copy.deepcopy(model), {"x": x, "target": target}, mixed_precision="bf16", outputs="whole"
+    )
+    parallel.zero_grad()
+    loss, given = parallel(x=x, target=target)
+    loss.backward()
+    assert given.dtype == out.dtype == torch.bfloat16
+    assert parallel.layer.weight.dtype == parallel.layer.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+    torch.testing.assert_close(parallel.layer.weight.grad.full_tensor(), gradient, rtol=5e-2, atol=5e-3)
+    with torch.no_grad():
+        assert parallel(x=x, scale=2.0).dtype == torch.bfloat16, "another variant is compiled alike"
+
+
 def test_a_deep_copy_trains_on_its_own():
     model = made()
     twin = copy.deepcopy(model)
@@ -241,11 +262,12 @@ def test_unfit_optimizers_work_where_nothing_is_cut():
 
 
 SCRIPT = """
-import torch, torch.distributed as dist, autopar
+import os, torch, torch.distributed as dist, autopar
 {start}
 model = autopar.autoparallelize(torch.nn.Linear(4, 2), torch.randn(6, 4))
 model(torch.randn(6, 4)).sum().backward()
-print(dist.get_world_size(), model.plan.mesh.size, float(model.bias.grad.full_tensor().sum()))
+gradient = float(model.bias.grad.full_tensor().sum())
+os.write(1, f"{{dist.get_world_size()}} {{model.plan.mesh.size}} {{gradient}}\\n".encode())
 dist.destroy_process_group()
 """
 
