@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.cost_models import optimizer_steps_alone
 from autopar.runtime import host_state
 from autopar.runtime.meter import MemoryMeter, held_by
 
@@ -36,6 +37,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adadelta": torch.optim.Adadelta,
     "ASGD": torch.optim.ASGD,
 }
+
+
+NAMES = {"Adafactor", "Muon", "Rprop", *(kind.__name__ for kind in host_state.ALONE)}
 
 
 @pytest.fixture(autouse=True)
@@ -313,3 +317,8 @@ def test_training_continues_from_a_saved_optimizer(how, first, second, tmp_path)
     train(other, again, 2)
     assert equal(one, other)
     assert second is None or all(on_host(s["exp_avg"]) for s in again.state.values())
+
+
+def test_the_planner_knows_which_optimizers_treat_parameters_alone() -> None:
+    known = {kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind.__name__ in NAMES}
+    assert {kind for kind in known if optimizer_steps_alone(kind)} == set(host_state.ALONE)
