@@ -164,8 +164,7 @@ class CheckpointSearch:
         for left, base in zip(range(len(bases), 0, -1), bases, strict=True):
             end = time.perf_counter() + max(until - time.perf_counter(), 0.0) / left
             filled.append(self.rules.fill(base, budget, self.measured, partial(_before, end)))
-        best: list[Sequence[int]] = sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]
-        return best
+        return [*sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]]
 
     def smallest(self, deadline: float) -> Checkpointed:
         """The choice of the smallest peak that was found: by rules, then each a little smaller than the last."""

@@ -96,3 +96,35 @@ def test_with_the_memory_that_the_free_plan_needs_nothing_is_recomputed(name) ->
     enough = planned(name, free.memory.peak_bytes)
     assert enough is not None
     assert enough.program == free.program
+
+
+def on_two(name: str, budget: int | None, search: str) -> Planned | None:
+    options = Options(
+        budget, "sgd", aliases=canonical_names(of(name).model), time_limit_s=10.0, gap=1e-4, search=search
+    )
+    cluster = cluster_where_sharding_pays().sized(2)
+    cluster = dataclasses.replace(cluster, host=dataclasses.replace(cluster.host, bandwidth_bytes_per_s=1.0))
+    try:
+        return planner.plan_graph(of(name).capture.graph, Mesh((2,)), cluster, options, compare=False)
+    except InfeasibleError:
+        return None
+
+
+def test_the_joint_search_is_never_behind_the_two_stage_one() -> None:
+    free = on_two("mlp", None, "joint")
+    assert free is not None
+    assert on_two("mlp", None, "two-stage").program == free.program
+    for share in (0.98, 0.95):
+        budget = int(free.memory.peak_bytes * share)
+        joint, two_stage = (on_two("mlp", budget, search) for search in ("joint", "two-stage"))
+        if two_stage is not None:
+            assert joint is not None
+            assert joint.timeline.seconds <= two_stage.timeline.seconds * (1 + 1e-4)
+            assert max(joint.memory.peak_bytes, two_stage.memory.peak_bytes) <= budget
+
+
+def test_the_two_stage_search_says_that_other_shardings_may_fit() -> None:
+    options = Options(1000, "sgd", aliases=canonical_names(of("mlp").model), time_limit_s=4.0, search="two-stage")
+    cluster = cluster_where_sharding_pays().sized(2)
+    with pytest.raises(InfeasibleError, match='search="joint"'):
+        planner.plan_graph(of("mlp").capture.graph, Mesh((2,)), cluster, options, compare=False)
