@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar._torch import active_fake_mode
 from autopar.errors import AutoparError
 from autopar.ops.registration import define, differentiate
 
@@ -56,7 +57,9 @@ def key(seed: Tensor, site: int) -> Tensor:
 
 def _multiples(count: int, device: torch.device) -> Tensor:
     # Kept on a CPU only: under the capture of a CUDA graph it would be kept without having been computed.
-    return _multiples_on_cpu(count) if device.type == "cpu" else torch.arange(1, count + 1, device=device) * GAMMA
+    if device.type == "cpu" and active_fake_mode() is None:
+        return _multiples_on_cpu(count)
+    return torch.arange(1, count + 1, device=device) * GAMMA
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from autopar.structure import Structure, flatten
 from autopar.tracer import functions
 from autopar.tracer.blame import capture_error, user_line
 from autopar.tracer.checks import taken_as_passed
+from autopar.tracer.ctc import forget_packed, without_tables
 from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
@@ -179,7 +180,7 @@ def export(model: nn.Module, call: Call) -> Exported:
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            taken_as_passed() as checks,
+            without_tables(), taken_as_passed() as checks,
         ):  # fmt: skip
             program = torch.export.export(flat, call.tensors, strict=False)
     except DerivativeError:
@@ -188,6 +189,7 @@ def export(model: nn.Module, call: Call) -> Exported:
         raise _located(error) from error.__cause__
     except Exception as error:
         raise capture_error(model, error) from error
+    forget_packed(program.graph)
     returned = flat.returned.structure
     assert returned is not None
     notices = tuple(_notices(flat.returned, cached, checks))

@@ -15,6 +15,15 @@ from tests.cpu.rule_simulation import Sample, sample
 autopar = torch.ops.autopar
 
 
+def speech() -> Iterator[Sample]:
+    log_probs = torch.randn(6, 4, 5, dtype=torch.float64).log_softmax(-1)
+    lengths = torch.tensor([6, 5, 6, 4]), torch.tensor([3, 2, 1, 2])
+    for infinite in (False, True):
+        yield sample(
+            autopar.ctc.default, log_probs, torch.randint(1, 5, (4, 3)), *lengths, blank=0, zero_infinity=infinite
+        )
+
+
 def contractions() -> Iterator[Sample]:
     yield sample(autopar.contract.default, x(2, 5, 3), x(4, 3), "bsk,nk->bsn")
     yield sample(autopar.contract.default, x(2, 5, 3), x(2, 5, 4), "bsk,bsn->nk")
@@ -67,6 +76,7 @@ def flash() -> Iterator[Sample]:
 def positional() -> Iterator[Sample]:
     """Ops that know where their shard lies."""
     seed, place = torch.tensor(3), {"global_shape": [4, 5, 6], "offset": [0, 0, 0]}
+    yield from speech()
     yield sample(autopar.dropout.default, x(4, 5, 6), seed, p=0.5, site=1, **place)
     yield sample(autopar.uniform.default, seed, site=1, shape=[4, 5, 6], dtype=torch.float64, **place)
     table, rows = x(7, 6), index(7, 4, 5)

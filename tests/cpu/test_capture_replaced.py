@@ -120,3 +120,18 @@ def test_cross_entropy_of_images() -> None:
         return F.cross_entropy(m(x), labels, ignore_index=11, label_smoothing=0.2)
 
     equal(nn.Conv2d(3, 12, 1), {"x": torch.randn(4, 3, 4, 4), "labels": rows(4, 4, 4)}, body)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_ctc(reduction, packed) -> None:
+    """With labels in rows, or of all samples in one."""
+    lengths = torch.tensor([2, 1, 3, 2])
+    labels = rows(8) % 5 + 1 if packed else rows(4, 3) % 5 + 1
+
+    def body(m: Any, x: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        scores = m(x).transpose(0, 1).log_softmax(-1)
+        return F.ctc_loss(scores, labels, torch.tensor([7, 7, 6, 7]), lengths, reduction=reduction, zero_infinity=True)
+
+    ops = equal(nn.Linear(5, 6), {"x": torch.randn(4, 7, 5), "labels": labels, "lengths": lengths}, body)
+    assert "autopar.ctc" in ops

@@ -43,6 +43,13 @@ def spectra(name: str, *shape: int) -> Inputs:
     return {name: torch.randn(BATCH, *shape), "labels": torch.randint(0, CLASSES, (BATCH,))}
 
 
+def said() -> Inputs:
+    """A wave form and its letters, whose number differs."""
+    labels = torch.randint(1, VOCABULARY, (BATCH, 4))
+    kept = torch.arange(4) < 2 + torch.arange(BATCH)[:, None] % 3
+    return {"input_values": torch.randn(BATCH, 128), "labels": labels.where(kept, -100)}
+
+
 def whisper() -> Inputs:
     return {"input_features": torch.randn(BATCH, 6, 16), "labels": labels_of(token_ids(4))}
 
@@ -98,6 +105,7 @@ MEDIA = [
                  num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3],
                  strides=[2, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2], decoder_hidden_size=12),
     audio("wav2vec2", "Wav2Vec2ForSequenceClassification", **WAVE),
+    hugging_face("wav2vec2_ctc", "audio", "Wav2Vec2ForCTC", said, **WAVE, pad_token_id=0, ctc_zero_infinity=True),
     audio("hubert", "HubertForSequenceClassification", **WAVE),
     hugging_face("whisper", "audio", "WhisperForConditionalGeneration", whisper, d_model=HIDDEN, encoder_layers=1,
                  decoder_layers=1, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS,

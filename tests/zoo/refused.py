@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.entry import BATCH, CLASSES, VOCABULARY, Entry, Inputs, hugging_face
+from tests.zoo.entry import BATCH, CLASSES, Entry, Inputs, hugging_face
 from tests.zoo.image_models import create
-from tests.zoo.media import TEXT, WAVE, matched
+from tests.zoo.media import TEXT, matched
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,6 @@ class Refused:
 def voted() -> Inputs:
     """Questions about images, whose answers have weights."""
     return matched() | {"labels": torch.rand(BATCH, CLASSES)}
-
-
-def said() -> Inputs:
-    return {"input_values": torch.randn(BATCH, 128), "labels": torch.randint(1, VOCABULARY, (BATCH, 3))}
 
 
 class Halting(nn.Module):
@@ -60,11 +56,6 @@ REFUSED = [
                      num_labels=CLASSES),
         "it reads the sizes of images from their masks, so that shapes depend on values",
         ("modeling_vilt.py", "values of a tensor"),
-    ),
-    Refused(
-        hugging_face("wav2vec2_ctc", "refused", "Wav2Vec2ForCTC", said, **WAVE, pad_token_id=0),
-        "its loss packs the labels into one row, whose length depends on values; the other heads of the model work",
-        ("ctc_loss", "depends on values"),
     ),
     Refused(
         other("timm_convit", lambda: create("convit_tiny", img_size=32, embed_dim=32, depth=2, num_heads=4,

@@ -110,6 +110,11 @@ lowering(autopar.nll)(_lower_classes(logits=0))
 lowering(autopar.nll_backward)(_lower_classes(logits=1))
 
 
+# Connectionist temporal classification: frames and labels of a sample belong together.
+
+rule(autopar.ctc, "[t] n [c], n [s], n, n -> n, [t] n [c]")
+
+
 # Batch normalisation from statistics that were reduced on the way: every dim may be cut.
 
 
