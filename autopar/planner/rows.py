@@ -145,18 +145,22 @@ def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase | None) -> dic
 
 
 def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, int], dict[Value, int]]:
-    """First and last position in the backward at which each forward value may be read, by the backward itself or by
-    an op that is run again just before its own first reader."""
+    """First and last position in the backward at which each forward value is read, if it is there at all.
+
+    An op is run again just before its first reader. That may be another that is run again, as early as one likes; but
+    what the backward itself reads is taken to be made for that, so that the rows are not above what is held.
+    """
     first: dict[Value, int] = {}
     last: dict[Value, int] = {}
+    direct: set[Value] = set()
     for node in reversed(graph.nodes):
-        if node.phase == "backward" and node.op != "placeholder":
-            reads = dict.fromkeys(node.inputs, at[node.name])
-        else:
-            again = [first[Value(node.name, i)] for i in range(len(node.outputs)) if Value(node.name, i) in first]
-            reads = dict.fromkeys(node.inputs, min(again)) if again else {}
-        for value, place in reads.items():
-            first[value] = min(first.get(value, place), place)
+        backward = node.phase == "backward" and node.op != "placeholder"
+        made = (Value(node.name, i) for i in range(len(node.outputs)))
+        places = [at[node.name]] if backward else [first[v] for v in made if v in first]
+        for value, place in dict.fromkeys(node.inputs, min(places)).items() if places else ():
+            if backward or value not in direct:
+                first[value] = min(first.get(value, place), place)
             last[value] = max(last.get(value, place), place)
+            if backward:
+                direct.add(value)
     return first, last
-

@@ -19,8 +19,8 @@ from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices, costs, edges
 from autopar.planner.random_plans import random_solution
-from autopar.planner.rows import usages
 from autopar.planner.schedule import schedule
+from autopar.planner.tightening import Rows
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.planner.transfers import forward_seconds, host_usages
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
@@ -36,6 +36,12 @@ SECOND_STAGE_SHARE = 0.3
 """Of the time, for what to keep and recompute with the shardings of the free optimum."""
 SMALLEST_ROUNDS = 6
 SMALLER = 0.99
+NEARLY = 1.005
+"""Times the smallest usage, within which the cheapest choice is taken."""
+
+HOST_TIME = 10_000
+"""Of the rows by which transfers hide: beyond those of memory, so that prices of rows keep their times."""
+
 SMALLEST_S = 5.0
 """Seconds for each answer to how small the peak can be."""
 
@@ -185,10 +191,8 @@ class _Search:
 
     def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
         """A baseline as the chosen plan, with the search's bound."""
-        s = found.solution
-        bound = min(bound, s.objective)
-        proven = s.objective - bound <= self.options.gap * s.objective
-        return replace(found, solution=replace(s, lower_bound=bound, proven=proven, method=f"{method}; {s.method}"))
+        solution = _bounded(found.solution, bound, self.options.gap)
+        return replace(found, solution=replace(solution, method=f"{method}; {solution.method}"))
 
     def run(self, deadline: float) -> _Result | None:
         """The free optimum when it fits, else the best that is found within the budget, else the smallest; None where
@@ -197,7 +201,7 @@ class _Search:
         Raises:
             InfeasibleError: even the smallest plan is over the budget.
         """
-        free, _ = self._once((), math.inf, deadline, None)
+        free = self._once(None, math.inf, deadline, None)
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
         self.hideable_s = forward_seconds(free.program)
@@ -266,52 +270,39 @@ class _Search:
         now = time.perf_counter()
         return now + share * max(deadline - now, 1.0)
 
-    def _turns(self) -> list[int]:
-        """Where memory is usually highest: as the backward begins, and at the end."""
-        nodes = self.graph.nodes
-        backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
-        return [next(backward, len(nodes)), len(nodes)]
-
-    def _within_budget(self, deadline: float, share: float = 1.0, budget: float | None = None) -> _Result | None:
-        """While the exact liveness is over the budget a row is added for that moment, tightened by what the rows do
-        not see (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of
-        the time that is left."""
-        now = time.perf_counter()
-        deadline = now + share * max(deadline - now, 1.0)
-        positions = self._turns()
-        budget = self.budget if budget is None else budget
-        limit = budget
-        incumbent: Sequence[int] | None = None
+    def _within_budget(
+        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None
+    ) -> _Result | None:
+        """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
+        (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of the
+        time that is left. The bound is that of rows that set nothing aside."""
+        deadline = self._in(share, deadline)
+        rows = rows or Rows(self.decisions, self.options)
+        bound = self.bound
         for turn in range(TIGHTEN_ROUNDS):
             if turn and time.perf_counter() > deadline:
                 break
             try:
-                result, modelled = self._once(positions, limit, deadline, incumbent)
+                result = self._once(rows, self.budget, deadline, warm)
             except (InfeasibleError, SolverError):  # the solver may find nothing so near to the smallest limit
                 return None
-            over = result.memory.peak_bytes - budget
+            if not any(rows.unseen.values()):
+                bound = max(bound, result.solution.lower_bound)
+            over = result.memory.peak_bytes - self.budget
             if over <= 0:
-                return result
-            incumbent = result.solution.choice
+                return replace(result, solution=_bounded(result.solution, bound, self.options.gap))
+            warm = result.solution.choice
             self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
-            position = self._position(result)
-            if position not in positions:
-                positions.append(position)
-                limit = min(limit, budget - self._unseen(result, position))
-            else:
-                limit = min(limit, modelled) - over
-            if limit <= 0:
+            if not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
                 break
         return None
 
-    def _once(
-        self, positions: Sequence[int], limit: float, deadline: float, warm: Sequence[int] | None
-    ) -> tuple[_Result, float]:
+    def _once(self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None) -> _Result:
         start = time.perf_counter()
-        asked = self._problem(positions, limit)
+        asked = self._problem(rows, limit)
         built = time.perf_counter()
         self.say("solve")
-        solution = self._choose(asked, deadline, warm)
+        solution = self._choose(asked, rows, deadline, warm)
         solved = time.perf_counter()
         program = schedule(self.decisions, solution.choice, self.prices)
         lowered = time.perf_counter()
@@ -320,76 +311,73 @@ class _Search:
         for stage, end in ends.items():
             self.timings[stage] += end - start
             start = end
-        return _Result(program, solution, memory, self.timings), limit
+        return _Result(program, solution, memory, self.timings)
 
-    def _problem(self, positions: Sequence[int], limit: float, *, rows: bool = False) -> Problem:
-        used = usages(self.decisions, self.options, positions) if rows or math.isfinite(limit) else ()
-        if math.isfinite(limit) and math.isfinite(self.hideable_s):
+    def _problem(self, rows: Rows | None, limit: float) -> Problem:
+        used = rows.usages() if rows else ()
+        if rows and math.isfinite(limit) and math.isfinite(self.hideable_s):
             host = self.prices.cluster.host
-            used += host_usages(self.decisions, host, self.hideable_s, len(positions), limit)
+            used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit)
         return self._objective().problem(used, limit)
 
     def _objective(self) -> Objective:
         return Objective(self.decisions, self.prices)
 
-    def _choose(self, asked: Problem, deadline: float, warm: Sequence[int] | None) -> Solution:
+    def _choose(self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None) -> Solution:
         kind, _, seed = self.options.search.partition(":")
         if kind.startswith("random"):
             return random_solution(asked, int(seed))
         seeds = self.seeds if warm is None else (warm, *self.seeds)
 
         def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
+            begin = (*best, *seeds)
+            if rows:
+                problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
             found = solve(
                 problem, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
-                gap=self.options.gap, warm_starts=(*best, *seeds), usage_prices=self.prices_of_memory,
+                gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
             )  # fmt: skip
             self.prices_of_memory = found.usage_prices
-            return found
+            return replace(found, choice=rows.own(found.choice)) if rows else found
 
         return self._objective().minimize(asked, solve_from, self.options.gap)
-
-    def _position(self, result: _Result) -> int:
-        """The graph node that runs when the program's memory is highest."""
-        at = min(result.memory.peak_at, len(result.program.ops) - 1)
-        if result.memory.peak_at >= len(result.program.ops):
-            return len(self.graph.nodes)
-        names = {n.name: i for i, n in enumerate(self.graph.nodes)}
-        return names[result.program.ops[at].node]
-
-    def _unseen(self, result: _Result, position: int) -> float:
-        """Bytes at the peak that the rows do not model, as this solution has them."""
-        rows = usages(self.decisions, self.options, [position])
-        modelled = sum(float(u.option[result.solution.choice[u.node]]) for u in rows)
-        return max(result.memory.peak_bytes - modelled, 0.0)
 
     def _smallest(self, deadline: float) -> _Result:
         """The plan of the smallest peak that was found, whatever the budget: so a budget that an error names works.
 
-        The rows' smallest limit, then the exact liveness of the plan that keeps it, then a row for its peak, and again;
-        then less than that, as long as a plan is found.
+        The choice of the rows' smallest peak, then rows for the peaks of its program, and again. Where one of them fits
+        the budget, the cheapest plan near it that does.
         """
         self.hideable_s = math.inf
-        positions = self._turns()
+        rows = Rows(self.decisions, self.options)
         best: _Result | None = None
         for _ in range(SMALLEST_ROUNDS):
-            asked = self._problem(positions, math.inf, rows=True)
-            choice = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
-            limit = peak_usage(asked, choice)
-            result, _ = self._once(positions, limit * (1 + 1e-6) + 1, deadline, choice)
+            result = self._near_smallest(rows)
             if best is None or result.memory.peak_bytes < best.memory.peak_bytes:
                 best = result
-            position = self._position(result)
-            if position in positions:
+            if best.memory.peak_bytes <= self.budget:
+                return self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
+            aim = best.memory.peak_bytes * SMALLER
+            if not rows.tighten(result.solution.choice, result.program, result.memory.timeline, aim):
                 break
-            positions.append(position)
         assert best is not None
-        deadline = time.perf_counter() + SMALLEST_S
-        while time.perf_counter() < deadline:
-            smaller = self._within_budget(deadline, budget=best.memory.peak_bytes * SMALLER)
-            if smaller is None:
-                break
-            best = smaller
         return best
+
+    def _near_smallest(self, rows: Rows) -> _Result:
+        """The cheapest choice whose rows are hardly higher than they have to be: cheap ones hold little besides."""
+        asked = rows.extend(self._problem(rows, math.inf))
+        choice = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
+        limit = peak_usage(asked, choice) * NEARLY
+        try:
+            return self._once(rows, limit, time.perf_counter() + SMALLEST_S, rows.own(choice))
+        except (InfeasibleError, SolverError):
+            return self._of_choice(rows.own(choice))
+
+    def _of_choice(self, choice: Sequence[int]) -> _Result:
+        program = schedule(self.decisions, choice, self.prices)
+        memory = profile(program, self.graph, self.decisions.mesh, self.options)
+        solution = Solution(tuple(choice), self._objective().seconds(choice), self.bound, False, method="smallest peak")
+        return _Result(program, solution, memory, self.timings)
 
     def _infeasible(self, smallest: _Result) -> InfeasibleError:
         least = min(smallest.memory.peak_bytes, self.least)
@@ -400,6 +388,12 @@ class _Search:
             hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; "
             + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
+
+
+def _bounded(solution: Solution, bound: float, gap: float) -> Solution:
+    """The solution with a bound from elsewhere."""
+    bound = min(bound, solution.objective)
+    return replace(solution, lower_bound=bound, proven=solution.objective - bound <= gap * solution.objective)
 
 
 def _text(size: float) -> str:

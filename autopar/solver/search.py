@@ -22,7 +22,7 @@ class Search:
         self.used = np.zeros(len(graph.limits))
         for node in graph.nodes():
             self._account(node, self.choice[node], 1.0)
-        highest = max((float(cost.max()) for cost in graph.costs), default=0.0)
+        highest = max((float(cost.max(where=np.isfinite(cost), initial=0.0)) for cost in graph.costs), default=0.0)
         self.overuse_price = 1e3 * (highest + 1.0)
 
     # -- what a choice costs ---------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""Redistributed copies, seen by the rows: what an op reads in another spec than the one in which the value is held.
+
+Whether there is a copy depends on two options, that of the maker and that of the reader, so every handover that may
+need one at a moment of a row gets a node of its own there: for each spec of the reader it tells whether the value is
+there as it is, which takes nothing and needs the maker's spec to be the same, or copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ir import Value
+from autopar.planner.kernels import local_bytes
+from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
+from autopar.sharding import ShardingSpec
+from autopar.solver import Edge, Problem, Usage
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A handover that may be copied, ``sizes`` by each spec in which it is read, and the positions while it lives."""
+
+    handover: Handover
+    specs: tuple[ShardingSpec, ...]
+    sizes: tuple[float, ...]
+    first: int
+    last: int
+
+
+@dataclass
+class Copies:
+    """The nodes of all copies of ``decisions``. Options of each: nothing is read; then for every spec that it is there
+    as it is, and that it is copied."""
+
+    decisions: Decisions
+    _arrays: dict[tuple[object, ...], Array] = field(default_factory=dict)
+
+    def extend(self, problem: Problem, positions: Sequence[int]) -> Problem:
+        """``problem`` with the copies that live at ``positions``, whose rows are at times 0, 1, ..."""
+        costs, edges, usages = list(problem.costs), list(problem.edges), list(problem.usages)
+        for copy, times in self._at(positions):
+            node = len(costs)
+            size = self._array(("sizes", copy.sizes), [0.0, *(b for z in copy.sizes for b in (0.0, z))])
+            costs.append(self._array(("costs", len(size)), [0.0] * len(size)))
+            edges.append(Edge(copy.handover.source, node, self._made(copy)))
+            edges.append(Edge(node, copy.handover.target, self._read(copy)))
+            usages += [Usage(node, size, t, t + 1) for t in times]
+        return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit)
+
+    def states(self, choice: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
+        """``choice`` with the nodes that ``extend`` adds."""
+        added = []
+        for copy, _ in self._at(positions):
+            made, read = self._specs(copy, choice)
+            added.append(0 if read is None else 1 + 2 * copy.specs.index(read) + int(made != read))
+        return (*choice, *added)
+
+    def bytes(self, choice: Sequence[int], position: int) -> float:
+        """What all copies hold at ``position``."""
+        total = 0.0
+        for copy, _ in self._at((position,)):
+            made, read = self._specs(copy, choice)
+            if read is not None and made != read:
+                total += copy.sizes[copy.specs.index(read)]
+        return total
+
+    def _specs(self, copy: _Copy, choice: Sequence[int]) -> tuple[ShardingSpec | None, ShardingSpec | None]:
+        h, v = copy.handover, self.decisions.variables
+        target = v[h.target]
+        read = self._spec_read(target, choice[h.target], h.position)
+        return spec_made(v[h.source].options[choice[h.source]], h.out), read
+
+    def _spec_read(self, target: Variable, option: int, position: int) -> ShardingSpec | None:
+        """None where the option reads nothing, or what the forward has gathered."""
+        return None if target.kept and target.kept[option] else spec_read(target.options[option], position)
+
+    def _at(self, positions: Sequence[int]) -> Iterator[tuple[_Copy, list[int]]]:
+        for copy in self.copies:
+            times = [t for t, p in enumerate(positions) if copy.first <= p <= copy.last]
+            if times:
+                yield copy, times
+
+    @cached_property
+    def copies(self) -> tuple[_Copy, ...]:
+        d = self.decisions
+        at = {n.name: i for i, n in enumerate(d.graph.nodes)}
+        found: dict[tuple[int, int, int], _Copy] = {}
+        for h in d.handovers:
+            target = d.variables[h.target]
+            life = self._life(target, at)
+            if h.kept or h.rerun or life is None or h.source == h.target or (h.source, h.out, h.target) in found:
+                continue
+            read = (self._spec_read(target, o, h.position) for o in range(len(target.options)))
+            specs = tuple(dict.fromkeys(s for s in read if s is not None))
+            sizes = tuple(float(local_bytes(h.meta, s, d.mesh)) for s in specs)
+            if specs and max(sizes) > 0:
+                found[h.source, h.out, h.target] = _Copy(h, specs, sizes, *life)
+        return tuple(found.values())
+
+    def _life(self, target: Variable, at: Mapping[str, int]) -> tuple[int, int] | None:
+        graph = self.decisions.graph
+        if target.kind == "op" and target.node is not None:
+            return at[target.node.name], at[target.node.name]
+        if target.kind == "output" and target.value is not None:
+            return at[target.value.node], len(graph.nodes)
+        if target.kind == "copy" and target.value is not None and not target.key.endswith("@module"):
+            return self._reads(target.value, target.phase, at)
+        return None
+
+    def _reads(self, value: Value, phase: str, at: Mapping[str, int]) -> tuple[int, int] | None:
+        places = [at[n.name] for n, _ in self.decisions.graph.consumers.get(value, ()) if n.phase == phase]
+        return (min(places), max(places)) if places else None
+
+    def _made(self, copy: _Copy) -> Array:
+        h = copy.handover
+        options = self.decisions.variables[h.source].options
+        made = [spec_made(o, h.out) for o in options]
+        fits = [[True, *(f for s in copy.specs for f in (m == s, True))] for m in made]
+        return self._array(("made", id(options), h.out, copy.specs), np.where(fits, 0.0, math.inf))
+
+    def _read(self, copy: _Copy) -> Array:
+        h = copy.handover
+        target = self.decisions.variables[h.target]
+        read = [self._spec_read(target, o, h.position) for o in range(len(target.options))]
+        fits = [[r is None for r in read], *([r == s for r in read] for s in copy.specs for _ in range(2))]
+        key = ("read", id(target.options), target.kept, h.position, copy.specs)
+        return self._array(key, np.where(fits, 0.0, math.inf))
+
+    def _array(self, key: tuple[object, ...], values: Sequence[float] | Array) -> Array:
+        """Equal ones are one array, by which the solver finds repeated blocks."""
+        return self._arrays.setdefault(key, np.asarray(values, dtype=np.float64))

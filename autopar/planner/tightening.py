@@ -1,0 +1,92 @@
+"""The moments that limit the memory, as rows of the problem, each with room for what rows cannot see.
+
+A row adds up what options hold by themselves, and redistributed copies. What only a whole program holds (what an op
+takes while it runs, a value that is there again sooner than it is read) is read off the last program that was over the
+budget and set aside at that moment alone: other moments keep the whole budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.ir import Graph
+from autopar.planner.copies import Copies
+from autopar.planner.options import Options
+from autopar.planner.rows import usages
+from autopar.planner.schedule import AGAIN
+from autopar.planner.variables import Decisions
+from autopar.program import Program
+from autopar.solver import Problem, Usage
+
+MOST_AT_ONCE = 4
+"""So many moments over the budget become rows together, the highest ones."""
+
+
+@dataclass
+class Rows:
+    """Positions in the graph, and for each the bytes to set aside there; the graph's length is the end of the step."""
+
+    decisions: Decisions
+    options: Options
+    unseen: dict[int, float] = field(default_factory=dict)
+    copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.decisions)
+        nodes = self.decisions.graph.nodes
+        backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
+        # Memory is usually highest as the backward begins, and at the end.
+        self.unseen = self.unseen or {next(backward, len(nodes)): 0.0, len(nodes): 0.0}
+
+    def usages(self) -> tuple[Usage, ...]:
+        """The rows, at times 0, 1, ..."""
+        alike = len(self.decisions.variables[0].options)
+        aside = [
+            Usage(0, np.full(alike, size), time, time + 1) for time, size in enumerate(self.unseen.values()) if size
+        ]
+        return (*usages(self.decisions, self.options, tuple(self.unseen)), *aside)
+
+    def extend(self, problem: Problem) -> Problem:
+        """A problem that has the rows, with the copies that they do not see."""
+        return self.copies.extend(problem, tuple(self.unseen))
+
+    def states(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """``choice`` as one of the extended problem."""
+        return self.copies.states(choice, tuple(self.unseen))
+
+    def own(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """A choice of the extended problem as one of the decisions."""
+        return tuple(choice[: len(self.decisions.variables)])
+
+    def tighten(self, choice: Sequence[int], program: Program, timeline: Sequence[int], budget: float) -> bool:
+        """Rows for the moments at which ``program`` is over ``budget``; whether any row is new or tighter."""
+        changed = False
+        for position, held in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
+            rows = usages(self.decisions, self.options, (position,))
+            modelled = sum(float(u.option[choice[u.node]]) for u in rows) + self.copies.bytes(choice, position)
+            new = position not in self.unseen
+            # Where the row alone bars this program, nothing is set aside yet: so far its bound holds for all.
+            unseen = 0.0 if new and modelled > budget else max(held - modelled, 0.0)
+            changed |= unseen > self.unseen.get(position, -1.0)
+            self.unseen[position] = max(unseen, self.unseen.get(position, 0.0))
+        return changed
+
+
+def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> list[tuple[int, int]]:
+    """(position, bytes) of every local peak over ``budget``, the highest first."""
+    at = {n.name: i for i, n in enumerate(graph.nodes)}
+    following = len(graph.nodes)
+    held: dict[int, int] = {}
+    for op, size in zip([*program.ops, None][::-1], timeline[::-1], strict=True):
+        if op is not None and op.kind == "compute" and not op.name.endswith(AGAIN):
+            following = at[op.node]
+        held[following] = max(held.get(following, 0), size)
+    places = list(held)
+    found = [
+        (p, held[p]) for i, p in enumerate(places)
+        if held[p] > budget and held[p] >= max((held[q] for q in places[max(i - 1, 0) : i + 2]), default=0)
+    ]  # fmt: skip
+    return sorted(found, key=lambda peak: -peak[1])
