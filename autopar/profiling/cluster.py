@@ -42,13 +42,15 @@ class Effort:
         largest_message_bytes: of collectives; sizes are its quarters, down to bytes.
         largest_elements: of the tensors that kernels stream or multiply.
         budget_s: seconds for each kernel or collective at each size.
-        total_s: seconds after which each that is left is timed once.
+        kernels_s: seconds after which each kernel that is left is timed once.
+        collectives_s: the same for collectives, which come first.
     """
 
     largest_message_bytes: int = 2**26
     largest_elements: int = 2**24
     budget_s: float = 0.04
-    total_s: float = 25.0
+    kernels_s: float = 15.0
+    collectives_s: float = 12.0
 
     @property
     def message_sizes(self) -> tuple[int, ...]:
@@ -69,7 +71,8 @@ def profile_cluster(
     """Measure the default process group, which must be as large as ``mesh``; every rank calls this.
 
     Kernels of one CPU thread are timed by its processor time, so that other programs on the machine do not count. Of
-    the times of a collective on CPUs the shortest counts, for the same reason.
+    the times of a collective on CPUs the shortest counts, and no more than its latency and its processor time, for
+    the same reason.
 
     Args:
         progress: told after each measurement: what it was, how many are done, how many there are.
@@ -81,9 +84,8 @@ def profile_cluster(
     device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
     rank = ProcessRank(init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names))
     on_cpu = device_type == "cpu"
-    watch = Stopwatch(rank.device, effort.budget_s, fastest=on_cpu, allowance=Allowance(effort.total_s))
-    alone = on_cpu and torch.get_num_threads() == 1
-    kernel_watch = replace(watch, clock=time.thread_time, fastest=False) if alone else watch
+    quantile = 0.0 if on_cpu else 0.5
+    watch = Stopwatch(rank.device, effort.budget_s, quantile=quantile, allowance=Allowance(effort.collectives_s))
     base = replace(_base(device_type), devices_per_node=local_world_size(), fixed=False)
     links = axis_links(mesh, base)
     planned = list(runs(rank.device, effort.largest_elements))
@@ -96,10 +98,13 @@ def profile_cluster(
         if progress is not None:
             progress(what, done, total)
 
-    kernels = timed_kernels(rank.device, planned, kernel_watch, step)
     collectives = timed_collectives(rank, links, effort.message_sizes, watch, step)
     apart = [axis for axis, n in enumerate(mesh.shape) if n > 1]
     overlap = measured_overlap(rank, apart[0], min(2**22, effort.largest_message_bytes), watch) if apart else 1.0
+    kernel_watch = replace(watch, quantile=0.5, allowance=Allowance(effort.kernels_s))
+    if on_cpu and torch.get_num_threads() == 1:
+        kernel_watch = replace(kernel_watch, clock=time.thread_time, quantile=0.25)
+    kernels = timed_kernels(rank.device, planned, kernel_watch, step)
     measured = _rounded(Measured(collectives, kernels, call_seconds(rank.device, kernel_watch), overlap=overlap))
     return _described(base, measured, name, mesh)
 

@@ -281,7 +281,7 @@ def runs(device: torch.device, largest: int) -> Iterator[Run]:
             yield from (Run(kernel, dtype, size) for size in sizes if size**elements <= largest)
 
 
-ROTATED_BYTES = 2**26
+ROTATED_BYTES = 2**25
 MOST_SETS = 32
 
 

@@ -56,7 +56,7 @@ class Stopwatch:
     least: int = 3
     most: int = 25
     clock: Callable[[], float] = time.perf_counter
-    fastest: bool = False
+    quantile: float = 0.5
     allowance: Allowance = field(default_factory=Allowance)
 
     def time(self, function: Callable[[], object]) -> Timing:
@@ -91,7 +91,7 @@ class Stopwatch:
         return 1 if self.allowance.spent else min(max(self.least, int(self.budget_s / seconds)), self.most)
 
     def _timing(self, taken: Sequence[float]) -> Timing:
-        chosen = min(taken) if self.fastest else statistics.median(taken)
+        chosen = sorted(taken)[int(self.quantile * (len(taken) - 1))]
         return Timing(chosen, statistics.median(abs(t - chosen) for t in taken) / chosen)
 
     def _batch(self, function: Callable[[], object], calls: int) -> float:
