@@ -1,0 +1,126 @@
+"""The predicted peak of a training step against what it holds: measured <= predicted <= 1.03 x measured."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autopar
+from autopar import passes, planner
+from autopar.arguments import canonical_names
+from autopar.mesh import Mesh
+from autopar.runtime.meter import MemoryMeter, held_by
+from autopar.runtime.simulation import simulate_program
+from tests.cpu.model_checks import cluster_where_sharding_pays, subject
+from tests.models import ZOO
+
+CLOSE = 1.03
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "sgd momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+}
+QUICK = {
+    ("mlp", (2, 2), "adamw"), ("cnn", (2, 2), "adamw fused"), ("mlp", (2,), "sgd momentum"), ("gpt2", (1,), "adamw"),
+}  # fmt: skip
+CASES = [(name, mesh, optimizer) for name in ZOO for mesh in [(1,), (2,), (2, 2)] for optimizer in OPTIMIZERS]
+
+
+def as_first_rank_of(size: int) -> None:
+    """This process becomes rank 0 of a group whose other ranks do not exist, and whose messages carry nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+
+
+def parallel(name, mesh, optimizer, budget=None):
+    as_first_rank_of(math.prod(mesh))
+    model, inputs = ZOO[name].made(torch.float32)
+    cluster = cluster_where_sharding_pays().sized(math.prod(mesh))
+    options = dict(cluster=cluster, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = autopar.plan(model, inputs, mesh=mesh, memory_budget=budget, time_limit=30, **options)
+        return plan, autopar.autoparallelize(model, inputs, plan=plan, **options), inputs
+
+
+def train(model, inputs, optimizer):
+    """One step of a loop whose caller holds the outputs until the optimizer has stepped."""
+    out = model(**inputs)
+    loss = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.loss
+    loss.backward(None if loss.ndim == 0 else torch.ones_like(loss))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measured(model, inputs, optimizer, *, inside=True) -> int:
+    """Peak bytes of a step of this process; the optimizer has its state from the step before."""
+    train(model, inputs, optimizer)
+    meter = MemoryMeter(inside=inside)
+    meter.hold([*held_by(model, optimizer), *inputs.values()])
+    with meter:
+        train(model, inputs, optimizer)
+    return meter.peak
+
+
+def assert_close(found: int, predicted: int) -> None:
+    assert found <= predicted <= CLOSE * found
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "optimizer"),
+    [pytest.param(*c, id="-".join(map(str, c)), marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES],
+)
+def test_a_training_step_holds_what_is_predicted(name, mesh, optimizer) -> None:
+    plan, model, inputs = parallel(name, mesh, optimizer)
+    assert_close(measured(model, inputs, OPTIMIZERS[optimizer](model.parameters())), plan.peak_memory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
+def test_a_step_within_a_budget_holds_what_is_predicted(name) -> None:
+    budget = int(0.85 * parallel(name, (2, 2), "adamw")[0].peak_memory)
+    plan, model, inputs = parallel(name, (2, 2), "adamw", budget=budget)
+    found = measured(model, inputs, torch.optim.AdamW(model.parameters()))
+    assert found <= budget
+    assert_close(found, plan.peak_memory)
+
+
+def test_torchs_tracker_counts_the_same() -> None:
+    """But for what autopar's own ops hold inside, at which it does not look."""
+    _, model, inputs = parallel("mlp", (2, 2), "adamw")
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = measured(model, inputs, optimizer, inside=False)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, *inputs.values())
+    with tracker:
+        train(model, inputs, optimizer)
+    assert tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] == found
+
+
+@pytest.mark.parametrize("search", ["joint", "random:0", "random+recompute:1"])
+@pytest.mark.parametrize("mesh", [(1,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["gpt2", "cnn", *(pytest.param(n, marks=pytest.mark.slow) for n in ZOO if n not in ("gpt2", "cnn"))]
+)
+def test_no_rank_of_a_simulation_holds_more_than_is_predicted(name, mesh, search) -> None:
+    of, on = subject(name, torch.float32), Mesh(mesh)
+    options = planner.Options(
+        aliases=canonical_names(of.model), search=search, time_limit_s=30, gap=0.05, optimizer=0.0
+    )
+    cluster = cluster_where_sharding_pays().sized(on.size)
+    planned = planner.plan_graph(of.capture.graph, on, cluster, options, compare=False)
+    lowered = passes.lower(planned.program, of.capture.graph, on)
+    _, result = simulate_program(lowered, of.capture.graph, on, of.named(), 0)
+    predicted = max(planned.memory.timeline[:-1])
+    assert result.peak_memory <= predicted
+    if search == "joint":
+        assert predicted <= CLOSE * result.peak_memory
