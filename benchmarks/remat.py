@@ -15,8 +15,9 @@ torch       of what takes longest for its bytes as much as a share of all bytes 
 rotor       for every block: keep all of it, its input, or nothing (Beaumont et al., 2019), the best of all such
             choices in which nothing runs more than twice
 
-``--measure`` also runs the steps, on this machine: seconds are medians, bytes those that the simulation counts while
-it runs. ``--plot`` needs matplotlib.
+``--measure`` also runs the steps, on this machine: seconds of the processor are medians, bytes those that the
+simulation counts while it runs. It runs torch.compile with activation_memory_budget too, whose graph is another: its
+seconds are measured, and the bytes that it saves for the backward. ``--plot`` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -338,6 +339,44 @@ def _run(case: Case, planned: Planned) -> Record:
     return {"measured_s": statistics.median(taken[1:]), "measured_bytes": held}
 
 
+def compiled(case: Case) -> list[Record]:
+    """What torch.compile takes under its own budgets, without fusing: seconds, and bytes saved for the backward."""
+    import torch._dynamo
+    import torch._functorch.config as functorch
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad(set_to_none=True)
+        returned = model(**case.inputs)
+        (returned if isinstance(returned, Tensor) else returned.loss).backward()
+
+    rows = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        torch._dynamo.reset()
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with functorch.patch(activation_memory_budget=share):
+            model = torch.compile(copy.deepcopy(case.model), backend="aot_eager_decomp_partition")
+            own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *case.inputs.values())}
+            step(model)
+            taken = []
+            for _ in range(REPEATS):
+                start_s = time.process_time()
+                step(model)
+                taken.append(time.process_time() - start_s)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                step(model)
+        held = sum(size for at, size in saved.items() if at not in own)
+        rows.append({
+            "model": case.name, "share": share, "measured_s": statistics.median(taken), "saved_bytes": held,
+        })  # fmt: skip
+    return rows
+
+
 def joint_gain(points: int, time_limit_s: float) -> list[Record]:
     """The joint search beside the two-stage one, on four devices and budgets below the free plan's peak."""
     model, inputs = gpt2(2)
@@ -435,11 +474,17 @@ def main() -> int:
     if not options.offload:
         cluster = dataclasses.replace(cluster, host=dataclasses.replace(cluster.host, bandwidth_bytes_per_s=1.0))
     rows: list[Record] = []
+    by_torch: list[Record] = []
     for name in options.models:
         model, inputs = MODELS[name](options.layers)
         case = Case(name, model, inputs, cluster, options.time_limit)
         rows += compare(case, options.points, measured=options.measure)
         console.print(table([r for r in rows if r["model"] == name], ("autopar", *RULES)))
+        if options.measure:
+            by_torch += compiled(case)
+            for row in by_torch[-5:]:
+                figures = f"{row['measured_s'] * 1e3:.1f} ms, saves {row['saved_bytes'] / 1e6:.1f} MB"
+                console.print(f"torch.compile, activation_memory_budget {row['share']}: {figures}")
     lost = beaten(rows, 1e-4)
     console.print("\n".join(lost) or "autopar is on or below every other curve at every budget")
     gains = [] if options.no_joint else joint_gain(4, options.time_limit)
@@ -448,7 +493,8 @@ def main() -> int:
     if options.json:
         cpu = platform.processor() or platform.machine()
         on = f"{cpu}, Python {platform.python_version()}, torch {torch.__version__}"
-        options.json.write_text(json.dumps({"machine": on, "rows": rows, "joint": gains}, indent=1) + "\n")
+        everything = {"machine": on, "rows": rows, "torch.compile": by_torch, "joint": gains}
+        options.json.write_text(json.dumps(everything, indent=1) + "\n")
     if options.plot:
         plot(rows, options.plot)
     return bool(lost)

@@ -247,7 +247,7 @@ class _Search:
         if found is None and self.baseline:
             return None
         if found is None:
-            found = checkpoints.smallest(time.perf_counter() + SMALLEST_S)
+            found = checkpoints.smallest(time.perf_counter() + max(SMALLEST_S, self.options.time_limit_s / 2))
         result = self._better(None, found)
         assert result is not None
         if result.memory.peak_bytes > self.budget:
