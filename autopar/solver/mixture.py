@@ -82,10 +82,11 @@ class Mixing:
                     estimate = value if np.isfinite(value) else heavy.cost
                     if best is None or estimate < best[0]:
                         best = estimate, seam, tuple(mixed.tolist())
-        if best is not None and len(best[1]):
-            patched = self._patched(np.array(best[2]), best[1], prices)
-            if patched is not None:
-                self.incumbent.offer(patched.tolist(), "blocks of two kinds")
+        if best is None:
+            return
+        patched = self._patched(np.array(best[2]), best[1], prices)
+        if patched is not None:
+            self.incumbent.offer(patched.tolist(), "blocks of two kinds")
 
     def _mixtures(self, light: Plane, heavy: Plane) -> Iterator[tuple[IndexArray, IndexArray]]:
         """As many blocks as fit take the choice that is over the limit; with the nodes where the kinds meet."""
