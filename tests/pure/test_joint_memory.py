@@ -1,0 +1,146 @@
+"""Keep, recompute and offload in one problem with the shardings: what rows see, and where transfers are placed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError
+from autopar.mesh import Cluster, Mesh
+from autopar.planner import Options, plan_graph
+from autopar.planner.constraints import resolve
+from autopar.planner.copies import Copies
+from autopar.planner.decisions import decide
+from autopar.planner.objective import Objective
+from autopar.planner.pricing import Prices
+from autopar.planner.random_plans import random_solution
+from autopar.planner.rows import usages
+from autopar.planner.transfers import host_usages, place_transfers, transfer_seconds
+from autopar.program import LocalTensor, Op
+from autopar.sharding import ShardingSpec
+from autopar.solver import evaluate, peak_usage
+
+from .memory_graphs import chain, tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+
+MESH = Mesh((4,))
+CLUSTER = Cluster.load("dgx-h100:4")
+
+
+def parts(length: int = 4):
+    graph, options = chain(length), Options()
+    d = decide(graph, MESH, options, resolve(graph, MESH, {}, {}), recompute=True)
+    return graph, options, d, Prices(MESH, CLUSTER)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000))
+def test_copies_hold_what_is_read_in_another_spec_than_it_is_made(seed: int) -> None:
+    graph, options, d, prices = parts()
+    problem = Objective(d, prices).problem()
+    choice = random_solution(problem, seed).choice
+    positions = tuple(range(0, len(graph.nodes), 3))
+    copies = Copies(d)
+    extended = copies.extend(replace(problem, usages=usages(d, options, positions), limit=math.inf), positions)
+    states = copies.states(choice, positions)
+    assert evaluate(extended, states)[0] == pytest.approx(evaluate(problem, choice)[0])
+    held = [
+        sum(float(u.option[choice[u.node]]) for u in usages(d, options, (p,))) + copies.bytes(choice, p)
+        for p in positions
+    ]
+    assert peak_usage(extended, states) == pytest.approx(max(held))
+
+
+def test_a_copy_cannot_claim_to_be_what_it_is_not() -> None:
+    """Only where maker and reader have one spec may a node of ``extend`` say that nothing is copied."""
+    _, _, d, prices = parts()
+    problem = Objective(d, prices).problem()
+    choice = random_solution(problem, 1).choice
+    copies = Copies(d)
+    extended = copies.extend(problem, (2,))
+    states = list(copies.states(choice, (2,)))
+    for node in range(len(problem.costs), len(states)):
+        least = min(
+            float(next((u.option[o] for u in extended.usages if u.node == node), 0.0))
+            for o in range(len(extended.costs[node]))
+            if evaluate(extended, [*states[:node], o, *states[node + 1 :]])[1]
+        )
+        assert least == next((float(u.option[states[node]]) for u in extended.usages if u.node == node), 0.0)
+
+
+def test_what_is_made_late_has_less_time_to_be_offloaded_in() -> None:
+    _, _, d, _ = parts(8)
+    rows = host_usages(d, CLUSTER.host, 1.0, 0, 100.0)
+    assert rows
+    for u in rows:
+        v = d.variables[u.node]
+        assert all(size == 0 for size, action in zip(u.option, v.actions, strict=True) if action != "offload")
+        assert all(size > 0 for size, action in zip(u.option, v.actions, strict=True) if action == "offload")
+    first, last = ([u for u in rows if u.start == t] for t in (0, max(u.start for u in rows)))
+    assert len(first) >= len(last) and {u.node for u in last} <= {u.node for u in first}
+
+
+def test_transfers_take_latency_and_bandwidth_of_one_direction() -> None:
+    host = CLUSTER.host
+    size = host.bandwidth_bytes_per_s * host.efficiency
+    assert transfer_seconds(host, size) == pytest.approx(1.0 + host.latency_s)
+
+
+def local(name: str, *, host: bool = False) -> LocalTensor:
+    return LocalTensor(name, tensor(1), ShardingSpec.replicated(1), 4, host=host)
+
+
+def compute(name: str, reads: tuple[str, ...], seconds: float, phase: str) -> Op:
+    return Op(name, "compute", name, reads, (local(name),), phase, seconds=seconds)  # type: ignore[arg-type]
+
+
+def program_with_a_transfer(seconds: float) -> list[Op]:
+    return [
+        compute("a", (), 1.0, "forward"),
+        Op("a|offload", "offload", "a", ("a",), (local("a|host", host=True),), "forward", seconds=seconds),
+        *(compute(f"f{i}", ("a",) if not i else (f"f{i - 1}",), 1.0, "forward") for i in range(4)),
+        *(compute(f"b{i}", ("f3",) if not i else (f"b{i - 1}",), 1.0, "backward") for i in range(4)),
+        Op("a|fetch", "fetch", "a", ("a|host",), (local("a|back"),), "backward", seconds=seconds),
+        compute("last", ("b3", "a|back"), 1.0, "backward"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "done_after", "begun_before"), [(0.5, "f0", "b3"), (2.0, "f1", "b2"), (9.0, "f3", "b0")]
+)
+def test_a_transfer_has_as_long_as_it_takes(seconds: float, done_after: str, begun_before: str) -> None:
+    """It is waited for when computation has taken as long, and begun as long before its reader; within its phase."""
+    names = [op.name for op in place_transfers(program_with_a_transfer(seconds))]
+    assert names[names.index("a|offload|done") - 1] == done_after
+    assert names[names.index("a|fetch") + 1] == begun_before
+
+
+def test_nothing_is_offloaded_that_is_not_fetched() -> None:
+    ops = [op for op in program_with_a_transfer(1.0) if op.kind != "fetch" and op.name != "last"]
+    assert [op.name for op in place_transfers(ops)] == [op.name for op in ops if op.kind != "offload"]
+
+
+@pytest.mark.parametrize("host_bytes_per_s", [1e15, 1.0])
+def test_offloading_is_for_hosts_that_are_fast_enough(host_bytes_per_s: float) -> None:
+    host = replace(CLUSTER.host, bandwidth_bytes_per_s=host_bytes_per_s, latency_s=1e-9)
+    cluster, graph = replace(CLUSTER, host=host), chain(8)
+    free = plan_graph(graph, MESH, cluster, Options(), compare=False)
+    budget = int(free.memory.peak_bytes * 0.8)
+    plan = plan_graph(graph, MESH, cluster, Options(memory_budget_bytes=budget, time_limit_s=10.0), compare=False)
+    offloads = sum(op.kind == "offload" for op in plan.program.ops)
+    assert plan.memory.peak_bytes <= budget
+    assert (offloads > 0) == (host_bytes_per_s > 1.0)
+
+
+def test_the_budget_that_an_error_names_is_enough() -> None:
+    graph = chain(8)
+    with pytest.raises(InfeasibleError, match="memory_budget=") as raised:
+        plan_graph(graph, MESH, CLUSTER, Options(memory_budget_bytes=1, time_limit_s=10.0), compare=False)
+    budget = int(str(raised.value).split("memory_budget=")[1].split(";")[0])
+    plan = plan_graph(graph, MESH, CLUSTER, Options(memory_budget_bytes=budget, time_limit_s=10.0), compare=False)
+    assert plan.memory.peak_bytes <= budget
