@@ -1,0 +1,123 @@
+"""The objective: reductions of gradients hide behind the backward's computation, and the bound holds for that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
+from autopar.mesh import Cluster, Measured, Mesh
+from autopar.planner import Options
+from autopar.planner.constraints import resolve
+from autopar.planner.decisions import decide
+from autopar.planner.objective import Objective
+from autopar.planner.pricing import MOST_OVERLAP, Prices
+from autopar.planner.random_plans import random_solution
+from autopar.planner.schedule import schedule
+from autopar.planner.timeline import simulate_streams
+from autopar.solver import Problem, Solution, evaluate, solve
+
+LAYERS = 4
+
+
+def perceptron(batch: int, width: int) -> Graph:
+    """Products in a row with weights that are trained, and their backward."""
+
+    def rows(*shape: int) -> tuple[TensorMeta]:
+        return (TensorMeta(shape, "float32"),)
+
+    inputs = [Input("x", "input", "x")]
+    nodes = [Node("x", "placeholder", outputs=rows(batch, width))]
+    for i in range(LAYERS):
+        inputs.append(Input(f"w{i}", "parameter", f"w{i}", trainable=True))
+        nodes.append(Node(f"w{i}", "placeholder", outputs=rows(width, width)))
+    at = "x"
+    for i in range(LAYERS):
+        nodes.append(Node(f"y{i}", "aten.mm.default", (Value(at), Value(f"w{i}")), outputs=rows(batch, width)))
+        at = f"y{i}"
+    inputs.append(Input("dy", "tangent", "y"))
+    nodes.append(Node("dy", "placeholder", outputs=rows(batch, width), phase="backward"))
+    outputs = [Output(Value(at), "output", "y")]
+    cotangent = "dy"
+    for i in reversed(range(LAYERS)):
+        read = f"y{i - 1}" if i else "x"
+        for name, op, args, shape in (
+            (f"t{i}", "aten.t.default", (read,), (width, batch)),
+            (f"dw{i}", "aten.mm.default", (f"t{i}", cotangent), (width, width)),
+            (f"u{i}", "aten.t.default", (f"w{i}",), (width, width)),
+            (f"dx{i}", "aten.mm.default", (cotangent, f"u{i}"), (batch, width)),
+        ):
+            nodes.append(Node(name, op, tuple(map(Value, args)), outputs=rows(*shape), phase="backward"))
+        outputs.append(Output(Value(f"dw{i}"), "gradient", f"w{i}"))
+        cotangent = f"dx{i}"
+    return Graph(tuple(nodes), tuple(inputs), tuple(outputs), "perceptron")
+
+
+@cache
+def objective(batch: int, width: int, overlap: float = 1.0) -> Objective:
+    graph, mesh, options = perceptron(batch, width), Mesh((4,)), Options(outputs="dtensor")
+    cluster = Cluster.load("dgx-h100").sized(4)
+    cluster = replace(cluster, measured=replace(cluster.measured or Measured(), overlap=overlap))
+    return Objective(decide(graph, mesh, options, resolve(graph, mesh, {}, {})), Prices(mesh, cluster))
+
+
+def whole(problem: Problem, warm: tuple) -> Solution:
+    return solve(problem, gap=1e-9, warm_starts=warm)
+
+
+MANY_TOKENS, FEW_TOKENS = (65536, 1024), (256, 4096)
+"""As many as hide the reductions of the weights' gradients, and too few for that."""
+
+
+@pytest.mark.parametrize("sizes", [MANY_TOKENS, FEW_TOKENS])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_no_sum_is_above_the_objective_and_one_reaches_it(sizes: tuple[int, int], overlap: float) -> None:
+    asked = objective(*sizes, overlap)
+    for seed in range(5):
+        choice = random_solution(asked.problem(), seed).choice
+        sums = [evaluate(asked.problem(m=m), choice)[0] for m in np.linspace(0, 1, 5)]
+        assert max(sums) == pytest.approx(asked.seconds(choice), rel=1e-9)
+        assert asked.seconds(choice) == pytest.approx(max(sums[0], sums[-1]), rel=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [MANY_TOKENS, FEW_TOKENS, (4096, 2048)])
+def test_the_minimum_lies_between_the_bound_and_every_other_choice(sizes: tuple[int, int]) -> None:
+    asked = objective(*sizes)
+    found = asked.minimize(asked.problem(), whole, gap=1e-9)
+    assert found.lower_bound <= found.objective == pytest.approx(asked.seconds(found.choice))
+    for seed in range(10):
+        choice = random_solution(asked.problem(), seed).choice
+        assert asked.seconds(choice) >= found.lower_bound * (1 - 1e-9)
+
+
+def test_what_hides_costs_its_launches_and_little_more() -> None:
+    asked = objective(*MANY_TOKENS)
+    found = asked.minimize(asked.problem(), whole, gap=1e-9)
+    assert asked.uncovered(found.choice) < 0
+    plain = objective(*MANY_TOKENS, 0.0).seconds(found.choice)
+    reducing = plain - asked.seconds(found.choice)
+    assert reducing > 0
+    assert found.gap <= 1e-9
+
+
+def test_without_overlap_it_is_the_sum_of_both() -> None:
+    asked = objective(*FEW_TOKENS, 0.0)
+    choice = random_solution(asked.problem(), 3).choice
+    assert asked.seconds(choice) == evaluate(asked.problem(), choice)[0] == evaluate(asked.problem(m=1.0), choice)[0]
+
+
+@pytest.mark.parametrize("sizes", [MANY_TOKENS, FEW_TOKENS])
+def test_the_simulated_step_takes_what_the_objective_says(sizes: tuple[int, int]) -> None:
+    """Nearly: what is launched last has less computation left to hide behind."""
+    asked = objective(*sizes)
+    found = asked.minimize(asked.problem(), whole, gap=1e-9)
+    program = schedule(asked.decisions, found.choice, asked.prices)
+    simulated = simulate_streams(program, asked.prices.overlap).seconds
+    assert found.objective * (1 - 1e-3) <= simulated <= found.objective * 1.3
+
+
+def test_no_overlap_is_free() -> None:
+    assert objective(*MANY_TOKENS).prices.overlap == MOST_OVERLAP < 1
