@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autopar.plans import Plan
     from autopar.strategies import register_rule
     from autopar.tracer import ColoTracer
+    from autopar.training.launch import launch_from_openmpi, launch_from_slurm, launch_from_torch
 
 __version__ = "0.1.0"
 
@@ -25,13 +26,17 @@ _HOMES = {
     "Plan": "plans",
     "autoparallelize": "api",
     "compare": "comparison",
+    "launch_from_openmpi": "training.launch",
+    "launch_from_slurm": "training.launch",
+    "launch_from_torch": "training.launch",
     "plan": "api",
     "register_rule": "strategies",
     "simulate": "api",
 }
 
 __all__ = [
-    "AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "compare", "plan", "register_rule", "simulate",
+    "AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "compare", "launch_from_openmpi",
+    "launch_from_slurm", "launch_from_torch", "plan", "register_rule", "simulate",
 ]  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
 from autopar.plans.records import Action, Activation, BaselineRecord, Collective
+from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from, program_to
 from autopar.program import Program
 from autopar.sharding import ShardingSpec
@@ -124,6 +126,29 @@ class Plan:
             if name in other.specs and spec != other.specs[name]
         ]
         return "\n".join(lines)
+
+    def sampler(
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = True, rank: int | None = None
+    ) -> LocalSampler:
+        """The samples of ``dataset`` that a rank reads when the plan was made with ``batch="local"``.
+
+        Args:
+            dataset: the whole of it, the same on every rank.
+            shuffle, seed, drop_last: as ``LocalSampler``.
+            rank: None is this process's, from the variable RANK that launchers set.
+
+        Raises:
+            PlanError: the plan's batch is global, or it has no such rank.
+        """
+        batch = self.options.get("batch", "global")
+        if batch != "local":
+            raise PlanError(
+                "Every rank of this plan reads the whole batch.",
+                found=f"batch={batch!r}",
+                hint='use one ordinary sampler, seeded alike on every rank, or plan with batch="local".',
+            )
+        this = int(os.environ.get("RANK", "0")) if rank is None else rank
+        return LocalSampler(dataset, this, self.mesh.size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -1,0 +1,277 @@
+"""Gradient accumulation by wrapping: the loop stays as it was, and every n-th turn of it is a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from autopar.errors import AutoparError
+from autopar.training.handlers import BaseGradientHandler
+
+
+def accumulate_gradient(
+    model: nn.Module,
+    optimizer: Optimizer,
+    dataloader: Iterable[Any],
+    accumulate_size: int,
+    gradient_handlers: Sequence[BaseGradientHandler] | None = None,
+    lr_scheduler: Any = None,
+) -> tuple[GradAccumOptimizer, GradAccumDataloader, list[GradAccumGradientHandler] | None, Any]:
+    """Wrap what a training loop uses so that ``accumulate_size`` batches make one step.
+
+    Returns:
+        optimizer, dataloader, gradient handlers and lr scheduler; the last two are None where none were given.
+
+    Raises:
+        AutoparError: ``accumulate_size`` is no positive integer.
+    """
+    handlers = None
+    if gradient_handlers is not None:
+        handlers = [GradAccumGradientHandler(handler, accumulate_size) for handler in gradient_handlers]
+    scheduler = None
+    if lr_scheduler is not None:
+        scheduler = GradAccumLrSchedulerByStep(lr_scheduler, accumulate_size)
+    return (
+        GradAccumOptimizer(optimizer, accumulate_size, model),
+        GradAccumDataloader(dataloader, accumulate_size),
+        handlers,
+        scheduler,
+    )
+
+
+class GradAccumOptimizer(Optimizer):
+    """Divides each loss by ``accumulate_size``, and steps once that many backwards have run.
+
+    ``zero_grad`` and ``step`` in between do nothing, so that a loop may call them every time.
+
+    Args:
+        optim: the optimizer that steps.
+        model: whose ``no_sync()``, where it has one as DistributedDataParallel does, is entered for all backwards
+            but the last.
+
+    Attributes:
+        accumulate_step: backwards since the last step.
+    """
+
+    def __init__(self, optim: Optimizer, accumulate_size: int, model: nn.Module | None = None) -> None:
+        self.optim = optim
+        self.accumulate_size = _checked(accumulate_size)
+        self.accumulate_step = 0
+        self.model = model
+        self._has_backward = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # not set yet, as when unpickling
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's schedulers put a step of their own on the instance, which is no part of it.
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"GradAccumOptimizer({self.optim!r}, accumulate_size={self.accumulate_size})"
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradients of ``loss / accumulate_size``.
+
+        Args:
+            last: False for all but the last of the micro-batches that make up one batch.
+        """
+        completes = last and self.accumulate_step + 1 >= self.accumulate_size
+        with contextlib.nullcontext() if completes else no_sync(self.model):
+            backward(loss / self.accumulate_size, self.optim)
+        self._has_backward = True
+        self.accumulate_step += last
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, unless some are being accumulated."""
+        if self.accumulate_step == 0:
+            self.optim.zero_grad(set_to_none=set_to_none)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step once enough backwards have run; None before.
+
+        Raises:
+            AutoparError: no backward ran through this optimizer since the last call.
+        """
+        if not self._has_backward:
+            raise AutoparError(
+                "No backward was accumulated since the last call of step.",
+                found="step() without backward(loss) of this optimizer",
+                hint="write optimizer.backward(loss) in place of loss.backward(), which would not be divided.",
+            )
+        self._has_backward = False
+        if not self.complete:
+            return None
+        self.accumulate_step = 0
+        return self.optim.step(*args, **kwargs)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the next ``step`` changes parameters."""
+        return self.accumulate_step >= self.accumulate_size
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
+        """Clip the gradients of ``model`` once they are complete."""
+        from autopar.training.clipping import clip_grad_norm_
+
+        if self.complete and max_norm > 0:
+            clip_grad_norm_(model.parameters(), max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+
+class GradAccumDataloader:
+    """The batches of ``dataloader`` in whole cycles of ``accumulate_size``; what remains at the end is dropped.
+
+    A loader that is not torch's is read to its end, since it may not like to be left half-way.
+    """
+
+    def __init__(self, dataloader: Iterable[Any], accumulate_size: int) -> None:
+        self.dataloader = dataloader
+        self.accumulate_size = _checked(accumulate_size)
+        self.consume_remain_data = not isinstance(dataloader, DataLoader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        size = len(self.dataloader)  # type: ignore[arg-type]
+        return size - size % self.accumulate_size
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if not hasattr(self.dataloader, "__len__"):
+            yield from self._whole_cycles()
+            return
+        steps = self.steps_per_epoch
+        batches = iter(self.dataloader)
+        for _ in range(steps):
+            yield next(batches)
+        if self.consume_remain_data:
+            for _ in batches:
+                pass
+
+    def _whole_cycles(self) -> Iterator[Any]:
+        """Where the number of batches is not known, a cycle is given out once all of it is there."""
+        cycle: list[Any] = []
+        for batch in self.dataloader:
+            cycle.append(batch)
+            if len(cycle) == self.accumulate_size:
+                yield from cycle
+                cycle = []
+
+
+class GradAccumLrSchedulerByStep(LRScheduler):
+    """Steps ``lr_scheduler`` at every ``accumulate_size``-th call."""
+
+    def __init__(self, lr_scheduler: Any, accumulate_size: int) -> None:
+        self.lr_scheduler = lr_scheduler
+        self.accumulate_size = _checked(accumulate_size)
+        self.accumulate_step = 0
+
+    @staticmethod
+    def compute_effective_steps_per_epoch(dataloader: Any, accumulate_size: int) -> int:
+        """Steps of the optimizer in an epoch, which is what schedules are written for."""
+        return len(dataloader) // accumulate_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "lr_scheduler":
+            raise AttributeError(name)
+        return getattr(self.lr_scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.accumulate_step += 1
+        if self.accumulate_step >= self.accumulate_size:
+            self.accumulate_step = 0
+            self.lr_scheduler.step(*args, **kwargs)
+
+    def get_lr(self) -> Any:
+        return self.lr_scheduler.get_lr()
+
+    def get_last_lr(self) -> Any:
+        return self.lr_scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.lr_scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.lr_scheduler.load_state_dict(state_dict)
+
+
+class GradAccumGradientHandler:
+    """Runs ``grad_handler`` at every ``accumulate_size``-th call."""
+
+    def __init__(self, grad_handler: BaseGradientHandler, accumulate_size: int) -> None:
+        if not isinstance(grad_handler, BaseGradientHandler):
+            raise AutoparError(
+                "This is no gradient handler.", found=repr(grad_handler), hint="derive it from BaseGradientHandler."
+            )
+        self.grad_handler = grad_handler
+        self.accumulate_size = _checked(accumulate_size)
+        self.accumulate_step = 0
+
+    def handle_gradient(self) -> None:
+        self.accumulate_step += 1
+        if self.accumulate_step >= self.accumulate_size:
+            self.accumulate_step = 0
+            self.grad_handler.handle_gradient()
+
+
+def backward(loss: Tensor, optimizer: Any = None) -> None:
+    """The optimizer's own backward, where it has one (scaling, accumulation), else the loss's."""
+    own = getattr(optimizer, "backward", None)
+    if own is not None:
+        own(loss)
+    else:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def no_sync(model: nn.Module | None) -> contextlib.AbstractContextManager[Any]:
+    """``model.no_sync()``: gradients need not be reduced over ranks yet; nothing where the model has none."""
+    own = getattr(model, "no_sync", None)
+    return own() if callable(own) else contextlib.nullcontext()
+
+
+def _checked(accumulate_size: int) -> int:
+    if not isinstance(accumulate_size, int) or isinstance(accumulate_size, bool) or accumulate_size < 1:
+        raise AutoparError(
+            "accumulate_size is the number of batches that make one step.",
+            found=repr(accumulate_size),
+            hint="give a positive integer.",
+        )
+    return accumulate_size

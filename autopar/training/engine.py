@@ -1,0 +1,88 @@
+"""``Engine``: model, optimizer and criterion in one hand, for schedules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+from autopar.training.accumulation import GradAccumOptimizer, backward, no_sync
+from autopar.training.clipping import clip_grad_norm_
+
+
+class Engine:
+    """Runs the parts of a training step.
+
+    Args:
+        model: any module, parallel or not.
+        optimizer: needed for steps only.
+        criterion: ``criterion(output, label)``; None where the model returns its loss.
+        gradient_handlers: each one's ``handle_gradient()`` runs before the step, in order.
+        clip_grad_norm: gradients are clipped to this norm before the step; 0 leaves them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Tensor] | None = None,
+        gradient_handlers: Sequence[Any] | None = None,
+        clip_grad_norm: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.criterion = criterion
+        self.gradient_handlers = list(gradient_handlers or ())
+        self.clip_grad_norm = clip_grad_norm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    @property
+    def training(self) -> bool:
+        return self.model.training
+
+    def train(self, mode: bool = True) -> Engine:
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(mode=False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._needs_optimizer("zero_grad").zero_grad(set_to_none=set_to_none)
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradients of ``loss``.
+
+        Args:
+            last: False for all but the last of the micro-batches of a batch.
+        """
+        if isinstance(self.optimizer, GradAccumOptimizer):
+            self.optimizer.backward(loss, last=last)
+            return
+        with contextlib.nullcontext() if last else no_sync(self.model):
+            backward(loss, self.optimizer)
+
+    def step(self) -> Any:
+        """Handle gradients, clip them, and step."""
+        optimizer = self._needs_optimizer("step")
+        for handler in self.gradient_handlers:
+            handler.handle_gradient()
+        if self.clip_grad_norm > 0 and getattr(optimizer, "complete", True):
+            own = getattr(optimizer, "clip_grad_by_norm", None)  # a scaled optimizer's gradients are unscaled first
+            if own is not None:
+                own(self.clip_grad_norm)
+            else:
+                clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        return optimizer.step()
+
+    def _needs_optimizer(self, what: str) -> Any:
+        if self.optimizer is None:
+            raise AutoparError(
+                f"{what} needs an optimizer.", found="an Engine without one", hint="give Engine(model, optimizer)."
+            )
+        return self.optimizer

@@ -1,0 +1,196 @@
+"""Joining a job: the process group from the variables that a launcher sets."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import random
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autopar.errors import RankError
+from autopar.training.communication import DistCoordinator
+
+TIMEOUT_S = 600.0
+"""How long a collective waits for a rank that does not come, before the job ends with an error."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job, and where the first one listens."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+
+
+def launch_from_torch(
+    backend: str | None = None, seed: int = 1024, verbose: bool = True, timeout_s: float = TIMEOUT_S
+) -> DistCoordinator:
+    """Join the job that ``torchrun`` started.
+
+    Args:
+        backend: None is nccl where there is a GPU, else gloo.
+        seed: of Python's, numpy's and torch's generators, the same on every rank.
+        verbose: whether rank 0 prints what was joined.
+        timeout_s: seconds after which a collective gives up on a rank that does not come.
+
+    Raises:
+        RankError: a variable is missing or is no number, or there is a process group already.
+    """
+    start = "torchrun --nproc-per-node 2 train.py"
+    place = Place(
+        _integer("RANK", "torchrun", start),
+        _integer("LOCAL_RANK", "torchrun", start),
+        _integer("WORLD_SIZE", "torchrun", start),
+        _text("MASTER_ADDR", "torchrun", start),
+        _integer("MASTER_PORT", "torchrun", start),
+    )
+    return _join(place, "torchrun", backend, seed, verbose, timeout_s)
+
+
+def launch_from_slurm(
+    host: str | None = None, port: int | None = None, backend: str | None = None, seed: int = 1024,
+    verbose: bool = True, timeout_s: float = TIMEOUT_S,
+) -> DistCoordinator:  # fmt: skip
+    """Join the job whose processes ``srun`` started.
+
+    Args:
+        host: name of the machine of rank 0; None is MASTER_ADDR, or the first machine of SLURM_JOB_NODELIST.
+        port: where it listens; None is MASTER_PORT, or one made from SLURM_JOB_ID, so that jobs do not meet.
+        backend, seed, verbose, timeout_s: as ``launch_from_torch``.
+
+    Raises:
+        RankError: as ``launch_from_torch``.
+    """
+    start = "srun --ntasks 8 python train.py"
+    rank, size = _integer("SLURM_PROCID", "srun", start), _first_of(("SLURM_NTASKS", "SLURM_NPROCS"), "srun", start)
+    local = _integer("SLURM_LOCALID", "srun", start)
+    if host is None:
+        host = os.environ.get("MASTER_ADDR") or first_host(_text("SLURM_JOB_NODELIST", "srun", start))
+    if port is None:
+        given = os.environ.get("MASTER_PORT")
+        job = "" if given else _text("SLURM_JOB_ID", "srun", start)
+        port = _number("MASTER_PORT", given) if given else 20000 + zlib.crc32(job.encode()) % 20000
+    return _join(Place(rank, local, size, host, port), "srun", backend, seed, verbose, timeout_s)
+
+
+def launch_from_openmpi(
+    host: str | None = None, port: int | None = None, backend: str | None = None, seed: int = 1024,
+    verbose: bool = True, timeout_s: float = TIMEOUT_S,
+) -> DistCoordinator:  # fmt: skip
+    """Join the job whose processes Open MPI's ``mpirun`` started.
+
+    Args:
+        host: name of the machine of rank 0; None is MASTER_ADDR.
+        port: where it listens; None is MASTER_PORT.
+        backend, seed, verbose, timeout_s: as ``launch_from_torch``.
+
+    Raises:
+        RankError: as ``launch_from_torch``.
+    """
+    start = "mpirun -n 8 -x MASTER_ADDR=node0 -x MASTER_PORT=29500 python train.py"
+    place = Place(
+        _integer("OMPI_COMM_WORLD_RANK", "mpirun", start),
+        _integer("OMPI_COMM_WORLD_LOCAL_RANK", "mpirun", start),
+        _integer("OMPI_COMM_WORLD_SIZE", "mpirun", start),
+        _text("MASTER_ADDR", "mpirun", start) if host is None else host,
+        _integer("MASTER_PORT", "mpirun", start) if port is None else port,
+    )
+    return _join(place, "mpirun", backend, seed, verbose, timeout_s)
+
+
+def first_host(nodes: str) -> str:
+    """The first machine of a list as SLURM writes them: ``node[03-05,9],gpu1`` begins with ``node03``.
+
+    Raises:
+        RankError: the text is no such list.
+    """
+    match = re.fullmatch(r"([^\[\],]+)(?:\[(\d+)[^\]]*\]([^\[\],]*))?(?:,.*)?", nodes.strip())
+    if match is None:
+        raise RankError(
+            "SLURM_JOB_NODELIST cannot be read.",
+            found=repr(nodes),
+            hint="give the first machine's name, launch_from_slurm(host=...).",
+        )
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _join(
+    place: Place, launcher: str, backend: str | None, seed: int, verbose: bool, timeout_s: float
+) -> DistCoordinator:
+    if dist.is_initialized():
+        raise RankError(
+            "This process has joined a job already.",
+            found=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+            hint="launch once, before anything else makes a process group.",
+        )
+    if not 0 <= place.rank < place.world_size:
+        raise RankError(
+            "The rank does not fit the size of the job.",
+            found=f"rank {place.rank} of {place.world_size}, from {launcher}",
+            hint="start all processes with one launcher.",
+        )
+    _publish(place)
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend, rank=place.rank, world_size=place.world_size, timeout=dt.timedelta(seconds=timeout_s)
+    )
+    set_seed(seed)
+    coordinator = DistCoordinator()
+    if verbose:
+        coordinator.print_on_master(f"{place.world_size} ranks joined over {backend}, started by {launcher}")
+    return coordinator
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  data sets draw from the global generator
+    torch.manual_seed(seed)
+
+
+def _publish(place: Place) -> None:
+    """What torch reads, whatever launcher started the job."""
+    os.environ.update(
+        RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world_size),
+        MASTER_ADDR=place.host, MASTER_PORT=str(place.port),
+    )  # fmt: skip
+
+
+def _integer(name: str, launcher: str, start: str) -> int:
+    return _number(name, _text(name, launcher, start))
+
+
+def _first_of(names: Sequence[str], launcher: str, start: str) -> int:
+    name = next((n for n in names if n in os.environ), names[0])
+    return _integer(name, launcher, start)
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"\d+", text.strip()):
+        raise RankError(
+            f"The environment variable {name} is no number.", found=repr(text), hint="let the launcher set it."
+        )
+    return int(text)
+
+
+def _text(name: str, launcher: str, start: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise RankError(
+            f"The environment variable {name} is not set, which {launcher} sets.",
+            found=f"{name}={value!r}" if value is not None else f"no {name} in the environment",
+            hint=f"start the program with {start}.",
+        )
+    return value
