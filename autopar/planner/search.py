@@ -30,6 +30,9 @@ from autopar.solver import Problem, Solution, UsagePrices, peak_usage, smallest_
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
+ROUND_SHARE = 0.5
+"""Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
+
 KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
 SECOND_STAGE_SHARE = 0.3
@@ -283,7 +286,7 @@ class _Search:
             if turn and time.perf_counter() > deadline:
                 break
             try:
-                result = self._once(rows, self.budget, deadline, warm)
+                result = self._once(rows, self.budget, self._in(ROUND_SHARE, deadline), warm)
             except (InfeasibleError, SolverError):  # the solver may find nothing so near to the smallest limit
                 return None
             if not any(rows.unseen.values()):
