@@ -246,20 +246,23 @@ class _Sweep:
             made.setdefault(memory.first, []).append(memory)
             freed.setdefault(max(memory.last, memory.first), []).append(memory)
         held = dict.fromkeys(KINDS, 0) | self._steady()
+        running = sum(held.values())
         timeline = [0] * (len(self.program.ops) + 1)
         best: tuple[int, int, dict[str, int]] = (-1, 0, held)
         for i, moment in enumerate(self.moments):
             for memory in made.get(i, ()):
                 held[memory.kind] += memory.nbytes
-            now = held | {"temporaries": held["temporaries"] + self.extra.get(i, 0)}
-            if i == len(self.moments) - 1:
-                now["step"] = self._step()
-            total = sum(now.values())
+                running += memory.nbytes
+            extra = self.extra.get(i, 0)
+            step = self._step() if i == len(self.moments) - 1 else 0
+            total = running + extra + step
             timeline[moment.at] = max(timeline[moment.at], total)
             if total > best[0]:
+                now = held | {"temporaries": held["temporaries"] + extra, "step": held["step"] + step}
                 best = (total, moment.at, now)
             for memory in freed.get(i, ()):
                 held[memory.kind] -= memory.nbytes
+                running -= memory.nbytes
         return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
 
     def _steady(self) -> dict[str, int]:

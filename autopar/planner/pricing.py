@@ -51,6 +51,7 @@ class Prices:
     _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
+    _handed: dict[int, tuple[Handover, Array]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
@@ -162,6 +163,12 @@ class Prices:
 
     def edge(self, source: Variable, target: Variable, h: Handover) -> Array:
         """Cost matrix of one handover, shared between handovers of equal kind."""
+        known = self._handed.get(id(h))
+        if known is None or known[0] is not h:
+            known = self._handed[id(h)] = h, self._shared_edge(source, target, h)
+        return known[1]
+
+    def _shared_edge(self, source: Variable, target: Variable, h: Handover) -> Array:
         key = (
             id(source.options), h.out, id(target.options), h.position, h.meta, h.kept, target.kept, h.rerun,
             target.actions,

@@ -48,6 +48,17 @@ class _Scheduler:
         return {n.name: i for i, n in enumerate(self.graph.nodes)}
 
     @cached_property
+    def holds(self) -> Mapping[Value, int]:
+        """The variable that says what the backward has of each value, where there is one."""
+        return {v.value: i for i, v in enumerate(self.d.variables) if v.kind == "hold" and v.value is not None}
+
+    @cached_property
+    def copies(self) -> Mapping[tuple[Value, Phase], int]:
+        """The variable of the copy from which the readers of a phase read."""
+        copies = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
+        return {(x, phase): i for x, phase, key, i in copies if x is not None and key == copy_key(x, phase)}
+
+    @cached_property
     def owner(self) -> Mapping[str, str]:
         """The node of each parameter and buffer, the first where several have a name."""
         return {i.name: i.node for i in reversed(self.graph.inputs) if i.kind in ("parameter", "buffer")}
@@ -116,7 +127,7 @@ class _Scheduler:
             value = Value(node.name, i)
             name = f"{value}{mark}"
             writes.append(self._tensor(name, meta, spec))
-            for reach in dict.fromkeys((phase, "backward" if hold_key(value) not in self.d.index else phase)):
+            for reach in (phase,) if phase == "backward" or value in self.holds else (phase, "backward"):
                 self.base[reach][value] = spec
                 self.made[reach].setdefault(value, {})[spec] = name
         placeholder = node.op == "placeholder"
@@ -130,7 +141,7 @@ class _Scheduler:
 
     def _hold(self, value: Value) -> None:
         """Bring what is kept for the backward into the spec in which it is kept, at once."""
-        at = self.d.index.get(hold_key(value))
+        at = self.holds.get(value)
         if at is None:
             return
         variable = self.d.variables[at]
@@ -211,9 +222,8 @@ class _Scheduler:
         elif phase == "backward" and value not in self.base["backward"]:
             self._remake(self.graph.by_name[value.node])
         source = self.base[phase][value]
-        key = copy_key(value, phase)
-        if key in self.d.index:
-            at = self.d.index[key]
+        at = self.copies.get((value, phase))
+        if at is not None:
             variable = self.d.variables[at]
             copy = variable.options[self.choice[at]].inputs[0]
             if variable.kept and variable.kept[self.choice[at]]:
