@@ -1,6 +1,7 @@
 """Bytes that a collective holds around the exchange itself: what it packs, receives and unpacks. As ``spmd`` does it.
 
-The wire carries contiguous buffers of equal size. What is sent stays alive until the collective is waited for: the
+The wire carries contiguous buffers of equal size: a rank whose shard is short pads a copy of it, and then holds no more
+than the fullest rank and, once more, its own shard. What is sent stays alive until the collective is waited for: the
 packed buffer, or the tensor itself where nothing had to be packed. What is received becomes the result, or is copied
 into it.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
-from autopar.planner.layouts import Layout, contiguous
+from autopar.planner.layouts import Layout
 from autopar.sharding import ShardingSpec, Step
 
 REDUCED_BYTES = {
@@ -58,25 +59,25 @@ def _all_gather(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh, 
     ways, length = mesh.shape[step.axis], step.apply(before).local_shape(meta.shape, mesh)[step.dim]
     rest = x.numel // max(1, x.shape[step.dim]) * meta.itemsize
     part = -(-length // ways)
-    uneven = length % ways != 0
-    sent = part * rest if uneven or not x.is_contiguous else 0
+    packed = 0 if x.is_contiguous else part * rest
     joined = length * rest if _copied(x.shape[: step.dim]) else 0
-    return Packing(sent, 0, ways * part * rest, joined, keeps_source=not sent)
+    padded = (length % part) * rest if length % ways else 0
+    return Packing(packed or padded, 0, ways * part * rest, joined, keeps_source=not packed)
 
 
 def _all_to_all(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh, x: Layout) -> Packing:
     ways, after = mesh.shape[step.axis], step.apply(before).local_shape(meta.shape, mesh)
     gathered = after[step.dim]
     part = -(-gathered // ways)
-    padded = gathered % ways != 0
-    shape = tuple(part if d == step.dim else n for d, n in enumerate(x.shape))
-    sent, launch = _rows(contiguous(shape) if padded else x, step.to_dim, ways, meta.itemsize)
-    if padded:
-        launch, sent = launch + math.prod(shape) * meta.itemsize, sent or math.prod(shape) * meta.itemsize
-    received = sent or x.numel * meta.itemsize
+    packed, launch = _rows(x, step.to_dim, ways, meta.itemsize)
+    received = packed or x.numel * meta.itemsize
+    padded = (gathered % part) * (x.numel // max(1, x.shape[step.dim])) * meta.itemsize if gathered % ways else 0
     cut = x.shape[step.to_dim] % ways != 0
     joined = _copied(after[: step.dim]) or cut or gathered % ways != 0
-    return Packing(sent, launch, received, math.prod(after) * meta.itemsize if joined else 0, keeps_source=not sent)
+    result = math.prod(after) * meta.itemsize if joined else 0
+    if packed:
+        return Packing(packed, launch + padded, received, result, keeps_source=False)
+    return Packing(padded, 0, received, result, keeps_source=True)
 
 
 def _all_reduce(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh, x: Layout) -> Packing:
