@@ -40,7 +40,7 @@ from autopar.cost_models import CollectiveCosts, ComputeCosts
 from autopar.mesh import Cluster, Mesh
 from autopar.profiling import join, launched, profile_cluster
 from autopar.profiling.collectives import KINDS, Launch, prepared
-from autopar.profiling.kernels import among_others
+from autopar.profiling.kernels import MOST_SETS, ROTATED_BYTES, Rotation, among_others
 from autopar.profiling.timing import Stopwatch
 from autopar.spmd import ProcessRank
 
@@ -102,26 +102,41 @@ def single_ops(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Re
     """Ops of sizes and shapes that were not profiled, among others as in a program, by the processor's time on CPUs."""
     costs, records = ComputeCosts(cluster), []
     timed_among = among_others(rank.device, watch)
-    contract, aten = torch.ops.autopar.contract, torch.ops.aten
+    aten = torch.ops.aten
 
-    def add(name: str, call: Callable[[], object], flops: float, nbytes: float, kind: str, op: str = "") -> None:
+    def add(
+        name: str, make: Callable[[], Callable[[], object]], flops: float, nbytes: float, kind: str, op: str = ""
+    ) -> None:
         predicted = costs.seconds(flops, nbytes, "float32", kind, op)
-        records.append({"what": name, "predicted_s": predicted, "measured_s": timed_among(call).seconds})
+        sets = min(max(int(ROTATED_BYTES / nbytes), 2), MOST_SETS)
+        measured = timed_among(Rotation.of([make() for _ in range(sets)])).seconds
+        records.append({"what": name, "predicted_s": predicted, "measured_s": measured})
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=rank.device)
 
     for m, k, n in PRODUCTS:
-        a, b = torch.rand((m, k), device=rank.device), torch.rand((n, k), device=rank.device)
         nbytes = 4.0 * (m * k + n * k + m * n)
-        add(f"contract {m} x {k} x {n}", partial(contract, a, b, "mk,nk->mn"), 2.0 * m * k * n, nbytes, "matmul")
+        make = partial(_product, rand, m, k, n)
+        add(f"contract {m} x {k} x {n}", make, 2.0 * m * k * n, nbytes, "matmul")
     for rows in (30, 700, 9000):
-        x = torch.rand((rows, 384), device=rank.device)
-        size = 4.0 * x.numel()
-        for op in ("relu", "gelu", "tanh", "neg"):
-            add(f"{op} {rows} x 384", partial(getattr(aten, op).default, x), 0, 2 * size, "memory", f"aten.{op}")
-        add(f"sum {rows} x 384", partial(aten.sum.dim_IntList, x, [0]), 0, size, "memory", "aten.sum")
+        size = 4.0 * rows * 384
+        for name in ("relu", "gelu", "tanh", "neg"):
+            op = getattr(aten, name).default
+            add(f"{name} {rows} x 384", partial(_of, op, rand, rows), 0, 2 * size, "memory", f"aten.{name}")
+        add(f"sum {rows} x 384", partial(_of, aten.sum.dim_IntList, rand, rows, [0]), 0, size, "memory", "aten.sum")
         w = torch.ones(384, device=rank.device)
-        norm = partial(aten.native_layer_norm.default, x, [384], w, w, 1e-5)
+        norm = partial(_of, aten.native_layer_norm.default, rand, rows, [384], w, w, 1e-5)
         add(f"native_layer_norm {rows} x 384", norm, 0, 2 * size, "memory", "aten.native_layer_norm")
     return records
+
+
+def _product(rand: Callable[..., torch.Tensor], m: int, k: int, n: int) -> Callable[[], object]:
+    return partial(torch.ops.autopar.contract, rand(m, k), rand(n, k), "mk,nk->mn")
+
+
+def _of(op: Callable[..., object], rand: Callable[..., torch.Tensor], rows: int, *rest: object) -> Callable[[], object]:
+    return partial(op, rand(rows, 384), *rest)
 
 
 def collectives(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Record]:

@@ -286,7 +286,7 @@ MOST_SETS = 32
 
 
 @dataclass
-class _Rotation:
+class Rotation:
     """Calls on several sets of operands in turn; the results of the last few are kept.
 
     Together the sets are larger than the caches next to a core, unless a set is so small that it stays in a cache in
@@ -295,6 +295,11 @@ class _Rotation:
 
     calls: deque[Call]
     kept: deque[object]
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> Rotation:
+        """Of calls that differ in their operands; a quarter as many results are kept."""
+        return cls(deque(calls), deque(maxlen=max(len(calls) // 4, 1)))
 
     def __call__(self) -> None:
         self.kept.append(self.calls[0]())
@@ -306,8 +311,8 @@ def rotation(run: Run, device: torch.device) -> Made:
     first, amount = run.kernel.make(run.size, run.dtype, device)
     per_set = amount if run.kernel.unit == "bytes" else 8.0 * run.size**2
     sets = min(max(int(ROTATED_BYTES / per_set), 2), MOST_SETS)
-    calls = deque([first, *(run.kernel.make(run.size, run.dtype, device)[0] for _ in range(sets - 1))])
-    return _Rotation(calls, deque(maxlen=max(sets // 4, 1))), amount
+    calls = [first, *(run.kernel.make(run.size, run.dtype, device)[0] for _ in range(sets - 1))]
+    return Rotation.of(calls), amount
 
 
 def among_others(device: torch.device, watch: Stopwatch) -> Callable[[Call], Timing]:
