@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.cost_models.memory import OPTIMIZERS
 from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Cluster, Mesh, builtin_clusters, cluster_of_device
 
@@ -80,19 +82,31 @@ def seen_cluster() -> Cluster:
 
 
 def as_optimizer(optimizer: Any) -> str | float:
-    """A name or bytes per element, of a name, a number or a ``torch.optim`` class or instance."""
+    """A name with options, such as ``"SGD momentum foreach"``, or bytes per element, of a name, a number, a
+    ``torch.optim`` class, a ``functools.partial`` of one, or an instance."""
     if isinstance(optimizer, (str, int, float)):
         return optimizer if isinstance(optimizer, str) else float(optimizer)
+    options: Mapping[str, Any] = {}
+    if isinstance(optimizer, functools.partial):
+        optimizer, options = optimizer.func, optimizer.keywords
     if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = type(optimizer)
-    name = getattr(optimizer, "__name__", None)
-    if not isinstance(name, str):
+        optimizer, options = type(optimizer), optimizer.defaults
+    names = [kind.__name__ for kind in optimizer.__mro__] if isinstance(optimizer, type) else []
+    names = [getattr(optimizer, "__name__", None) or "", *names]
+    if not names[0]:
         raise AutoparError(
             "optimizer is no optimizer.",
             found=repr(optimizer),
             hint='write a name such as "adamw", a torch.optim class, or bytes of state per parameter element.',
         )
-    return name
+    name = next((n for n in names if n.lower() in OPTIMIZERS), names[0])
+    flags = ["amsgrad", "centered", "nesterov", "weight_decay", "foreach", "fused"]
+    if name.lower() in ("sgd", "rmsprop"):
+        flags.append("momentum")
+    said = [flag for flag in flags if options.get(flag)]
+    if options.get("foreach") is False and not options.get("fused"):
+        said.append("for-loop")
+    return " ".join([name, *said])
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

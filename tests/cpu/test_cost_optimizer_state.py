@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
 import torch
 from torch import nn, optim
 
+from autopar.arguments import as_optimizer
 from autopar.cost_models import optimizer_scalar_bytes, optimizer_state_bytes, optimizer_step_bytes
 from autopar.runtime.meter import MemoryMeter, held_by
 
@@ -64,3 +66,24 @@ def test_an_optimizer_holds_the_state_predicted_and_its_step_what_is_predicted(n
     made = meter.peak - held
     assert made <= predicted + SCALARS
     assert predicted <= BOUNDED.get(name, 1.0) * made + SCALARS
+
+
+@pytest.mark.parametrize("mode", ["for-loop", "foreach", "fused"])
+def test_an_optimizer_as_users_give_it_keeps_its_options(mode):
+    params = [nn.Parameter(torch.zeros(10))]
+    chosen = {"foreach": False} if mode == "for-loop" else {mode: True}
+    for given in (
+        optim.SGD(params, momentum=0.9, weight_decay=0.1, **chosen), optim.Adam(params, amsgrad=True, **chosen),
+        optim.RMSprop(params, momentum=0.9, centered=True, foreach=mode == "foreach"), optim.AdamW(params),
+    ):  # fmt: skip
+        name = as_optimizer(given)
+        assert optimizer_state_bytes(name, 10, "float32") == optimizer_state_bytes(given, 10, "float32")
+        assert optimizer_step_bytes(name, [10, 20], "float32") == optimizer_step_bytes(given, [10, 20], "float32")
+
+
+def test_a_subclass_of_an_optimizer_is_known_by_it():
+    class MyAdamW(optim.AdamW):
+        pass
+
+    assert as_optimizer(MyAdamW) == "AdamW"
+    assert as_optimizer(functools.partial(optim.SGD, momentum=0.9)) == "SGD momentum"
