@@ -14,6 +14,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, baseline_finalists, seed
+from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -65,6 +66,7 @@ class Planned:
     baselines: tuple[BaselineRecord, ...] = ()
 
 
+@collected_later()
 def plan_graph(
     graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None, *,
     compare: bool = True,

@@ -19,7 +19,9 @@ from autopar.strategies.notation import Bound, Equation, bind, parse
 from autopar.strategies.registry import LinearSets, Metas, Rule, find_rule, on_change
 
 _cache: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+_bounds: dict[tuple[object, ...], Bound | None] = {}
 on_change(_cache.clear)
+on_change(_bounds.clear)
 
 Cuts = Mapping[str, tuple[int, ...]]
 """The mesh axes that cut each factor, in increasing order."""
@@ -42,8 +44,11 @@ def strategies(node: Node, metas: Metas, mesh: Mesh) -> tuple[Strategy, ...]:
 
 def bound(node: Node, metas: Metas) -> Bound | None:
     """The op's rule fitted to the node's shapes, None without a rule."""
-    rule = find_rule(node)
-    return bind(_equation(rule, node, metas), tuple(metas), node.outputs) if rule else None
+    key = (node.op, node.signature, tuple(metas), node.outputs)
+    if key not in _bounds:
+        rule = find_rule(node)
+        _bounds[key] = bind(_equation(rule, node, metas), tuple(metas), node.outputs) if rule else None
+    return _bounds[key]
 
 
 def flops(node: Node, metas: Metas) -> float:
