@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
         "model", metavar="MODEL", nargs=None if required else "?",
         help="module:function, which returns (model, inputs); a Hugging Face config.json; or a model's type: gpt2",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, default=8, help="samples, for Hugging Face models (default 8)")
-    parser.add_argument("--sequence", type=int, default=512, help="tokens of a sample, likewise (default 512)")
+    parser.add_argument(
+        "--batch", type=_batch, default=(8, None), metavar="N[xTOKENS]",
+        help="samples, and tokens of each, for Hugging Face models (default 8x512)",
+    )  # fmt: skip
+    parser.add_argument("--sequence", type=int, help="tokens of a sample, likewise")
     parser.add_argument("--layers", type=int, help="use so many layers, likewise")
+
+
+def _batch(text: str) -> tuple[int, int | None]:
+    """Samples, and tokens of each where it says so."""
+    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    if found is None or int(found[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no batch: write 8, or 8x4096")
+    return int(found[1]), int(found[2]) if found[2] else None
 
 
 def load_model(arguments: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any]:
@@ -75,6 +87,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+SEQUENCE = 512
 LAYER_COUNTS = ("n_layer", "num_hidden_layers", "num_layers")
 
 
@@ -128,13 +141,20 @@ def _is_encoder(config: Any) -> bool:
 
 
 def _inputs(config: Any, arguments: argparse.Namespace, device: str) -> dict[str, Tensor]:
-    batch = arguments.batch
+    batch, tokens = arguments.batch
+    sequence = tokens or arguments.sequence or SEQUENCE
     if hasattr(config, "image_size") or hasattr(config, "num_channels"):
         side = getattr(config, "image_size", 224)
         pixels = torch.rand((batch, getattr(config, "num_channels", 3), side, side), device=device)
         return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long, device=device)}
-    longest = getattr(config, "max_position_embeddings", None) or arguments.sequence
-    shape = (batch, min(arguments.sequence, longest))
+    longest = getattr(config, "max_position_embeddings", None) or sequence
+    if tokens is not None and tokens > longest:
+        raise AutoparError(
+            "The model has no positions for so many tokens.",
+            found=f"--batch {batch}x{tokens}, max_position_embeddings {longest}",
+            hint=f"write --batch {batch}x{longest}, or give a config.json with more positions.",
+        )
+    shape = (batch, min(sequence, longest))
     if device == "meta":
         ids = torch.empty(shape, dtype=torch.long, device=device)
     else:

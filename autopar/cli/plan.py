@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from typing import Any
 
@@ -14,9 +15,13 @@ from autopar.errors import AutoparError
 def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> None:
     """What says how to plan; with ``report`` also what to do with the plan."""
     models.add_arguments(parser)
-    parser.add_argument("--mesh", metavar="N,M", help="its shape, or dp=2,tp=4; default chosen for the cluster")
+    parser.add_argument("--mesh", metavar="NxM", help="its shape, or dp=2,tp=4; default chosen for the cluster")
     parser.add_argument("--cluster", metavar="NAME", help="dgx-h100, dgx-h100:32, or a file of autopar profile")
-    parser.add_argument("--memory-budget", metavar="SIZE", help="on each device, such as 60GiB; default all it has")
+    parser.add_argument(
+        "--budget", "--memory-budget", dest="memory_budget", metavar="SIZE",
+        help="memory on each device, such as 60GiB; default all it has",
+    )  # fmt: skip
+    parser.add_argument("--mixed-precision", metavar="bf16|fp16", help="autocast around every call")
     parser.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
     parser.add_argument(
         "--constraint", action="append", default=[], metavar="GLOB=SPEC",
@@ -52,23 +57,26 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return dict(
         mesh=mesh_of(arguments.mesh), cluster=arguments.cluster, memory_budget=arguments.memory_budget,
         optimizer=arguments.optimizer, constraints=constraints_of(arguments.constraint),
+        mixed_precision=arguments.mixed_precision,
         time_limit=arguments.time_limit, progress=lambda stage: print(f"{stage} ...", file=sys.stderr),
     )  # fmt: skip
 
 
 def mesh_of(text: str | None) -> object:
-    """``"2,4"`` or ``"dp=2,tp=4"`` as `autopar.plan` takes it.
+    """``"2x4"``, ``"2,4"`` or ``"dp=2,tp=4"`` as `autopar.plan` takes it.
 
     Raises:
         AutoparError: it is neither.
     """
     if text is None:
         return None
+    if re.fullmatch(r"\d+(x\d+)*", text):
+        text = text.replace("x", ",")
     parts = [part.partition("=") for part in text.split(",")]
     named = all(sign for _, sign, _ in parts)
     sizes = [size if named else name for name, sign, size in parts if named or not sign]
     if len(sizes) != len(parts) or not all(size.isdecimal() for size in sizes):
-        raise AutoparError("--mesh is no shape.", found=text, hint="write --mesh 2,4 or --mesh dp=2,tp=4.")
+        raise AutoparError("--mesh is no shape.", found=text, hint="write --mesh 2x4 or --mesh dp=2,tp=4.")
     if named:
         return {name: int(size) for name, _, size in parts}
     return tuple(int(size) for size in sizes)

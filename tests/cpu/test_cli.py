@@ -54,7 +54,7 @@ def test_plan_builds_a_hugging_face_model_of_a_config_without_allocating_it(caps
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
     }))  # fmt: skip
-    sizes = ["--batch", "4", "--sequence", "16", "--layers", "1"]
+    sizes = ["--batch", "4x16", "--layers", "1", "--budget", "1GiB"]
     assert main(["plan", str(config), *sizes, "--mesh", "2", "--cluster", "cpu-2"]) == 0
     text = capsys.readouterr().out
     assert "LlamaForCausalLM on mesh (2,)" in text
@@ -73,7 +73,8 @@ def test_check_runs_every_rank_and_compares(capsys):
         (["plan", "nosuch.json", "--mesh", "2"], "config cannot be read"),
         (["plan", "nosuch:thing", "--mesh", "2"], "was not found"),
         (["plan", f"{__name__}:no_pair", "--mesh", "2"], "must return the model and its inputs"),
-        (["plan", f"{__name__}:small", "--mesh", "2x4"], "--mesh is no shape"),
+        (["plan", f"{__name__}:small", "--mesh", "2xfour"], "--mesh is no shape"),
+        (["plan", "gpt2", "--mesh", "2", "--batch", "2x2048"], "no positions for so many tokens"),
         (["plan", f"{__name__}:small", "--mesh", "2", "--cluster", "nosuch"], "No cluster has this name"),
         (["plan", f"{__name__}:small", "--mesh", "2", "--constraint", "x"], "--constraint is no pair"),
         (["profile", "--nproc", "0"], "--nproc must be at least 1"),
@@ -88,7 +89,8 @@ def test_errors_end_the_command_with_one_message(arguments, message, capsys):
 
 def test_meshes_and_constraints_are_read_as_they_are_written():
     assert mesh_of(None) is None
-    assert mesh_of("2,4") == (2, 4)
+    assert mesh_of("2,4") == mesh_of("2x4") == (2, 4)
+    assert mesh_of("8") == (8,)
     assert mesh_of("dp=2,tp=4") == {"dp": 2, "tp": 4}
     assert constraints_of(["a.*=S0R", "b=R"]) == {"a.*": "S0R", "b": "R"}
     for text in ("2,tp=4", "two", "dp=x", ""):
