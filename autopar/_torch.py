@@ -23,6 +23,9 @@ from torch._ops import OpOverload
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+# Sees every op that runs; there is no public hook below autograd.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -34,6 +37,7 @@ __all__ = [
     "JointInput",
     "JointOutput",
     "OpOverload",
+    "TorchDispatchMode",
     "active_fake_mode",
     "all_gather",
     "all_reduce",

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar import _torch
@@ -22,7 +21,7 @@ from autopar.ops.registration import IMPLEMENTATIONS
 from autopar.spmd import allocating_on_host
 
 
-class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryMeter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors while it is active; what existed before counts from ``hold`` on.
 
     Attributes:
