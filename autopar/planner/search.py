@@ -284,6 +284,7 @@ class _Search:
         deadline = self._in(share, deadline)
         rows = rows or Rows(self.decisions, self.options)
         bound = self.bound
+        joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         for turn in range(TIGHTEN_ROUNDS):
             if turn and time.perf_counter() > deadline:
                 break
@@ -293,6 +294,7 @@ class _Search:
                 return None
             if not any(rows.unseen.values()):
                 bound = max(bound, result.solution.lower_bound)
+                self.bound = bound if joint else self.bound
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
                 return replace(result, solution=_bounded(result.solution, bound, self.options.gap))
