@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, Usage, brute_force, evaluate
 from autopar.solver import highs as highs_backend
+from autopar.solver.alike import alike
 from autopar.solver.condense import condense_usages
 from autopar.solver.dominance import WorkBudget, drop_dominated
 from autopar.solver.dual import Dual
@@ -21,6 +22,7 @@ from autopar.solver.highs import solve_highs
 from autopar.solver.ilp import IlpLimits, build
 from autopar.solver.pulp_backend import solve_pulp
 from autopar.solver.reductions import (
+    SMALL,
     absorb_separable,
     drop_forbidden,
     eliminate,
@@ -156,6 +158,44 @@ def test_min_plus_is_the_minimum_over_paths() -> None:
     left, cost, right = random.random((5, 3)), random.random(5), random.random((5, 4))
     expected = (left[:, :, None] + cost[:, None, None] + right[:, None, :]).min(axis=0)
     np.testing.assert_allclose(min_plus(left, cost, right), expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_equal_rows_and_columns_are_merged_without_a_difference(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(30, 50, 3)
+    left, right = (rng.integers(0, 2, (sizes[0], 4)).astype(float) for _ in range(2))
+    left, right = left[:, rng.integers(0, 4, sizes[1])], right[:, rng.integers(0, 4, sizes[2])]
+    left[rng.random(left.shape) < 0.05] = math.inf
+    cost = rng.random(sizes[0])
+    assert left.size * sizes[2] > SMALL
+    expected = (left[:, :, None] + cost[:, None, None] + right[:, None, :]).min(axis=0)
+    np.testing.assert_array_equal(min_plus(left, cost, right), expected)
+    number = alike(left).number
+    equal = (left[:, None] == left[None, :]).all(axis=2)
+    np.testing.assert_array_equal(number[:, None] == number[None, :], equal)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(1, 6), st.integers(0, 10**6))
+def test_a_dual_that_begins_anywhere_bounds_the_optimum_and_so_does_what_is_left_of_it(
+    problem: Problem, sweeps: int, seed: int
+) -> None:
+    graph = settled_graph(problem)
+    best = optimum(problem)
+    assume(math.isfinite(best))
+    rng = np.random.default_rng(seed)
+    start = {n: {o: rng.normal(size=len(graph.costs[n])) for o in graph.neighbours[n]} for n in graph.nodes()}
+    dual = Dual(graph, start=start)
+    for count in range(sweeps):
+        assert dual.sweep(forward=count % 2 == 1).lower_bound <= best + 1e-9 * (1 + best)
+    chosen = graph.project(brute_force(problem).choice)
+    masks = {n: rng.random(len(graph.costs[n])) < 0.5 for n in graph.nodes()}
+    for node, mask in masks.items():
+        mask[chosen[node]] = True
+    dual.keep(masks)
+    assert dual.sweep(forward=False).lower_bound <= best + 1e-9 * (1 + best)
 
 
 def test_a_tree_is_solved_by_elimination() -> None:
