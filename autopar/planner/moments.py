@@ -42,7 +42,6 @@ RETURNING = ("recompute", "offload")
 """What is not on the device all the time: made again, or fetched back."""
 
 
-
 @dataclass(frozen=True, order=True)
 class Moment:
     """While the graph's node at ``position`` runs; with ``again``, while the node there is run again just before it."""
@@ -351,7 +350,7 @@ class _Row:
             whens = [w for w in ORDER if ORDER[w] <= latest] if action in RETURNING else [NEVER]
             for when in whens:
                 there = self._there(h, action, when)
-                for alive in ((True,) if there and wanted else (False, True) if there else (False,)):
+                for alive in (True,) if there and wanted else (False, True) if there else (False,):
                     yield self._life(h, action, when, alive, size)
 
     def _life(self, h: _Held, action: str, when: str, alive: bool, size: float) -> _Life:

@@ -191,9 +191,7 @@ class CheckpointSearch:
             program, memory = self.measured(chosen[:plain])
             found.append((memory.peak_bytes, chosen[:plain]))
             reached = peak_usage(asked, chosen) * (1 + 1e-9)
-            over = self._unseen(
-                moments_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain]
-            )
+            over = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain])
             if all(m in moments for m in over) or time.perf_counter() > deadline:
                 break
             moments |= over
