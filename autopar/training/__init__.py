@@ -27,6 +27,8 @@ from autopar.training.handlers import (
     register_gradient_handler,
 )
 from autopar.training.launch import launch_from_openmpi, launch_from_slurm, launch_from_torch, set_seed
+from autopar.training.optimizers import MixedPrecisionOptimizer, OptimizerWrapper
+from autopar.training.scaling import GradScaler
 from autopar.training.schedules import BaseSchedule, NonPipelineSchedule
 
 __all__ = [
@@ -41,7 +43,10 @@ __all__ = [
     "GradAccumGradientHandler",
     "GradAccumLrSchedulerByStep",
     "GradAccumOptimizer",
+    "GradScaler",
+    "MixedPrecisionOptimizer",
     "NonPipelineSchedule",
+    "OptimizerWrapper",
     "ResumableDataLoader",
     "accumulate_gradient",
     "all_gather_tensors",

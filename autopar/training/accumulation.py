@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError
 from autopar.training.handlers import BaseGradientHandler
+from autopar.training.optimizers import OptimizerWrapper, backward, no_sync
 
 
 def accumulate_gradient(
@@ -45,7 +46,7 @@ def accumulate_gradient(
     )
 
 
-class GradAccumOptimizer(Optimizer):
+class GradAccumOptimizer(OptimizerWrapper):
     """Divides each loss by ``accumulate_size``, and steps once that many backwards have run.
 
     ``zero_grad`` and ``step`` in between do nothing, so that a loop may call them every time.
@@ -60,35 +61,11 @@ class GradAccumOptimizer(Optimizer):
     """
 
     def __init__(self, optim: Optimizer, accumulate_size: int, model: nn.Module | None = None) -> None:
-        self.optim = optim
+        super().__init__(optim)
         self.accumulate_size = _checked(accumulate_size)
         self.accumulate_step = 0
         self.model = model
         self._has_backward = False
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optim.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not set yet, as when unpickling
-            raise AttributeError(name)
-        return getattr(self.optim, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch's schedulers put a step of their own on the instance, which is no part of it.
-        return {name: value for name, value in self.__dict__.items() if name != "step"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"GradAccumOptimizer({self.optim!r}, accumulate_size={self.accumulate_size})"
@@ -133,21 +110,20 @@ class GradAccumOptimizer(Optimizer):
         """Whether the next ``step`` changes parameters."""
         return self.accumulate_step >= self.accumulate_size
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
-        """Clip the gradients of ``model`` once they are complete."""
-        from autopar.training.clipping import clip_grad_norm_
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor | None:
+        """Clip the gradients once they are complete, as Colossal-AI's loops call it; the norm before, or None."""
+        return self.clip_grad_by_norm(max_norm) if max_norm > 0 else None
 
-        if self.complete and max_norm > 0:
-            clip_grad_norm_(model.parameters(), max_norm)
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor | None:
+        """Clip the gradients once they are complete; None before."""
+        return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite) if self.complete else None
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp the gradients once they are complete."""
+        if self.complete:
+            super().clip_grad_by_value(clip_value)
 
 
 class GradAccumDataloader:
@@ -250,21 +226,6 @@ class GradAccumGradientHandler:
         if self.accumulate_step >= self.accumulate_size:
             self.accumulate_step = 0
             self.grad_handler.handle_gradient()
-
-
-def backward(loss: Tensor, optimizer: Any = None) -> None:
-    """The optimizer's own backward, where it has one (scaling, accumulation), else the loss's."""
-    own = getattr(optimizer, "backward", None)
-    if own is not None:
-        own(loss)
-    else:
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
-def no_sync(model: nn.Module | None) -> contextlib.AbstractContextManager[Any]:
-    """``model.no_sync()``: gradients need not be reduced over ranks yet; nothing where the model has none."""
-    own = getattr(model, "no_sync", None)
-    return own() if callable(own) else contextlib.nullcontext()
 
 
 def _checked(accumulate_size: int) -> int:

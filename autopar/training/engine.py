@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-from autopar.training.accumulation import GradAccumOptimizer, backward, no_sync
+from autopar.training.accumulation import GradAccumOptimizer
 from autopar.training.clipping import clip_grad_norm_
+from autopar.training.optimizers import OptimizerWrapper, backward, no_sync
 
 
 class Engine:
@@ -72,10 +73,9 @@ class Engine:
         optimizer = self._needs_optimizer("step")
         for handler in self.gradient_handlers:
             handler.handle_gradient()
-        if self.clip_grad_norm > 0 and getattr(optimizer, "complete", True):
-            own = getattr(optimizer, "clip_grad_by_norm", None)  # a scaled optimizer's gradients are unscaled first
-            if own is not None:
-                own(self.clip_grad_norm)
+        if self.clip_grad_norm > 0:
+            if isinstance(optimizer, OptimizerWrapper):  # which knows when gradients are complete, and unscales them
+                optimizer.clip_grad_by_norm(self.clip_grad_norm)
             else:
                 clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         return optimizer.step()
