@@ -44,17 +44,24 @@ def without_torchvision() -> Iterator[None]:
             del sys.modules[name]
 
 
-def create(name: str, **options: Any) -> nn.Module:
+def library() -> Any:
     with without_torchvision():
-        import timm
-    if "." in name:  # a class, where no model of the registry takes these options
-        module, _, made = name.partition(".")
-        if "gated" in options:
-            del options["gated"]
-            layer = importlib.import_module("timm.layers").GatedMlp
-            options |= dict(block_layer=timm.models.mlp_mixer.SpatialGatingBlock, mlp_layer=layer)
-        return Classifier(getattr(getattr(timm.models, module), made)(num_classes=CLASSES, **options))
-    return Classifier(timm.create_model(name, num_classes=CLASSES, **options))
+        return importlib.import_module("timm")
+
+
+def create(name: str, **options: Any) -> nn.Module:
+    """A model of timm's registry, or a class of its models, where no entry of the registry takes these options."""
+    module, _, made = name.partition(".")
+    if made:
+        return Classifier(getattr(getattr(library().models, module), made)(num_classes=CLASSES, **options))
+    return Classifier(library().create_model(name, num_classes=CLASSES, **options))
+
+
+def gated_mixer(**options: Any) -> nn.Module:
+    """gMLP (Liu et al. 2021), which timm makes of the mixer."""
+    timm = library()
+    block, layer = timm.models.mlp_mixer.SpatialGatingBlock, timm.layers.GatedMlp
+    return create("mlp_mixer.MlpMixer", block_layer=block, mlp_layer=layer, **options)
 
 
 def image_model(
@@ -92,7 +99,6 @@ IMAGES = [
     convolutional("mambaout", "test_mambaout"),
     convolutional("convnext", "convnext_atto", **STAGES),
     convolutional("convnextv2", "convnextv2_atto", **STAGES),
-    convolutional("hgnet", "hgnetv2_b0"),
     transformer("vit", "vit_tiny_patch16_224", 16, **PLAIN),
     transformer("deit3", "deit3_small_patch16_224", 16, **PLAIN),
     transformer("beit", "beit_base_patch16_224", 16, **PLAIN),
@@ -102,7 +108,7 @@ IMAGES = [
     transformer("xcit", "xcit_nano_12_p16_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4),
     transformer("davit", "davit_tiny", depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4)),
     transformer("mixer", "mlp_mixer.MlpMixer", 16, **MIXER),
-    transformer("gmlp", "mlp_mixer.MlpMixer", 16, **MIXER, mlp_ratio=6, gated=True),
+    Entry("timm_gmlp", "timm, transformer", lambda: gated_mixer(**MIXER, mlp_ratio=6), images(16)),
     mixed("levit", "levit_128s", 64, img_size=64, embed_dim=(16, 24, 32), num_heads=(2, 3, 4), depth=(1, 1, 1),
           key_dim=8),
     mixed("coatnet", "coatnet_nano_rw_224", img_size=32, embed_dim=(32,) * 4, depths=(1, 1, 1, 1), stem_width=8),

@@ -59,7 +59,8 @@ class Record:
     Args:
         seconds: of the processor, for capture, all plans and all simulations.
         sharded: what the plan on the largest mesh cuts.
-        failures: by mesh, or under "capture"; empty where everything is equal.
+        equal: the meshes on which everything is equal to one device.
+        failures: by mesh, or under "capture".
     """
 
     name: str
@@ -67,13 +68,20 @@ class Record:
     coverage: Coverage | None
     seconds: float
     sharded: str
+    equal: tuple[str, ...]
     failures: Mapping[str, str]
 
     @property
     def is_well(self) -> bool:
         """Equal on every mesh, and nearly all of it can be sharded."""
         found = self.coverage
-        return not self.failures and found is not None and min(found.flops, found.bytes) >= LEAST
+        everywhere = set(map(named, MESHES)) <= set(self.equal)
+        return everywhere and found is not None and min(found.flops, found.bytes) >= LEAST
+
+
+def named(mesh: tuple[int, ...]) -> str:
+    """A mesh as the page writes it."""
+    return f"({', '.join(map(str, mesh))}{',' * (len(mesh) == 1)})"
 
 
 def coverage(graph: ir.Graph) -> Coverage:
@@ -132,19 +140,21 @@ def measure(entry: Entry, meshes: tuple[tuple[int, ...], ...] = MESHES) -> Recor
     """Everything that the page says of a model; what fails is in the record."""
     started = time.process_time()
     failures: dict[str, str] = {}
+    equal: list[str] = []
     found, sharded = None, ""
     try:
         of = captured(entry)
         found = coverage(of.capture.graph)
     except Exception as error:  # noqa: BLE001  whatever fails is in the record
-        return Record(entry.name, entry.family, None, time.process_time() - started, "", {"capture": _text(error)})
+        return Record(entry.name, entry.family, None, time.process_time() - started, "", (), {"capture": _text(error)})
     for shape in meshes:
         try:
             planned = check(entry, of, shape)
             sharded = _sharded(of, planned) if math.prod(shape) > 1 else sharded
+            equal.append(named(shape))
         except Exception as error:  # noqa: BLE001  likewise
-            failures[" x ".join(map(str, shape))] = _text(error)
-    return Record(entry.name, entry.family, found, time.process_time() - started, sharded, failures)
+            failures[named(shape)] = _text(error)
+    return Record(entry.name, entry.family, found, time.process_time() - started, sharded, tuple(equal), failures)
 
 
 def _text(error: Exception) -> str:

@@ -95,7 +95,6 @@ MEDIA = [
     vision("resnet", "ResNetForImageClassification", 16, embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1]),
     vision("regnet", "RegNetForImageClassification", 16, embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1],
            groups_width=4),
-    vision("mobilenet_v2", "MobileNetV2ForImageClassification", 32, depth_multiplier=0.25),
     vision("poolformer", "PoolFormerForImageClassification", 32, hidden_sizes=[8, 12], depths=[1, 1],
            num_encoder_blocks=2, patch_sizes=[3, 3], strides=[2, 2], padding=[1, 1]),
     vision("pvt", "PvtForImageClassification", 32, image_size=32, hidden_sizes=[8, 16], depths=[1, 1],

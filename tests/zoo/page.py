@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.zoo.measure import LEAST, MESHES, Record
+from tests.zoo.measure import LEAST, MESHES, Record, named
 
 TOP = """# What is covered
 
@@ -19,18 +19,19 @@ cluster has slow devices and fast links, so that sharding pays even for models o
 - *FLOPs* and *bytes* are the shares of the floating-point operations, and of the bytes that ops of the forward make,
   that are in ops which can be sharded; at least {least:.0%} of each is asked for;
 - *seconds* are of one processor core, for the capture, {plans} plans and {plans} simulations;
-- *sharded* is what the plan on {largest} cuts: an input, how many parameters, and the largest of them.
+- *equal on* are the meshes on which everything is equal;
+- *sharded* is what the plan on the last of those meshes cuts: an input, how many parameters, and the largest of them.
 
 """
 
-HEADER = """| model | nodes | ops | without a rule | FLOPs | bytes | seconds | equal | sharded |
+HEADER = """| model | nodes | ops | without a rule | FLOPs | bytes | seconds | equal on | sharded |
 |---|---:|---:|---|---:|---:|---:|---|---|
 """
 
 
 def page(records: Sequence[Record], refused: Sequence[tuple[str, str]]) -> str:
     """The page as Markdown; ``refused`` are models that give an error, with what it says."""
-    meshes = [f"({', '.join(map(str, m))}{',' if len(m) == 1 else ''})" for m in MESHES]
+    meshes = [named(m) for m in MESHES]
     text = TOP.format(
         meshes=f"{', '.join(meshes[:-1])} and {meshes[-1]}", tolerance="1e-9", least=LEAST, plans=len(meshes),
         largest=meshes[-1],
@@ -47,7 +48,7 @@ def page(records: Sequence[Record], refused: Sequence[tuple[str, str]]) -> str:
 
 
 def _row(r: Record) -> str:
-    equal = "yes" if not r.failures else f"no: {', '.join(r.failures)}"
+    equal = "all" if set(map(named, MESHES)) <= set(r.equal) else ", ".join(r.equal) or "none"
     if r.coverage is None:
         return f"| {r.name} | | | | | | {r.seconds:.0f} | {equal} | |\n"
     c = r.coverage

@@ -61,7 +61,7 @@ REFUSED = [
         other("timm_convit", lambda: create("convit_tiny", img_size=32, embed_dim=32, depth=2, num_heads=4,
                                             local_up_to_layer=1),
               lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.zeros(BATCH, dtype=torch.int64)}),
-        "its first forward gives a buffer another shape; after one step on one device it is captured",
+        "its first forward gives a buffer another shape",
         ("rel_indices", "final shape"),
     ),
     Refused(

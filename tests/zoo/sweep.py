@@ -9,19 +9,21 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 
 from tests.zoo import ZOO
-from tests.zoo.measure import Record, measure
+from tests.zoo.measure import MESHES, Record, measure
+
+Meshes = tuple[tuple[int, ...], ...]
 
 
-def measured(names: Sequence[str], jobs: int) -> Iterator[Record]:
+def measured(names: Sequence[str], jobs: int, meshes: Meshes = MESHES) -> Iterator[Record]:
     """A record of each model, as they come."""
     if jobs == 1:
-        yield from map(measure_one, names)
+        yield from (measure_one(n, meshes) for n in names)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(measure_one, n) for n in names]):
+        for future in as_completed([pool.submit(measure_one, n, meshes) for n in names]):
             yield future.result()
 
 
-def measure_one(name: str) -> Record:
+def measure_one(name: str, meshes: Meshes) -> Record:
     torch.set_num_threads(1)
-    return measure(ZOO[name])
+    return measure(ZOO[name], meshes)
