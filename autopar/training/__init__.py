@@ -8,6 +8,7 @@ from autopar.training.accumulation import (
     accumulate_gradient,
 )
 from autopar.training.annealing import AnnealingScheduler
+from autopar.training.booster import AutoParallelPlugin, Booster
 from autopar.training.clipping import clip_grad_norm_, clip_grad_value_, grad_norm
 from autopar.training.communication import (
     DistCoordinator,
@@ -33,8 +34,10 @@ from autopar.training.schedules import BaseSchedule, NonPipelineSchedule
 
 __all__ = [
     "AnnealingScheduler",
+    "AutoParallelPlugin",
     "BaseGradientHandler",
     "BaseSchedule",
+    "Booster",
     "CycledDataLoader",
     "DataParallelGradientHandler",
     "DistCoordinator",

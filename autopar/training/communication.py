@@ -38,21 +38,21 @@ def to_device(x: Any, device: torch.device | str) -> Any:
 
 def all_reduce_sum(tensor: Tensor, plugin: Plugin | None = None) -> Tensor:
     """Sum ``tensor`` over all ranks, or over the plugin's data-parallel ones, in place."""
-    if dist.is_initialized():
+    if _size(plugin) > 1:
         dist.all_reduce(tensor, group=_group(plugin))
     return tensor
 
 
 def all_reduce_mean(tensor: Tensor, plugin: Plugin | None = None) -> Tensor:
     """Average ``tensor`` over all ranks, or over the plugin's data-parallel ones, in place."""
-    if dist.is_initialized():
+    if _size(plugin) > 1:
         all_reduce_sum(tensor, plugin).div_(_size(plugin))
     return tensor
 
 
 def all_gather_tensors(local_tensor_list: list[Tensor], plugin: Plugin | None = None) -> list[Tensor]:
     """The lists of all ranks, one after the other by rank; shapes and lengths may differ."""
-    if not dist.is_initialized():
+    if _size(plugin) == 1:
         return list(local_tensor_list)
     lists: list[Any] = [None] * _size(plugin)
     dist.all_gather_object(lists, list(local_tensor_list), group=_group(plugin))
@@ -66,6 +66,8 @@ def _group(plugin: Plugin | None) -> Group:
 
 
 def _size(plugin: Plugin | None) -> int:
+    if not dist.is_initialized():
+        return 1
     return dist.get_world_size() if plugin is None else plugin.dp_size
 
 

@@ -1,0 +1,335 @@
+"""Model, optimizer and scheduler in files that programs without autopar read: whole tensors, in one file or several."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.errors import AutoparError
+from autopar.runtime.agreement import this_rank, together
+from autopar.runtime.loading import shard_like
+from autopar.training.optimizers import parameters
+
+PathLike = str | os.PathLike[str]
+MEBIBYTE = 2**20
+
+
+def save_model(
+    model: nn.Module, checkpoint: PathLike, shard: bool = False, size_per_shard: int = 1024, prefix: str = "model"
+) -> None:
+    """Write the whole model; every rank must call it, and rank 0 writes.
+
+    Args:
+        checkpoint: a file (safetensors where its name ends so, else torch's format), or with ``shard`` a directory.
+        shard: write ``{prefix}-00001-of-0000N.safetensors`` with ``{prefix}.safetensors.index.json`` and, for a model
+            with one, its config: ``from_pretrained`` of Hugging Face reads the directory. Rank 0 then holds no more
+            than one file's tensors at a time.
+        size_per_shard: MiB of a file, at most, unless one tensor is larger.
+
+    Raises:
+        AutoparError: it cannot be written; on every rank.
+    """
+    state = model.state_dict(keep_vars=True)
+    path = Path(checkpoint)
+    if shard:
+        _together(_Directory(path, prefix, _untied(state), size_per_shard * MEBIBYTE, model).write)
+        return
+
+    safe = path.suffix == ".safetensors"
+    whole: dict[int, Tensor] = {}
+    gathered = {}
+    for name, tensor in (_untied(state) if safe else state).items():
+        if isinstance(tensor, Tensor):  # modules may keep extra state of any kind
+            if id(tensor) not in whole:
+                whole[id(tensor)] = _on_first(tensor)
+            tensor = whole[id(tensor)]
+        gathered[name] = tensor
+    write = _write_safetensors if safe else torch.save
+    _together(lambda: _replaced(path, lambda to: write(gathered, to)) if this_rank() == 0 else None)
+
+
+def load_model(model: nn.Module, checkpoint: PathLike, strict: bool = True) -> None:
+    """Load whole tensors from a file, or a directory of files with an index, into a parallel model or another.
+
+    Every rank reads, one file at a time.
+
+    Raises:
+        AutoparError: nothing is there, or with ``strict`` names are missing or new.
+    """
+    path = Path(checkpoint)
+
+    def load() -> None:
+        expected = model.state_dict(keep_vars=True)
+        ties = _ties(expected)
+        found: set[str] = set()
+        for file in _files_of(path):
+            part = _read(file)
+            found |= set(part)
+            part |= {name: part[first] for name, first in ties.items() if first in part and name not in part}
+            model.load_state_dict(part, strict=False)
+        missing = {ties.get(n, n) for n in expected if n not in found and ties.get(n) not in found}
+        if strict and (missing or found - set(expected)):
+            raise AutoparError(
+                "The file belongs to another model.",
+                found=f"missing {_some(missing)}, new {_some(found - set(expected))}",
+                hint="load it into the model that was saved, or with strict=False.",
+            )
+
+    _together(load)
+
+
+def save_optimizer(
+    optimizer: Optimizer, checkpoint: PathLike, shard: bool = False, size_per_shard: int = 1024,
+    prefix: str = "optimizer",
+) -> None:  # fmt: skip
+    """Write ``optimizer.state_dict()`` with whole tensors; every rank must call it, and rank 0 writes.
+
+    Args:
+        checkpoint: a file, or with ``shard`` a directory of files that hold ``size_per_shard`` MiB each.
+
+    Raises:
+        AutoparError: it cannot be written; on every rank.
+    """
+    state = optimizer.state_dict()
+    path = Path(checkpoint)
+    sizes = {i: sum(_bytes(v) for v in each.values()) for i, each in state["state"].items()}
+    groups = _partition(sizes, size_per_shard * MEBIBYTE) if shard else [list(sizes)]
+    first = this_rank() == 0
+    names = (
+        [path] if not shard else [path / f"{prefix}-{i + 1:05d}-of-{len(groups):05d}.bin" for i in range(len(groups))]
+    )
+    writer = _Writer()
+    for file, members in zip(names, groups, strict=True):
+        part = {i: {k: _on_first(v) for k, v in state["state"][i].items()} for i in members}
+        if first:
+            data = {"state": part, "param_groups": state["param_groups"]}
+            writer.attempt(functools.partial(_replaced, file, functools.partial(torch.save, data)))
+        del part
+    if shard and first:
+        index = json.dumps({"files": [n.name for n in names]})
+        writer.attempt(lambda: _replaced(path / f"{prefix}.index.json", lambda to: Path(to).write_text(index)))
+    _together(writer.check)
+
+
+def load_optimizer(optimizer: Optimizer, checkpoint: PathLike) -> None:
+    """Load what ``save_optimizer`` wrote, under any plan: each tensor is cut as its parameter is.
+
+    Raises:
+        AutoparError: nothing is there, or it belongs to other parameters.
+    """
+    path = Path(checkpoint)
+
+    def load() -> None:
+        parts = [_torch_load(file) for file in _files_of(path)]
+        state = {i: each for part in parts for i, each in part["state"].items()}
+        optimizer.load_state_dict(
+            {"state": cut(state, parameters(optimizer)), "param_groups": parts[0]["param_groups"]}
+        )
+
+    _together(load)
+
+
+def save_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
+    """Write ``lr_scheduler.state_dict()``; rank 0 does."""
+    state = lr_scheduler.state_dict()
+    _together(lambda: _replaced(Path(checkpoint), lambda to: torch.save(state, to)) if this_rank() == 0 else None)
+
+
+def load_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
+    """Load what ``save_lr_scheduler`` wrote."""
+    _together(lambda: lr_scheduler.load_state_dict(_torch_load(_existing(Path(checkpoint)))))
+
+
+def cut(state: Mapping[int, Mapping[str, Any]], of: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
+    """Optimizer state by position of its parameter, with every tensor of the parameter's shape cut as that is."""
+    return {i: {k: _cut_like(v, of[i]) for k, v in each.items()} for i, each in state.items()}
+
+
+def _cut_like(value: Any, parameter: Tensor) -> Any:
+    alike = isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if alike and value.ndim else value  # type: ignore[arg-type]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, whose shard may lie on the host; a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    local = tensor.to_local().detach()
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False,
+        shape=tensor.shape, stride=tensor.stride(),
+    ).full_tensor()  # fmt: skip
+
+
+def _on_first(value: Any) -> Any:
+    """The whole tensor on rank 0's host; on other ranks nothing is kept."""
+    if not isinstance(value, Tensor):
+        return value
+    gathered = whole(value)
+    return gathered.cpu().contiguous() if this_rank() == 0 else torch.empty(0)
+
+
+class _Writer:
+    """Remembers the first error of rank 0, so that it goes on taking part in collectives."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def attempt(self, write: Callable[[], Any]) -> None:
+        if self.error is None:
+            try:
+                write()
+            except Exception as caught:  # noqa: BLE001  raised by check, when all ranks listen
+                self.error = caught
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class _Directory:
+    """A directory of safetensors as Hugging Face lays it out."""
+
+    def __init__(self, path: Path, prefix: str, state: Mapping[str, Any], most_bytes: int, model: nn.Module) -> None:
+        self.path, self.prefix, self.model = path, prefix, model
+        self.state = {name: t for name, t in state.items() if isinstance(t, Tensor)}
+        self.groups = _partition({name: _bytes(t) for name, t in self.state.items()}, most_bytes)
+
+    def write(self) -> None:
+        writer = _Writer()
+        for i, names in enumerate(self.groups):
+            part = {name: _on_first(self.state[name]) for name in names}
+            if this_rank() == 0:
+                file = self.path / self._name(i)
+                writer.attempt(functools.partial(_replaced, file, functools.partial(_write_safetensors, part)))
+            del part
+        if this_rank() == 0:
+            writer.attempt(self._describe)
+        writer.check()
+
+    def _name(self, i: int) -> str:
+        return f"{self.prefix}-{i + 1:05d}-of-{len(self.groups):05d}.safetensors"
+
+    def _describe(self) -> None:
+        weights = {name: self._name(i) for i, names in enumerate(self.groups) for name in names}
+        size = sum(map(_bytes, self.state.values()))
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2)
+        index = self.path / f"{self.prefix}.safetensors.index.json"
+        config: Any = copy.deepcopy(getattr(self.model, "config", None))
+        if hasattr(config, "save_pretrained"):
+            config.architectures = [getattr(type(self.model), "_autopar_original", type(self.model)).__name__]
+            config.save_pretrained(self.path)
+        _replaced(index, lambda to: Path(to).write_text(text))  # last: the directory is complete once it has an index
+
+
+def _partition(sizes: Mapping[Any, int], most_bytes: int) -> list[list[Any]]:
+    """Names in order, in groups of at most ``most_bytes`` where no single one is larger; at least one group."""
+    groups: list[list[Any]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if groups[-1] and held + size > most_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _ties(state: Mapping[str, Any]) -> dict[str, str]:
+    """Every further name of a tensor that has several, with its first."""
+    first: dict[int, str] = {}
+    return {n: first[id(t)] for n, t in state.items() if first.setdefault(id(t), n) != n}
+
+
+def _untied(state: Mapping[str, Any]) -> dict[str, Any]:
+    ties = _ties(state)
+    return {name: t for name, t in state.items() if name not in ties}
+
+
+def _replaced(path: Path, write: Callable[[str], Any]) -> None:
+    """Write beside ``path`` and rename, so that a file is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.tmp")
+    write(str(beside))
+    with open(beside, "rb") as written:
+        os.fsync(written.fileno())
+    os.replace(beside, path)  # noqa: PTH105  renames over an old file on every system
+
+
+def _write_safetensors(tensors: dict[str, Tensor], path: str) -> None:
+    _safetensors().save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch as library
+    except ImportError:
+        raise AutoparError(
+            "The package safetensors is not installed.", found="a name that ends in .safetensors, or shard=True",
+            hint="pip install safetensors, or save to a file with another name.",
+        ) from None  # fmt: skip
+    return library
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files that make up a checkpoint: itself, or those that a directory's index names."""
+    if not path.is_dir():
+        return [_existing(path)]
+    indices = sorted(path.glob("*.index.json"))
+    if not indices:
+        single = sorted(path.glob("*.safetensors"))
+        if len(single) == 1:
+            return single
+        raise AutoparError(
+            "The directory has no index.", found=f"{path} without *.index.json", hint="give what save wrote."
+        )
+    data = json.loads(indices[0].read_text())
+    names: Iterable[str] = data["files"] if "files" in data else sorted(set(data["weight_map"].values()))
+    return [_existing(path / name) for name in names]
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise AutoparError("There is no such file.", found=str(path), hint="give the path that was saved to.")
+    return path
+
+
+def _read(file: Path) -> dict[str, Any]:
+    tensors: dict[str, Any] = _safetensors().load_file(file) if file.suffix == ".safetensors" else _torch_load(file)
+    return dict(tensors)
+
+
+def _torch_load(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
+
+
+def _together(function: Callable[[], Any]) -> None:
+    """Run on every rank; if it raises on one, all raise."""
+
+    def run() -> bool:
+        try:
+            function()
+        except OSError as error:
+            hint = "see that the path is a place that this process may write to, and has room."
+            raise AutoparError("The file cannot be written or read.", found=str(error), hint=hint) from error
+        return True
+
+    together(run)
