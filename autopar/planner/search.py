@@ -34,10 +34,12 @@ TIGHTEN_ROUNDS = 12
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
 
-KEEPING_SHARE = 0.3
+KEEPING_SHARE = 0.2
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
-SECOND_STAGE_SHARE = 0.3
-"""Of the time, for what to keep and recompute with the shardings of the free optimum."""
+JOINT_SHARE = 0.8
+SECOND_STAGE_GAP = 0.01
+"""Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
+free optimum."""
 SMALLEST_ROUNDS = 6
 SMALLER = 0.99
 NEARLY = 1.005
@@ -217,11 +219,10 @@ class _Search:
         keeping, kept = self.decisions, self._within_budget(deadline, KEEPING_SHARE)
         self.say("over the budget: keep or recompute")
         checkpoints = self._checkpoints(free)
-        second = checkpoints.within(self.budget, self._in(SECOND_STAGE_SHARE, deadline))
         self.seeds = seed(self.decisions, self.prices, self.options, self.baseline) if self.baseline else ()
-        if second is not None:
-            self.seeds += (second.solution.choice,)
-        result = self._better(self._within_budget(deadline), second)
+        result = self._within_budget(deadline, JOINT_SHARE)
+        if result is None or result.solution.gap > SECOND_STAGE_GAP:
+            result = self._better(result, checkpoints.within(self.budget, deadline))
         if kept is not None and (result is None or kept.solution.objective < result.solution.objective):
             bound = self.bound if result is None else result.solution.lower_bound
             self.decisions = keeping
