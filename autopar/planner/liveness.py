@@ -22,8 +22,7 @@ from autopar.planner.packing import packing
 from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
 from autopar.planner.transients import local_op, transients
 from autopar.program import LocalTensor, Op, Program
-from autopar.sharding import ShardingSpec
-from autopar.sharding import Strategy
+from autopar.sharding import ShardingSpec, Strategy
 
 KINDS = ("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "temporaries", "outputs", "step")
 
