@@ -30,7 +30,7 @@ def as_precision(mixed_precision: Any) -> str | None:
         raise AutoparError(
             "mixed_precision names no precision.",
             found=repr(mixed_precision),
-            hint='write "bf16" or "fp16"; for parameters in a lower precision convert the model, as in model.bfloat16().',
+            hint='write "bf16" or "fp16"; for parameters in a lower precision convert the model: model.bfloat16().',
         ) from None
 
 
