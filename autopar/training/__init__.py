@@ -9,6 +9,7 @@ from autopar.training.accumulation import (
 )
 from autopar.training.annealing import AnnealingScheduler
 from autopar.training.booster import AutoParallelPlugin, Booster
+from autopar.training.checkpoint import Checkpointer, Resumed
 from autopar.training.clipping import clip_grad_norm_, clip_grad_value_, grad_norm
 from autopar.training.communication import (
     DistCoordinator,
@@ -38,6 +39,7 @@ __all__ = [
     "BaseGradientHandler",
     "BaseSchedule",
     "Booster",
+    "Checkpointer",
     "CycledDataLoader",
     "DataParallelGradientHandler",
     "DistCoordinator",
@@ -51,6 +53,7 @@ __all__ = [
     "NonPipelineSchedule",
     "OptimizerWrapper",
     "ResumableDataLoader",
+    "Resumed",
     "accumulate_gradient",
     "all_gather_tensors",
     "all_reduce_mean",
