@@ -1,0 +1,126 @@
+"""A run goes on from its checkpoint: bit for bit under the same plan, and under any other plan or world size."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.training import Checkpointer, ResumableDataLoader
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.training_models import SHARDED, Mlp, is_cut, seeded
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    made = RankPool(2)
+    yield made
+    made.close()
+
+
+class Run:
+    """Dropout, weights cut unevenly, a schedule and shuffled data; every rank reads the whole batch."""
+
+    def __init__(self, folder: str, constraints: dict[str, str], seed: int = 0, plan: Any = None) -> None:
+        warnings.simplefilter("ignore")
+        model = seeded(lambda: Mlp(dropout=0.2), seed)
+        x = torch.empty(4, 8)
+        chosen: dict[str, Any] = {"plan": plan} if plan else {"mesh": (dist.get_world_size(),)}
+        self.model = autopar.autoparallelize(model, (x,), **chosen, **({} if plan else {"constraints": constraints}))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+        self.data = ResumableDataLoader(DataLoader(rows, batch_size=4, shuffle=True))
+        self.checkpointer = Checkpointer(folder)
+        self.batches = self.endless()
+
+    def endless(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield from self.data
+
+    def parts(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.scheduler, self.data
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss = self.model(next(self.batches)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+
+def _saved(folder: str) -> dict[str, Any]:
+    run = Run(folder, SHARDED["mlp"])
+    run.steps(6)
+    run.checkpointer.save(6, *run.parts(), extra="six")
+    losses = run.steps(6)  # while it is written
+    run.checkpointer.wait()
+    return {"losses": losses, "cut": sum(map(is_cut, run.model.parameters()))}
+
+
+def _resumed(folder: str, constraints: dict[str, str], same_plan: bool) -> dict[str, Any]:
+    torch.manual_seed(77 + dist.get_rank())
+    plan = Checkpointer(folder).plan() if same_plan else None
+    run = Run(folder, constraints, seed=3, plan=plan)
+    resumed = run.checkpointer.load(*run.parts())
+    assert resumed is not None
+    return {"losses": run.steps(6), "step": resumed.step, "extra": resumed.extra, "planned": plan is not None}
+
+
+def test_a_run_goes_on_under_the_same_plan_another_and_fewer_ranks(pool: RankPool, tmp_path: Path):
+    folder = str(tmp_path)
+    (first, second) = pool.run(_saved, folder)
+    assert first["cut"] > 0
+    assert first["losses"] == second["losses"]
+    for found in pool.run(_resumed, folder, {}, True):
+        assert (found["step"], found["extra"], found["planned"]) == (6, "six", True)
+        assert found["losses"] == first["losses"]
+    for found in pool.run(_resumed, folder, {"up.weight": "RS0", "down.weight": "S0R"}, False):
+        assert found["losses"] == pytest.approx(first["losses"], rel=1e-5)
+    alone = RankPool(1)
+    try:
+        (found,) = alone.run(_resumed, folder, {}, True)
+    finally:
+        alone.close()
+    assert not found["planned"]  # the plan is for two ranks, so one plans again
+    assert found["losses"] == pytest.approx(first["losses"], rel=1e-5)
+
+
+def _failing(folder: str) -> list[str]:
+    """One rank cannot write."""
+    model, errors = nn.Linear(2, 2), []
+    path = Path(folder, "here")
+    checkpointer = Checkpointer(path)
+    checkpointer.save(1, model, wait=True)
+    if dist.get_rank() == 1:
+        checkpointer.folder = Path(folder, "file")
+    checkpointer.save(2, copy.deepcopy(model))
+    try:
+        checkpointer.wait()
+    except AutoparError as error:
+        errors.append(str(error))
+    return [*errors, str(Checkpointer(path).steps())]
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(pool: RankPool, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for error, steps in pool.run(_failing, str(tmp_path)):
+        assert "could not be written" in error
+        assert "rank 1" in error
+        assert steps == "[1]"
