@@ -22,6 +22,7 @@ from autopar.training.communication import (
 )
 from autopar.training.data import CycledDataLoader, ResumableDataLoader, sampler
 from autopar.training.engine import Engine
+from autopar.training.faults import guarded, watchdog
 from autopar.training.handlers import (
     BaseGradientHandler,
     DataParallelGradientHandler,
@@ -61,6 +62,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "grad_norm",
+    "guarded",
     "is_rank_0",
     "launch_from_openmpi",
     "launch_from_slurm",
@@ -71,4 +73,5 @@ __all__ = [
     "sampler",
     "set_seed",
     "to_device",
+    "watchdog",
 ]

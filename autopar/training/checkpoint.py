@@ -7,6 +7,7 @@ disk: a directory named ``step-...`` is complete.
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import os
 import re
@@ -31,6 +32,7 @@ from autopar.errors import AutoparError, RankError
 from autopar.plans import Plan
 from autopar.runtime.agreement import decided_by_first, this_rank, together, world_size
 from autopar.training import state
+from autopar.training.launch import TIMEOUT_S
 from autopar.training.optimizers import scaler_of
 
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -64,13 +66,16 @@ class Checkpointer:
     Args:
         folder: on a disk that all ranks share.
         keep: how many of the newest checkpoints stay.
+        timeout_s: how long ranks that have written wait for one that has not, before that is an error.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 2, timeout_s: float = TIMEOUT_S) -> None:
         self.folder = Path(folder)
         self.keep = max(keep, 1)
         # Collectives of the background must not mix with those of training.
-        self._group = dist.new_group(backend="gloo") if world_size() > 1 else None
+        self._group = (
+            dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=timeout_s)) if world_size() > 1 else None
+        )
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # To be alone is no mistake of the user's.

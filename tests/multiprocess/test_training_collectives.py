@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import autopar
 from autopar.training import (
     DistCoordinator,
     GradScaler,
@@ -216,32 +218,39 @@ def test_utilities_on_four_ranks(pool: RankPool):
         assert each["only"] == ("done" if rank == 0 else None)
 
 
-def _launched(kind: str, port: int) -> tuple[int, int, str, float]:
-    import autopar
+def _launched(ports: dict[str, int]) -> list[tuple[int, int, str, float]]:
+    """Join by each launcher's variables, one after the other."""
+    rank, size, found = os.environ["RANK"], os.environ["WORLD_SIZE"], []
+    for kind, port in ports.items():
+        dist.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name)
+        os.environ.update(zip(VARIABLES[kind], (rank, rank, size), strict=True))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        coordinator = getattr(autopar, f"launch_from_{kind}")(verbose=False, timeout_s=60.0)
+        found.append((coordinator.rank, coordinator.world_size, os.environ["LOCAL_RANK"], float(torch.rand(()))))
+    return found
 
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    dist.destroy_process_group()
-    names = {
-        "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE"), "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
-        "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    }[kind]  # fmt: skip
-    os.environ.update(zip(names, (rank, rank, size), strict=True))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    coordinator = getattr(autopar, f"launch_from_{kind}")(verbose=False, timeout_s=60.0)
-    return coordinator.rank, coordinator.world_size, os.environ["LOCAL_RANK"], float(torch.rand(()))
+
+VARIABLES = {
+    "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
 
 
-@pytest.mark.parametrize("kind", ["torch", "slurm", "openmpi"])
-def test_a_launcher_s_variables_make_the_process_group(kind: str):
-    import socket
-
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        return int(s.getsockname()[1])
+
+
+def test_each_launcher_s_variables_make_the_process_group():
     pool = RankPool(2)
     try:
-        found = pool.run(_launched, kind, port)
+        first, second = pool.run(_launched, {kind: free_port() for kind in VARIABLES})
     finally:
         pool.close()
-    assert [f[:3] for f in found] == [(0, 2, "0"), (1, 2, "1")]
-    assert found[0][3] == found[1][3]  # seeded alike
+    assert [f[:3] for f in first] == [(0, 2, "0")] * 3
+    assert [f[:3] for f in second] == [(1, 2, "1")] * 3
+    assert [f[3] for f in first] == [f[3] for f in second]  # seeded alike
