@@ -6,9 +6,12 @@ import datetime as dt
 import os
 import random
 import re
+import time
+import uuid
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from autopar.errors import RankError
 from autopar.training.communication import DistCoordinator
 
+Store = Any  # torch.distributed.Store, which torch hides from type checkers
 TIMEOUT_S = 600.0
 """How long a collective waits for a rank that does not come, before the job ends with an error."""
 
@@ -143,14 +147,61 @@ def _join(
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend, rank=place.rank, world_size=place.world_size, timeout=dt.timedelta(seconds=timeout_s)
-    )
+    timeout = dt.timedelta(seconds=timeout_s)
+    store = fresh_store(_shared_store(place, timeout), place.rank, place.world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     set_seed(seed)
     coordinator = DistCoordinator()
     if verbose:
         coordinator.print_on_master(f"{place.world_size} ranks joined over {backend}, started by {launcher}")
     return coordinator
+
+
+def _shared_store(place: Place, timeout: dt.timedelta) -> Store:
+    """The store of the launcher where it has one, as torchrun's agents do, else one that rank 0 opens."""
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))  # type: ignore[attr-defined]
+    return store
+
+
+def fresh_store(store: Store, rank: int, world_size: int, timeout: dt.timedelta) -> Store:
+    """A part of ``store`` in which nothing was written yet, the same on all ranks.
+
+    torchrun's agents keep one store over restarts: a rank that is started again would find the addresses of processes
+    that are gone, and wait for them. Counts of restarts differ between machines, so the ranks agree: each asks with a
+    word that only this process knows, and rank 0 answers that word.
+
+    Raises:
+        RankError: not every rank came in time.
+    """
+    if rank != 0:
+        word = uuid.uuid4().hex
+        store.set(f"autopar/asks/{rank}", word)
+        try:
+            store.wait([f"autopar/told/{word}"], timeout)
+        except RuntimeError as error:
+            raise _late("rank 0", timeout) from error
+        name = store.get(f"autopar/told/{word}").decode()
+        store.add(f"autopar/knows/{name}", 1)
+        return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    name, told, deadline_s = uuid.uuid4().hex, set[bytes](), time.monotonic() + timeout.total_seconds()
+    while store.add(f"autopar/knows/{name}", 0) < world_size - 1:
+        for other in range(1, world_size):
+            asks = f"autopar/asks/{other}"
+            if store.check([asks]) and (word_of := store.get(asks)) not in told:
+                told.add(word_of)
+                store.set(f"autopar/told/{word_of.decode()}", name)
+        if time.monotonic() > deadline_s:
+            raise _late(f"some of the {world_size - 1} other ranks", timeout)
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def _late(who: str, timeout: dt.timedelta) -> RankError:
+    return RankError(
+        "Not every rank joined the job in time.",
+        found=f"no word of {who} within {timeout.total_seconds():g} s",
+        hint="see that all processes were started, and that they reach MASTER_ADDR and MASTER_PORT.",
+    )
 
 
 def set_seed(seed: int) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import autopar
@@ -21,7 +25,7 @@ from autopar.training import (
     sampler,
     to_device,
 )
-from autopar.training.launch import first_host
+from autopar.training.launch import first_host, fresh_store
 
 
 def test_annealing_is_continuous_from_start_to_end():
@@ -177,3 +181,22 @@ def test_the_first_machine_of_a_list(nodes: str, first: str):
 def test_a_list_of_machines_that_cannot_be_read():
     with pytest.raises(AutoparError, match="cannot be read"):
         first_host("[1-2]")
+
+
+def test_ranks_that_start_again_agree_on_a_part_of_the_store_without_what_was_left_there():
+    store = dist.HashStore()
+    words = []
+    for _ in range(3):  # the first time, and two restarts on the same store
+        with ThreadPoolExecutor(3) as ranks:
+            found = list(ranks.map(lambda rank: fresh_store(store, rank, 3, timedelta(seconds=60)), range(3)))
+        found[0].set("address", "here")
+        assert [s.get("address") for s in found] == [b"here"] * 3
+        words.append(found[1])
+    words[-1].set("new", "")
+    assert not words[0].check(["new"])
+
+
+def test_a_rank_that_does_not_come_is_an_error():
+    for rank in (0, 1):
+        with pytest.raises(AutoparError, match="Not every rank"):
+            fresh_store(dist.HashStore(), rank, 2, timedelta(seconds=0.2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,19 @@ def run(folder: Path, ranks: int, steps: int, fault: str = "none:0:-1", restarts
     command += ["tests.multiprocess.training_run", str(folder), str(steps)]
     environment = {**os.environ, "FAULT": fault, "TIMEOUT": str(timeout_s), "OMP_NUM_THREADS": "1"}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    return finished(command, environment)
+
+
+def finished(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run, but where it takes too long its children are ended too."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+        try:
+            out, error = process.communicate(timeout=200)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
 def losses(text: str) -> dict[int, float]:
