@@ -76,9 +76,9 @@ class AutoParallelPlugin:
         scales = parallel.plan.options.get("mixed_precision") == "fp16"  # type: ignore[union-attr, operator]
         if optimizer is None or not (scales or self.max_norm > 0):
             return parallel, optimizer
-        return parallel, MixedPrecisionOptimizer(
-            optimizer, GradScaler(**self.scaler) if scales else None, self.max_norm
-        )
+        device = next(parallel.parameters()).device.type
+        scaler = GradScaler(**{"device": device, **self.scaler}) if scales else None
+        return parallel, MixedPrecisionOptimizer(optimizer, scaler, self.max_norm)
 
     def prepare_dataloader(
         self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, seed: int = 1024, drop_last: bool = True,
