@@ -61,12 +61,14 @@ def plan(
     solver: str = "auto",
     gap: float = 1e-3,
     search: str = "joint",
+    compare: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan how ``model`` trains on a cluster; needs no process group and no GPU, and allocates nothing.
 
     Args: as ``autoparallelize``; ``solver`` is ``"cbc"``, ``"highs"`` or another that PuLP knows, ``gap`` the
-        relative gap at which it may stop, ``progress`` is told each stage.
+        relative gap at which it may stop, ``compare`` measures all baselines, also those that cannot be better,
+        ``progress`` is told each stage.
 
     Raises:
         CaptureError, MeshError, ConstraintError, InfeasibleError: see there.
@@ -77,6 +79,7 @@ def plan(
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
         canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
+        compare=compare,
     )  # fmt: skip
     started = time.perf_counter()
     capture = _capture(model, bind(model, *as_call(meta_inputs)), options, size)

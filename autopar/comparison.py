@@ -56,6 +56,7 @@ def compare(model: nn.Module, meta_inputs: Any, **options: Any) -> Comparison:
     Args:
         model, meta_inputs, options: as for ``autopar.plan``. Constraints hold for the chosen plan, not for baselines.
     """
+    options = {**options, "compare": True}
     plan = api.plan(model, meta_inputs, **options)
     baselines = plan.baselines
     if not baselines:

@@ -33,7 +33,7 @@ def plan_on(name: str, mesh: tuple[int, ...], budget: str = "all", **options: ob
     """The plan of a model of the zoo on part of a DGX H100."""
     graph, arranged = captured(name), Mesh(mesh)
     cluster = Cluster.load("dgx-h100").sized(arranged.size)
-    asked = replace(Options(time_limit_s=TIME_LIMIT_S), **options)
+    asked = replace(Options(time_limit_s=TIME_LIMIT_S, compare=True), **options)
     if budget != "all":
         asked = replace(asked, memory_budget_bytes=_bytes(budget, name, mesh))
     return plan_graph(graph, arranged, cluster, asked)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
@@ -16,7 +16,7 @@ from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Problem, Solution
+from autopar.solver import Solution
 
 SHARE_OF_TIME = 0.2
 LEAST_S = 5.0
@@ -52,17 +52,39 @@ class Finalist:
         )  # fmt: skip
 
 
-def baseline_finalists(d: Decisions, prices: Prices, options: Options, only: str | None = None) -> list[Finalist]:
+@dataclass(frozen=True)
+class Rival:
+    """A completed baseline: its choice and its cost in seconds. What it takes as a program is found out when asked."""
+
+    name: str
+    decisions: Decisions
+    prices: Prices
+    options: Options
+    choice: tuple[int, ...]
+    objective: float
+
+    @cached_property
+    def finalist(self) -> Finalist:
+        """Scheduled, timed and measured."""
+        d, prices = self.decisions, self.prices
+        program = schedule(d, self.choice, prices)
+        memory = profile(program, d.graph, d.mesh, self.options)
+        solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
+        return Finalist(self.name, d, solution, program, memory, simulate_streams(program, prices.overlap))
+
+
+def rivals(d: Decisions, prices: Prices, options: Options, only: str | None = None) -> list[Rival]:
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
     started = time.perf_counter()
-    problem = Objective(d, prices).problem()
+    objective = Objective(d, prices)
+    problem = objective.problem()
     found = []
     allowed_s = max(options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0), LEAST_S)
     choices = restricted_choices(
         d, problem, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
     )
     for baseline, choice in choices:
-        found.append(finalist(baseline.name, d, prices, options, choice, problem))
+        found.append(Rival(baseline.name, d, prices, options, choice, objective.seconds(choice, problem)))
         if time.perf_counter() - started > allowed_s:
             break
     return found
@@ -74,15 +96,3 @@ def seed(d: Decisions, prices: Prices, options: Options, name: str) -> tuple[tup
     limit = max(options.time_limit_s * SHARE_OF_TIME / 4, 0.5)
     choices = restricted_choices(d, problem, time_limit=limit, backend=options.solver, gap=options.gap, only=name)
     return tuple(choice for _, choice in choices)
-
-
-def finalist(
-    name: str, d: Decisions, prices: Prices, options: Options, choice: Sequence[int], problem: Problem
-) -> Finalist:
-    """The program of a choice, and what it takes."""
-    objective = Objective(d, prices).seconds(choice, problem)
-    program = schedule(d, choice, prices)
-    memory = profile(program, d.graph, d.mesh, options)
-    solution = Solution(tuple(choice), objective, 0.0, proven=False, method=f"baseline {name}")
-    timeline = simulate_streams(program, prices.overlap)
-    return Finalist(name, d, solution, program, memory, timeline)

@@ -29,6 +29,7 @@ class Options:
         backend: ``"eager"`` runs op by op; ``"inductor"`` fuses pointwise ops and reductions, which then cost what
             they move at the borders of their kernels.
         mixed_precision: ``"bf16"`` or ``"fp16"`` where every call runs under that autocast.
+        compare: schedule, time and measure every baseline, also those that cannot be better than the plan.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
     """
 
@@ -43,6 +44,7 @@ class Options:
     gap: float = 1e-3
     search: str = "joint"
     backend: str = "eager"
+    compare: bool = False
     device: str = "cuda"
     mixed_precision: str | None = None
 

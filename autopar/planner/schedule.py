@@ -6,7 +6,7 @@ gradient or a result needs is launched as soon as its value is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -41,6 +41,7 @@ class _Scheduler:
     )
     base: dict[Phase, dict[Value, ShardingSpec]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
     rerun: set[str] = field(default_factory=set)
+    chains: list[list[Callable[[], None]]] = field(default_factory=list)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
 
     @cached_property
@@ -77,7 +78,10 @@ class _Scheduler:
         for node in self.graph.nodes:
             self._node(node)
             for at in pending.get(node.name, ()):
+                self._bring_results_on()
                 results[at] = self._result(at)
+        while self.chains:
+            self._bring_results_on()
         outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
         away = [(v, v.away[option]) for v, option in zip(self.d.variables, self.choice, strict=True) if v.away]
         names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
@@ -239,24 +243,50 @@ class _Scheduler:
             return self._read(output.value, self._chosen(output_key(output.name)).inputs[0], phase)
         spec = self._chosen(self.owner[output.name]).outputs[0]
         assert spec is not None
-        return self._redistribute(output.value, self.base[phase][output.value], spec, phase)
+        source = self.base[phase][output.value]
+        chain = list(self._steps(output.value, source, spec, phase))
+        if not chain:
+            return self.made[phase][output.value][spec]
+        chain.pop(0)()
+        self.chains += [chain] if chain else []
+        return _redistributed(output.value, spec, phase)
+
+    def _bring_results_on(self) -> None:
+        """The next step of every result that needs several. A step waits for the one before, and the program with it:
+        so it comes when the next result is there, and the one before is probably done."""
+        for chain in self.chains:
+            chain.pop(0)()
+        self.chains = [chain for chain in self.chains if chain]
 
     def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
+        for take in self._steps(value, source, target, phase):
+            take()
+        return self.made[phase][value][target]
+
+    def _steps(
+        self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase
+    ) -> Iterator[Callable[[], None]]:
+        """The steps to a tensor in ``target``, to be taken in turn; none where it is there."""
         made = self.made[phase].setdefault(value, {})
         if target in made:
-            return made[target]
+            return
         meta = self.graph.meta(value)
         path = self.prices.path(source, target, meta)
-        for before, step, after in zip(path.specs, path.steps, path.specs[1:], strict=False):
-            if after not in made:
-                made[after] = self._step(value, meta, made[before], before, step, after, phase)
-        return made[target]
+
+        def taking(before: ShardingSpec, step: Step, after: ShardingSpec) -> Callable[[], None]:
+            def take() -> None:
+                if after not in made:
+                    made[after] = self._step(value, meta, made[before], before, step, after, phase)
+
+            return take
+
+        yield from map(taking, path.specs, path.steps, path.specs[1:])
 
     def _step(
         self, value: Value, meta: TensorMeta, source: str, before: ShardingSpec, step: Step, after: ShardingSpec,
         phase: Phase,
     ) -> str:  # fmt: skip
-        name = f"{value}|{after}|{phase[0]}"
+        name = _redistributed(value, after, phase)
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
         costs = self.prices.collectives.of(meta.dtype)
         seconds, launch_s = (
@@ -274,6 +304,10 @@ class _Scheduler:
 
     def _tensor(self, name: str, meta: TensorMeta, spec: ShardingSpec) -> LocalTensor:
         return LocalTensor(name, meta, spec, local_bytes(meta, spec, self.mesh))
+
+
+def _redistributed(value: Value, spec: ShardingSpec, phase: Phase) -> str:
+    return f"{value}|{spec}|{phase[0]}"
 
 
 def stored_spec(program: Program) -> Mapping[str, ShardingSpec]:

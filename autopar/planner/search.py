@@ -13,7 +13,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
-from autopar.planner.finalists import Finalist, baseline_finalists, seed
+from autopar.planner.finalists import Finalist, Rival, rivals, seed
 from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import Objective
@@ -33,6 +33,9 @@ from autopar.strategies import find_rule, missing_rule
 TIGHTEN_ROUNDS = 12
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
+
+NEARLY_FREE = 0.002
+"""Where keeping less costs no more than this share beyond the free optimum, there is no need to recompute."""
 
 KEEPING_SHARE = 0.2
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
@@ -73,7 +76,8 @@ def plan_graph(
     graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None, *,
     compare: bool = True,
 ) -> Planned:  # fmt: skip
-    """Plan ``graph`` on ``mesh``; with ``compare`` beside the baselines.
+    """Plan ``graph`` on ``mesh``; with ``compare`` beside those baselines that may be better, or, with
+    ``options.compare``, beside all.
 
     Raises:
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
@@ -98,25 +102,29 @@ def plan_graph(
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
     priced = time.perf_counter()
-    compared = _baselines(decisions, prices, options) if compare else []
+    compared = _rivals(decisions, prices, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
     best = search.best(compared, started + options.time_limit_s)
     search.timings["strategies"] = listed - started
+    looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
     return Planned(
         best.program, best.decisions, best.solution, best.memory, best.timeline, search.timings, notices,
-        tuple(b.record(search.budget) for b in compared),
+        tuple(r.finalist.record(search.budget) for r in looked_at),
     )  # fmt: skip
 
+
+HOPELESS = 1.25
+"""A step takes hardly less than its cost: of baselines that cost so many times our step none is looked at."""
 
 SHORTEST_TO_COMPARE_S = 5.0
 """Under so short a time limit all of it is the search's."""
 
 
-def _baselines(decisions: Decisions, prices: Prices, options: Options) -> list[Finalist]:
+def _rivals(decisions: Decisions, prices: Prices, options: Options) -> list[Rival]:
     """What the plan is compared with; under constraints nothing, since they may exclude every baseline."""
     kind, _, name = options.search.partition(":")
     if kind == "baseline":
-        found = baseline_finalists(decisions, prices, options, name)
+        found = rivals(decisions, prices, options, name)
         if found:
             return found
         raise PlanError(
@@ -126,7 +134,7 @@ def _baselines(decisions: Decisions, prices: Prices, options: Options) -> list[F
         )
     if kind != "joint" or options.constraints or options.time_limit_s < SHORTEST_TO_COMPARE_S:
         return []
-    return baseline_finalists(decisions, prices, options)
+    return rivals(decisions, prices, options)
 
 
 def _budget(cluster: Cluster, options: Options) -> float:
@@ -170,31 +178,34 @@ class _Search:
     seeds: tuple[tuple[int, ...], ...] = ()
     prices_of_memory: UsagePrices = field(default_factory=UsagePrices)
     bound: float = 0.0
+    rivals: Sequence[Rival] = ()
     baseline: str = ""
-    least: float = math.inf
     hideable_s: float = math.inf
 
-    def best(self, compared: Sequence[Finalist], deadline: float) -> Finalist:
+    def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
         """The finalist of the least simulated step: the search's own plan, or a baseline that fits.
 
         Raises:
             InfeasibleError: nothing fits the budget.
         """
         if self.options.search.startswith("baseline"):
-            return compared[0]
-        fitting = [f for f in compared if f.memory.peak_bytes <= self.budget]
-        self.least = min((f.memory.peak_bytes for f in compared), default=math.inf)
-        self.seeds = tuple(f.solution.choice for f in compared)
-        self.baseline = min(fitting, key=Finalist.cost).name if fitting else ""
+            return compared[0].finalist
+        self.rivals = sorted(compared, key=lambda r: r.objective)
+        self.seeds = tuple(r.choice for r in self.rivals)
         result = self.run(deadline)
         if result is None:
+            fitting = [r.finalist for r in self.rivals if self._fits(r)]
             return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
         own = Finalist(
             "chosen", self.decisions, result.solution, result.program, result.memory,
             simulate_streams(result.program, self.prices.overlap),
         )
-        least = min((own, *fitting), key=Finalist.rank)
+        hopeful = (r for r in self.rivals if r.objective <= own.timeline.seconds * HOPELESS)
+        least = min((own, *(r.finalist for r in hopeful if self._fits(r))), key=Finalist.rank)
         return own if least is own else self._bounded(least, own.solution.lower_bound, own.solution.method)
+
+    def _fits(self, rival: Rival) -> bool:
+        return rival.finalist.memory.peak_bytes <= self.budget
 
     def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
         """A baseline as the chosen plan, with the search's bound."""
@@ -213,10 +224,13 @@ class _Search:
             return free
         self.hideable_s = forward_seconds(free.program)
         self.bound = free.solution.lower_bound
+        self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._all_by_checkpoints(free, deadline)
         self.say("over the budget: keep less")
         keeping, kept = self.decisions, self._within_budget(deadline, KEEPING_SHARE)
+        if kept is not None and kept.solution.gap <= max(self.options.gap, NEARLY_FREE):
+            return kept
         self.say("over the budget: keep or recompute")
         checkpoints = self._checkpoints(free)
         self.seeds = seed(self.decisions, self.prices, self.options, self.baseline) if self.baseline else ()
@@ -388,7 +402,7 @@ class _Search:
         return _Result(program, solution, memory, self.timings)
 
     def _infeasible(self, smallest: _Result) -> InfeasibleError:
-        least = min(smallest.memory.peak_bytes, self.least)
+        least = min([smallest.memory.peak_bytes, *(r.finalist.memory.peak_bytes for r in self.rivals)])
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
         return InfeasibleError(
             "No plan fits the memory budget.",

@@ -1,17 +1,20 @@
-"""Step time by simulating a program on three streams: one computes, one communicates, one copies to and from the host.
+"""Step time by simulating a program on streams: one computes, one for each mesh axis communicates, one copies to and
+from the host.
 
 As the executed program does: a collective is launched at its place in the program and runs beside what is computed
-next, collectives one after the other; it is waited for before its first reader, also where that reader is another
-collective; and what is still under way when the forward ends is waited for there, since the forward returns it.
+next. Those of one mesh axis, which is one process group, run one after the other, those of different axes beside each
+other. A collective is waited for before its first reader, also where that reader is another collective; and what is
+still under way when the forward ends is waited for there, since the forward returns it.
 
-While both of these are busy they may slow each other down, as on a CPU whose cores also carry the messages. With
-``overlap`` o, each then runs at the rate 1 / (2 - o): o = 1 is free overlap, o = 0 is taking turns. Copies to and from
-the host run one after the other beside both, done by engines of their own. So a step takes at least as long as each
-stream's work, and at most as long as all together.
+While the program computes and communicates both may slow each other down, as on a CPU whose cores also carry the
+messages. With ``overlap`` o, each then runs at the rate 1 / (2 - o): o = 1 is free overlap, o = 0 is taking turns.
+Copies to and from the host run one after the other beside both, done by engines of their own. So a step takes at least
+as long as each stream's work, and at most as long as all together.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -70,11 +73,26 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
 
 
 @dataclass
+class _Queue:
+    """The collectives of one process group that are under way, and the work that the first has left."""
+
+    ops: deque[Op] = field(default_factory=deque)
+    left_s: float = 0.0
+    begun_s: float = 0.0
+
+    def begin(self, at_s: float) -> None:
+        """The first runs from now on; the seconds of its launch have passed."""
+        self.left_s, self.begun_s = self.ops[0].seconds - self.ops[0].launch_s, at_s
+
+
+@dataclass
 class _Streams:
-    """The compute stream's clock, and the collectives that are under way, with the work that the first has left.
+    """The compute stream's clock, and what runs beside it.
 
     Args:
         rate: of computing and communicating while both are busy.
+        queues: by the mesh axes that the collectives run over.
+        pending: the queue of each tensor that is on its way.
         copied: when each tensor whose copy was started is there.
         host_free_s: when the last of these copies ends.
     """
@@ -82,21 +100,21 @@ class _Streams:
     rate: float
     now_s: float = 0.0
     intervals: list[Interval] = field(default_factory=list)
-    queue: deque[Op] = field(default_factory=deque)
-    pending: set[str] = field(default_factory=set)
-    left_s: float = 0.0
-    begun_s: float = 0.0
+    queues: dict[tuple[int, ...], _Queue] = field(default_factory=dict)
+    pending: dict[str, _Queue] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
     host_free_s: float = 0.0
 
     def launch(self, op: Op) -> None:
         """The calling program pays for the launch; what is under way goes on meanwhile."""
+        assert op.step is not None
         begun_s = self.now_s
         self._advance(op.launch_s)
-        if not self.queue:
-            self.left_s, self.begun_s = op.seconds - op.launch_s, begun_s
-        self.queue.append(op)
-        self.pending.update(t.name for t in op.writes)
+        queue = self.queues.setdefault((op.step.axis, *op.step.axes), _Queue())
+        queue.ops.append(op)
+        if len(queue.ops) == 1:
+            queue.begin(begun_s)
+        self.pending.update((t.name, queue) for t in op.writes)
 
     def copy(self, op: Op) -> None:
         start_s = max(self.now_s, self.host_free_s)
@@ -111,23 +129,21 @@ class _Streams:
 
     def _advance(self, work_s: float) -> None:
         """The compute stream works so long, alone or beside what is under way."""
-        while work_s > 0 and self.queue:
-            done_s = min(work_s, self.left_s)
-            self.now_s += done_s / self.rate
-            self.left_s -= done_s
+        while work_s > 0 and (first_s := self._first_s()) < math.inf:
+            done_s = min(work_s, first_s)
+            self._communicate(done_s, done_s / self.rate)
             work_s -= done_s
-            self._finish_what_is_done()
         self.now_s += work_s
 
     def wait_for(self, name: str) -> None:
         """The compute stream stands still until the tensor is there."""
         while name in self.pending:
-            self._run_first()
+            self._stand(self.pending[name].left_s)
         self._stand_until(self.copied.pop(name, 0.0))
 
     def wait_for_all(self) -> None:
-        while self.queue:
-            self._run_first()
+        while (first_s := self._first_s()) < math.inf:
+            self._stand(first_s)
         self._stand_until(self.host_free_s)
         self.copied.clear()
 
@@ -138,22 +154,29 @@ class _Streams:
             self.intervals.append(Interval("optimizer state", "host", start_s, self.now_s))
 
     def _stand_until(self, end_s: float) -> None:
-        """Nothing is computed till then, while collectives go on."""
-        while self.queue and self.now_s + self.left_s <= end_s:
-            self._run_first()
-        if self.queue:
-            self.left_s -= max(end_s - self.now_s, 0.0)
-        self.now_s = max(self.now_s, end_s)
+        self._stand(end_s - self.now_s)
 
-    def _run_first(self) -> None:
-        self.now_s += self.left_s
-        self.left_s = 0.0
-        self._finish_what_is_done()
+    def _stand(self, seconds: float) -> None:
+        """Nothing is computed for so long, while collectives go on."""
+        while (first_s := self._first_s()) <= seconds:
+            self._communicate(first_s, first_s)
+            seconds -= first_s
+        if seconds > 0:
+            self._communicate(seconds, seconds)
 
-    def _finish_what_is_done(self) -> None:
-        while self.queue and self.left_s <= 0:
-            op = self.queue.popleft()
-            self.pending.difference_update(t.name for t in op.writes)
-            self.intervals.append(Interval(op.name, "communication", self.begun_s, self.now_s))
-            if self.queue:
-                self.left_s, self.begun_s = self.queue[0].seconds - self.queue[0].launch_s, self.now_s
+    def _first_s(self) -> float:
+        """Work until the first of the collectives under way is done; inf where none is."""
+        return min((q.left_s for q in self.queues.values() if q.ops), default=math.inf)
+
+    def _communicate(self, work_s: float, seconds: float) -> None:
+        """``seconds`` pass, in which every queue does ``work_s`` of its first collective, and none does more."""
+        self.now_s += seconds
+        for queue in self.queues.values():
+            queue.left_s -= work_s
+            while queue.ops and queue.left_s <= 0:
+                op = queue.ops.popleft()
+                for tensor in op.writes:
+                    self.pending.pop(tensor.name, None)
+                self.intervals.append(Interval(op.name, "communication", queue.begun_s, self.now_s))
+                if queue.ops:
+                    queue.begin(self.now_s)

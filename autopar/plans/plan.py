@@ -44,7 +44,8 @@ class Plan:
         solver: method and sizes of the problem.
         notices: what the user should know.
         candidates: other meshes that were planned, with their step times.
-        baselines: known ways to train in parallel, completed, priced and simulated as this plan was.
+        baselines: known ways to train in parallel, completed, priced and simulated as this plan was: those that might
+            have been better, or all with ``compare=True``.
     """
 
     model: str

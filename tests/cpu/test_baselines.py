@@ -119,8 +119,8 @@ def test_a_baseline_that_does_not_apply_is_refused():
 
 def test_the_plan_remembers_what_it_was_compared_with():
     module, inputs = ZOO["mlp"].made(torch.float32)
-    plan = autopar.plan(module, inputs, mesh=(2, 2), cluster="dgx-h100")
-    assert {b.name for b in plan.baselines} <= NAMES
+    plan = autopar.plan(module, inputs, mesh=(2, 2), cluster="dgx-h100", compare=True)
+    assert {"DDP", "ZeRO-3", "TP"} < {b.name for b in plan.baselines} <= NAMES
     assert autopar.Plan.from_json(plan.to_json()).baselines == plan.baselines
     for record in plan.baselines:
         alone = baseline("mlp", record.name, (2, 2))
