@@ -17,8 +17,8 @@ from tests.cpu.rule_simulation import Sample, WrongRule, check
 # Ops that are replicated on purpose: random streams, results whose size depends on values, strides of a storage.
 REPLICATED = """
     arange argsort as_strided as_strided_scatter bernoulli bincount eye histc index_fill masked_scatter
-    masked_scatter_backward multinomial native_dropout nonzero linspace rand rand_like randint randint_like randn randn_like randperm
-    scalar_tensor trace tril_indices triu_indices
+    masked_scatter_backward multinomial native_dropout nonzero linspace rand rand_like randint randint_like
+    randn randn_like randperm scalar_tensor trace tril_indices triu_indices
 """.split()
 
 
