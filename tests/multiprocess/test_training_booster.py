@@ -122,7 +122,12 @@ def _accumulated() -> dict[str, Any]:
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
     plain.step()
     kinds = isinstance(wrapped, GradAccumOptimizer) and isinstance(wrapped.optim, MixedPrecisionOptimizer)
-    return {"changed": changed, "state": state_distance(model, reference), "clipped": float(norm) > 0.05, "kinds": kinds}
+    return {
+        "changed": changed,
+        "state": state_distance(model, reference),
+        "clipped": float(norm) > 0.05,
+        "kinds": kinds,
+    }
 
 
 def test_accumulation_and_clipping_around_a_boosted_model(pool: RankPool):
