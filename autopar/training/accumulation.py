@@ -156,11 +156,12 @@ class GradAccumDataloader:
             return
         steps = self.steps_per_epoch
         batches = iter(self.dataloader)
-        for _ in range(steps):
-            yield next(batches)
-        if self.consume_remain_data:
-            for _ in batches:
-                pass
+        for step in range(steps):
+            batch = next(batches)
+            if step == steps - 1 and self.consume_remain_data:
+                for _ in batches:
+                    pass
+            yield batch
 
     def _whole_cycles(self) -> Iterator[Any]:
         """Where the number of batches is not known, a cycle is given out once all of it is there."""

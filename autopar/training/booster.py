@@ -161,22 +161,22 @@ class Booster:
         return no_sync(model)
 
     def save_model(
-        self, model: nn.Module, checkpoint: files.PathLike, shard: bool = False, size_per_shard: int = 1024,
+        self, model: nn.Module, checkpoint: files.PathLike, shard: bool = False, *, size_per_shard: int = 1024,
         prefix: str = "model",
     ) -> None:  # fmt: skip
         """See ``autopar.training.files.save_model``."""
-        files.save_model(model, checkpoint, shard, size_per_shard, prefix)
+        files.save_model(model, checkpoint, shard, size_per_shard=size_per_shard, prefix=prefix)
 
     def load_model(self, model: nn.Module, checkpoint: files.PathLike, strict: bool = True) -> None:
         """See ``autopar.training.files.load_model``."""
         files.load_model(model, checkpoint, strict)
 
     def save_optimizer(
-        self, optimizer: Optimizer, checkpoint: files.PathLike, shard: bool = False, size_per_shard: int = 1024,
+        self, optimizer: Optimizer, checkpoint: files.PathLike, shard: bool = False, *, size_per_shard: int = 1024,
         prefix: str = "optimizer",
     ) -> None:  # fmt: skip
         """See ``autopar.training.files.save_optimizer``."""
-        files.save_optimizer(optimizer, checkpoint, shard, size_per_shard, prefix)
+        files.save_optimizer(optimizer, checkpoint, shard, size_per_shard=size_per_shard, prefix=prefix)
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: files.PathLike) -> None:
         """See ``autopar.training.files.load_optimizer``."""

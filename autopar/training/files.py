@@ -25,7 +25,7 @@ MEBIBYTE = 2**20
 
 
 def save_model(
-    model: nn.Module, checkpoint: PathLike, shard: bool = False, size_per_shard: int = 1024, prefix: str = "model"
+    model: nn.Module, checkpoint: PathLike, shard: bool = False, *, size_per_shard: int = 1024, prefix: str = "model"
 ) -> None:
     """Write the whole model; every rank must call it, and rank 0 writes.
 
@@ -89,7 +89,7 @@ def load_model(model: nn.Module, checkpoint: PathLike, strict: bool = True) -> N
 
 
 def save_optimizer(
-    optimizer: Optimizer, checkpoint: PathLike, shard: bool = False, size_per_shard: int = 1024,
+    optimizer: Optimizer, checkpoint: PathLike, shard: bool = False, *, size_per_shard: int = 1024,
     prefix: str = "optimizer",
 ) -> None:  # fmt: skip
     """Write ``optimizer.state_dict()`` with whole tensors; every rank must call it, and rank 0 writes.

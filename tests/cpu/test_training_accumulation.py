@@ -16,6 +16,8 @@ from autopar.training import (
     GradAccumDataloader,
     GradAccumGradientHandler,
     GradAccumOptimizer,
+    GradScaler,
+    MixedPrecisionOptimizer,
     accumulate_gradient,
     make_gradient_handlers,
     register_gradient_handler,
@@ -111,6 +113,9 @@ def test_another_loader_is_read_to_its_end():
     assert list(loader) == list(range(8))
     assert source.read == 10
     assert list(loader) == list(range(8))
+    assert list(zip(loader, range(8), strict=False))[-1] == (7, 7)
+    assert source.read == 30  # also where the loop does not ask for more than the last batch
+    assert list(GradAccumDataloader(Listed(3), 4)) == []
 
 
 def test_a_loader_without_a_length_gives_whole_cycles_only():
@@ -165,6 +170,42 @@ def test_handlers_are_found_by_name_and_registered_once():
         register_gradient_handler(Listed)
     with pytest.raises(AutoparError, match="no gradient handler"):
         GradAccumGradientHandler(Listed(1), 2)
+
+
+def test_an_accumulating_optimizer_scales_and_clips_what_is_complete():
+    model = nn.Linear(4, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    optimizer = GradAccumOptimizer(MixedPrecisionOptimizer(inner, scaler), 2, model)
+    before = model.weight.detach().clone()
+    norms = []
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(1, 4)).sum())
+        norms.append(optimizer.clip_grad_by_norm(0.5))
+        optimizer.clip_grad_norm(model, 0.5)
+        optimizer.clip_grad_by_value(10.0)
+        optimizer.step()
+    assert norms[0] is None
+    torch.testing.assert_close(norms[1].item(), 10**0.5)  # eight weights and two biases with a gradient of one
+    torch.testing.assert_close(model.weight.detach(), before - 0.5 / 10**0.5, rtol=1e-5, atol=1e-6)
+    assert optimizer.unwrap() is inner
+
+
+def test_a_scaler_has_torch_s_defaults_and_is_strict_about_order():
+    scaler = GradScaler("cpu")
+    state = scaler.state_dict()
+    assert (state["scale"], state["growth_factor"], state["backoff_factor"]) == (2.0**16, 2.0, 0.5)
+    assert state["growth_interval"] == 2000
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    assert p.tolist() == [0.0, 0.0]
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+    off = GradScaler("cpu", enabled=False)
+    off.step(optimizer)
+    assert p.tolist() != [0.0, 0.0]
 
 
 def test_no_sync_is_entered_for_all_backwards_but_the_last():

@@ -121,6 +121,37 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path):
         checkpointer.save(2, nn.Linear(1, 1), optimizer)
 
 
+@pytest.mark.parametrize(
+    "kind", ["MultiStepLR", "LambdaLR", "SequentialLR", "ReduceLROnPlateau", "CosineAnnealingWarmRestarts"]
+)
+def test_every_kind_of_schedule_is_read_again(tmp_path: Path, kind: str):
+    schedules = torch.optim.lr_scheduler
+
+    def made():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        constant = [schedules.ConstantLR(optimizer), schedules.StepLR(optimizer, 1)] if kind == "SequentialLR" else []
+        arguments = {
+            "MultiStepLR": ([2, 3],), "LambdaLR": (lambda step: 1 / (1 + step),), "SequentialLR": (constant, [2]),
+            "ReduceLROnPlateau": (), "CosineAnnealingWarmRestarts": (3,),
+        }[kind]  # fmt: skip
+        return model, optimizer, getattr(schedules, kind)(optimizer, *arguments)
+
+    def rates(optimizer, schedule):
+        found = []
+        for _ in range(3):
+            optimizer.step()
+            schedule.step(*([1.0] if kind == "ReduceLROnPlateau" else []))
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    run, again = made(), made()
+    rates(*run[1:])
+    Checkpointer(tmp_path).save(3, *run, wait=True)
+    Checkpointer(tmp_path).load(*again)
+    assert rates(*again[1:]) == rates(*run[1:])
+
+
 def test_half_accumulated_gradients_are_not_saved(tmp_path: Path):
     model = nn.Linear(2, 3)
     optimizer = GradAccumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2)

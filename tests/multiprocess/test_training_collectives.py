@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import autopar
 from autopar.training import (
+    DataParallelGradientHandler,
     DistCoordinator,
     GradScaler,
     MixedPrecisionOptimizer,
@@ -183,6 +184,18 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, fused: bo
         assert found["moved"] == [True, False, True]
         assert found["scales"] == [2.0**16, 2.0**15, 2.0**15]
         assert found["finite"]
+
+
+def _averaged() -> list[float]:
+    model = torch.nn.Linear(1, 1)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(dist.get_rank()))
+    DataParallelGradientHandler(model, None).handle_gradient()
+    return [p.grad.item() for p in model.parameters()]
+
+
+def test_a_handler_averages_the_gradients_of_a_plain_module(pool: RankPool):
+    assert pool.run(_averaged) == [[1.5, 1.5]] * 4
 
 
 def _utilities(folder: str) -> dict[str, Any]:
