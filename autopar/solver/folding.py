@@ -35,6 +35,9 @@ PRICING_SHARE = 0.6
 TELLING_GAP = 0.02
 """A choice further from the best under some prices says nothing about them: the time was too short to find it."""
 
+LEAST_SAVED = 0.2
+"""Of the nodes, those that folding must save to be worth it."""
+
 MAX_SWEEPS = 1000
 SWEEPS_A_LOOK = 6
 ROUGH, FINE = 0.1, 0.01
@@ -62,9 +65,11 @@ def foldable(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def fold(problem: Problem) -> Tied | None:
-    """The problem with the blocks of each run tied together; None where nothing repeats often enough."""
+    """The problem with the blocks of each run tied together; None where that would leave most of it."""
     runs = foldable(find_runs(problem))
-    return tie(take_apart(problem, runs, MARGIN)) if runs else None
+    if sum((len(run.copies) - 2 * MARGIN - 1) * run.copies.shape[1] for run in runs) < LEAST_SAVED * len(problem.costs):
+        return None
+    return tie(take_apart(problem, runs, MARGIN))
 
 
 def solve_folded(
