@@ -53,7 +53,8 @@ def test_names() -> None:
 def test_every_name_has_a_home() -> None:
     assert set(autopar._HOMES) == set(autopar.__all__)
     for name, home in autopar._HOMES.items():
-        assert any((SOURCE / place).exists() for place in (f"{home}.py", f"{home}/__init__.py")), name
+        module = home.replace(".", "/")
+        assert any((SOURCE / place).exists() for place in (f"{module}.py", f"{module}/__init__.py")), name
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
