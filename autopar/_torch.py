@@ -43,6 +43,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "dtensor_like",
+    "find_overflow_in_every_gradient",
     "function_transforms",
     "group_name",
     "joint_graph",
@@ -218,6 +219,29 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=1)
+def find_overflow_in_every_gradient() -> None:
+    """Make the check of ``torch.amp.GradScaler`` one of all ranks.
+
+    DTensor reduces what a rank found over the mesh axes that cut the first gradient of the list. An overflow in a
+    gradient that other axes cut stays unknown to some ranks, which then step where the others do not. The op has no
+    public hook.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    of_first = handlers[op]
+
+    def of_all(op_call: Any, args: Any, kwargs: Any) -> None:
+        of_first(op_call, args, kwargs)
+        mesh = args[0][0].device_mesh
+        for axis in range(mesh.ndim):  # replicas too, which may differ in rounding
+            dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
+
+    handlers[op] = of_all
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

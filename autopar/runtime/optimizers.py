@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar import _torch
 from autopar.errors import AutoparError
 
 _optim = torch.optim
@@ -26,7 +27,7 @@ UNFUSED = (_optim.SGD, _optim.Adagrad)
 
 
 def mark(parameter: torch.nn.Parameter) -> None:
-    """Remember that this parameter is ours, for the check before an optimizer's step."""
+    """Remember that this parameter is ours, for the checks before an optimizer's step."""
     parameter._autopar = True  # type: ignore[attr-defined]
     _watch()
 
@@ -34,6 +35,7 @@ def mark(parameter: torch.nn.Parameter) -> None:
 @functools.cache
 def _watch() -> None:
     register_optimizer_step_pre_hook(_check)
+    _torch.find_overflow_in_every_gradient()
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

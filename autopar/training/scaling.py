@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for gradients in any mixture of placements.
 
-    DTensor reduces what a rank found over the axes that cut the first gradient of the list alone, so an overflow in
-    the shard of another gradient stays unknown to ranks that replicate the first. Here all ranks have one finding.
+    DTensor reduces what a rank found over the axes that cut the first gradient of the list alone (autopar mends that
+    for parallel models), and plain gradients stay a rank's own. Here all ranks have one finding. Fused optimizers,
+    whose kernels take no plain tensor beside DTensors, work too.
 
     Args:
         device: type of the gradients' device; None is cuda where there is one, else cpu.

@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from autopar.training import (
     priority_execution,
 )
 from tests.multiprocess.pool import RankPool
+from tests.multiprocess.training_models import Mlp, seeded
 
 pytestmark = pytest.mark.multiprocess
 
@@ -184,6 +186,35 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, fused: bo
         assert found["moved"] == [True, False, True]
         assert found["scales"] == [2.0**16, 2.0**15, 2.0**15]
         assert found["finite"]
+
+
+def _torch_s_own_scaler() -> dict[str, Any]:
+    """A parallel model whose first parameters are whole, with torch's scaler."""
+    warnings.simplefilter("ignore")
+    x = seeded(lambda: torch.randn(4, 8))
+    constraints = {"up.weight": "RR", "up.bias": "R", "down.weight": "RS1"}
+    model = autopar.autoparallelize(seeded(Mlp), (x,), mesh=(2, 2), constraints=constraints)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    moved = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        if step == 1 and dist.get_rank() == 3:
+            model.down.weight.grad.to_local().fill_(float("nan"))
+        before = [p.to_local().detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        after = [p.to_local() for p in model.parameters()]
+        moved.append(any(not torch.equal(a, b) for a, b in zip(after, before, strict=True)))
+    return {"moved": moved, "scale": scaler.get_scale(), "first": str(next(model.parameters()).placements)}
+
+
+def test_torch_s_own_scaler_skips_the_step_of_a_parallel_model_on_all_ranks(pool: RankPool):
+    for found in pool.run(_torch_s_own_scaler):
+        assert "Shard" not in found["first"]
+        assert found["moved"] == [True, False, True]
+        assert found["scale"] == 2.0**15
 
 
 def _averaged() -> list[float]:
