@@ -72,10 +72,8 @@ class Checkpointer:
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, timeout_s: float = TIMEOUT_S) -> None:
         self.folder = Path(folder)
         self.keep = max(keep, 1)
-        # Collectives of the background must not mix with those of training.
-        self._group = (
-            dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=timeout_s)) if world_size() > 1 else None
-        )
+        self._timeout = dt.timedelta(seconds=timeout_s)
+        self._group: Any = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # To be alone is no mistake of the user's.
@@ -106,6 +104,7 @@ class Checkpointer:
             AutoparError: the checkpoint before could not be written, or gradients are half accumulated.
         """
         self.wait()
+        self._join()
         if getattr(optimizer, "accumulate_step", 0):
             raise AutoparError(
                 "Gradients are half accumulated, and checkpoints hold none.",
@@ -146,6 +145,11 @@ class Checkpointer:
                 "see that every rank reaches the folder, and that there is room; the checkpoints before it are whole."
             )
             raise RankError("A checkpoint could not be written.", found=str(error), hint=hint) from error
+
+    def _join(self) -> None:
+        """A group of its own, since collectives of the background must not mix with those of training."""
+        if self._group is None and world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints."""
@@ -193,6 +197,7 @@ class Checkpointer:
             AutoparError: it belongs to another model or optimizer; on every rank.
         """
         self.wait()
+        self._join()
         steps = decided_by_first(self.steps)
         if step is not None and step not in steps:
             raise AutoparError(

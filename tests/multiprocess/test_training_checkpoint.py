@@ -18,7 +18,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.training import Checkpointer, ResumableDataLoader
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.training_models import SHARDED, Mlp, is_cut, seeded
+from tests.multiprocess.training_models import SHARDED, Mlp, gpt2, is_cut, seeded, state_distance, tokens, whole
 
 pytestmark = pytest.mark.multiprocess
 
@@ -124,3 +124,37 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(pool: RankPool, tmp_path: P
         assert "could not be written" in error
         assert "rank 1" in error
         assert steps == "[1]"
+
+
+def _between_random_plans(folder: str, searches: list[str]) -> list[tuple[float, int]]:
+    """From each plan to the next: the model and the optimizer's state that arrive."""
+    warnings.simplefilter("ignore")
+    batch = seeded(lambda: tokens(4))
+    reference, made = seeded(lambda: gpt2(n_layer=1)), []
+    for i, search in enumerate(searches):
+        model = autopar.autoparallelize(seeded(lambda: gpt2(n_layer=1), i), batch, mesh=(2, 2), search=search)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        checkpointer = Checkpointer(Path(folder, str(i)))
+        if i == 0:
+            model(**batch).loss.backward()
+            optimizer.step()
+            reference.load_state_dict({k: whole(v) for k, v in model.state_dict().items()})
+            moments = [whole(optimizer.state[p]["exp_avg"]) for p in model.parameters()]
+        else:
+            Checkpointer(Path(folder, str(i - 1))).load(model, optimizer)
+            arrived = [whole(optimizer.state[p]["exp_avg"]) for p in model.parameters()]
+            equal = all(torch.equal(a, b) for a, b in zip(arrived, moments, strict=True))
+            made.append((state_distance(model, reference) if equal else 1.0, sum(map(is_cut, model.parameters()))))
+        checkpointer.save(i, model, optimizer, wait=True)
+    return made
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_any_plan_to_any_other_on_four_ranks(tmp_path: Path):
+    four = RankPool(4)
+    try:
+        for found in four.run(_between_random_plans, str(tmp_path), [f"random:{i}" for i in range(4)]):
+            assert [distance for distance, _ in found] == [0.0] * 3
+            assert all(cut > 0 for _, cut in found)
+    finally:
+        four.close()
