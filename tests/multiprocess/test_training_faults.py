@@ -79,7 +79,7 @@ def stuck():
     time.sleep(600)
 with watchdog(60.0) as beat:
     beat()
-with watchdog(0.5) as beat:
+with watchdog(4.0) as beat:
     for _ in range(3):
         time.sleep(0.2)
         beat()
