@@ -23,13 +23,13 @@ def _ctc(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rest = (targets, input_lengths.cpu(), target_lengths.cpu())
     _check(log_probs, *rest)
-    loss, table = aten._ctc_loss.Tensor(log_probs, *rest, blank, zero_infinity)
-    gradient = aten._ctc_loss_backward.Tensor(
-        torch.ones_like(loss), log_probs, *rest, loss, table, blank, zero_infinity
-    )
+    # torch has no kernels for lower precisions.
+    wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    loss, table = aten._ctc_loss.Tensor(wide, *rest, blank, zero_infinity)
+    gradient = aten._ctc_loss_backward.Tensor(torch.ones_like(loss), wide, *rest, loss, table, blank, zero_infinity)
     if zero_infinity:
         loss = loss.masked_fill(loss.isinf(), 0)
-    return loss.contiguous(), gradient.contiguous()
+    return loss.to(log_probs.dtype).contiguous(), gradient.to(log_probs.dtype).contiguous()
 
 
 def _check(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> None:

@@ -77,9 +77,15 @@ def _cases(dtype):
         ("batch_norm", (image, None, None, mean, rstd), dict(count=18)),
         ("batch_norm_backward_reduce", (image, torch.randn_like(image), mean, rstd), {}),
         ("batch_norm_backward_input", (image, image, weight, mean, rstd, mean, rstd), dict(count=18)),
+        (
+            "ctc",
+            (torch.randn(9, 2, 5, dtype=dtype).log_softmax(-1), LABELS, torch.tensor([9, 8]), torch.tensor([3, 2])),
+            dict(blank=0, zero_infinity=True),
+        ),
     ]
 
 
+LABELS = torch.tensor([[1, 2, 4], [3, 3, 0]])
 GRADIENT = {
     "contract": (0, 1),
     "attention": (0, 1, 2),
@@ -87,6 +93,7 @@ GRADIENT = {
     "lookup": (0,),
     "nll": (0,),
     "batch_norm": (0, 1, 2),
+    "ctc": (0,),
 }
 NAMES = [name for name, _, _ in _cases(torch.float64)]
 IDS = [f"{name}-{number}" for number, name in enumerate(NAMES)]
