@@ -113,8 +113,9 @@ def plan_graph(
     )  # fmt: skip
 
 
-HOPELESS = 1.25
-"""A step takes hardly less than its cost: of baselines that cost so many times our step none is looked at."""
+HOPELESS = (1.01, 1.25)
+"""A step takes hardly less than its cost, unless reductions over several axes hide behind each other: of baselines that
+cost so many times our step, on one axis and on several, none is looked at."""
 
 SHORTEST_TO_COMPARE_S = 5.0
 """Under so short a time limit all of it is the search's."""
@@ -200,7 +201,8 @@ class _Search:
             "chosen", self.decisions, result.solution, result.program, result.memory,
             simulate_streams(result.program, self.prices.overlap),
         )
-        hopeful = (r for r in self.rivals if r.objective <= own.timeline.seconds * HOPELESS)
+        hopeless = own.timeline.seconds * HOPELESS[self.decisions.mesh.ndim > 1]
+        hopeful = (r for r in self.rivals if r.objective <= hopeless)
         least = min((own, *(r.finalist for r in hopeful if self._fits(r))), key=Finalist.rank)
         return own if least is own else self._bounded(least, own.solution.lower_bound, own.solution.method)
 

@@ -28,20 +28,24 @@ def guarded(main: Main) -> Main:
     """A decorator for a script's main function: an error ends this process now, whatever else it is waiting for.
 
     Its traceback goes to the standard error and to torchrun, which ends the other ranks, names the rank that failed
-    first, and starts all again where it may (``--max-restarts``).
+    first, and starts all again where it may (``--max-restarts``). When the function is done, so is the process group.
     """
     recorded = record(_late_where_it_follows(main))
 
     @functools.wraps(main)
     def run(*args: object, **kwargs: object) -> object:
         try:
-            return recorded(*args, **kwargs)
+            done = recorded(*args, **kwargs)
         except Exception:  # noqa: BLE001  whatever it is, the job ends
             sys.stderr.write(f"rank {DistCoordinator().rank} failed:\n{traceback.format_exc()}\n")
             sys.stderr.flush()
             sys.stdout.flush()
             # Leaving in the ordinary way would wait for threads and process groups, which wait for other ranks.
             os._exit(1)
+        if dist.is_initialized():
+            # Threads of a group that is still there when the interpreter ends may abort the process.
+            dist.destroy_process_group()
+        return done
 
     return run  # type: ignore[return-value]
 
