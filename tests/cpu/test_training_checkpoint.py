@@ -240,6 +240,7 @@ print(found)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path):
     command = [sys.executable, "-c", KILLED, str(tmp_path), "12"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)

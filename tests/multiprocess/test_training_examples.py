@@ -31,6 +31,7 @@ def losses(text: str) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in re.findall(r"(?:step|epoch) +(\d+) +loss ([\d.]+)", text)]
 
 
+@pytest.mark.slow
 def test_a_llama_learns_text_is_killed_resumes_and_is_read_by_hugging_face(tmp_path: Path):
     from transformers import LlamaForCausalLM
 
@@ -45,6 +46,7 @@ def test_a_llama_learns_text_is_killed_resumes_and_is_read_by_hugging_face(tmp_p
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+@pytest.mark.slow
 def test_a_vision_transformer_learns_digits():
     said = run("vit_digits.py", "--epochs=2", torchrun=2)
     found = losses(said)
