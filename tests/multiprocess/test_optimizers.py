@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import unittest.mock
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from tests.multiprocess.training_models import SHARDED, Mlp, pair, state_distanc
 
 pytestmark = pytest.mark.multiprocess
 EXACT = 1e-9
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2)
-    yield made
-    made.close()
 
 
 def _mlp(**options: Any) -> tuple[nn.Module, nn.Module, Tensor]:

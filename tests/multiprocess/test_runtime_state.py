@@ -43,13 +43,6 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def single() -> Iterator[RankPool]:
     made = RankPool(1)
     yield made

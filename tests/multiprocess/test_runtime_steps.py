@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,13 +33,6 @@ from tests.multiprocess.training_models import (
 pytestmark = pytest.mark.multiprocess
 EXACT = 1e-9
 FLOAT = 1e-5
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2)
-    yield made
-    made.close()
 
 
 def _mlp(**options: Any) -> tuple[nn.Module, nn.Module, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ from tests.multiprocess.pool import RankPool
 from tests.multiprocess.training_models import SHARDED, Mlp, gpt2, is_cut, seeded, state_distance, tokens, whole
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2)
-    yield made
-    made.close()
 
 
 def boosted(model: nn.Module, batch: Any, kind: str, seed: int = 0, **options: Any) -> tuple[Any, ...]:

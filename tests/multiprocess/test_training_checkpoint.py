@@ -23,13 +23,6 @@ from tests.multiprocess.training_models import SHARDED, Mlp, gpt2, is_cut, seede
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2)
-    yield made
-    made.close()
-
-
 class Run:
     """Dropout, weights cut unevenly, a schedule and shuffled data; every rank reads the whole batch."""
 
