@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
@@ -60,20 +59,6 @@ def transients(op: LocalOp) -> int:
     """Bytes beside operands and results; 0 where nothing is known of the op."""
     formula = FORMULAS.get(op.node.packet)
     return formula(op) if formula is not None and op.operands else 0
-
-
-def transient_bytes(
-    node: Node, options: Sequence[Strategy], metas: Sequence[TensorMeta], mesh: Mesh, device: str = "cuda"
-) -> npt.NDArray[np.float64]:
-    """Of each option of an op, on the fullest rank, its operands taken to be contiguous.
-
-    Args:
-        metas: of its operands.
-        device: the kind of device that it runs on, ``"cpu"`` or ``"cuda"``.
-    """
-    if node.packet not in FORMULAS:
-        return np.zeros(len(options))
-    return np.array([float(transients(local_op(node, o, metas, mesh, device))) for o in options])
 
 
 def local_op(

@@ -125,7 +125,3 @@ def _copied_beside(source: Tensor, target: Tensor, device: torch.device) -> torc
         target.copy_(source, non_blocking=True)
         done: torch.cuda.Event = stream.record_event()
     return done
-
-
-TRANSFERS = frozenset({offload, fetch})
-"""The functions that start a copy."""
