@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,6 +49,7 @@ __all__ = [
     "find_overflow_in_every_gradient",
     "function_transforms",
     "group_name",
+    "in_order",
     "joint_graph",
     "permute",
     "profiler_is_running",
@@ -168,6 +172,48 @@ def whole_group(device_mesh: DeviceMesh) -> dist.ProcessGroup:
         assert world is not None
         return world
     return device_mesh._flatten().get_group()
+
+
+IN_ORDER = "gloo_in_order"
+"""Name of the backend that ``in_order`` registers."""
+
+_in_order: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups made by ``in_order``, by the job's group and their ranks."""
+
+
+def in_order(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same processes on which any number of collectives may be under way at once.
+
+    On gloo one of its own with a single thread: the two threads that a group has by default both assign to one
+    unguarded string of the group (the name of the work that ended last), which can corrupt the heap. What is waited
+    for before the next is launched, as DTensor's own collectives are, may use any group. Every process of the group
+    must call this at the same time.
+    """
+    device = torch.device("cpu")
+    world = dist.group.WORLD
+    if world is None or device not in group._device_types or group.size() == 1 or not dist.is_gloo_available():
+        return group
+    backend = group._get_backend(device)
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return group
+    made, ranks = _in_order.setdefault(world, {}), tuple(dist.get_process_group_ranks(group))
+    if ranks not in made:
+        if IN_ORDER.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(IN_ORDER, _gloo_in_order, devices=["cpu"])
+        timeout = backend.options._timeout
+        made[ranks] = dist.new_group(list(ranks), timeout, IN_ORDER, use_local_synchronization=True)
+    return made[ranks]
+
+
+def _gloo_in_order(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options() if hasattr(gloo, "_Options") else gloo.Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    made: dist.ProcessGroupGloo = gloo(store, rank, size, options)
+    return made
 
 
 def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:

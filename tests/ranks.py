@@ -127,6 +127,7 @@ def _where_they_stand(processes: list[SpawnProcess], missing: list[int], folder:
 def _rank_main(call: bytes, rank: int, world_size: int, backend: str, folder: str, there: Connection) -> None:
     stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115  open as long as the process lives
     faulthandler.register(signal.SIGUSR1, stack)
+    faulthandler.enable()  # a rank that dies shows where
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

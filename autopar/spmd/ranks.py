@@ -83,7 +83,7 @@ def local_ranks(mesh: Mesh) -> tuple[LocalRank, ...]:
 class ProcessRank:
     """This process, a member of a torch ``DeviceMesh``.
 
-    Every process of the job must create it at the same time: a mesh that is not the whole world makes a group.
+    Every process of the job must create it at the same time: it may make process groups.
 
     Raises:
         MeshError: this process is not in the mesh, or ranks do not increase along its axes.
@@ -106,11 +106,12 @@ class ProcessRank:
                 found=f"rank {torch.distributed.get_rank()}, mesh {ranks.tolist()}",
                 hint="make it with torch.distributed.device_mesh.init_device_mesh.",
             )
-        groups = tuple(_torch.group_name(device_mesh.get_group(a)) for a in range(ranks.ndim))
+        groups = tuple(_torch.group_name(_torch.in_order(device_mesh.get_group(a))) for a in range(ranks.ndim))
         object.__setattr__(self, "mesh", Mesh(tuple(ranks.shape), tuple(names) if names else ()))
         object.__setattr__(self, "coordinate", tuple(coordinate))
         object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "whole", _torch.group_name(_torch.whole_group(device_mesh)))
+        whole = _torch.in_order(_torch.whole_group(device_mesh))
+        object.__setattr__(self, "whole", _torch.group_name(whole))
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import tempfile
@@ -66,6 +67,7 @@ class RankPool:
 
 
 def _serve(rank: int, world_size: int, store: str, there: Connection) -> None:
+    faulthandler.enable()  # a rank that dies shows where
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -155,3 +155,29 @@ def test_a_mesh_can_be_a_part_of_the_world(four):
 
 def test_a_mesh_out_of_order_is_refused(four):
     assert all("init_device_mesh" in r["refusal"] for r in four)
+
+
+def _launches_many(folder: str) -> list[int]:
+    """Threads of every group that a program launches on, also after the job's group was made anew."""
+    said = []
+    for attempt in range(2):
+        for _ in range(2):
+            rank = ProcessRank(init_device_mesh("cpu", (2, 2)))
+        under_way = [spmd.all_reduce(rank, torch.full((3,), float(i)), i % 2) for i in range(40)]
+        results = [spmd.wait(pending) for pending in under_way]
+        assert all(_equal(r, torch.full((3,), 2.0 * i)) for i, r in enumerate(results))
+        groups = [dist.distributed_c10d._resolve_process_group(name) for name in (*rank.groups, rank.whole)]
+        options: list[Any] = [group._get_backend(torch.device("cpu")).options for group in groups]
+        said += [o._threads for o in options]
+        world, here = dist.get_world_size(), dist.get_rank()
+        made = [name for name in dist.distributed_c10d._world.pg_names.values() if name in (*rank.groups, rank.whole)]
+        assert len(made) == 3
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{attempt}", rank=here, world_size=world)
+    return said
+
+
+def test_launches_go_to_groups_of_one_thread(tmp_path):
+    for said in run_ranks(4, _launches_many, str(tmp_path)):
+        assert said == [1] * 6
