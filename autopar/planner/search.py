@@ -14,8 +14,9 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, rivals, seed
+from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
-from autopar.planner.liveness import MemoryProfile, profile
+from autopar.planner.liveness import MemoryProfile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices, costs, edges
@@ -330,7 +331,7 @@ class _Search:
         solved = time.perf_counter()
         program = schedule(self.decisions, solution.choice, self.prices)
         lowered = time.perf_counter()
-        memory = profile(program, self.graph, self.decisions.mesh, self.options)
+        program, memory = fitted(program, self.graph, self.decisions.mesh, self.options, limit)
         ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
         for stage, end in ends.items():
             self.timings[stage] += end - start
@@ -398,8 +399,7 @@ class _Search:
             return self._of_choice(rows.own(choice))
 
     def _of_choice(self, choice: Sequence[int]) -> _Result:
-        program = schedule(self.decisions, choice, self.prices)
-        memory = profile(program, self.graph, self.decisions.mesh, self.options)
+        program, memory = scheduled(self.decisions, choice, self.prices, self.options, self.budget)
         solution = Solution(tuple(choice), self._objective().seconds(choice), self.bound, False, method="smallest peak")
         return _Result(program, solution, memory, self.timings)
 

@@ -18,13 +18,13 @@ from functools import cached_property, partial
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
+from autopar.planner.fitting import scheduled
 from autopar.planner.keeping import Keeping
-from autopar.planner.liveness import MemoryProfile, profile
+from autopar.planner.liveness import MemoryProfile
 from autopar.planner.moments import Exact, Moment, moments_over
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
-from autopar.planner.schedule import schedule
 from autopar.planner.transfers import host_usages
 from autopar.planner.variables import Decisions, rerun_key
 from autopar.program import Program
@@ -102,7 +102,7 @@ class CheckpointSearch:
         return found
 
     def _search(self, budget: float, deadline: float, starts: list[Sequence[int]]) -> Checkpointed | None:
-        fitting = [f for f in map(self._checkpointed, starts) if f.memory.peak_bytes <= budget]
+        fitting = [f for f in (self._checkpointed(s, budget) for s in starts) if f.memory.peak_bytes <= budget]
         best = min(fitting, key=lambda f: f.solution.objective, default=None)
         bound, exact = 0.0, True
         for _ in range(ROUNDS):
@@ -111,7 +111,7 @@ class CheckpointSearch:
             except (InfeasibleError, SolverError):
                 break
             bound = max(bound, solution.lower_bound) if exact else bound
-            program, memory = self.measured(solution.choice)
+            program, memory = self.measured(solution.choice, budget)
             if memory.peak_bytes <= budget:
                 if best is None or solution.objective < best.solution.objective:
                     best = Checkpointed(solution, program, memory, exact)
@@ -188,7 +188,7 @@ class CheckpointSearch:
         for _ in range(ROUNDS):
             asked = self._asked(moments, math.inf)
             chosen = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
-            program, memory = self.measured(chosen[:plain])
+            program, memory = self.measured(chosen[:plain], 0.0)
             found.append((memory.peak_bytes, chosen[:plain]))
             reached = peak_usage(asked, chosen) * (1 + 1e-9)
             over = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain])
@@ -197,15 +197,14 @@ class CheckpointSearch:
             moments |= over
         return min(found, key=lambda f: f[0])[1]
 
-    def _checkpointed(self, choice: Sequence[int]) -> Checkpointed:
-        program, memory = self.measured(choice)
+    def _checkpointed(self, choice: Sequence[int], budget: float = 0.0) -> Checkpointed:
+        program, memory = self.measured(choice, budget)
         solution = Solution(tuple(choice), self.objective.seconds(choice), 0.0, proven=False, method="rules")
         return Checkpointed(solution, program, memory, exact=False)
 
-    def measured(self, choice: Sequence[int]) -> tuple[Program, MemoryProfile]:
-        """The program of a choice, and its exact memory."""
-        program = schedule(self.decisions, choice, self.prices)
-        return program, profile(program, self.decisions.graph, self.decisions.mesh, self.options)
+    def measured(self, choice: Sequence[int], budget: float = math.inf) -> tuple[Program, MemoryProfile]:
+        """The program of a choice, within ``budget`` where its transfers can see to it, and its exact memory."""
+        return scheduled(self.decisions, choice, self.prices, self.options, budget)
 
     def _solve(
         self, moments: Mapping[Moment, float], limit: float, deadline: float, starts: Sequence[Sequence[int]]

@@ -15,6 +15,7 @@ import autopar
 from autopar import codegen, passes, planner, spmd
 from autopar.arguments import canonical_names
 from autopar.mesh import Mesh
+from autopar.planner.fitting import fitted
 from autopar.planner.liveness import profile
 from autopar.planner.schedule import AGAIN
 from autopar.plans.serial import program_from, program_to
@@ -117,6 +118,42 @@ def test_the_emitted_step_holds_exactly_what_is_predicted(name) -> None:
         torch.testing.assert_close(gradient, of.reference.grads[meaning], rtol=1e-9, atol=1e-9)
     assert measured == pytest.approx(predicted(of, program), abs=16)
     assert measured <= executed(of, kept)[0]
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_transfers_give_way_to_a_budget_and_the_step_stays_exact(name) -> None:
+    """Fetched later and waited for sooner, as far as that saves memory."""
+    of, _, program = everything_offloaded(name, (1,))
+    program = early(program)
+    options = planner.Options(optimizer="sgd", device="cpu")
+    late, memory = fitted(program, of.capture.graph, Mesh((1,)), options, 0.0)
+    assert memory.peak_bytes < profile(program, of.capture.graph, Mesh((1,)), options).peak_bytes
+    assert {op.name for op in late.ops} == {op.name for op in program.ops}
+    measured, gradients = executed(of, late)
+    assert measured == pytest.approx(max(memory.timeline[:-1]), abs=16)
+    for meaning, gradient in gradients.items():
+        torch.testing.assert_close(gradient, of.reference.grads[meaning], rtol=1e-9, atol=1e-9)
+
+
+def early(program):
+    """``program`` with all that comes back fetched as the backward begins."""
+    turn = next(i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input")
+    fetches = [op for op in program.ops if op.kind == "fetch"]
+    before, behind = program.ops[:turn], program.ops[turn:]
+    return dataclasses.replace(program, ops=(*before, *fetches, *(op for op in behind if op.kind != "fetch")))
+
+
+@pytest.mark.parametrize(("mesh", "share"), [((2,), 0.85), ((2, 2), 0.85)], ids=str)
+def test_fetches_that_could_begin_early_bar_no_budget(mesh, share) -> None:
+    of, on = subject("cnn", torch.float32), Mesh(mesh)
+    cluster = cluster_where_sharding_pays().sized(on.size)
+    free = planner.plan_graph(of.capture.graph, on, cluster, planner.Options(), compare=False)
+    budget = int(share * free.memory.peak_bytes)
+    planned = planner.plan_graph(
+        of.capture.graph, on, cluster, planner.Options(memory_budget_bytes=budget, time_limit_s=20), compare=False
+    )
+    assert planned.memory.peak_bytes <= budget
+    assert any(op.kind == "fetch" for op in planned.program.ops)
 
 
 def executed(of, program):

@@ -1,0 +1,90 @@
+"""A choice as a program, whose copies and collectives in flight give way to a memory budget.
+
+What runs beside the computation holds memory for it: a fetch that begins early, so that it hides, holds its result; an
+offload that is waited for late holds what it copies. Where the program is over the budget then, it fetches later and
+waits sooner. That may leave a transfer exposed, which the simulated step shows, but never excludes a plan that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir import Graph
+from autopar.mesh import Mesh
+from autopar.planner.liveness import MemoryProfile, profile
+from autopar.planner.options import Options
+from autopar.planner.pricing import Prices
+from autopar.planner.schedule import schedule
+from autopar.planner.variables import Decisions
+from autopar.program import Op, Program
+
+ROUNDS = 6
+"""What gives way at one moment may be in the way at another."""
+
+
+def scheduled(
+    d: Decisions, choice: Sequence[int], prices: Prices, options: Options, budget: float
+) -> tuple[Program, MemoryProfile]:
+    """The program of ``choice`` and its exact memory, within ``budget`` bytes where transfers can see to it."""
+    return fitted(schedule(d, choice, prices), d.graph, d.mesh, options, budget)
+
+
+def fitted(
+    program: Program, graph: Graph, mesh: Mesh, options: Options, budget: float
+) -> tuple[Program, MemoryProfile]:  # fmt: skip
+    """``program`` with transfers that give way to ``budget`` bytes where they must, and its exact memory."""
+    memory = profile(program, graph, mesh, options)
+    for _ in range(ROUNDS):
+        if memory.peak_bytes <= budget:
+            break
+        moved = _given_way(program, memory.timeline, budget)
+        if moved is None:
+            break
+        now = profile(moved, graph, mesh, options)
+        if now.peak_bytes > memory.peak_bytes:
+            break
+        program, memory = moved, now
+    return program, memory
+
+
+def _given_way(program: Program, timeline: Sequence[int], budget: float) -> Program | None:
+    """Transfers that are in flight where ``timeline`` is over ``budget`` begin after that, or end before it; None where
+    there are none."""
+    over = [at for at in range(len(program.ops)) if timeline[at] > budget]
+    read = _first_reads(program)
+    begun = {op.writes[0].name: at for at, op in enumerate(program.ops) if op.kind == "offload"}
+    places = {
+        at: place for at, op in enumerate(program.ops)
+        if (place := _place(at, op, over, read, begun)) is not None
+    }  # fmt: skip
+    return replace(program, ops=tuple(_moved(program.ops, places))) if places else None
+
+
+def _place(at: int, op: Op, over: Sequence[int], read: dict[str, int], begun: dict[str, int]) -> int | None:
+    """The position before which ``op`` should stand; None where it may stay."""
+    if op.kind == "fetch":
+        # What is over the budget in the reader itself is no fetch's fault: it is needed there.
+        until = read[op.writes[0].name]
+        last = max((o for o in over if at < o < until), default=None)
+        return None if last is None else last + 1
+    if op.kind == "wait" and len(op.reads) > 1:
+        return min((o for o in over if begun[op.reads[1]] < o < at), default=None)
+    return None
+
+
+def _moved(ops: Sequence[Op], places: dict[int, int]) -> list[Op]:
+    arriving: dict[int, list[Op]] = {}
+    for at, place in places.items():
+        arriving.setdefault(place, []).append(ops[at])
+    return [
+        each for at, op in enumerate(ops) for each in (*arriving.get(at, ()), *(() if at in places else (op,)))
+    ]  # fmt: skip
+
+
+def _first_reads(program: Program) -> dict[str, int]:
+    first: dict[str, int] = {}
+    for at, op in enumerate(program.ops):
+        for name in op.reads:
+            first.setdefault(name, at)
+    return first
