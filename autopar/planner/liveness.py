@@ -52,6 +52,23 @@ def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> Mem
     return _Sweep(program, graph, mesh, options).run()
 
 
+def history(
+    program: Program, graph: Graph, mesh: Mesh, options: Options
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """For each kind of memory, ``(position, bytes)`` from which op of the program on how much is held of it: at each
+    position what is held at the fullest moment there."""
+    sweep = _Sweep(program, graph, mesh, options)
+    sweep.run()
+    points: dict[str, list[tuple[int, int]]] = {}
+    for kind in KINDS:
+        now = 0
+        for at, held in sorted(sweep.fullest.items()):
+            if held.get(kind, 0) != now:
+                now = held.get(kind, 0)
+                points.setdefault(kind, []).append((at, now))
+    return {kind: tuple(found) for kind, found in points.items()}
+
+
 @dataclass(frozen=True)
 class _Moment:
     """A wait for tensor ``waited``, or op ``at`` itself; ``at`` is also where it counts in the timeline."""
@@ -81,6 +98,7 @@ class _Sweep:
     behind: dict[str, str] = field(default_factory=dict)
     extra: dict[int, int] = field(default_factory=dict)
     runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int]] = field(default_factory=dict)
+    fullest: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def run(self) -> MemoryProfile:
         for at, op in enumerate(self.program.ops):
@@ -255,10 +273,12 @@ class _Sweep:
             extra = self.extra.get(i, 0)
             step = self._step() if i == len(self.moments) - 1 else 0
             total = running + extra + step
-            timeline[moment.at] = max(timeline[moment.at], total)
-            if total > best[0]:
+            if total > timeline[moment.at]:
+                timeline[moment.at] = total
                 now = held | {"temporaries": held["temporaries"] + extra, "step": held["step"] + step}
-                best = (total, moment.at, now)
+                self.fullest[moment.at] = now
+                if total > best[0]:
+                    best = (total, moment.at, now)
             for memory in freed.get(i, ()):
                 held[memory.kind] -= memory.nbytes
                 running -= memory.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autopar.ir import Graph, Value
@@ -10,6 +11,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
 from autopar.planner.constraints import module_outputs
 from autopar.planner.explain import explain
+from autopar.planner.facts import gather_facts
 from autopar.planner.pricing import moved_state_bytes
 from autopar.planner.schedule import AGAIN
 from autopar.plans import Activation, Plan
@@ -59,6 +61,7 @@ def make_plan(
         solver={"method": s.method, "proven": s.proven, "seconds": s.seconds, **s.size},
         notices=(*notices, *planned.notices), baselines=planned.baselines,
         host_memory=program.host_bytes + _state_on_host(program, graph, mesh, options),
+        facts=gather_facts(program, graph, mesh, cluster, replace(options, device=cluster.device.kind)),
         _explain=_explainer(planned, graph, mesh, cluster, options),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -13,13 +14,18 @@ from typing import Any
 
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
+from autopar.plans.differences import differences
+from autopar.plans.facts import Facts, facts_from, facts_to
 from autopar.plans.records import Action, Activation, BaselineRecord, Collective
 from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from, program_to
+from autopar.plans.table import table
 from autopar.program import Program
 from autopar.sharding import ShardingSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE = (1, 2)
+"""Format 1 has no facts, so its plans run and print, and their reports show less."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Plan:
         candidates: other meshes that were planned, with their step times.
         baselines: known ways to train in parallel, completed, priced and simulated as this plan was: those that might
             have been better, or all with ``compare=True``.
+        facts: what the figures were computed from; None in plans that were saved by format 1.
     """
 
     model: str
@@ -69,6 +76,7 @@ class Plan:
     candidates: tuple[tuple[str, float], ...] = ()
     baselines: tuple[BaselineRecord, ...] = ()
     host_memory: int = 0
+    facts: Facts | None = None
     _explain: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -89,6 +97,24 @@ class Plan:
     def offloaded_optimizer(self) -> tuple[str, ...]:
         """FQNs of the parameters whose optimizer state the host keeps between the optimizer's steps."""
         return self.program.offloaded_optimizer
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: FLOPs of the step over what all devices could do meanwhile; 0 where not known."""
+        could = self.step_time * self.mesh.size * self.facts.peak_flops_per_s if self.facts else 0.0
+        return self.facts.flops / could if self.facts and could else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second, or samples where the inputs are no tokens; 0 where not known."""
+        done = (self.facts.tokens or self.facts.samples) if self.facts else 0
+        return done / self.step_time if self.step_time else 0.0
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the plan had to fit on each device: those asked for, else the device's memory; 0 if not known."""
+        asked = self.options.get("memory_budget_bytes")
+        return int(asked) if asked else self.facts.memory_bytes if self.facts else 0
 
     @cached_property
     def digest(self) -> str:
@@ -114,19 +140,8 @@ class Plan:
         return self._explain(name)
 
     def diff(self, other: Plan) -> str:
-        """What differs between two plans: mesh, predictions, and every spec that both name."""
-        lines = []
-        if str(self.mesh) != str(other.mesh):
-            lines.append(f"mesh          {self.mesh} -> {other.mesh}")
-        lines.append(f"step time     {self.step_time * 1e3:.3f} ms -> {other.step_time * 1e3:.3f} ms")
-        lines.append(f"peak memory   {self.peak_memory:,} B -> {other.peak_memory:,} B")
-        lines.append(f"collectives   {len(self.collectives)} -> {len(other.collectives)}")
-        lines += [
-            f"{name}: {spec} -> {other.specs[name]}"
-            for name, spec in self.specs.items()
-            if name in other.specs and spec != other.specs[name]
-        ]
-        return "\n".join(lines)
+        """What differs between two plans: mesh, predictions, memory, collectives, specs, and what is kept."""
+        return differences(self, other)
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = True, rank: int | None = None
@@ -157,7 +172,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The canonical text: equal plans have equal text."""
-        return json.dumps(self._data(), indent=1, sort_keys=True)
+        return json.dumps(self._data(), indent=1)
 
     def _data(self) -> dict[str, Any]:
         return {
@@ -173,6 +188,7 @@ class Plan:
             "timings": dict(self.timings), "options": dict(self.options), "solver": dict(self.solver),
             "notices": list(self.notices), "candidates": [list(c) for c in self.candidates],
             "baselines": [asdict(b) for b in self.baselines], "host_memory": self.host_memory,
+            "facts": None if self.facts is None else facts_to(self.facts),
         }  # fmt: skip
 
     @staticmethod
@@ -198,22 +214,33 @@ class Plan:
             raise _no_plan(f"{where}: {error}") from None
         if not isinstance(data, dict) or data.get("format") != "autopar-plan":
             raise _no_plan(where)
-        if data.get("version") != FORMAT_VERSION:
+        if data.get("version") not in READABLE:
             raise PlanError(
                 "The plan was saved by another version of autopar.",
-                found=f"format version {data.get('version')}, this one reads {FORMAT_VERSION}",
+                found=f"format version {data.get('version')}, this one reads {' and '.join(map(str, READABLE))}",
                 hint="plan again with this version, or install the one that saved it.",
             )
         try:
-            return _plan_from(data)
-        except (KeyError, TypeError, ValueError, AutoparError) as error:
+            plan = _plan_from(data)
+            digest = plan.digest
+        except (KeyError, TypeError, ValueError, AttributeError, AutoparError) as error:
             found = f"{where}: {type(error).__name__} {error}"
             raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
+        if data.get("digest") != digest:
+            raise PlanError(
+                "The plan's program is not the one that its digest names.",
+                found=f"{where}: digest {data.get('digest')}, of the program it is {digest}",
+                hint=f'to run the program as it was edited, write "digest": "{digest}" in the file.',
+            )
+        return plan
 
     def __str__(self) -> str:
-        from autopar.plans.table import table
+        """A table; with colours where standard output is a terminal and NO_COLOR is not set."""
+        return table(self, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
 
-        return table(self)
+    def __reduce__(self) -> tuple[object, ...]:
+        """As its text: what explains a plan holds the whole problem, and stays here."""
+        return Plan.from_json, (self.to_json(),)
 
 
 def _no_plan(found: str) -> PlanError:
@@ -242,4 +269,5 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         candidates=tuple((m, s) for m, s in data["candidates"]),
         baselines=tuple(BaselineRecord(**b) for b in data.get("baselines", ())),
         host_memory=data.get("host_memory", 0),
+        facts=facts_from(data["facts"]) if data.get("facts") else None,
     )  # fmt: skip

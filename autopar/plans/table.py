@@ -2,34 +2,87 @@
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from autopar.plans.layers import SHORT, action_text, collective_text, folded, rows
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
 
 WIDTH = 100
+COLOURS = {"head": "1", "spec": "36", "good": "32", "warn": "33", "faint": "2"}
 
 
-def table(plan: Plan) -> str:
-    """Head, memory, one row for each distinct parameter (repeated layers folded), collectives by kind and axis."""
-    bound = f"at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})"
-    kinds = ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
-    lines = [
-        f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}",
-        f"  step time    {seconds(plan.step_time)} predicted",
-        f"  plan cost    {seconds(plan.objective)}, {bound}",
-        f"  peak memory  {size(plan.peak_memory)} a device: {kinds}",
-    ]
-    lines += [f"  host memory  {size(plan.host_memory)} a device: {_on_host(plan)}"] if plan.host_memory else []
-    lines += [""]
-    lines += _columns(["parameter", "spec", "bytes a device"], _parameters(plan))
+def table(plan: Plan, *, colour: bool = False) -> str:
+    """Head, memory, one row for each distinct layer (repeated ones folded), collectives by kind and axis.
+
+    Args:
+        colour: with the escape codes of a terminal.
+    """
+    lines = [f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}"]
+    lines += [f"  {name:<12} {text}" for name, text in _head(plan)]
+    lines += ["", *_layers(plan)]
     lines += ["", *_columns(["collective", "phase", "axis", "launches", "bytes", "time"], _collectives(plan))]
     if plan.candidates:
         lines += ["", "meshes tried: " + ", ".join(f"{m} {seconds(s)}" for m, s in plan.candidates)]
     lines += [f"note: {n}" for n in plan.notices]
-    return "\n".join(_wrapped(lines))
+    lines = _wrapped(lines)
+    return "\n".join(_painted(lines) if colour else lines)
+
+
+def _head(plan: Plan) -> list[tuple[str, str]]:
+    """Named lines above the tables."""
+    kinds = ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
+    bound = f"at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})"
+    rate = speed(plan)
+    head = [
+        ("step time", f"{seconds(plan.step_time)} predicted" + (f", {rate}" if rate else "")),
+        ("plan cost", f"{seconds(plan.objective)}, {bound}"),
+        ("peak memory", f"{size(plan.peak_memory)} a device: {kinds}"),
+    ]
+    if plan.host_memory:
+        head.append(("host memory", f"{size(plan.host_memory)} a device: {_on_host(plan)}"))
+    return head
+
+
+def speed(plan: Plan) -> str:
+    """MFU and tokens or samples a second; empty where the plan does not know its FLOPs."""
+    f = plan.facts
+    if f is None or not plan.step_time:
+        return ""
+    said = [f"MFU {plan.mfu:.1%}"] if f.flops else []
+    if f.tokens or f.samples:
+        said.append(f"{plan.throughput:,.0f} {'tokens' if f.tokens else 'samples'}/s")
+    return ", ".join(said)
+
+
+def _layers(plan: Plan) -> list[str]:
+    if plan.facts is None:
+        return _columns(["parameter", "spec", "bytes a device"], _parameters(plan))
+    body = []
+    for row in rows(plan):
+        copies = f"x {row.count}" if row.count > 1 else ""
+        weights = " ".join(dict.fromkeys(row.weights.values()))
+        sent = collective_text(row.collectives, row.count)
+        body.append([
+            row.name, copies, weights, row.activation, action_text(row.actions), sent, seconds(row.seconds),
+            size(row.weight_bytes + row.held_bytes),
+        ])  # fmt: skip
+    return _columns(["layer", "", "weights", "output", "for backward", "sends", "time", "bytes"], body)
+
+
+def _parameters(plan: Plan) -> list[list[str]]:
+    """Of a plan without facts, which an older version saved: parameters alone."""
+    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for name, held in plan.parameters.items():
+        found.setdefault((folded(name), str(plan.specs[name])), []).append((name, held))
+    return [
+        [name if len(held) > 1 else held[0][0], spec,
+         size(sum(b for _, b in held)) + (f"  (x {len(held)})" if len(held) > 1 else "")]
+        for (name, spec), held in found.items()
+    ]  # fmt: skip
 
 
 def _on_host(plan: Plan) -> str:
@@ -40,9 +93,19 @@ def _on_host(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _wrapped(lines: Sequence[str]) -> list[str]:
-    import textwrap
+def _collectives(plan: Plan) -> list[list[str]]:
+    groups: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    for c in plan.collectives:
+        groups.setdefault((c.kind, c.phase, c.axis), []).append((c.bytes, c.seconds))
+    body = []
+    for (kind, phase, axis), launches in groups.items():
+        total, time = sum(b for b, _ in launches), sum(s for _, s in launches)
+        name = f"{kind} ({SHORT[kind]})" if SHORT.get(kind) else kind
+        body.append([name, phase, plan.mesh.names[axis], str(len(launches)), size(total), seconds(time)])
+    return body or [["none", "", "", "0", "0 B", "0 s"]]
 
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
     out: list[str] = []
     for line in lines:
         long = len(line) > WIDTH
@@ -50,52 +113,42 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
     return [line.rstrip() for line in out]
 
 
-def _parameters(plan: Plan) -> list[list[str]]:
-    """Layers that are alike but for their number share a row."""
-    rows: dict[tuple[str, str], list[int]] = {}
-    for name, held in plan.parameters.items():
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), str(plan.specs[name]))
-        rows.setdefault(key, []).append(held)
-    return [
-        [name, spec, f"{size(sum(held))}  (x {len(held)})"]
-        if len(held) > 1
-        else [_single(plan, name, spec), spec, size(held[0])]
-        for (name, spec), held in rows.items()
-    ]
-
-
-def _single(plan: Plan, pattern: str, spec: str) -> str:
-    for name in plan.parameters:
-        if re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern and str(plan.specs[name]) == spec:
-            return name
-    return pattern
-
-
-def _collectives(plan: Plan) -> list[list[str]]:
-    groups: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
-    for c in plan.collectives:
-        groups.setdefault((c.kind, c.phase, c.axis), []).append((c.bytes, c.seconds))
-    rows = []
-    for (kind, phase, axis), launches in groups.items():
-        total, time = sum(b for b, _ in launches), sum(s for _, s in launches)
-        rows.append([kind, phase, plan.mesh.names[axis], str(len(launches)), size(total), seconds(time)])
-    return rows or [["none", "", "", "0", "0 B", "0 s"]]
-
-
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    over = sum(widths) + 2 * len(widths) + 2 - WIDTH
-    if over > 0:
-        widths[0] = max(widths[0] - over, 20)
+def _columns(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns; where they are too wide for a line, the widest gives way."""
+    widths = [max(len(r[i]) for r in [head, *body]) for i in range(len(head))]
+    while sum(widths) + 2 * len(widths) > WIDTH:
+        widths[max(range(len(widths)), key=lambda i: widths[i])] -= 1
 
     def line(cells: Sequence[str]) -> str:
         return "  " + "  ".join(_cut(c, w).ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
 
-    return [line(head), "  " + "  ".join("-" * w for w in widths), *map(line, rows)]
+    return [line(head), "  " + "  ".join("-" * w for w in widths), *map(line, body)]
 
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[-(width - 1) :]
+
+
+def _painted(lines: Sequence[str]) -> list[str]:
+    """The same text with a terminal's colours: headings bold, rules faint, notes yellow."""
+    out = []
+    for i, line in enumerate(lines):
+        rule = line.strip() and set(line.strip()) <= {"-", " "}
+        heading = i + 1 < len(lines) and lines[i + 1].strip() and set(lines[i + 1].strip()) <= {"-", " "}
+        style = "head" if heading or i == 0 else "faint" if rule else "warn" if line.startswith("note:") else ""
+        label = line[2:15].rstrip() if line[:2] == "  " and line[2:15].rstrip() in LABELS else ""
+        if label:
+            out.append(f"  {_ansi(f'{label:<12}', 'spec')}{line[14:]}")
+        else:
+            out.append(_ansi(line, style) if style else line)
+    return out
+
+
+LABELS = ("step time", "plan cost", "peak memory", "host memory")
+
+
+def _ansi(text: str, style: str) -> str:
+    return f"\x1b[{COLOURS[style]}m{text}\x1b[0m"
 
 
 def size(n: float) -> str:

@@ -1,0 +1,71 @@
+"""The facts of a plan: where its ops come from, what its devices can do, and its memory over time."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from autopar.cost_models import CollectiveCosts
+from autopar.cost_models.communication import CollectiveKind
+from autopar.ir import Graph
+from autopar.mesh import Cluster, Mesh
+from autopar.planner.liveness import history
+from autopar.planner.options import Options
+from autopar.planner.pricing import Prices
+from autopar.plans.facts import AxisFacts, Facts, NodeFacts
+from autopar.program import Program
+from autopar.strategies import flops
+
+
+def gather_facts(program: Program, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Facts:
+    """What tables and reports say beside the plan's own figures."""
+    nodes, work = {}, dict[str, float]()
+    for node in graph.nodes:
+        metas = tuple(graph.meta(v) for v in node.inputs)
+        done = flops(node, metas) if node.op != "placeholder" else 0.0
+        module = node.module
+        if node.op == "placeholder" and graph.input_of[node.name].kind in ("parameter", "buffer"):
+            module = graph.input_of[node.name].name.rpartition(".")[0]
+        nodes[node.name] = NodeFacts(module, node.op, done)
+        if done and metas:
+            work[metas[0].dtype] = work.get(metas[0].dtype, 0.0) + done
+    dtype = max(work, key=lambda d: (work[d], d), default="float32")
+    samples, tokens = _batch(graph)
+    return Facts(
+        nodes=nodes, history=history(program, graph, mesh, options), dtype=dtype,
+        peak_flops_per_s=cluster.device.peak(dtype), overlap=Prices(mesh, cluster).overlap,
+        samples=samples, tokens=tokens, device=cluster.device.name, description=cluster.description,
+        memory_bytes=cluster.device.memory_bytes, devices_per_node=cluster.devices_per_node,
+        axes=_axes(mesh, cluster, program),
+    )  # fmt: skip
+
+
+def _batch(graph: Graph) -> tuple[int, int]:
+    """Samples of the step, and tokens where the first input is a matrix of whole numbers, as token ids are."""
+    metas = [graph.by_name[i.node].outputs[0] for i in graph.inputs if i.kind == "input"]
+    first = next((m for m in metas if m is not None and m.shape), None)
+    if first is None:
+        return 0, 0
+    ids = len(first.shape) == 2 and first.dtype in ("int64", "int32")
+    return first.shape[0], math.prod(first.shape) if ids else 0
+
+
+def _axes(mesh: Mesh, cluster: Cluster, program: Program) -> tuple[AxisFacts, ...]:
+    costs = CollectiveCosts(mesh, cluster)
+    largest: dict[tuple[int, str], int] = {}
+    for op in program.collectives:
+        assert op.step is not None
+        key = (op.step.axis, op.step.kind)
+        largest[key] = max(largest.get(key, 0), op.wire_bytes)
+    return tuple(
+        AxisFacts(
+            name, link.ranks_per_node, link.nodes, _finite(link.intra_bytes_per_s), _finite(link.inter_bytes_per_s),
+            {k: costs.algorithm(cast("CollectiveKind", k), n, axis) for (at, k), n in largest.items() if at == axis},
+        )
+        for axis, (name, link) in enumerate(zip(mesh.names, costs.links, strict=True))
+    )  # fmt: skip
+
+
+def _finite(rate: float) -> float:
+    """0 where nothing crosses a level."""
+    return rate if math.isfinite(rate) else 0.0

@@ -1,0 +1,149 @@
+"""What a plan shows: its table, differences, and its text form read back."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Plan
+from autopar.errors import PlanError
+from autopar.planner.timeline import simulate_streams
+from autopar.plans.layers import layers, rows
+from autopar.plans.table import table
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+IDS = torch.zeros(8, 16, dtype=torch.long)
+CUT = {"blocks.*.up.weight": "S1R", "blocks.*.down.weight": "RS1", "head.weight": "S0R"}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return autopar.plan(Net(), IDS, mesh={"dp": 2, "tp": 2}, cluster="dgx-h100", constraints=CUT)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Plan:
+    return autopar.plan(Net(), IDS, mesh={"dp": 2, "tp": 2}, cluster="dgx-h100", search="baseline:ZeRO-3")
+
+
+def test_the_table_fits_and_folds_layers(plan):
+    text = str(plan)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    up = next(line for line in text.splitlines() if "blocks.*.up" in line)
+    assert re.search(r"blocks\.\*\.up +x 3 +S1R", up)
+    assert "MFU" in text
+    assert "tokens/s" in text
+
+
+def test_the_table_has_colours_on_a_terminal_and_is_the_same_text(plan, monkeypatch):
+    coloured = table(plan, colour=True)
+    assert "\x1b[1m" in coloured
+    assert re.sub(r"\x1b\[\d*m", "", coloured) == table(plan)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert str(plan) == coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert str(plan) == table(plan)
+
+
+def test_layers_hold_all_seconds_bytes_and_collectives_of_the_plan(plan, whole):
+    for p in (plan, whole):
+        for found in (layers(p).values(), rows(p)):
+            kinds = sum((layer.collectives for layer in found), start=type(next(iter(found)).collectives)())
+            assert kinds.total() == len(p.collectives)
+            assert sum(layer.weight_bytes for layer in found) == sum(p.parameters.values())
+            seconds = sum(op.seconds for op in p.program.ops if op.kind != "input")
+            assert sum(layer.seconds for layer in found) == pytest.approx(seconds)
+    assert {r.count for r in rows(plan) if r.name.startswith("blocks")} == {3}
+
+
+def test_facts_say_what_the_figures_came_from(plan):
+    facts = plan.facts
+    assert facts.tokens == 8 * 16
+    assert facts.samples == 8
+    matmuls = 3 * 2 * 2 * 128 * 32 * 64 + 2 * 128 * 32 * 50  # forward; the backward has twice as many
+    assert facts.flops == pytest.approx(3 * matmuls, rel=0.01)
+    assert plan.mfu == pytest.approx(facts.flops / (plan.step_time * 4 * facts.peak_flops_per_s))
+    assert plan.throughput == pytest.approx(128 / plan.step_time)
+    assert simulate_streams(plan.program, facts.overlap).seconds == pytest.approx(plan.step_time)
+
+
+def test_the_history_of_memory_reaches_the_peak_and_never_more(plan, whole):
+    for p in (plan, whole):
+        at = sorted({i for points in p.facts.history.values() for i, _ in points})
+        held = [
+            sum(next((b for i, b in reversed(points) if i <= now), 0) for points in p.facts.history.values())
+            for now in at
+        ]
+        assert max(held) == p.peak_memory
+
+
+def test_a_plan_equals_itself_read_back(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.digest == plan.digest
+    assert str(again) == str(plan)
+    assert again.to_json() == plan.to_json()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_plan_of_the_first_format_loads_and_prints(plan):
+    data = json.loads(plan.to_json())
+    del data["facts"]
+    old = Plan.from_json(json.dumps(data | {"version": 1}))
+    assert old.facts is None
+    assert old.digest == plan.digest
+    assert "blocks.*.up.weight" in str(old)
+    assert "MFU" not in str(old)
+
+
+def test_a_plan_of_a_later_format_says_why_it_does_not_load(plan):
+    data = json.loads(plan.to_json()) | {"version": 99}
+    with pytest.raises(PlanError, match="format version 99"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_changed_program_is_found_out(plan):
+    data = json.loads(plan.to_json())
+    data["program"]["ops"][5]["reads"] = ["nothing"]
+    with pytest.raises(PlanError, match="digest"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_differences_are_folded(plan, whole):
+    text = plan.diff(whole)
+    assert "blocks.*.up.weight: S1R -> " in text
+    assert "(x 3)" in text
+    assert "peak memory" in text
+    assert plan.diff(plan) == "The plans run the same program."
