@@ -49,9 +49,9 @@ def ascend(
     superfluous = _Superfluous(graph)
     boldness, stalled, found = 1.0, 0, 0
     for count in range(sweeps):
-        result = dual.sweep(forward=count % 2 == 1)
-        incumbent.raise_bound(result.lower_bound)
         looks = count % 8 == 1 or (count < 8 and count % 2 == 1)
+        result = dual.sweep(forward=count % 2 == 1, decode=looks or bool(len(graph.limits)))
+        incumbent.raise_bound(result.lower_bound)
         if looks and search_from(graph, result.choice, incumbent, "message passing", pairs=count % 16 == 1):
             found = count
         if choice_only and count - found >= LONG and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
@@ -125,7 +125,7 @@ def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array) -> 
     dual = Dual(graph, prices)
     barred = {(u, v): np.zeros(graph.neighbours[u][v].shape, dtype=bool) for u, v in graph.pairs()}
     for count in range(6):
-        result = dual.sweep(forward=count % 2 == 1)
+        result = dual.sweep(forward=count % 2 == 1, decode=False)
         incumbent.raise_bound(result.lower_bound)
         for (u, v), mask in barred.items():
             mask |= dual.pair_bounds(u, v, result.lower_bound) > incumbent.cutoff()

@@ -1,7 +1,7 @@
 """A lower bound and choices by dual ascent: sequential tree-reweighted message passing (Kolmogorov 2006, 2015).
 
 Costs are shifted between nodes and edges so that the sum of their minima, a bound, rises. An edge's costs are
-``matrix + left[a] + right[b]``; the shared matrix is never written. Sweeps go up and down the order of the nodes: a
+``matrix + left[a] + right[b]``; the shared matrix is never written. Sweeps go up and down an order of the nodes: a
 node collects from each edge to an earlier one its min-marginals, then hands its costs out to the edges to later ones.
 Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound, subgradient steps improve them.
 """
@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from autopar.solver.graph import Graph
+from autopar.solver.ordering import narrow_order
 from autopar.solver.problem import Array
 
 _BARRED = 1e30
@@ -28,7 +29,8 @@ Pushes: TypeAlias = Mapping[int, Mapping[int, Array]]
 
 @dataclass
 class SweepResult:
-    """``lower_bound`` in seconds; ``choice``: decoded along the sweep; ``marginals``: a bound for each option."""
+    """``lower_bound`` in seconds; ``choice``: decoded along the sweep, empty where none was asked for; ``marginals``: a
+    bound for each option."""
 
     lower_bound: float
     choice: dict[int, int]
@@ -41,6 +43,7 @@ class Dual:
     def __init__(self, graph: Graph, prices: Array | None = None, start: Pushes | None = None) -> None:
         self.graph = graph
         self.nodes = graph.nodes()
+        self.order = narrow_order(self.nodes, graph.neighbours)
         self.prices = np.zeros(len(graph.limits)) if prices is None else prices.copy()
         self.theta = {node: graph.costs[node].copy() for node in self.nodes}
         self.push: dict[int, dict[int, Array]] = {
@@ -50,9 +53,13 @@ class Dual:
         for node, pushed in (start or {}).items():
             self.push[node].update(pushed)
             self.theta[node] -= np.sum(list(self.push[node].values()), axis=0)
+        rank = {node: place for place, node in enumerate(self.order)}
+        self.earlier = {node: [o for o in self.push[node] if rank[o] < rank[node]] for node in self.nodes}
+        self.later = {node: [o for o in self.push[node] if rank[o] > rank[node]] for node in self.nodes}
         self._price_usages(self.prices)
-        for u, v in graph.pairs():
-            self._collect(v, u)
+        for node in self.order:
+            for other in self.earlier[node]:
+                self._collect(node, other)
 
     def keep(self, masks: dict[int, np.ndarray]) -> None:
         """Take the options out of the graph for which a mask is false; what was passed about the others stays.
@@ -84,40 +91,34 @@ class Dual:
         self.theta[node] += self.push[node][other] + least
         self.push[node][other] = -least
 
-    def sweep(self, forward: bool) -> SweepResult:
+    def sweep(self, forward: bool, *, decode: bool = True) -> SweepResult:
         """One pass; the bound after it, a choice, and for each option a bound on every choice that takes it."""
-        order = self.nodes if forward else self.nodes[::-1]
+        order = self.order if forward else self.order[::-1]
+        behind, ahead = (self.earlier, self.later) if forward else (self.later, self.earlier)
         constant = self.graph.offset - float(self.prices @ self.graph.limits)
         bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
         choice: dict[int, int] = {}
         marginals: dict[int, Array] = {}
         handed_least: dict[int, float] = {}
         for node in order:
-            around = self.push[node]
-            earlier = [other for other in around if (other < node) == forward]
-            later = len(around) - len(earlier)
-            choice[node] = self._decode(node, earlier, choice)
-            before = float(self.theta[node].min()) + sum(handed_least[other] for other in earlier)
-            for other in earlier:
+            if decode:
+                choice[node] = self._decode(node, behind[node], choice)
+            before = float(self.theta[node].min()) + sum(handed_least[other] for other in behind[node])
+            for other in behind[node]:
                 self._collect(node, other)
-            least = float(self.theta[node].min())
+            theta = self.theta[node]
+            least = float(theta.min())
             bound += least - before
-            marginals[node] = self.theta[node] + (bound - least)
-            share = 1.0 / max(len(earlier), later, 1)
+            marginals[node] = theta + (bound - least)
+            share = 1.0 / max(len(behind[node]), len(ahead[node]), 1)
             handed_least[node] = share * least
-            if later:
-                self._hand_out(node, share, forward)
+            if ahead[node]:
+                part = theta * share
+                for other in ahead[node]:
+                    self.push[node][other] += part
+                self.theta[node] = theta - part * len(ahead[node])
         bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
         return SweepResult(bound, choice, marginals)
-
-    def _hand_out(self, node: int, share: float, forward: bool) -> None:
-        part = self.theta[node] * share
-        count = 0
-        for other in self.push[node]:
-            if (other > node) == forward:
-                self.push[node][other] += part
-                count += 1
-        self.theta[node] -= part * count
 
     def _decode(self, node: int, earlier: list[int], choice: dict[int, int]) -> int:
         """The cheapest option given what earlier nodes chose."""

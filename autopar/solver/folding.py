@@ -188,7 +188,7 @@ def _ascend(dual: Dual, late: Callable[[], bool], enough: Callable[[float], floa
     """Sweep until the bound rises no more by what is enough, or it is late; the bound."""
     last = best = -math.inf
     for count in range(MAX_SWEEPS):
-        best = max(best, dual.sweep(forward=count % 2 == 1).lower_bound)
+        best = max(best, dual.sweep(forward=count % 2 == 1, decode=False).lower_bound)
         if count % SWEEPS_A_LOOK == SWEEPS_A_LOOK - 1:
             if late() or best - last <= enough(best):
                 break
