@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import kernels
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable, without_gradient
 
 # Elements held in the accumulation dtype at a time; a CPU's caches hold as many.
@@ -32,6 +33,9 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _sumexp(x: Tensor, m: Tensor) -> Tensor:
+    if kernels.enabled(x, m):
+        total: Tensor = kernels.run("sumexp", x, m)
+        return total
     dtype = accumulation_dtype(x.dtype)
     out = torch.empty(m.shape, dtype=dtype, device=x.device)
     flat_x, flat_m, flat_out = _flat(x), m.reshape(-1, 1).to(dtype), out.view(-1)
@@ -53,6 +57,9 @@ def _place(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tens
 def _nll(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int) -> Tensor:
     if x.shape[-1] == 0:
         return torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    if kernels.enabled(x, lse):
+        loss: Tensor = kernels.run("nll", x, lse, target, ignore_index=ignore_index, offset=offset)
+        return loss
     here, position = _place(target, ignore_index, offset, x.shape[-1])
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
     return torch.sub(lse, chosen).to(lse.dtype).where(here, 0).contiguous()
@@ -65,6 +72,11 @@ def _nll_fake(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offs
 def _nll_backward(
     grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int
 ) -> Tensor:
+    if kernels.enabled(x, lse, grad):
+        fused: Tensor = kernels.run(
+            "nll_backward", grad, x, lse, target, ignore_index=ignore_index, offset=offset
+        )
+        return fused
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out

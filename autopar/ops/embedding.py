@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar import kernels
 from autopar._torch import FakeTensor
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
@@ -23,6 +24,9 @@ def _inside(index: Tensor, offset: int, rows: int) -> Tensor | None:
 def _lookup(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:
     if weight.shape[0] == 0:
         return weight.new_zeros([*index.shape, weight.shape[1]])
+    if kernels.enabled(weight):
+        rows: Tensor = kernels.run("lookup", weight, index, offset=offset)
+        return rows
     inside = _inside(index, offset, weight.shape[0])
     local = index - offset if offset else index
     if inside is None:
@@ -38,6 +42,11 @@ def _lookup_fake(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int
 def _lookup_backward(grad: Tensor, index: Tensor, *, rows: int, offset: int, padding_idx: int) -> Tensor:
     if rows == 0:
         return grad.new_zeros([0, grad.shape[-1]])
+    if kernels.enabled(grad):
+        table: Tensor = kernels.run(
+            "lookup_backward", grad, index, rows=rows, offset=offset, padding_idx=padding_idx
+        )
+        return table
     inside = _inside(index, offset, rows)
     local = index - offset if offset else index
     if inside is not None:

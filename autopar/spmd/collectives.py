@@ -7,6 +7,7 @@ a shard that is shorter than its neighbours' is padded for it and trimmed after.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autopar import kernels
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
 from autopar.sharding import spec as sharding
@@ -110,7 +112,8 @@ def reduce_scatter(rank: Rank, x: Tensor, dim: int, axis: int, reduction: Reduct
     """Reduce ``x`` over the ranks along ``axis``, which becomes the innermost cut of ``dim``."""
     size = rank.mesh.shape[axis]
     mine = chunk(x.shape[dim], size, rank.coordinate[axis])[1]
-    buffer = _rows(_reducible(x, reduction), dim, size)
+    x_wire = _reducible_elements(x, reduction)
+    buffer = _rows(x_wire, dim, size, REDUCED_AS.get(x_wire.dtype))
     divisor = size if reduction == "avg" else 1
     unpack = partial(_unpack_scattered, dim=dim, mine=mine, dtype=x.dtype, divisor=divisor)
     return _launch(rank, buffer, Exchange("reduce_scatter", axis, _wire_reduction(reduction)), unpack)
@@ -284,9 +287,14 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     return pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
-def _rows(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` cut ``size`` ways along ``dim``, the parts stacked along a new dim 0."""
+def _rows(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """``x``, in ``dtype`` where one is given, cut ``size`` ways along ``dim``, the parts stacked along a new dim 0."""
     part = -(-x.shape[dim] // size)
+    stacked = x.is_contiguous() and part * size == x.shape[dim] and math.prod(x.shape[:dim]) == 1
+    if (not stacked or dtype not in (None, x.dtype)) and kernels.enabled(x, integers=True):
+        packed: Tensor = kernels.run("pack", x, dim, size, dtype)
+        return packed
+    x = x if dtype is None else x.to(dtype)
     shape = (*x.shape[:dim], size, part, *x.shape[dim + 1 :])
     return _padded(x, dim, part * size).reshape(shape).movedim(dim, 0).contiguous()
 
@@ -294,6 +302,10 @@ def _rows(x: Tensor, dim: int, size: int) -> Tensor:
 def _joined(rows: Tensor, dim: int, length: int) -> Tensor:
     """The parts along dim 0 joined along ``dim`` of a part and trimmed to ``length``."""
     size, part = rows.shape[0], rows.shape[dim + 1]
+    joined = rows.is_contiguous() and part * size == length and math.prod(rows.shape[1 : dim + 1]) == 1
+    if not joined and kernels.enabled(rows, integers=True):
+        unpacked: Tensor = kernels.run("unpack", rows, dim, length)
+        return unpacked
     if part * size == length:
         return rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
     lengths = [chunk(length, size, i)[1] for i in range(size)]
@@ -314,6 +326,12 @@ def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _reducible(x: Tensor, reduction: Reduction) -> Tensor:
+    x = _reducible_elements(x, reduction)
+    return x.to(REDUCED_AS.get(x.dtype, x.dtype))
+
+
+def _reducible_elements(x: Tensor, reduction: Reduction) -> Tensor:
+    """``x`` before it is converted to a dtype that backends reduce; complex numbers get a last dim of two."""
     if x.is_complex() and reduction in ("sum", "avg"):
         return torch.view_as_real(x.resolve_conj())
     if x.is_complex() or (reduction == "avg" and not x.is_floating_point()):
@@ -322,7 +340,7 @@ def _reducible(x: Tensor, reduction: Reduction) -> Tensor:
             found=f"a tensor of shape {tuple(x.shape)}",
             hint="sum it, or convert it to a floating-point dtype first.",
         )
-    return x.to(REDUCED_AS.get(x.dtype, x.dtype))
+    return x
 
 
 def _wire_reduction(reduction: Reduction) -> Reduction:

@@ -1,0 +1,94 @@
+"""Block sizes measured once on a device and kept on disk.
+
+The file's key is made of all that a measurement depends on: this package's version, triton's, the device and the text
+of the kernel. A file that cannot be read, or was written under another key, counts as empty: it is a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from autopar.kernels.registry import Config, Kernel, source
+
+FORMAT = 1
+
+
+def cache_folder() -> Path:
+    """``$AUTOPAR_CACHE_DIR``, else ``autopar`` in the user's folder of caches."""
+    given = os.environ.get("AUTOPAR_CACHE_DIR")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "autopar"
+
+
+class Tuning:
+    """The best configuration of each kernel by size and dtype, on one device."""
+
+    def __init__(self, device: str, folder: Path | None = None) -> None:
+        self.device = device
+        self.path = (folder or cache_folder()) / f"kernels-{re.sub(r'[^a-z0-9]+', '-', device.lower())}.json"
+        self._found: dict[str, Config] | None = None
+
+    def best(self, kernel: Kernel, size: str, measure: Callable[[Config], float] | None) -> Config:
+        """The configuration for ``size``: known, or else measured and stored; the first where ``measure`` is None."""
+        known = self._load()
+        key = f"{kernel.name} {size} {_text_digest(kernel.name)}"
+        if known.get(key) in kernel.configs:
+            return known[key]
+        if measure is None:
+            return kernel.configs[0]
+        seconds = [measure(config) for config in kernel.configs]
+        known[key] = kernel.configs[seconds.index(min(seconds))]
+        self._store(known)
+        return known[key]
+
+    def _load(self) -> dict[str, Config]:
+        if self._found is None:
+            self._found = read(self.path, self._version)
+        return self._found
+
+    @property
+    def _version(self) -> str:
+        return f"{FORMAT}; autopar {_version_of('autopar')}; triton {_version_of('triton')}; {self.device}"
+
+    def _store(self, known: Mapping[str, Config]) -> None:
+        """What other processes have stored meanwhile is kept; a folder that cannot be written is no error."""
+        merged = {**read(self.path, self._version), **known}
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                json.dump({"version": self._version, "configs": merged}, file, indent=1, sort_keys=True)
+            Path(name).replace(self.path)
+
+
+def read(path: Path, wanted: str) -> dict[str, Config]:
+    """What a file holds that was written as ``wanted``; nothing where it holds anything else."""
+    try:
+        data: Any = json.loads(path.read_text())
+        if data["version"] != wanted:
+            return {}
+        return {str(k): {str(n): int(v) for n, v in config.items()} for k, config in data["configs"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+@cache
+def _text_digest(name: str) -> str:
+    return hashlib.sha256(source(name).encode()).hexdigest()[:12]
+
+
+@cache
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,89 @@
+"""Every Triton kernel compiled for this GPU, against references, and through the ops that programs call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from autopar import kernels  # noqa: E402
+from autopar.kernels import KERNELS  # noqa: E402
+from tests.kernel_checks import (  # noqa: E402
+    FLOATS,
+    INDICES,
+    assert_near,
+    check_cross_entropy,
+    check_lookup,
+    check_norm,
+    check_packing,
+)
+
+
+@pytest.fixture(autouse=True)
+def _compiled(tmp_path, monkeypatch) -> None:
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: kernels would not be compiled; run `make gpu`")
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.int16], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (64, 1, 130), (33, 3, 4, 65)], ids=str)
+def test_packing(dtype, shape) -> None:
+    x = torch.randint(0, 100, shape, device="cuda").to(dtype)
+    for dim in range(len(shape)):
+        check_packing(x, dim, 2)
+        check_packing(x.transpose(0, -1), dim, 3)
+        if dtype in FLOATS:
+            check_packing(x, dim, 4, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_embedding(dtype, index) -> None:
+    check_lookup(dtype, index, (3, 7), rows=11, d=33, offset=5, device="cuda")
+    check_lookup(dtype, index, (4, 257), rows=1000, d=768, offset=123, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_cross_entropy(dtype, index) -> None:
+    check_cross_entropy(dtype, index, rows=5, v=37, ways=2, device="cuda")
+    check_cross_entropy(dtype, index, rows=70, v=50257, ways=3, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+def test_norms(dtype, centred) -> None:
+    check_norm(dtype, (3, 5, 37), "cuda", centred=centred, scaled=True, shifted=centred)
+    check_norm(dtype, (130, 4096), "cuda", centred=centred, scaled=True, shifted=False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_ops_of_a_program_run_them(dtype) -> None:
+    """What the op gives on the GPU, tuned, is what it gives on the CPU."""
+    weight, index = torch.randn(50, 64).to(dtype), torch.randint(0, 90, (6, 20))
+    assert kernels.enabled(weight.cuda())
+    on_cpu = torch.ops.autopar.lookup(weight, index, offset=10)
+    assert torch.equal(torch.ops.autopar.lookup(weight.cuda(), index.cuda(), offset=10).cpu(), on_cpu)
+    logits, target = torch.randn(40, 90).to(dtype), torch.randint(0, 90, (40,))
+    m = logits.amax(-1)
+    total = torch.ops.autopar.sumexp(logits, m)
+    assert_near(torch.ops.autopar.sumexp(logits.cuda(), m.cuda()).cpu(), total)
+    lse, options = m.float() + total.log(), {"ignore_index": -100, "offset": 0}
+    for op, operands in (("nll", ()), ("nll_backward", (torch.rand(40),))):
+        args = (*operands, logits, lse, target)
+        expected = getattr(torch.ops.autopar, op)(*args, **options)
+        found = getattr(torch.ops.autopar, op)(*(a.cuda() for a in args), **options)
+        assert_near(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["lookup", "statistics"])
+def test_tuning_is_kept(name, tmp_path) -> None:
+    x, index = torch.randn(64, 512, device="cuda"), torch.randint(0, 64, (100,), device="cuda")
+    args = {"lookup": (x, index), "statistics": (x,)}[name]
+    options = {"offset": 0} if name == "lookup" else {}
+    kernels.dispatch._tuning.cache_clear()
+    kernels.run(name, *args, **options)
+    assert name in next(tmp_path.glob("kernels-*.json")).read_text()
+    assert KERNELS[name].configs
