@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 # The type of a resolved op such as torch.ops.aten.mm.default; torch.ops has no public name for it.
-from torch._ops import OpOverload
+# HigherOrderOperator: the type of torch.cond and other ops that take functions; it has no public name either.
+from torch._ops import HigherOrderOperator, OpOverload
 
-# The type of resolved ops, `torch.ops.aten.mm.default`; torch.ops has no public name for it.
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "JointInput",
     "JointOutput",
     "OpOverload",

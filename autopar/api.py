@@ -34,6 +34,7 @@ from autopar.spmd.placements import from_placements
 from autopar.structure import Structure
 from autopar.tracer import Capture, ColoTracer
 from autopar.tracer.export import Call, bind
+from autopar.tracer.hooks import lost_parameter_hooks
 from autopar.tracer.tracer import as_call
 
 if TYPE_CHECKING:
@@ -237,6 +238,13 @@ def autoparallelize(
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, ParallelModule):
         raise PlanError("The model is already parallel.", found=type(model).__name__, hint="parallelize a fresh model.")
+    hooked = next(iter(lost_parameter_hooks(model)), None)
+    if hooked is not None:
+        raise PlanError(
+            f"The parameter {hooked[0]} has a hook, which would not be that of the DTensor that it becomes.",
+            found=hooked[1],
+            hint="register hooks on parameters after autoparallelize; they see the sharded gradient.",
+        )
     if "forward" in vars(model):
         raise PlanError(
             "The model's forward was replaced on the instance, where it would hide the parallel one.",
@@ -415,6 +423,7 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
     Raises:
         PlanError: the plan belongs to another model or other inputs.
     """
+    _check_hooks(model)
     call = bind(model, *as_call(meta_inputs))
     with computing_in(plan.options.get("mixed_precision")):
         capture = ColoTracer(plan.options.get("outputs", "auto")).capture(model, call)
@@ -423,6 +432,16 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    if model._forward_hooks or model._forward_pre_hooks:
+        hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+        raise PlanError(
+            "Hooks of the model itself run around the program, and so not in a simulation.",
+            found=", ".join(getattr(h, "__qualname__", type(h).__name__) for h in hooks),
+            hint="remove them for the simulation; autoparallelize runs them at every call.",
+        )
 
 
 def _named(model: nn.Module, call: Call, capture: Capture) -> dict[tuple[str, str], Tensor]:

@@ -17,11 +17,23 @@ from autopar.errors import CaptureError
 
 _OURS = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
-_LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
+_STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n\s*(.*)')
 
 
+_KNOWN = {
+    "torch._C.Generator": "draw without a generator: the program's own numbers are one sequence from one seed, on "
+    "every mesh.",
+    "is not an instance of torch.nn.Parameter": "give the module itself, not torch.jit.script or trace of it.",
+}
+"""What helps, by words of torch's error."""
+
 _NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_dense", "tolist", "__format__")
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file belongs to a library, in whatever environment, and not to the user."""
+    return bool({"site-packages", "dist-packages"} & set(file.parts)) or _STANDARD in file.parents
 
 
 class Line(NamedTuple):
@@ -51,6 +63,9 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
 
 def _hint(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
+    known = next((hint for word, hint in _KNOWN.items() if word in text), None)
+    if known is not None:
+        return known
     if any(w in text for w in ("DynamicOutputShape", "Unbacked", "dynamic shape operator")):
         return "how many elements this line gives depends on values; use torch.where, a mask or topk instead."
     if any(w in text for w in _NEEDS_VALUES):
@@ -69,7 +84,7 @@ def user_line(error: BaseException) -> str:
     """The innermost line of the user's code, else of the library that they use, else of torch's modules."""
     lines = [line for line in _lines(error) if _OURS not in line.file.parents and line.file.name != "contextlib.py"]
     outside = [line for line in lines if _TORCH not in line.file.parents]
-    own = [line for line in outside if not any(folder in line.file.parents for folder in _LIBRARIES)]
+    own = [line for line in outside if not is_installed(line.file)]
     inside = [line for line in lines if _TORCH / "nn" in line.file.parents]
     chosen = next((found for found in (own, outside, inside) if found), [])
     if not chosen:

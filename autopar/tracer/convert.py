@@ -77,12 +77,12 @@ def _module_path(meta: Mapping[str, Any]) -> str:
     return path.removeprefix("model.") if path != "model" else ""
 
 
-def _source(meta: Mapping[str, Any]) -> str:
+def source_line(meta: Mapping[str, Any]) -> str:
     """The user's line, as ``file.py:12 code``: the innermost line of the recorded stack."""
     lines = str(meta.get("stack_trace") or meta.get("fwd_stack_trace") or "").strip().splitlines()
     for at in range(len(lines) - 1, -1, -1):
         text = lines[at].strip()
-        if text.startswith("File "):
+        if text.startswith("File ") and not text.startswith('File "<'):
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
             return f"{Path(file).name}:{line} {code}".strip()
@@ -106,7 +106,7 @@ def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], nam
                 outputs=_outputs(node.meta["val"]),
                 phase=node.meta["phase"],
                 module=_module_path(node.meta),
-                source=_source(node.meta),
+                source=source_line(node.meta),
             )
         )
     return ir.Graph(tuple(nodes), tuple(inputs), tuple(outputs), name)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autopar._torch import HigherOrderOperator
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
 from autopar.tracer import functions
 from autopar.tracer.blame import capture_error, user_line
 from autopar.tracer.checks import taken_as_passed
+from autopar.tracer.convert import source_line
 from autopar.tracer.ctc import forget_packed, without_tables
 from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
+from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.randomness import refuse_python_random
+from autopar.tracer.side_effects import changed, constant_requires_grad, plain_state, set_to_new, watched
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,12 @@ class FlatModel(nn.Module):
         self.returned = _Returned()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before = _held(self.model)
-        out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
+        before, plain = _held(self.model), plain_state(self.model)
+        with constant_requires_grad(self.model):
+            out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
         self.returned.differentiable = tuple(t.requires_grad for t in out)
         self.returned.assigned = _write_in_place(self.model, before)
+        self.returned.counted = changed(plain, plain_state(self.model))
         return tuple(out)
 
 
@@ -112,6 +119,7 @@ class _Returned:
     structure: Structure | None = None
     differentiable: tuple[bool, ...] = ()
     assigned: tuple[str, ...] = ()
+    counted: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
 
 
 def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -180,15 +188,21 @@ def export(model: nn.Module, call: Call) -> Exported:
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            without_tables(), taken_as_passed() as checks,
+            without_tables(), watched(), taken_as_passed() as checks,
         ):  # fmt: skip
             program = torch.export.export(flat, call.tensors, strict=False)
+            counted = flat.returned.counted
+            if counted:
+                with set_to_new(model, counted):
+                    again = torch.export.export(flat, call.tensors, strict=False)
+                _refuse_counters(program, again, counted)
     except DerivativeError:
         raise
     except CaptureError as error:
         raise _located(error) from error.__cause__
     except Exception as error:
         raise capture_error(model, error) from error
+    _refuse_functions(program.graph)
     forget_packed(program.graph)
     returned = flat.returned.structure
     assert returned is not None
@@ -205,7 +219,9 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     cached = without_caches(model)
     flat = FlatModel(model, call.structure)
     try:
-        with refuse_python_random(lambda: flat(*call.tensors)), taken_as_passed() as checks:
+        with (
+            refuse_python_random(lambda: flat(*call.tensors)), watched(), taken_as_passed() as checks,
+        ):  # fmt: skip
             values = flat(*call.tensors)
     except CaptureError as error:
         raise _located(error) from error.__cause__
@@ -223,6 +239,36 @@ def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
     return [a.meta["val"] if isinstance(a, fx.Node) else a for a in user]
 
 
+def _refuse_functions(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if isinstance(node.target, HigherOrderOperator) and name not in CONTEXTS:
+            raise CaptureError(
+                f"The forward calls {name}, which takes functions, and those would need plans of their own.",
+                found=source_line(node.meta) or name,
+                hint="in place of torch.cond compute both sides and choose by torch.where; unroll loops; in place of "
+                "flex_attention use scaled_dot_product_attention with a mask.",
+            )
+
+
+def _refuse_counters(
+    program: torch.export.ExportedProgram, again: torch.export.ExportedProgram, counted: Mapping[str, tuple[Any, Any]]
+) -> None:
+    """Numbers that the forward changes may only be for show: the program of the second call is that of the first.
+
+    Raises:
+        CaptureError: it is another.
+    """
+    first, second = ([(str(n.target), str(n.args), str(n.kwargs)) for n in p.graph.nodes] for p in (program, again))
+    if first != second:
+        name, (old, new) = next(iter(counted.items()))
+        raise CaptureError(
+            f"The forward changes {name}, a plain number, and computes with it: the program would keep one value.",
+            found=f"{old!r} becomes {new!r}",
+            hint=f"keep it as a tensor: self.register_buffer({name.rpartition('.')[2]!r}, torch.tensor({old!r})).",
+        )
+
+
 def _located(error: CaptureError) -> AutoparError:
     """An error of our own, raised below a line of the user's."""
     where = user_line(error)
@@ -231,6 +277,7 @@ def _located(error: CaptureError) -> AutoparError:
 
 def _notices(returned: _Returned, cached: bool, checks: Sequence[str]) -> list[str]:
     notices = [f"{name} is set in forward, and keeps its old value outside of it" for name in returned.assigned]
+    notices += [f"{name} changes in forward, and keeps its old value outside of it" for name in returned.counted]
     if checks:
         notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")
     if cached:

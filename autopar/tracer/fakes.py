@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar._torch import FakeTensorMode
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InputError
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -18,6 +18,12 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     Always on the CPU: a fake tensor on a device that torch was built without aborts the process in autograd,
     and on the meta device parts of the backward are missing.
     """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InputError(
+            "The program takes dense tensors.",
+            found=f"a tensor of {tensor.layout}, shape {tuple(tensor.shape)}",
+            hint="pass the indices and values as dense tensors and multiply by index_add, or pad what is ragged.",
+        )
     with mode:
         fake = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from autopar.tracer import flat, linear_algebra, losses
+from autopar.tracer import flat, linear_algebra, losses, random_ops
 from autopar.tracer.flat import Flat
 from autopar.tracer.replacements import REPLACEMENTS
 
-REGISTERED = (linear_algebra, losses)
+REGISTERED = (linear_algebra, losses, random_ops)
 """Modules that are imported for the replacements that they register."""
 
 aten = torch.ops.aten
@@ -50,6 +50,10 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, tree, is_leaf=lambda x: isinstance(x, Flat))
 
 
+CONTEXTS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Ops that take a graph, which runs under another state."""
+
+
 class Normalizing(fx.Interpreter):
     """Interprets an exported graph; what it runs is what gets traced into the joint graph."""
 
@@ -67,7 +71,7 @@ class Normalizing(fx.Interpreter):
         if target in _NO_OPS:
             return None
         name = getattr(target, "__name__", str(target))
-        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+        if name in CONTEXTS:
             return self._nested(name, args)
         if target in _VIEWS or target is aten.flatten.using_ints:
             return self._view(target, args, kwargs)

@@ -6,7 +6,6 @@ Returning NotImplemented leaves the op as it is.
 
 from __future__ import annotations
 
-import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,111 +177,8 @@ def attention(
 def _attention_by_parts(tracer: Any, q: Any, k: Any, v: Any, bias: Any, dropout_p: float, scale: float) -> Any:
     """Attention whose additive bias is trained (T5): the bias needs the scores' gradient, which no kernel gives."""
     scores = ops.contract(q * scale, k, "bhsd,bhtd->bhst") + bias
-    weights = dropout(tracer, scores.softmax(-1), dropout_p, True)
+    weights = REPLACEMENTS[aten.dropout.default](tracer, scores.softmax(-1), dropout_p, True)
     return ops.contract(weights, v, "bhst,bhtd->bhsd")
-
-
-@replaces(aten.dropout.default)
-def dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any:
-    if not train or p == 0:
-        return x
-    base = base_of(x)
-    shape, offset = list(base.shape), [0] * base.ndim
-    return like(x, ops.dropout(base, tracer.seed, p=p, site=tracer.next_site(), global_shape=shape, offset=offset))
-
-
-@replaces(aten.dropout_.default)
-def dropout_(tracer: Any, x: Operand, p: float, train: bool) -> Any:
-    plain = x.materialize() if isinstance(x, Flat) else x
-    return plain.copy_(dropout(tracer, plain, p, train)) if train and p else plain
-
-
-def _uniform(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
-    """Numbers in [0, 1) that depend on the seed, the place in the program and the global index alone."""
-    sizes = [int(n) for n in shape]
-    kind = dtype or torch.get_default_dtype()
-    result: torch.Tensor = ops.uniform(
-        tracer.seed, site=tracer.next_site(), global_shape=sizes, shape=sizes, offset=[0] * len(sizes), dtype=kind
-    )
-    return result
-
-
-def _normal(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
-    """Box-Muller on two uniform numbers; the first is taken from (0, 1]."""
-    radius = (-2 * (1 - _uniform(tracer, shape, dtype)).log()).sqrt()
-    return radius * (2 * math.pi * _uniform(tracer, shape, dtype)).cos()
-
-
-@replaces(aten.rand.default)
-def rand(tracer: Any, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return _uniform(tracer, size, dtype)
-
-
-@replaces(aten.rand_like.default)
-def rand_like(tracer: Any, x: Operand, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return like(x, _uniform(tracer, base_of(x).shape, dtype or base_of(x).dtype))
-
-
-@replaces(aten.randn.default)
-def randn(tracer: Any, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return _normal(tracer, size, dtype)
-
-
-@replaces(aten.randn_like.default)
-def randn_like(tracer: Any, x: Operand, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return like(x, _normal(tracer, base_of(x).shape, dtype or base_of(x).dtype))
-
-
-@replaces(aten.randint.low)
-def randint_low(
-    tracer: Any, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
-) -> Any:
-    return (_uniform(tracer, size, torch.float64) * (high - low) + low).floor().to(dtype or torch.int64)
-
-
-@replaces(aten.randint.default)
-def randint(tracer: Any, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return randint_low(tracer, 0, high, size, dtype=dtype)
-
-
-@replaces(aten.randperm.default)
-def randperm(tracer: Any, n: int, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return _uniform(tracer, [n], torch.float64).argsort().to(dtype or torch.int64)
-
-
-@replaces(aten.bernoulli.default)
-def bernoulli(tracer: Any, x: Operand, *, generator: Any = None) -> Any:
-    base = base_of(x)
-    return like(x, (_uniform(tracer, base.shape, base.dtype) < base.detach()).to(base.dtype))
-
-
-@replaces(aten.bernoulli.p)
-def bernoulli_p(tracer: Any, x: Operand, p: float, *, generator: Any = None) -> Any:
-    base = base_of(x)
-    return like(x, (_uniform(tracer, base.shape, torch.float32) < p).to(base.dtype))
-
-
-@replaces(aten.bernoulli_.float)
-def bernoulli_(tracer: Any, x: Operand, p: float = 0.5, *, generator: Any = None) -> Any:
-    plain = x.materialize() if isinstance(x, Flat) else x
-    return plain.copy_((_uniform(tracer, plain.shape, torch.float32) < p).to(plain.dtype))
-
-
-@replaces(aten.uniform_.default)
-def uniform_(tracer: Any, x: Operand, low: float = 0, high: float = 1, *, generator: Any = None) -> Any:
-    plain = x.materialize() if isinstance(x, Flat) else x
-    return plain.copy_(_uniform(tracer, plain.shape, plain.dtype) * (high - low) + low)
-
-
-@replaces(aten.normal_.default)
-def normal_(tracer: Any, x: Operand, mean: float = 0, std: float = 1, *, generator: Any = None) -> Any:
-    plain = x.materialize() if isinstance(x, Flat) else x
-    return plain.copy_(_normal(tracer, plain.shape, plain.dtype) * std + mean)
-
-
-@replaces(aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
-def other_dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any:
-    return x if not train or p == 0 else NotImplemented
 
 
 @replaces(aten.embedding.default)

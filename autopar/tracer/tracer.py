@@ -22,7 +22,9 @@ from autopar.tracer.derivatives import DerivativeError, joint_directly
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.export import Call, Exported, FlatModel, bind, export, run_once
 from autopar.tracer.fakes import fake_copy, fake_like
+from autopar.tracer.hooks import without_lost_hooks
 from autopar.tracer.joint import Joint, joint_of, loss_of
+from autopar.tracer.random_ops import refuse_random
 
 OutputsMode = Literal["auto", "whole", "dtensor"]
 
@@ -91,6 +93,7 @@ class ColoTracer:
         call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode)
+        without_lost_hooks(copied)
         fakes = tuple(fake_like(t, mode) for t in call.tensors)
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
@@ -109,6 +112,7 @@ class ColoTracer:
         except Exception as error:
             raise capture_error(model, error) from error
         _refuse_changed(joint)
+        refuse_random(joint.graph_module.graph)
         clean(joint.graph_module)
         trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
         graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, returned, trainable)

@@ -1,0 +1,84 @@
+"""Hooks of modules: what they compute is captured, what they only see or do to gradients would be lost.
+
+Hooks of the root run around the compiled program at every call, as ever, and so stay out of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.tracer.blame import is_installed
+
+_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def without_lost_hooks(model: nn.Module) -> None:
+    """Take the root's hooks off the copy that is captured, and refuse hooks inside that a graph cannot hold.
+
+    Raises:
+        CaptureError: a module inside has a hook on its gradients; one on its values that only looks at them raises
+            when it runs.
+    """
+    for name in (*_FORWARD, *_BACKWARD):
+        getattr(model, name).clear()
+    for path, module in model.named_modules():
+        for name in _BACKWARD:
+            for hook in getattr(module, name).values():
+                raise CaptureError(
+                    f"The module {path} has a hook on its gradients, which the captured program would not run.",
+                    found=_described(hook),
+                    hint="write it as a torch.autograd.Function around the module's output, whose backward is "
+                    "captured; on parameters, use Parameter.register_hook after autoparallelize.",
+                )
+        for name in _FORWARD:
+            hooks = getattr(module, name)
+            for key, hook in list(hooks.items()):
+                if not _of_a_library(hook):
+                    hooks[key] = _watched(hook, path)
+
+
+def lost_parameter_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Parameters with hooks on their gradients, and what those are: making the parameter a DTensor would drop them."""
+    for name, parameter in model.named_parameters():
+        hooks = {**(parameter._backward_hooks or {}), **(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})}
+        yield from ((name, _described(hook)) for hook in list(hooks.values())[:1])
+
+
+def _watched(hook: Callable[..., Any], path: str) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        if result is None:
+            raise CaptureError(
+                f"The hook on {path} returns nothing: what else it does would be done once, at capture.",
+                found=_described(hook),
+                hint="return the module's new value from the hook, or return what it looks at from the model's "
+                "forward as an output; hooks on the model itself run at every call.",
+            )
+        return result
+
+    return run
+
+
+def _of_a_library(hook: Any) -> bool:
+    """Weight norm and the like are hooks of torch that compute, and those of other libraries are made for tracing."""
+    plain = hook.func if isinstance(hook, functools.partial) else hook
+    try:
+        return is_installed(Path(inspect.getfile(plain if inspect.isroutine(plain) else type(plain))))
+    except TypeError:
+        return True
+
+
+def _described(hook: Any) -> str:
+    plain = hook.func if isinstance(hook, functools.partial) else hook
+    code = getattr(plain, "__code__", None)
+    where = f" at {Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
+    return f"{getattr(plain, '__qualname__', type(plain).__name__)}{where}"

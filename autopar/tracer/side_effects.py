@@ -1,0 +1,151 @@
+"""What a forward may do that a graph would hold wrongly and without a word: refused, or done so that it is right."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast",
+    "all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """While tracing: what follows raises, and inference mode is no_grad, whose tensors a graph can hold."""
+    refusals: list[tuple[Any, str, str, str]] = [
+        (Tensor, "backward", "calls backward", "return the loss; a gradient inside the forward is torch.autograd.grad"),
+        (torch.autograd, "backward", "calls backward", "return the loss, and call backward outside"),
+        (torch, "manual_seed", "seeds torch's generator", "seed outside of forward"),
+        (torch.random, "manual_seed", "seeds torch's generator", "seed outside of forward"),
+    ]  # fmt: skip
+    if dist.is_available():
+        hint = "leave it out: the program's collectives are the plan's, and every sum is already over all ranks"
+        refusals += [(dist, name, f"calls torch.distributed.{name}", hint) for name in _COLLECTIVES]
+    hooks, mode = torch.autograd.graph.saved_tensors_hooks, torch.inference_mode
+    with contextlib.ExitStack() as stack:
+        for owner, name, what, hint in refusals:
+            stack.enter_context(mock.patch.object(owner, name, _refusing(getattr(owner, name), what, hint)))
+        stack.enter_context(mock.patch.object(hooks, "__enter__", _entered(hooks.__enter__)))
+        stack.enter_context(mock.patch.object(mode, "__enter__", _enter_inference))
+        stack.enter_context(mock.patch.object(mode, "__exit__", _exit_inference))
+        stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
+        yield
+
+
+def _by_torch(depth: int = 2) -> bool:
+    """Whether torch itself asks, on behalf of what is captured otherwise."""
+    return sys._getframe(depth).f_code.co_filename.startswith(_TORCH)
+
+
+def _refusing(original: Callable[..., Any], what: str, hint: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if _by_torch():
+            return original(*args, **kwargs)
+        raise CaptureError(f"The forward {what}.", found="a side effect, done once at capture", hint=f"{hint}.")
+
+    return refuse
+
+
+def _entered(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        own = type(self).__module__.partition(".")[0] == "torch" and type(self).__name__ != "saved_tensors_hooks"
+        if not own and not _by_torch():
+            raise CaptureError(
+                "The forward packs the tensors that are saved for the backward.",
+                found=f"saved_tensors_hooks with {getattr(self.pack_hook, '__qualname__', self.pack_hook)}",
+                hint="what is saved is the plan's decision: with a memory_budget it recomputes or offloads.",
+            )
+        return original(self)
+
+    return enter
+
+
+def _enter_inference(self: Any) -> None:
+    self._autopar_grad = torch.is_grad_enabled()
+    torch.set_grad_enabled(not self.mode)
+
+
+def _exit_inference(self: Any, *_: Any) -> None:
+    torch.set_grad_enabled(self._autopar_grad)
+
+
+_plain_data: Any = Tensor.data
+
+
+def _data(tensor: Tensor) -> Any:
+    return _plain_data.__get__(tensor) if _by_torch() else tensor.detach()
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    if _by_torch():
+        _plain_data.__set__(tensor, value)
+        return
+    raise CaptureError(
+        "The forward gives a tensor other data.",
+        found=f"an assignment to .data of {tuple(tensor.shape)}",
+        hint="compute a new tensor, or change parameters outside of forward.",
+    )
+
+
+Plain = dict[tuple[str, str], Any]
+
+
+def plain_state(model: nn.Module) -> Plain:
+    """Numbers and flags that modules keep as attributes, by module and attribute."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float)) and name != "training"
+    }
+
+
+def changed(before: Plain, after: Plain) -> Mapping[str, tuple[Any, Any]]:
+    """Attributes with other values than before, by full name."""
+    return {
+        f"{path}.{name}" if path else name: (old, after[path, name])
+        for (path, name), old in before.items()
+        if (path, name) in after and after[path, name] != old
+    }
+
+
+@contextlib.contextmanager
+def set_to_new(model: nn.Module, changes: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
+    """As the model is after the forward that made ``changes``."""
+    for at in (1, 0):
+        for fqn, values in changes.items():
+            path, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(path), name, values[at])
+        if at:
+            yield
+
+
+@contextlib.contextmanager
+def constant_requires_grad(model: nn.Module) -> Iterator[None]:
+    """Which parameters train is decided before the capture.
+
+    Raises:
+        CaptureError: the forward changes it.
+    """
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    yield
+    for name, parameter in model.named_parameters():
+        if name in before and parameter.requires_grad != before[name]:
+            raise CaptureError(
+                f"The forward changes whether {name} is trained.",
+                found=f"requires_grad {before[name]} becomes {parameter.requires_grad}",
+                hint="call requires_grad_ before autoparallelize; a later change compiles the program again.",
+            )
