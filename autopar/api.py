@@ -22,6 +22,7 @@ from autopar.planner import Options
 from autopar.planner.predictions import make_plan
 from autopar.plans import Plan
 from autopar.precision import as_precision, computing_in
+from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
 from autopar.runtime.host_state import keep_state_on_host
@@ -58,6 +59,7 @@ def plan(
     outputs: Literal["auto", "whole", "dtensor"] = "auto",
     constraints: Mapping[str, str] | None = None,
     backend: str = "eager",
+    accumulation_steps: int = 1,
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
@@ -80,7 +82,7 @@ def plan(
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
         canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
-        compare=compare,
+        compare=compare, accumulation_steps=accumulation_steps,
     )  # fmt: skip
     started = time.perf_counter()
     capture = _capture(model, bind(model, *as_call(meta_inputs)), options, size)
@@ -104,7 +106,12 @@ def _world(mesh: MeshLike, cluster: Cluster) -> int:
 def _capture(model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False) -> Capture:
     whole = call if options.batch == "global" else _whole_batch(call, world)
     with computing_in(options.mixed_precision):
-        return ColoTracer(options.outputs, every_tangent=every).capture(model, whole)
+        capture = ColoTracer(options.outputs, every_tangent=every).capture(model, whole)
+    return _accumulating(capture, options.accumulation_steps)
+
+
+def _accumulating(capture: Capture, steps: int) -> Capture:
+    return capture if steps == 1 else dataclasses.replace(capture, graph=planner.accumulating(capture.graph))
 
 
 def _whole_batch(call: Call, world: int) -> Call:
@@ -150,7 +157,7 @@ def _plan_on(
         f"{capture.graph.name} on mesh {mesh}, the program that every rank runs.", "",
         f"Plan for graph {capture.graph.digest}, written by autopar.",
     ]  # fmt: skip
-    source = codegen.emit(lowered.forward, lowered.backward, header)
+    source = codegen.emit(lowered.forward, lowered.backward, header, lowered.accumulate)
     planned.timings["capture"] = captured_s
     planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
     return make_plan(planned, capture.graph, mesh, sized, options, source, capture.notices)
@@ -170,6 +177,7 @@ def autoparallelize(
     constraints: Mapping[str, str] | None = None,
     plan: Plan | str | Path | None = None,
     backend: str = "eager",
+    accumulation_steps: int = 1,
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
@@ -190,6 +198,8 @@ def autoparallelize(
         outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
         plan: a Plan or the path of a saved one, to run without a search.
+        accumulation_steps: backwards that make one step of the optimizer. Their gradients add up, and appear with the
+            last of them; the plan decides whether each is reduced at once or all are in the end.
         time_limit: seconds for the solver.
 
     Returns:
@@ -209,9 +219,10 @@ def autoparallelize(
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
             canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
+            accumulation_steps=accumulation_steps,
         )  # fmt: skip
         if given is not None:
-            kept = ("batch", "outputs", "mixed_precision")
+            kept = ("batch", "outputs", "mixed_precision", "accumulation_steps")
             planned_with = {k: given.options[k] for k in kept if k in given.options}
             options = dataclasses.replace(options, **planned_with)
         return hardware, given, options
@@ -312,6 +323,8 @@ def _parallelize(
     _keep_states(model, made, state)
     model.__class__ = parallel_class(original)
     model._autopar = state  # type: ignore[assignment]
+    model._autopar_sums = Sums(made.options.get("accumulation_steps", 1))  # type: ignore[assignment]
+    watch_steps(model)
     return model
 
 
@@ -339,7 +352,9 @@ def _compile(
     capture = together(
         lambda: _capture(model, call, fixed, state.mesh.size, every=every), lambda c: c.graph.digest
     )
-    fixed = dataclasses.replace(fixed, constraints=_placed(model, capture, state.mesh))
+    fixed = dataclasses.replace(
+        fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state.plan)
+    )
     made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
     plan = made if isinstance(made, Plan) else Plan.from_json(made)
     _keep_states(model, plan, state)
@@ -360,6 +375,12 @@ def _placed(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, str]:
         name: str(from_placements(p.placements, p.ndim, mesh))
         for name, p in model.named_parameters() if name in used and isinstance(p, DTensor)
     }  # fmt: skip
+
+
+def _accumulators(plan: Plan) -> dict[str, str]:
+    """The specs in which gradients add up: the same for every batch of a step."""
+    prefix = "accumulated:"
+    return {name.removeprefix(prefix): str(s) for name, s in plan.specs.items() if name.startswith(prefix)}
 
 
 def _variant(
@@ -405,6 +426,9 @@ def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
         differentiable=capture.requires_grad,
         random=any(capture.graph.consumers.get(Value(seed)) for seed in seeds),
         inference=codegen.load(inference, f"autopar_{made.digest}_inference")["forward"],
+        accumulators=tuple((i, s, capture.graph.meta(Value(i.node))) for i, s in lowered.accumulators),
+        accumulate=namespace.get("accumulate"),
+        accumulated=tuple(o for o, _ in lowered.accumulated),
     )  # fmt: skip
 
 
@@ -427,6 +451,7 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
     call = bind(model, *as_call(meta_inputs))
     with computing_in(plan.options.get("mixed_precision")):
         capture = ColoTracer(plan.options.get("outputs", "auto")).capture(model, call)
+    capture = _accumulating(capture, plan.options.get("accumulation_steps", 1))
     _check_belongs(plan, capture.graph)
     lowered = passes.lower(plan.program, capture.graph, plan.mesh)
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture), seed)

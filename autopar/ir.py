@@ -112,15 +112,16 @@ class Node:
         return dict(self.kwargs).get(name, default)
 
 
-InputKind = Literal["parameter", "buffer", "constant", "input", "tangent", "seed"]
-OutputKind = Literal["output", "gradient", "mutation"]
+InputKind = Literal["parameter", "buffer", "constant", "input", "tangent", "seed", "accumulator"]
+OutputKind = Literal["output", "gradient", "mutation", "accumulator"]
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
     """A placeholder's meaning. ``name`` is the FQN of a parameter or buffer, or the path of an input.
 
-    ``trainable`` tells a parameter that takes part in optimization. A tangent's ``name`` is its output's.
+    ``trainable`` tells a parameter that takes part in optimization. A tangent's ``name`` is its output's, that of an
+    accumulator, which holds the sum of a gradient over the micro-batches so far, its parameter's.
     """
 
     node: str
@@ -131,7 +132,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A result's meaning: an output of the model, the gradient of a parameter, or a buffer's new value."""
+    """A result's meaning: an output of the model, a gradient, or a new value of a buffer or accumulator."""
 
     value: Value
     kind: OutputKind

@@ -25,13 +25,17 @@ autopar = torch.ops.autopar
 """
 
 
-def emit(forward: fx.GraphModule, backward: fx.GraphModule, header: Sequence[str]) -> str:
-    """The program as a Python module with ``forward(rank, inputs)`` and ``backward(rank, inputs)``.
+def emit(
+    forward: fx.GraphModule, backward: fx.GraphModule, header: Sequence[str], accumulate: fx.GraphModule | None = None
+) -> str:
+    """The program as a Python module with ``forward(rank, inputs)`` and ``backward(rank, inputs)``; where gradients add
+    up over micro-batches, ``accumulate(rank, inputs)`` is the backward of all but the last.
 
     Each takes its inputs as a list, which it empties, so that every tensor is freed after its last use.
     """
     parts = ['"""' + "\n".join(header) + '\n"""', PRELUDE.rstrip()]
     parts += [_function("forward", forward.graph), _function("backward", backward.graph)]
+    parts += [_function("accumulate", accumulate.graph)] if accumulate is not None else []
     return "\n\n\n".join(parts) + "\n"
 
 

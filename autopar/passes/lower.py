@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 from autopar import spmd
 from autopar.ir import Graph, Output, Phase, Value
 from autopar.mesh import Mesh
+from autopar.planner.accumulation import without_delivery
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalLength, LocalOffset, ShardingSpec
 from autopar.spmd import Lowered
@@ -26,11 +27,22 @@ from autopar.strategies import localize
 
 def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     """Translate ``program``, a plan for ``graph``, op by op."""
+    last = _lower(program, graph, mesh)
+    if not last.accumulators:
+        return last
+    before = _lower(without_delivery(program, graph), graph, mesh)
+    assert before.saved == last.saved, "the delivery of gradients reads nothing of the forward"
+    return replace(last, accumulate=before.backward, accumulated=before.gradients)
+
+
+def _lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     results = {p: [r for r in program.results if _phase(program, r[1]) == p] for p in ("forward", "backward")}
     saved = _saved(program, [name for _, name in results["backward"]])
     inputs = [op for op in program.ops if op.kind == "input"]
-    fed = [op for op in inputs if graph.input_of[op.node].kind != "tangent"]
-    tangents = [op for op in inputs if graph.input_of[op.node].kind == "tangent"]
+    kind = {op.name: graph.input_of[op.node].kind for op in inputs}
+    tangents = [op for op in inputs if kind[op.name] == "tangent"]
+    accumulators = [op for op in inputs if kind[op.name] == "accumulator"]
+    fed = [op for op in inputs if kind[op.name] not in ("tangent", "accumulator")]
 
     ahead = _Builder(graph, mesh)
     for op in fed:
@@ -41,7 +53,7 @@ def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     back = _Builder(graph, mesh)
     for name in saved:
         back.placeholder(program.tensors[name])
-    for op in tangents:
+    for op in (*tangents, *accumulators):
         back.placeholder(op.writes[0])
     back.run([op for op in program.ops if op.phase == "backward" and op.kind != "input"])
     backward = back.finish([name for _, name in results["backward"]])
@@ -54,6 +66,7 @@ def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
         with_spec(results["forward"]), saved,
         tuple((graph.input_of[op.node], op.writes[0].spec) for op in tangents),
         with_spec(results["backward"]),
+        tuple((graph.input_of[op.node], op.writes[0].spec) for op in accumulators),
     )  # fmt: skip
 
 

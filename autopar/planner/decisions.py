@@ -37,7 +37,7 @@ from autopar.strategies import strategies
 
 def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
     """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
-    d = Decisions(graph, mesh)
+    d = Decisions(graph, mesh, accumulation_steps=options.accumulation_steps)
     for node in graph.nodes:
         variable = _variable(graph, node, mesh, options, forced)
         d.add(_or_away(variable, graph, mesh, options) if recompute else variable)
@@ -73,12 +73,24 @@ def _variable(graph: Graph, node: Node, mesh: Mesh, options: Options, forced: Fo
         specs = stored_specs(meta.shape, mesh)
     elif meaning.kind == "input":
         specs = _input_specs(meta, mesh, options, graph)
+    elif meaning.kind == "accumulator":
+        specs = _accumulator_specs(graph, node, mesh, options)
     elif meaning.kind == "tangent":
         specs = _output_specs(graph, meta, mesh, options)
     else:
         specs = (ShardingSpec.replicated(len(meta.shape)),)
     choices = tuple(Strategy((), (s,)) for s in specs)
     return Variable(node.name, meaning.kind, choices, node.phase, node)
+
+
+def _accumulator_specs(graph: Graph, node: Node, mesh: Mesh, options: Options) -> tuple[ShardingSpec, ...]:
+    """Every spec in which the op that adds to an accumulator takes it, partial sums among them."""
+    name = graph.input_of[node.name].name
+    if name in options.accumulators:
+        return (ShardingSpec.parse(options.accumulators[name]),)
+    reader, position = graph.consumers[Value(node.name)][0]
+    found = (spec_read(o, position) for o in _op_options(graph, reader, mesh))
+    return tuple(dict.fromkeys(s for s in found if s is not None))
 
 
 def _or_away(v: Variable, graph: Graph, mesh: Mesh, options: Options) -> Variable:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.planner.accumulation import without_delivery
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
 from autopar.planner.liveness import MemoryProfile, profile
@@ -70,7 +72,23 @@ class Rival:
         program = schedule(d, self.choice, prices)
         memory = profile(program, d.graph, d.mesh, self.options)
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        return Finalist(self.name, d, solution, program, memory, simulate_streams(program, prices.overlap))
+        return Finalist(self.name, d, solution, program, memory, timeline(program, d, prices.overlap))
+
+
+def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
+    """The streams of one step; where gradients add up over several, of the last, with the mean seconds of all."""
+    last, n = simulate_streams(program, overlap), d.accumulation_steps
+    if n == 1:
+        return last
+    before = simulate_streams(without_delivery(program, d.graph), overlap)
+
+    def mean(of: Callable[[Timeline], float]) -> float:
+        return ((n - 1) * of(before) + of(last)) / n
+
+    return replace(
+        last, seconds=mean(lambda t: t.seconds), compute_s=mean(lambda t: t.compute_s),
+        communication_s=mean(lambda t: t.communication_s), transfer_s=mean(lambda t: t.transfer_s),
+    )  # fmt: skip
 
 
 def rivals(d: Decisions, prices: Prices, options: Options, only: str | None = None) -> list[Rival]:

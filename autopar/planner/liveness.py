@@ -15,6 +15,7 @@ from functools import cached_property
 
 from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
+from autopar.planner.accumulation import without_delivery
 from autopar.planner.decisions import given_whole
 from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
@@ -48,8 +49,25 @@ class MemoryProfile:
 
 
 def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
-    """Bytes held during every op of ``program``, and the peak by kind."""
-    return _Sweep(program, graph, mesh, options).run()
+    """Bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
+    last = _Sweep(program, graph, mesh, options).run()
+    if options.accumulation_steps == 1:
+        return last
+    other = without_delivery(program, graph)
+    return _most(last, program, _Sweep(other, graph, mesh, options, steps=False).run(), other)
+
+
+def _most(last: MemoryProfile, program: Program, before: MemoryProfile, other: Program) -> MemoryProfile:
+    """What is held during every op of ``program`` in the last micro-batch or in one of those before it, which run
+    ``other``: some of the ops of ``program``."""
+    at = {op.name: i for i, op in enumerate(program.ops)}
+    places = [*(at[op.name] for op in other.ops), len(program.ops)]
+    timeline = list(last.timeline)
+    for place, size in zip(places, before.timeline, strict=True):
+        timeline[place] = max(timeline[place], size)
+    if before.peak_bytes <= last.peak_bytes:
+        return MemoryProfile(tuple(timeline), last.peak_at, last.by_kind)
+    return MemoryProfile(tuple(timeline), places[before.peak_at], before.by_kind)
 
 
 def history(
@@ -93,6 +111,7 @@ class _Sweep:
     graph: Graph
     mesh: Mesh
     options: Options
+    steps: bool = True
     layouts: dict[str, Layout] = field(default_factory=dict)
     memory: dict[str, _Memory] = field(default_factory=dict)
     behind: dict[str, str] = field(default_factory=dict)
@@ -187,7 +206,7 @@ class _Sweep:
             self._new(name, tensor.bytes, start, start if whole and cut else end)
             if whole and cut:  # autograd holds the caller's gradient, of which the program takes a part
                 self._new(f"{name}|given", tensor.meta.bytes, start, end)
-        elif meaning.kind == "input" and cut and self.options.batch == "global":
+        elif meaning.kind == "accumulator" or (meaning.kind == "input" and cut and self.options.batch == "global"):
             self._new(name, tensor.bytes, 0)
 
     @cached_property
@@ -254,7 +273,7 @@ class _Sweep:
         for op in self.program.ops:
             held = self.memory.get(op.writes[0].name) if op.kind == "input" else None
             if held is not None:
-                held.kind = "inputs"
+                held.kind = "gradients" if self.graph.input_of[op.node].kind == "accumulator" else "inputs"
 
     def _profile(self) -> MemoryProfile:
         made: dict[int, list[_Memory]] = {}
@@ -271,7 +290,7 @@ class _Sweep:
                 held[memory.kind] += memory.nbytes
                 running += memory.nbytes
             extra = self.extra.get(i, 0)
-            step = self._step() if i == len(self.moments) - 1 else 0
+            step = self._step() if self.steps and i == len(self.moments) - 1 else 0
             total = running + extra + step
             if total > timeline[moment.at]:
                 timeline[moment.at] = total
@@ -297,7 +316,7 @@ class _Sweep:
                 sums["optimizer"] += held.optimizer - gone
             elif meaning.kind in ("buffer", "constant"):
                 sums["buffers"] += tensor.meta.bytes
-            elif meaning.kind != "tangent":
+            elif meaning.kind not in ("tangent", "accumulator"):
                 sums["inputs"] += tensor.bytes if self.options.batch == "local" else tensor.meta.bytes
         return sums
 

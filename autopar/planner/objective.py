@@ -10,6 +10,11 @@ of the reductions' bytes, and ``o`` the share of a collective that computation b
 The solver minimises sums. For every ``m`` in [0, 1] the sum that has ``(1 - m) C + m A`` in place of the maximum is
 nowhere above F, so its least value is a bound on F (a Lagrangian relaxation, Geoffrion 1974), and equals F where the
 choice hides all its reductions (m = 0) or nothing but reductions is left to wait for (m = 1).
+
+Where gradients add up over n micro-batches, F is the mean of their seconds: a reduction comes in one of n, and hides
+beside the computation of that one. So A and its launches are divided by n, and o is where it stands before C::
+
+    F(x) = W + (1 - o / n) C + (1 - o) A / n + o / n max(C, A)
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ class Objective:
     def problem(self, usages: tuple[Usage, ...] = (), limit: float = math.inf, m: float = 0.0) -> Problem:
         """The sum for one ``m``."""
         o = self.prices.overlap
-        weights = Weights(computing=1 - o * m, reducing=1 - o * (1 - m))
+        weights = Weights(computing=1 - self._hidden * m, reducing=1 - o * (1 - m))
         return Problem(
             costs(self.decisions, self.prices, weights), edges(self.decisions, self.prices, weights), usages, limit
         )
@@ -47,7 +52,12 @@ class Objective:
     def seconds(self, choice: Sequence[int], asked: Problem | None = None) -> float:
         """F of a choice. ``asked``: the problem at m = 0, if it is at hand."""
         hidden, _ = evaluate(asked or self.problem(), choice)
-        return hidden + self.prices.overlap * max(self.uncovered(choice), 0.0)
+        return hidden + self._hidden * max(self.uncovered(choice), 0.0)
+
+    @property
+    def _hidden(self) -> float:
+        """Of a second of the backward's computation beside reductions, the share that overlap spares."""
+        return self.prices.overlap / self.decisions.accumulation_steps
 
     def uncovered(self, choice: Sequence[int]) -> float:
         """``A - C`` in seconds: negative where the backward's computation can hide every reduction."""
@@ -88,7 +98,7 @@ class Objective:
         return replace(found, lower_bound=min(found.lower_bound, found.objective), proven=proven)
 
     def _line(self, m: float, solution: Solution) -> _Line:
-        return _Line(m, solution.objective, self.prices.overlap * self.uncovered(solution.choice))
+        return _Line(m, solution.objective, self._hidden * self.uncovered(solution.choice))
 
 
 @dataclass(frozen=True)

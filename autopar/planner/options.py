@@ -31,6 +31,8 @@ class Options:
         mixed_precision: ``"bf16"`` or ``"fp16"`` where every call runs under that autocast.
         compare: schedule, time and measure every baseline, also those that cannot be better than the plan.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
+        accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
+        accumulators: specs in which they do, by parameter, where an earlier plan has decided them.
     """
 
     memory_budget_bytes: int | None = None
@@ -47,8 +49,16 @@ class Options:
     compare: bool = False
     device: str = "cuda"
     mixed_precision: str | None = None
+    accumulation_steps: int = 1
+    accumulators: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        steps = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise AutoparError(
+                "accumulation_steps is the number of backwards that make one step of the optimizer.",
+                found=repr(steps), hint="give a positive integer.",
+            )  # fmt: skip
         _check("device", self.device, "cpu", "cuda")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")

@@ -35,6 +35,8 @@ def make_plan(
             specs.setdefault(meaning.name, spec)
         elif meaning.kind in ("parameter", "buffer"):
             specs[meaning.name] = spec
+        elif meaning.kind == "accumulator":
+            specs[f"accumulated:{meaning.name}"] = spec
         if meaning.kind == "parameter":
             parameters[meaning.name] = program.tensors[meaning.node].bytes
     for output, name in program.results:
@@ -106,6 +108,7 @@ def _options(options: Options) -> dict[str, Any]:
         "memory_budget_bytes": options.memory_budget_bytes, "optimizer": options.optimizer, "batch": options.batch,
         "outputs": options.outputs, "constraints": dict(options.constraints), "time_limit_s": options.time_limit_s,
         "solver": options.solver, "gap": options.gap, "mixed_precision": options.mixed_precision,
+        "accumulation_steps": options.accumulation_steps,
     }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Prices:
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
-    _weighted: dict[tuple[int, float], tuple[Array, Array]] = field(default_factory=dict)
+    _weighted: dict[tuple[float, ...], tuple[Array, Array]] = field(default_factory=dict)
     _reductions: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,12 +88,14 @@ class Prices:
             self._reductions[key] = launches, bytes_s
         return self._reductions[key]
 
-    def reduction_edge(self, source: Variable, target: Variable, h: Handover, weight: float) -> Array:
-        """A gradient's handover with a second that can be hidden counted as ``weight``."""
+    def reduction_edge(
+        self, source: Variable, target: Variable, h: Handover, weight: float, share: float = 1.0
+    ) -> Array:
+        """A gradient's handover in a ``share`` of all backwards, a second that can be hidden counted as ``weight``."""
         launches, bytes_s = self.reduction(source, target, h)
-        key = (id(bytes_s), weight)
+        key = (id(bytes_s), weight, share)
         if key not in self._weighted:
-            self._weighted[key] = bytes_s, launches + weight * bytes_s
+            self._weighted[key] = bytes_s, share * (launches + weight * bytes_s)
         return self._weighted[key][1]
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
@@ -186,6 +188,10 @@ class Prices:
         made = [spec_made(o, h.out) for o in source.options]
         if target.kind == "hold":
             return self._hold_edge(made, target, h)
+        if source.kind == "accumulator":
+            # What one micro-batch leaves is what the next one finds.
+            taken = [spec_read(o, h.position) for o in target.options]
+            return np.array([[0.0 if a == b else math.inf for b in taken] for a in made])
         cost = self._moves(made, [spec_read(o, h.position) for o in target.options], h.meta)
         if any(target.kept):
             # What cannot be reached from the source is not there to be kept either.
@@ -249,7 +255,7 @@ def costs(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[A
         if v.kind == "hold" and "offload" in v.actions:
             return hold_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
         if v.away:
-            return state_seconds(v.away, prices.cluster.host)
+            return state_seconds(v.away, prices.cluster.host) / d.accumulation_steps
         return np.zeros(len(v.options))
 
     return tuple(map(of, d.variables))
@@ -260,7 +266,10 @@ def edges(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[E
 
     def of(h: Handover) -> Edge:
         ends = d.variables[h.source], d.variables[h.target]
-        cost = prices.reduction_edge(*ends, h, weights.reducing) if reduces(d, h) else prices.edge(*ends, h)
+        if reduces(d, h):
+            cost = prices.reduction_edge(*ends, h, weights.reducing, 1 / d.accumulation_steps)
+        else:
+            cost = prices.edge(*ends, h)
         return Edge(h.source, h.target, cost)
 
     return tuple(of(h) for h in d.handovers if h.source != h.target)

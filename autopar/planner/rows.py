@@ -83,6 +83,8 @@ def _held(
         yield np.array([float(p.parameter + p.optimizer) for p in parts]) - away, 0, end
         yield np.array([float(p.gradient) for p in parts]), made.get(meaning.name, end), end
         yield np.array([float(p.step) for p in parts]) * (away == 0), end, end
+    elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
+        yield _sizes(d, v.node.outputs[0], v.options, 0), 0, lives.whole[Value(v.node.name)]
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
         meta = v.node.outputs[0]
         whole = v.kind == "input" and options.batch == "global"

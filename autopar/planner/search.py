@@ -13,7 +13,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
-from autopar.planner.finalists import Finalist, Rival, rivals, seed
+from autopar.planner.finalists import Finalist, Rival, rivals, seed, timeline
 from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile
@@ -23,7 +23,7 @@ from autopar.planner.pricing import Prices, costs, edges
 from autopar.planner.random_plans import random_solution
 from autopar.planner.schedule import schedule
 from autopar.planner.tightening import Rows
-from autopar.planner.timeline import Timeline, simulate_streams
+from autopar.planner.timeline import Timeline
 from autopar.planner.transfers import forward_seconds, host_usages
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
@@ -200,7 +200,7 @@ class _Search:
             return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
         own = Finalist(
             "chosen", self.decisions, result.solution, result.program, result.memory,
-            simulate_streams(result.program, self.prices.overlap),
+            timeline(result.program, self.decisions, self.prices.overlap),
         )
         hopeless = own.timeline.seconds * HOPELESS[self.decisions.mesh.ndim > 1]
         hopeful = (r for r in self.rivals if r.objective <= hopeless)

@@ -54,6 +54,7 @@ class Decisions:
 
     Args:
         least_offloaded_bytes: smaller values are not offloaded to the host.
+        accumulation_steps: micro-batches in one step of the optimizer.
     """
 
     graph: Graph
@@ -62,6 +63,7 @@ class Decisions:
     handovers: list[Handover] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     least_offloaded_bytes: float = math.inf
+    accumulation_steps: int = 1
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
 
     def add(self, variable: Variable) -> int:

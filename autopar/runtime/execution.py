@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.ir import Input, Output, TensorMeta
 from autopar.mesh import Mesh
+from autopar.runtime.accumulation import Sums
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
 from autopar.spmd.ranks import Rank
@@ -36,6 +37,10 @@ class Executable:
         differentiable: names of the outputs that have a gradient on one device, captured or not.
         random: whether the program reads its seed.
         inference: as ``forward``, without the saved tensors and what only they need.
+        accumulators: where gradients add up over micro-batches, meaning, spec and global shape and dtype of each
+            accumulator, which the backward takes after the tangents.
+        accumulate: the backward of all micro-batches but the last.
+        accumulated: meaning of each of its results.
     """
 
     forward: Local
@@ -48,6 +53,9 @@ class Executable:
     differentiable: frozenset[str]
     random: bool
     inference: Local
+    accumulators: tuple[tuple[Input, ShardingSpec, TensorMeta], ...] = ()
+    accumulate: Local | None = None
+    accumulated: tuple[Output, ...] = ()
 
 
 class Host(Protocol):
@@ -61,6 +69,8 @@ class Host(Protocol):
     def device_mesh(self) -> DeviceMesh: ...
     @property
     def local_batch(self) -> bool: ...
+    @property
+    def sums(self) -> Sums: ...
 
     def every_tangent(self) -> Executable:
         """The variant whose backward takes the gradient of every output."""
@@ -197,8 +207,18 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
     metas = {o.name: meta for o, _, meta in executable.results}
     feeds += [_tangent(given.get(i.name), spec, metas[i.name], host) for i, spec in executable.tangents]
     del operands, given
+    if executable.accumulators:
+        feeds += host.sums.taken(executable.accumulators, host)
+    if executable.accumulate is not None and not host.sums.completing:
+        with uncast(host):
+            sums = executable.accumulate(host.rank, feeds)
+        meanings = zip(executable.accumulated, sums, strict=True)
+        named: dict[tuple[str, str], Tensor] = {(o.kind, o.name): t for o, t in meanings}
+        host.sums.add(executable.accumulators, named)
+        return [named.get(("gradient", f"input:{m.name}")) for m, _ in executable.inputs]
     with uncast(host):
         made = executable.backward(host.rank, feeds)
+    host.sums.complete()
     by_name = {o.name: (g, s, meta) for (o, s, meta), g in zip(executable.gradients, made, strict=True)}
     return [_gradient_of(meaning, by_name, host) for meaning, _ in executable.inputs]
 

@@ -23,6 +23,7 @@ from autopar.errors import AutoparError, InputError
 from autopar.ir import Output
 from autopar.mesh import Mesh
 from autopar.precision import computing_in
+from autopar.runtime.accumulation import Sums
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
@@ -109,17 +110,27 @@ class _VariantHost:
     device_mesh: DeviceMesh
     local_batch: bool
     every_tangent: Callable[[], Executable]
+    sums: Sums
 
 
 class ParallelModule(nn.Module):
     """Mixed into the user's class; ``autoparallelize`` puts it there."""
 
     _autopar: State
+    _autopar_sums: Sums
 
     @property
     def plan(self) -> Any:
         """The plan that this module runs."""
         return self._autopar.plan
+
+    def deliver_gradients(self) -> int:
+        """After an incomplete cycle of ``accumulation_steps``: give the parameters the gradients summed up so far.
+
+        Returns:
+            Of how many micro-batches they are; 0 where none is pending.
+        """
+        return self._autopar_sums.deliver(self, self._autopar)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
@@ -164,7 +175,9 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     named = _named_tensors(model)
     values = _values(call, variant, named, state)
     operands = [values[m.kind, m.name] for m, _ in executable.inputs]
-    host = _VariantHost(state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent)
+    host = _VariantHost(
+        state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent, model._autopar_sums
+    )
     mutations: list[Any] = []
     if torch.is_grad_enabled():
         outputs = list(Step.apply(host, executable, mutations, *operands))  # type: ignore[no-untyped-call]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autopar import spmd
-from autopar.ir import Graph, Input, Output
+from autopar.ir import Graph, Input, Output, Value
 from autopar.mesh import Mesh
 from autopar.runtime.meter import MemoryMeter
 from autopar.sharding import ShardingSpec
@@ -40,21 +40,53 @@ def simulate_program(
     """Run forward and backward of every rank. Returns whole outputs by name, and the rest of the result."""
     ranks = local_ranks(mesh)
     meters = [MemoryMeter() for _ in ranks]
+    accumulators: list[list[Tensor]] = [_zeros(lowered.accumulators, graph, mesh, r) for r in ranks]
+    inputs: dict[Output, Tensor] = {}
+    if lowered.accumulate is not None:
+        # The program of all micro-batches but the last adds this batch up; that of the last adds nothing and delivers.
+        before = replace(lowered, backward=lowered.accumulate, gradients=lowered.accumulated)
+        _, made = _step(before, graph, mesh, named, seed, ranks, meters, accumulators)
+        n = len(lowered.accumulators)
+        accumulators = [list(own[-n:]) for own in made]
+        rest = [own[:-n] for own in made]
+        inputs = _whole(lowered.accumulated[:-n], rest, graph, mesh)
+    results, gradients = _step(
+        lowered, graph, mesh, named, seed, ranks, meters, accumulators, counts=lowered.accumulate is None
+    )
+    found = _whole(lowered.results, results, graph, mesh)
+    grads = {o.name: t for o, t in (_whole(lowered.gradients, gradients, graph, mesh) | inputs).items()}
+    outputs = {o.name: t for o, t in found.items() if o.kind == "output"}
+    buffers = {o.name: t for o, t in found.items() if o.kind == "mutation"}
+    return outputs, Simulation(outputs, grads, buffers, max(m.peak for m in meters))
+
+
+def _step(
+    lowered: Lowered, graph: Graph, mesh: Mesh, named: Mapping[tuple[str, str], Tensor], seed: int,
+    ranks: Sequence[LocalRank], meters: Sequence[MemoryMeter], accumulators: list[list[Tensor]], *,
+    counts: bool = True,
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:  # fmt: skip
+    """Run one forward and backward of every rank. Returns the results of both.
+
+    Args:
+        accumulators: of each rank; emptied.
+        counts: whether the loss has a gradient of one, or of zero.
+    """
     feeds = [_feed(lowered.inputs, named, mesh, r.coordinate, seed) for r in ranks]
     whole = [named[m.kind, m.name] for m, _ in lowered.inputs if m.kind == "input"]
     kept = [_kept(lowered.inputs, feed) for feed in feeds]
-    for meter, feed in zip(meters, feeds, strict=True):
+    for meter, feed, sums in zip(meters, feeds, accumulators, strict=True):
         # Every rank has the whole batch, beside what it keeps of it.
-        meter.hold([*feed, *whole])
+        meter.hold([*feed, *whole, *sums])
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         made = run(lowered.forward, ranks, feeds, meters)
         n = len(lowered.results)
         # Results stay with the caller, saved tensors are handed to the backward, which frees them.
-        tangents = [_tangents(lowered.tangents, graph, mesh, r) for r in ranks]
+        tangents = [_tangents(lowered.tangents, graph, mesh, r, counts) for r in ranks]
         for meter, own in zip(meters, tangents, strict=True):
             meter.hold(own)
-        back = [[*values[n:], *own] for values, own in zip(made, tangents, strict=True)]
-        del tangents
+        back = [[*v[n:], *own, *sums] for v, own, sums in zip(made, tangents, accumulators, strict=True)]
+        accumulators.clear()
+        del tangents, sums, own
         # New values of buffers are written back after the forward: what the result tells of them is not held.
         wrote = [output.kind == "mutation" for output, _ in lowered.results]
         results = [
@@ -63,11 +95,7 @@ def simulate_program(
         del made
         gradients = run(lowered.backward, ranks, back, meters)
     del kept
-    found = _whole(lowered.results, results, graph, mesh)
-    grads = {o.name: t for o, t in _whole(lowered.gradients, gradients, graph, mesh).items()}
-    outputs = {o.name: t for o, t in found.items() if o.kind == "output"}
-    buffers = {o.name: t for o, t in found.items() if o.kind == "mutation"}
-    return outputs, Simulation(outputs, grads, buffers, max(m.peak for m in meters))
+    return results, gradients
 
 
 def _feed(
@@ -86,11 +114,17 @@ def _kept(ends: Ends, feed: Sequence[Tensor]) -> list[Tensor]:
     return [t for (meaning, _), t in zip(ends, feed, strict=True) if meaning.kind != "input"]
 
 
-def _tangents(ends: Ends, graph: Graph, mesh: Mesh, rank: LocalRank) -> list[Tensor]:
-    """Ones: the gradient of the loss, or of the sum of the outputs."""
+def _zeros(ends: Ends, graph: Graph, mesh: Mesh, rank: LocalRank) -> list[Tensor]:
+    metas = [(graph.meta(Value(i.node)), spec) for i, spec in ends]
+    shapes = [(spec.local_shape(m.shape, mesh, rank.coordinate), m.dtype) for m, spec in metas]
+    return [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
+
+
+def _tangents(ends: Ends, graph: Graph, mesh: Mesh, rank: LocalRank, counts: bool) -> list[Tensor]:
+    """Ones: the gradient of the loss, or of the sum of the outputs; zeros where it does not count."""
     metas = [(graph.by_name[i.node].outputs[0], spec) for i, spec in ends]
     shapes = [(spec.local_shape(m.shape, mesh, rank.coordinate), m.dtype) for m, spec in metas if m]
-    return [torch.ones(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
+    return [torch.full(shape, float(counts), dtype=getattr(torch, dtype)) for shape, dtype in shapes]
 
 
 def _whole(ends: Results, values: Sequence[Sequence[Tensor]], graph: Graph, mesh: Mesh) -> dict[Output, Tensor]:

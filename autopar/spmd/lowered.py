@@ -27,6 +27,11 @@ class Lowered:
         saved: names of the tensors that the forward keeps for the backward.
         tangents: meaning and spec of each tangent, in order.
         gradients: meaning and spec of each result of the backward.
+        accumulators: where gradients add up over micro-batches, meaning and spec of each accumulator, which the
+            backward takes after the tangents.
+        accumulate: the backward of all micro-batches but the last: it returns ``accumulated``.
+        accumulated: meaning and spec of each result of ``accumulate``: gradients of inputs, then the
+            accumulators' new values, in their order.
     """
 
     forward: fx.GraphModule
@@ -36,3 +41,6 @@ class Lowered:
     saved: tuple[str, ...]
     tangents: Ends
     gradients: Results
+    accumulators: Ends = ()
+    accumulate: fx.GraphModule | None = None
+    accumulated: Results = ()

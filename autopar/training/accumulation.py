@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError
+from autopar.plans import Plan
 from autopar.training.handlers import BaseGradientHandler
 from autopar.training.optimizers import OptimizerWrapper, backward, no_sync
 
@@ -63,6 +64,7 @@ class GradAccumOptimizer(OptimizerWrapper):
     def __init__(self, optim: Optimizer, accumulate_size: int, model: nn.Module | None = None) -> None:
         super().__init__(optim)
         self.accumulate_size = _checked(accumulate_size)
+        _check_planned(model, accumulate_size)
         self.accumulate_step = 0
         self.model = model
         self._has_backward = False
@@ -227,6 +229,18 @@ class GradAccumGradientHandler:
         if self.accumulate_step >= self.accumulate_size:
             self.accumulate_step = 0
             self.grad_handler.handle_gradient()
+
+
+def _check_planned(model: nn.Module | None, accumulate_size: int) -> None:
+    """A model that was planned for several backwards a step gives its gradients with the last of them."""
+    plan = getattr(model, "plan", None)
+    planned = plan.options.get("accumulation_steps", 1) if isinstance(plan, Plan) else 1
+    if planned > 1 and planned % accumulate_size:  # each batch may be several micro-batches
+        raise AutoparError(
+            "The model was planned for another number of backwards in a step.",
+            found=f"accumulate_size={accumulate_size}, accumulation_steps={planned}",
+            hint="accumulation_steps is accumulate_size, times the micro-batches of each batch; or plan without it.",
+        )
 
 
 def _checked(accumulate_size: int) -> int:

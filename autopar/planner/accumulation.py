@@ -1,0 +1,85 @@
+"""Gradients that add up over several micro-batches, as part of the program.
+
+Every gradient of a parameter gets an *accumulator*: an input of the backward that holds the sum so far, and an op that
+adds to it. Its spec is a decision like any other. In the parameter's own spec a gradient is reduced in every
+micro-batch, and little is held; as a partial sum it is reduced in the last one only, which costs the memory of what is
+not reduced yet; and between the two it may be reduced over some mesh axes at once and over others in the end.
+
+All micro-batches but the last run the same program without the *delivery*: what takes a sum to its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.ir import Graph, Input, Node, Output, Value
+from autopar.program import Op, Program
+
+
+def accumulating(graph: Graph) -> Graph:
+    """``graph`` with an accumulator for each parameter's gradient."""
+    taken = {n.name for n in graph.nodes}
+    after: dict[str, list[Node]] = {}
+    inputs, outputs = list(graph.inputs), []
+    owner = {i.name: i.node for i in reversed(graph.inputs) if i.kind == "parameter"}
+    for output in graph.outputs:
+        if not is_gradient(output):
+            outputs.append(output)
+            continue
+        gradient = graph.by_name[output.value.node]
+        name = _unused(f"{owner[output.name]}_accumulated", taken)
+        total = _unused(f"{owner[output.name]}_total", taken)
+        meta = graph.meta(output.value)
+        inputs.append(Input(name, "accumulator", output.name))
+        after.setdefault(gradient.name, []).extend([
+            Node(name, "placeholder", outputs=(meta,), phase="backward"),
+            Node(
+                total, "aten.add.Tensor", (Value(name), output.value), outputs=(meta,), phase="backward",
+                module=gradient.module, source=gradient.source,
+            ),
+        ])  # fmt: skip
+        outputs.append(Output(Value(total), output.kind, output.name))
+    nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
+    return Graph(nodes, tuple(inputs), tuple(outputs), graph.name)
+
+
+def is_gradient(output: Output) -> bool:
+    """Whether a result is the gradient of a parameter."""
+    return output.kind == "gradient" and not output.name.startswith("input:")
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def totals(graph: Graph) -> dict[str, tuple[Value, Value]]:
+    """For each accumulated parameter the accumulator and the value that takes its place, in the order of the graph."""
+    meanings = (graph.input_of[n.name] for n in graph.nodes if n.op == "placeholder")
+    return {
+        i.name: (Value(i.node), Value(graph.consumers[Value(i.node)][0][0].name))
+        for i in meanings if i.kind == "accumulator"
+    }  # fmt: skip
+
+
+def without_delivery(program: Program, graph: Graph) -> Program:
+    """The program of all micro-batches but the last: it returns the accumulators' new values instead of gradients."""
+    kept = [(o, name) for o, name in program.results if not is_gradient(o)]
+    added = [(Output(new, "accumulator", name), str(new)) for name, (_, new) in totals(graph).items()]
+    results = (*kept, *added)
+    ops = tuple(_needed(program, {name for _, name in results}))
+    return replace(program, ops=ops, results=results, state_transfer_s=0.0)
+
+
+def _needed(program: Program, needed: set[str]) -> Iterator[Op]:
+    """The forward whole, since what it keeps must be the same, and of the backward what leads to ``needed``."""
+    found: list[Op] = []
+    for op in reversed(program.ops):
+        waits = op.kind == "wait" and op.reads[-1] in needed
+        if op.phase == "forward" or op.kind == "input" or waits or any(t.name in needed for t in op.writes):
+            found.append(op)
+            needed.update(op.reads)
+    return reversed(found)
