@@ -12,13 +12,15 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.liveness import history
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
+from autopar.planner.search import Planned
 from autopar.plans.facts import AxisFacts, Facts, NodeFacts
 from autopar.program import Program
 from autopar.strategies import flops
 
 
-def gather_facts(program: Program, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Facts:
+def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Facts:
     """What tables and reports say beside the plan's own figures."""
+    program, at = planned.program, {op.name: i for i, op in enumerate(planned.program.ops)}
     nodes, work = {}, dict[str, float]()
     for node in graph.nodes:
         metas = tuple(graph.meta(v) for v in node.inputs)
@@ -32,12 +34,23 @@ def gather_facts(program: Program, graph: Graph, mesh: Mesh, cluster: Cluster, o
     dtype = max(work, key=lambda d: (work[d], d), default="float32")
     samples, tokens = _batch(graph)
     return Facts(
-        nodes=nodes, history=history(program, graph, mesh, options), dtype=dtype,
+        nodes=nodes, shapes=_shapes(graph),
+        intervals=tuple((at.get(i.op, -1), i.stream, i.start_s, i.end_s) for i in planned.timeline.intervals),
+        history=history(program, graph, mesh, options), dtype=dtype,
         peak_flops_per_s=cluster.device.peak(dtype), overlap=Prices(mesh, cluster).overlap,
         samples=samples, tokens=tokens, device=cluster.device.name, description=cluster.description,
         memory_bytes=cluster.device.memory_bytes, devices_per_node=cluster.devices_per_node,
         axes=_axes(mesh, cluster, program),
     )  # fmt: skip
+
+
+def _shapes(graph: Graph) -> dict[str, tuple[tuple[int, ...], str]]:
+    found = {}
+    for i in graph.inputs:
+        meta = graph.by_name[i.node].outputs[0]
+        if i.kind in ("parameter", "buffer") and meta is not None:
+            found[i.name] = (meta.shape, meta.dtype)
+    return found
 
 
 def _batch(graph: Graph) -> tuple[int, int]:

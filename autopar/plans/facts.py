@@ -33,6 +33,8 @@ class Facts:
 
     Args:
         nodes: by name; a placeholder's module is the one that owns the parameter.
+        shapes: global shape and dtype of each parameter and buffer.
+        intervals: ``(position of the op, or -1, stream, start_s, end_s)`` of the simulated step.
         history: for each kind of memory, ``(position, bytes)`` from which op of the program on how much is held.
         dtype: in which most FLOPs are done; ``peak_flops_per_s`` is a device's in it.
         overlap: share of a collective's time that computation beside it is spared.
@@ -42,6 +44,8 @@ class Facts:
     """
 
     nodes: Mapping[str, NodeFacts]
+    shapes: Mapping[str, tuple[tuple[int, ...], str]]
+    intervals: tuple[tuple[int, str, float, float], ...]
     history: Mapping[str, tuple[tuple[int, int], ...]]
     dtype: str
     peak_flops_per_s: float
@@ -65,6 +69,8 @@ def facts_to(facts: Facts) -> dict[str, Any]:
     data = {f: getattr(facts, f) for f in _PLAIN}
     data["axes"] = [asdict(a) | {"algorithms": dict(a.algorithms)} for a in facts.axes]
     data["nodes"] = {name: list(n) for name, n in facts.nodes.items()}
+    data["shapes"] = {name: [list(shape), dtype] for name, (shape, dtype) in facts.shapes.items()}
+    data["intervals"] = [list(i) for i in facts.intervals]
     data["history"] = {kind: [list(p) for p in points] for kind, points in facts.history.items()}
     return data
 
@@ -73,6 +79,8 @@ def facts_from(data: Mapping[str, Any]) -> Facts:
     """The facts that `facts_to` wrote."""
     return Facts(
         nodes={name: NodeFacts(*n) for name, n in data["nodes"].items()},
+        shapes={name: (tuple(shape), dtype) for name, (shape, dtype) in data["shapes"].items()},
+        intervals=tuple((at, stream, start, end) for at, stream, start, end in data["intervals"]),
         history={kind: tuple((at, size) for at, size in points) for kind, points in data["history"].items()},
         axes=tuple(AxisFacts(**a) for a in data["axes"]),
         **{f: data[f] for f in _PLAIN},

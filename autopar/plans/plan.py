@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,20 @@ class Plan:
             )
         this = int(os.environ.get("RANK", "0")) if rank is None else rank
         return LocalSampler(dataset, this, self.mesh.size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def report(self, path: str | Path) -> None:
+        """Write the plan as one HTML file that opens offline: mesh, model, memory, timeline, collectives, baselines."""
+        from autopar.plans.report import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table, and the report to unfold."""
+        from autopar.plans.report import page
+
+        text = escape(table(self))
+        framed = f'<iframe srcdoc="{escape(page(self))}" style="width:100%;height:42rem;border:0"></iframe>'
+        return f"<pre>{text}</pre><details><summary>report</summary>{framed}</details>"
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -1,0 +1,154 @@
+"""The page: its sections, and the numbers with their formulas."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from autopar.plans.report.charts import memory_chart, timeline_chart
+from autopar.plans.report.markup import number, rows, section, tag
+from autopar.plans.report.nodes import mesh_figure
+from autopar.plans.report.tree import model_tree
+from autopar.plans.table import seconds, size
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+    from autopar.plans.records import BaselineRecord, Collective
+
+SECTIONS = {
+    "mesh": "Mesh", "model": "Model", "memory": "Memory over time", "timeline": "Timeline",
+    "collectives": "Collectives", "baselines": "Beside known ways", "planning": "Planning",
+}  # fmt: skip
+
+
+def page(plan: Plan) -> str:
+    """The whole file; style and script are inside, and nothing is fetched."""
+    body = {
+        "mesh": mesh_figure(plan), "model": model_tree(plan) if plan.facts else _no_facts(),
+        "memory": memory_chart(plan) if plan.facts and plan.facts.history else _no_facts(),
+        "timeline": timeline_chart(plan) if plan.facts else _no_facts(),
+        "collectives": _collectives(plan), "baselines": _baselines(plan), "planning": _planning(plan),
+    }  # fmt: skip
+    links = tag("nav", *(tag("a", title, href=f"#{name}") for name, title in SECTIONS.items()), aria_label="sections")
+    title = f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}"
+    toggle = tag("button", "light or dark", type="button", id="theme")
+    head = tag("header", tag("h1", escape(title)), toggle, _cards(plan), links)
+    parts = [section(name, SECTIONS[name], content) for name, content in body.items()]
+    foot = tag("footer", f"Predictions of autopar's cost models for plan {plan.digest}; point at a number, or tab to "
+               "it, to see where it comes from.")  # fmt: skip
+    return "\n".join([
+        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        tag("title", escape(title)), tag("style", _resource("style.css")), "</head><body>",
+        head, tag("main", *parts), foot, tag("div", id="tip", role="tooltip", hidden="hidden"),
+        f"<script>{_resource('script.js')}</script>", "</body></html>",
+    ])  # fmt: skip
+
+
+def _resource(name: str) -> str:
+    return files("autopar.plans.report").joinpath(name).read_text()
+
+
+def _no_facts() -> str:
+    return tag("p", "This plan was saved by format 1, which does not hold what is drawn here: plan again.")
+
+
+def _cards(plan: Plan) -> str:
+    """The headline figures."""
+    f = plan.facts
+    bound = f"({seconds(plan.objective)} - {seconds(plan.lower_bound)}) / {seconds(plan.objective)}"
+    kinds = " + ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
+    summed = "sum of the chosen options' seconds in the integer program, less what hides behind computation"
+    cards = [
+        ("step time", seconds(plan.step_time), f"streams simulated: {_busy(plan)}; without the optimizer's step"),
+        ("peak memory", size(plan.peak_memory), f"largest sum of live bytes at any moment, fullest device: {kinds}"),
+        ("plan cost", seconds(plan.objective), summed),
+        ("gap", f"{plan.gap:.2%}", f"(cost - bound) / cost = {bound}: no plan can cost less than the bound"),
+    ]
+    if plan.host_memory:
+        cards.append(("host memory", size(plan.host_memory), "offloaded activations and optimizer state of a device"))
+    if f and f.flops:
+        peak = f"{f.peak_flops_per_s / 1e12:,.0f} TFLOP/s in {f.dtype}"
+        could = f"{seconds(plan.step_time)} x {plan.mesh.size:,} devices x {peak}"
+        cards.append(("MFU", f"{plan.mfu:.1%}", f"{f.flops:.4g} FLOPs of the step / ({could})"))
+    if f and plan.throughput:
+        kind, amount = ("tokens", f.tokens) if f.tokens else ("samples", f.samples)
+        cards.append((f"{kind} a second", f"{plan.throughput:,.0f}", f"{amount:,} {kind} / {seconds(plan.step_time)}"))
+    return tag("dl", *(tag("div", tag("dt", k), tag("dd", number(v, how))) for k, v, how in cards), class_="cards")
+
+
+def _busy(plan: Plan) -> str:
+    if plan.facts is None:
+        return "compute and communication side by side"
+    work: dict[str, float] = defaultdict(float)
+    for _, stream, start, end in plan.facts.intervals:
+        work[stream] += end - start
+    return ", ".join(f"{stream} busy {seconds(s)}" for stream, s in work.items())
+
+
+def _collectives(plan: Plan) -> str:
+    """One table an axis."""
+    if not plan.collectives:
+        return tag("p", "None: no rank sends anything.")
+    tables = []
+    for axis, name in enumerate(plan.mesh.names):
+        groups: dict[tuple[str, str], list[Collective]] = defaultdict(list)
+        for c in plan.collectives:
+            if c.axis == axis:
+                groups[c.kind, c.phase].append(c)
+        if groups:
+            caption = f"axis {escape(name)}, {plan.mesh.shape[axis]} ranks"
+            body = [_collective(plan, axis, kind, phase, found) for (kind, phase), found in groups.items()]
+            tables.append(rows(["kind", "phase", "launches", "bytes", "time", "rate", "algorithm"], body, caption))
+    return "".join(tables)
+
+
+def _collective(plan: Plan, axis: int, kind: str, phase: str, found: list[Collective]) -> list[str]:
+    sent, took = sum(c.bytes for c in found), sum(c.seconds for c in found)
+    algorithm = plan.facts.axes[axis].algorithms.get(kind, "") if plan.facts else ""
+    how = "each launch: latency + bytes / bandwidth of the fastest algorithm for its size; the sum of all launches"
+    return [
+        escape(kind), phase, number(f"{len(found):,}", "launches in a step"),
+        number(size(sent), "sum of the messages: gathered size of an all-gather, local size of any other"),
+        number(seconds(took), how), number(f"{sent / took / 1e9:.3g} GB/s" if took else "", "bytes / time"),
+        number(algorithm, "the fastest of the library's algorithms for the largest message of this kind"),
+    ]  # fmt: skip
+
+
+def _baselines(plan: Plan) -> str:
+    """The plan first, then the known ways that were completed for the same model, mesh and prices."""
+    if not plan.baselines:
+        return tag("p", "No known way was worth measuring; plan with compare=True to see all.")
+    slowest = max([plan.step_time, *(b.step_time for b in plan.baselines)]) or 1.0
+    own = [_bar(plan.step_time / slowest, "this plan"), number(seconds(plan.step_time), "simulated"),
+           number(size(plan.peak_memory), "largest sum of live bytes"), "1.00 ×"]  # fmt: skip
+    ordered = sorted(plan.baselines, key=lambda b: b.step_time)
+    body = [own, *(_baseline(plan, b, slowest) for b in ordered)]
+    return rows(["way", "step time", "peak memory", "against the plan"], body, "the same model, mesh and prices")
+
+
+def _baseline(plan: Plan, b: BaselineRecord, slowest: float) -> list[str]:
+    ratio = b.step_time / plan.step_time if plan.step_time else 1.0
+    how = f"{seconds(b.step_time)} / {seconds(plan.step_time)}"
+    verdict = number(f"{ratio:.2f} ×", how) + ("" if b.fits else " " + tag("em", "over the budget"))
+    cost = f"simulated as the plan was; its cost in the integer program is {seconds(b.objective)}"
+    return [_bar(b.step_time / slowest, b.name), number(seconds(b.step_time), cost),
+            number(size(b.peak_memory), "largest sum of live bytes"), verdict]  # fmt: skip
+
+
+def _bar(share: float, name: str) -> str:
+    return tag("span", escape(name), class_="bar", style=f"--share:{share:.3f}")
+
+
+def _planning(plan: Plan) -> str:
+    body = [[escape(stage), number(seconds(s), "wall clock while the plan was made")] for stage, s in
+            plan.timings.items()]  # fmt: skip
+    asked = ", ".join(f"{k}={v}" for k, v in plan.options.items() if v not in (None, {}, ""))
+    notes = "".join(tag("li", escape(n)) for n in plan.notices)
+    return (
+        rows(["stage", "took"], body, "where planning spent its time")
+        + tag("p", escape(f"solver: {plan.solver.get('method', '')}. Asked for: {asked}."))
+        + (tag("ul", notes) if notes else "")
+    )
