@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparError
     from autopar.mesh import Cluster
     from autopar.plans import Plan
+    from autopar.precision import MixedPrecision
     from autopar.strategies import register_rule
     from autopar.tracer import ColoTracer
     from autopar.training.launch import launch_from_openmpi, launch_from_slurm, launch_from_torch
@@ -23,6 +24,7 @@ _HOMES = {
     "AutoparError": "errors",
     "Cluster": "mesh",
     "ColoTracer": "tracer",
+    "MixedPrecision": "precision",
     "Plan": "plans",
     "autoparallelize": "api",
     "compare": "comparison",
@@ -35,8 +37,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "compare", "launch_from_openmpi",
-    "launch_from_slurm", "launch_from_torch", "plan", "register_rule", "simulate",
+    "AutoparError", "Cluster", "ColoTracer", "MixedPrecision", "Plan", "autoparallelize", "compare",
+    "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "plan", "register_rule", "simulate",
 ]  # fmt: skip
 
 

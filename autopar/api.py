@@ -21,7 +21,7 @@ from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.predictions import make_plan
 from autopar.plans import Plan
-from autopar.precision import as_precision, computing_in
+from autopar.precision import as_precision, computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
@@ -105,13 +105,11 @@ def _world(mesh: MeshLike, cluster: Cluster) -> int:
 
 def _capture(model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False) -> Capture:
     whole = call if options.batch == "global" else _whole_batch(call, world)
+    stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     with computing_in(options.mixed_precision):
-        capture = ColoTracer(options.outputs, every_tangent=every).capture(model, whole)
-    return _accumulating(capture, options.accumulation_steps)
-
-
-def _accumulating(capture: Capture, steps: int) -> Capture:
-    return capture if steps == 1 else dataclasses.replace(capture, graph=planner.accumulating(capture.graph))
+        capture = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored).capture(model, whole)
+    graph = planner.summing(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
+    return dataclasses.replace(capture, graph=graph)
 
 
 def _whole_batch(call: Call, world: int) -> Call:
@@ -193,7 +191,7 @@ def autoparallelize(
         memory_budget: bytes, or text such as ``"60GiB"``, for everything on one device; None is its memory.
         optimizer: whose state the budget must hold: a name, a ``torch.optim`` class, or bytes per element.
         mixed_precision: ``"bf16"`` or ``"fp16"``: every call runs as under autocast, and the parameters are the master
-            weights.
+            weights. An ``autopar.MixedPrecision`` also says in what parameters are stored and gradients reduced.
         batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
         outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
@@ -311,12 +309,13 @@ def _parallelize(
         options.mixed_precision,
     )  # fmt: skip
     with state.precision():
-        key = variant_key(model, planned)
+        key = variant_key(model, planned, made.options.get("mixed_precision"))
     state.variants[key] = _variant(model, capture, made, options, state, planned, cluster)
     parameters = {n: made.specs[n] for n in made.parameters}
     seed = decided_by_first(torch.initial_seed)
+    stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     replacements = together(
-        lambda: prepare(model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, seed)
+        lambda: prepare(model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored)
     )
     install(replacements)
     accept_whole_tensors(model)
@@ -388,7 +387,7 @@ def _variant(
 ) -> Variant:
     executable = _executable(capture, made, options)
     call = _shapes(call)
-    key = variant_key(model, call)
+    key = variant_key(model, call, options.mixed_precision)
 
     @functools.cache
     def every_tangent() -> Executable:
@@ -449,12 +448,14 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
     """
     _check_hooks(model)
     call = bind(model, *as_call(meta_inputs))
-    with computing_in(plan.options.get("mixed_precision")):
-        capture = ColoTracer(plan.options.get("outputs", "auto")).capture(model, call)
-    capture = _accumulating(capture, plan.options.get("accumulation_steps", 1))
+    options = Options(
+        outputs=plan.options.get("outputs", "auto"), mixed_precision=plan.options.get("mixed_precision"),
+        accumulation_steps=plan.options.get("accumulation_steps", 1),
+    )  # fmt: skip
+    capture = _capture(model, call, options, plan.mesh.size)
     _check_belongs(plan, capture.graph)
     lowered = passes.lower(plan.program, capture.graph, plan.mesh)
-    outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture), seed)
+    outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)
 
@@ -469,11 +470,12 @@ def _check_hooks(model: nn.Module) -> None:
         )
 
 
-def _named(model: nn.Module, call: Call, capture: Capture) -> dict[tuple[str, str], Tensor]:
+def _named(model: nn.Module, call: Call, capture: Capture, options: Options) -> dict[tuple[str, str], Tensor]:
     """Every tensor that a program can ask for, by kind and name."""
     found: dict[tuple[str, str], Tensor] = {("constant", k): t for k, t in capture.constants.items()}
     found |= {("input", n): t for n, t in zip(call.names, call.tensors, strict=True)}
-    found |= {("parameter", n): p.detach() for n, p in model.named_parameters()}
+    stored = functools.partial(stored_dtype, precision=options.mixed_precision)
+    found |= {("parameter", n): p.detach().to(stored(p)) for n, p in model.named_parameters()}
     return found | {("buffer", n): b.detach() for n, b in model.named_buffers()}
 
 

@@ -1,41 +1,139 @@
-"""Mixed precision: parameters, gradients and optimizer state stay as they are, and what autocast names computes lower.
+"""Mixed precision: what parameters are stored in, what is computed in, what gradients are reduced in, and what the
+optimizer steps on.
 
-The parameters are then the master weights, and gradients arrive and are reduced in their dtype.
+``"bf16"`` and ``"fp16"`` are autocast: parameters, gradients and optimizer state stay as they are, the parameters being
+the master weights. A ``MixedPrecision`` says more.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar.errors import AutoparError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "half": "float16", "float16": "float16",
+    "fp32": "float32", "float": "float32", "float32": "float32", "float64": "float64", "double": "float64",
+}  # fmt: skip
+_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a training step; each is a name such as ``"bf16"``, a torch dtype, or None.
+
+    Args:
+        parameter: in which parameters are stored, converted when the model becomes parallel; None leaves them.
+        compute: of the autocast under which every call runs; None is ``parameter`` where that has 16 bits.
+        reduce: in which gradients add up over micro-batches and ranks; None is the gradient's own.
+        master: of the weights that the optimizer steps on, kept beside the parameters by
+            ``autopar.training.MasterWeights``; None steps on the parameters.
+
+    Raises:
+        AutoparError: a dtype that the place cannot have.
+    """
+
+    parameter: str | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    master: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("parameter", "compute", "reduce", "master"):
+            object.__setattr__(self, name, _dtype_name(name, getattr(self, name)))
+        if self.compute is None and self.parameter in _SHORT:
+            object.__setattr__(self, "compute", self.parameter)
+        allowed = {
+            "parameter": ("bfloat16", "float32", "float64"), "compute": ("bfloat16", "float16"),
+            "reduce": ("bfloat16", "float32", "float64"), "master": ("float32", "float64"),
+        }  # fmt: skip
+        for name, dtypes in allowed.items():
+            if getattr(self, name) not in (None, *dtypes):
+                raise AutoparError(
+                    f"MixedPrecision has no {name} of this dtype.", found=f"{name}={getattr(self, name)}",
+                    hint=f"use one of {', '.join(dtypes)}."
+                    + (' For fp16 write mixed_precision="fp16".' if name == "parameter" else ""),
+                )  # fmt: skip
+
+    def __str__(self) -> str:
+        """``"bf16"`` where it is autocast alone, else ``"parameter=bfloat16,compute=bfloat16"``; ``parse`` reads it."""
+        given = {name: dtype for name, dtype in asdict(self).items() if dtype is not None}
+        return _SHORT[given["compute"]] if set(given) == {"compute"} else ",".join(f"{k}={v}" for k, v in given.items())
+
+    @staticmethod
+    def parse(text: str) -> MixedPrecision:
+        if "=" not in text:
+            return MixedPrecision(compute=text)
+        return _of_mapping(dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part))
+
+
+_HINT = 'write "bf16", "fp16" or autopar.MixedPrecision(parameter="bf16", reduce="fp32", master="fp32").'
+
+
+def _dtype_name(place: str, dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    known = _NAMES.get(str(dtype).removeprefix("torch."))
+    if known is None:
+        raise AutoparError("mixed_precision names no precision.", found=f"{place}={dtype!r}", hint=_HINT)
+    return known
+
+
+def _of_mapping(dtypes: Mapping[str, Any]) -> MixedPrecision:
+    unknown = set(dtypes) - set(MixedPrecision.__dataclass_fields__)
+    if unknown:
+        raise AutoparError("mixed_precision names no precision.", found=f"{sorted(unknown)}", hint=_HINT)
+    return MixedPrecision(**dtypes)
 
 
 def as_precision(mixed_precision: Any) -> str | None:
-    """``"bf16"`` or ``"fp16"`` of one of these, or of a torch dtype; None stays None.
+    """The text of a ``MixedPrecision``: of one, of a dict of its arguments, of FSDP2's ``MixedPrecisionPolicy``, or of
+    what autocast computes in: ``"bf16"``, ``"fp16"`` or a torch dtype. None stays None.
 
     Raises:
         AutoparError: it is none of these.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()} | {name: name for name in DTYPES}
     if mixed_precision is None:
         return None
+    if isinstance(mixed_precision, MixedPrecision):
+        return str(mixed_precision) or None
+    if isinstance(mixed_precision, Mapping):
+        return str(_of_mapping(mixed_precision)) or None
+    if hasattr(mixed_precision, "param_dtype") and hasattr(mixed_precision, "reduce_dtype"):
+        # FSDP2 stores parameters as they are and casts them for computing.
+        policy = MixedPrecision(compute=mixed_precision.param_dtype, reduce=mixed_precision.reduce_dtype)
+        return str(policy) or None
     try:
-        return names[mixed_precision]
-    except (KeyError, TypeError):
-        raise AutoparError(
-            "mixed_precision names no precision.",
-            found=repr(mixed_precision),
-            hint='write "bf16" or "fp16"; for parameters in a lower precision convert the model: model.bfloat16().',
-        ) from None
+        return str(MixedPrecision.parse(mixed_precision.removeprefix("torch.")))
+    except AttributeError:
+        pass
+    if mixed_precision in DTYPES.values():
+        return str(MixedPrecision(compute=mixed_precision))
+    raise AutoparError("mixed_precision names no precision.", found=repr(mixed_precision), hint=_HINT)
+
+
+def policy_of(precision: str | None) -> MixedPrecision:
+    return MixedPrecision() if precision is None else MixedPrecision.parse(precision)
 
 
 def computing_in(precision: str | None, device: str = "cpu") -> contextlib.AbstractContextManager[Any]:
-    """Autocast to ``precision``; whatever surrounds it where that is None."""
-    if precision is None:
+    """Autocast to what ``precision`` computes in; whatever surrounds it where that is None."""
+    compute = policy_of(precision).compute
+    if compute is None:
         return contextlib.nullcontext()
-    return torch.autocast(device, dtype=DTYPES[precision])
+    return torch.autocast(device, dtype=getattr(torch, compute))
+
+
+def stored_dtype(tensor: torch.Tensor, precision: str | None) -> torch.dtype:
+    """The dtype in which a parallel model stores ``tensor``."""
+    parameter = policy_of(precision).parameter
+    if parameter is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        return tensor.dtype
+    return getattr(torch, parameter)  # type: ignore[no-any-return]

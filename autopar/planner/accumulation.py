@@ -17,7 +17,38 @@ from autopar.ir import Graph, Input, Node, Output, Value
 from autopar.program import Op, Program
 
 
-def accumulating(graph: Graph) -> Graph:
+def summing(graph: Graph, steps: int, reduce: str | None) -> Graph:
+    """``graph`` with the sums of its parameters' gradients made explicit.
+
+    Args:
+        steps: micro-batches; more than one have an accumulator for each gradient.
+        reduce: the dtype in which gradients add up over micro-batches and ranks; None is their own.
+    """
+    if reduce is not None:
+        graph = _widened(graph, reduce)
+    return graph if steps == 1 else _accumulating(graph)
+
+
+def _widened(graph: Graph, dtype: str) -> Graph:
+    """Every gradient of a parameter in ``dtype``. Who takes it casts it back, once it is whole."""
+    taken = {n.name for n in graph.nodes}
+    after: dict[str, list[Node]] = {}
+    outputs = []
+    for output in graph.outputs:
+        made, meta = graph.by_name[output.value.node], graph.meta(output.value)
+        if is_gradient(output) and meta.dtype != dtype and meta.dtype in FLOATS:
+            cast = Node(
+                _unused(f"{made.name}_{dtype}", taken), "aten._to_copy.default", (output.value,),
+                (("dtype", f"torch.{dtype}"),), (replace(meta, dtype=dtype),), "backward", made.module, made.source,
+            )  # fmt: skip
+            after.setdefault(made.name, []).append(cast)
+            output = replace(output, value=Value(cast.name))
+        outputs.append(output)
+    nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
+    return Graph(nodes, graph.inputs, tuple(outputs), graph.name)
+
+
+def _accumulating(graph: Graph) -> Graph:
     """``graph`` with an accumulator for each parameter's gradient."""
     taken = {n.name for n in graph.nodes}
     after: dict[str, list[Node]] = {}
@@ -42,6 +73,9 @@ def accumulating(graph: Graph) -> Graph:
         outputs.append(Output(Value(total), output.kind, output.name))
     nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
     return Graph(nodes, tuple(inputs), tuple(outputs), graph.name)
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def is_gradient(output: Output) -> bool:

@@ -98,7 +98,8 @@ def _or_away(v: Variable, graph: Graph, mesh: Mesh, options: Options) -> Variabl
     if v.kind != "parameter" or v.node is None or not graph.input_of[v.node.name].trainable:
         return v
     meta = v.node.outputs[0]
-    if meta is None or not optimizer_steps_alone(options.optimizer) or meta.bytes < _least_away(graph):
+    alone = optimizer_steps_alone(options.optimizer) and not options.dtype_of("master")
+    if meta is None or not alone or meta.bytes < _least_away(graph):
         return v
     specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
     held = tuple(moved_state_bytes(meta, s, mesh, options) for s in specs)

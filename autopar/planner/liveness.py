@@ -15,7 +15,7 @@ from functools import cached_property
 
 from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
-from autopar.planner.accumulation import without_delivery
+from autopar.planner.accumulation import is_gradient, without_delivery
 from autopar.planner.decisions import given_whole
 from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
@@ -268,12 +268,26 @@ class _Sweep:
                 held.last = max(held.last, start - 1)
             else:
                 held.kind, held.last = "outputs" if output.kind == "output" else "gradients", end
+            if is_gradient(output):
+                self._cast_back(output.name, name, held, end)
         for held in self.memory.values():
             held.kind = held.kind or ("activations" if held.first < start <= held.last else "temporaries")
         for op in self.program.ops:
             held = self.memory.get(op.writes[0].name) if op.kind == "input" else None
             if held is not None:
                 held.kind = "gradients" if self.graph.input_of[op.node].kind == "accumulator" else "inputs"
+
+    def _cast_back(self, parameter: str, name: str, held: _Memory, end: int) -> None:
+        """A gradient that was reduced in another dtype than its parameter's becomes one of that, one after the other,
+        when the backward is over."""
+        stored = next(t.meta for op, t in self._inputs() if self.graph.input_of[op.node].name == parameter)
+        made = self.program.tensors[name]
+        if stored.dtype != made.meta.dtype:
+            size = made.bytes // made.meta.itemsize * stored.itemsize
+            held.last = end - 1
+            self.extra[end - 1] = max(self.extra.get(end - 1, 0), size)
+            self._new(f"{name}|cast", size, end)
+            self.memory[f"{name}|cast"].kind = "gradients"
 
     def _profile(self) -> MemoryProfile:
         made: dict[int, list[_Memory]] = {}

@@ -28,7 +28,7 @@ class Options:
             searched plans never do; ``"baseline:NAME"``: that known way to train in parallel.
         backend: ``"eager"`` runs op by op; ``"inductor"`` fuses pointwise ops and reductions, which then cost what
             they move at the borders of their kernels.
-        mixed_precision: ``"bf16"`` or ``"fp16"`` where every call runs under that autocast.
+        mixed_precision: the text of a ``precision.MixedPrecision``.
         compare: schedule, time and measure every baseline, also those that cannot be better than the plan.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
         accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
@@ -51,6 +51,11 @@ class Options:
     mixed_precision: str | None = None
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
+
+    def dtype_of(self, place: Literal["reduce", "master"]) -> str | None:
+        """In which gradients are reduced, or the weights are on which the optimizer steps; None where it is theirs."""
+        parts = (self.mixed_precision or "").split(",")
+        return dict(part.split("=") for part in parts if "=" in part).get(place)
 
     def __post_init__(self) -> None:
         steps = self.accumulation_steps

@@ -19,8 +19,9 @@ from autopar.cost_models import (
     optimizer_state_bytes,
     optimizer_step_bytes,
 )
-from autopar.ir import Graph, Node, TensorMeta, Value
+from autopar.ir import ITEMSIZE, Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.accumulation import FLOATS
 from autopar.planner.fusion import Border, borders
 from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind
 from autopar.planner.options import Options
@@ -295,6 +296,13 @@ class StateBytes:
         return self.parameter + self.optimizer + self.gradient + self.step
 
 
+def master_of(dtype: str, options: Options) -> str | None:
+    """The dtype of the master weights of parameters of ``dtype``; None where the optimizer steps on these. A step makes
+    their gradients in it besides."""
+    master = options.dtype_of("master")
+    return master if dtype in FLOATS and dtype != master else None
+
+
 def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: bool, options: Options) -> StateBytes:
     """What a parameter, its optimizer state, its gradient and the optimizer's step take on the fullest rank."""
     numel = math.prod(spec.local_shape(meta.shape, mesh))
@@ -302,10 +310,12 @@ def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: boo
     if not trainable:
         return StateBytes(held, 0, 0, 0)
     shape = tuple(spec.local_shape(meta.shape, mesh))
-    state = optimizer_state_bytes(options.optimizer, numel, meta.dtype, shape=shape)
+    master = master_of(meta.dtype, options)
+    state = optimizer_state_bytes(options.optimizer, numel, meta.dtype, shape=shape, master_dtype=master)
     state += optimizer_scalar_bytes(options.optimizer)
     together = optimizer_mode(options.optimizer, options.device) == "foreach"
-    step = optimizer_step_bytes(options.optimizer, [numel], meta.dtype) if together else 0
+    step = optimizer_step_bytes(options.optimizer, [numel], meta.dtype, master_dtype=master) if together else 0
+    step += numel * ITEMSIZE[master] if master else 0
     return StateBytes(held, state, held, step)
 
 
@@ -315,7 +325,10 @@ def step_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh
     for meta, spec in parameters:
         by_dtype.setdefault(meta.dtype, []).append(math.prod(spec.local_shape(meta.shape, mesh)))
     return sum(
-        optimizer_step_bytes(options.optimizer, numels, dtype, device=options.device)
+        optimizer_step_bytes(
+            options.optimizer, numels, dtype, master_dtype=master_of(dtype, options), device=options.device
+        )
+        + (sum(numels) * ITEMSIZE[master] if (master := master_of(dtype, options)) else 0)
         for dtype, numels in by_dtype.items()
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir import Graph, Phase, TensorMeta, Value
+from autopar.ir import ITEMSIZE, Graph, Phase, TensorMeta, Value
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.pricing import state_bytes
@@ -81,7 +81,10 @@ def _held(
         parts = [state_bytes(meta, s, d.mesh, meaning.trainable, options) for s in specs]
         away = np.array(v.away or (0,) * len(parts), dtype=np.float64)
         yield np.array([float(p.parameter + p.optimizer) for p in parts]) - away, 0, end
-        yield np.array([float(p.gradient) for p in parts]), made.get(meaning.name, end), end
+        gradients = np.array([float(p.gradient) for p in parts])
+        reduced = d.reduced_dtype.get(meaning.name, meta.dtype)
+        yield gradients * (ITEMSIZE[reduced] / meta.itemsize), made.get(meaning.name, end), end - 1
+        yield gradients, end, end
         yield np.array([float(p.step) for p in parts]) * (away == 0), end, end
     elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
         yield _sizes(d, v.node.outputs[0], v.options, 0), 0, lives.whole[Value(v.node.name)]

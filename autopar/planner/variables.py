@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
@@ -65,6 +67,11 @@ class Decisions:
     least_offloaded_bytes: float = math.inf
     accumulation_steps: int = 1
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def reduced_dtype(self) -> Mapping[str, str]:
+        """In which each parameter's gradient is made."""
+        return {o.name: self.graph.meta(o.value).dtype for o in self.graph.outputs if o.kind == "gradient"}
 
     def add(self, variable: Variable) -> int:
         # Equal options are one object: so are the prices made from them, by which repeated blocks are found.

@@ -97,11 +97,11 @@ _PARALLEL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def watch_steps(model: nn.Module) -> None:
     """An optimizer must not step ``model`` in the middle of an accumulation: what is summed up would count later."""
     if not _PARALLEL:
-        register_optimizer_step_pre_hook(_refuse_partial)
+        register_optimizer_step_pre_hook(refuse_partial)
     _PARALLEL.add(model)
 
 
-def _refuse_partial(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_partial(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in list(_PARALLEL):
         sums: Sums = model._autopar_sums  # type: ignore[assignment]

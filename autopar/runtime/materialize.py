@@ -59,12 +59,16 @@ def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
 def prepare(
     model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mesh, device_mesh: DeviceMesh,
     coordinate: tuple[int, ...], device: torch.device, seed: int,
+    dtype_of: Callable[[Tensor], torch.dtype] = lambda t: t.dtype,
 ) -> list[Replacement]:  # fmt: skip
     """Make this rank's shard of every parameter as a DTensor at its spec, and of every buffer a copy on ``device``.
 
     Tensors on the meta device are initialised as their modules do it, one at a time, from a seed of their own: the
     values are the same on every mesh. Where ranks have different values, those of rank 0 count, so it alone may have
     loaded a checkpoint. ``model`` stays as it is.
+
+    Args:
+        dtype_of: in which each is stored.
 
     Raises:
         AutoparError: a tensor is on the meta device and nothing initialises it.
@@ -80,6 +84,7 @@ def prepare(
                 whole = old.detach()
             if differ:
                 whole = _from_first(whole, device)
+            whole = whole.to(dtype_of(old))
             if isinstance(old, nn.Parameter):
                 spec = next((specs[o.fqn] for o in places if o.fqn in specs), ShardingSpec.replicated(whole.ndim))
                 new: Tensor = _parameter(whole, spec, mesh, device_mesh, coordinate, device, old.requires_grad)

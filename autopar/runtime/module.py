@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, InputError
 from autopar.ir import Output
 from autopar.mesh import Mesh
-from autopar.precision import computing_in
+from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.spmd.ranks import ProcessRank
@@ -240,13 +240,13 @@ def _variant(model: ParallelModule, call: Call) -> Variant:
     return state.variants[key]
 
 
-def variant_key(model: nn.Module, call: Call) -> Any:
+def variant_key(model: nn.Module, call: Call, precision: str | None = None) -> Any:
     """What a program depends on: shapes, plain arguments, which modules train, which parameters, and autocast."""
     named = zip(call.names, call.tensors, strict=True)
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
     modes = tuple(m.training for m in model.modules())
-    parameters = tuple((p.requires_grad, p.dtype) for p in model.parameters())
+    parameters = tuple((p.requires_grad, stored_dtype(p, precision)) for p in model.parameters())
     cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
     return tensors, plain, modes, parameters, cast
 

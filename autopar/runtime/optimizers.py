@@ -26,10 +26,14 @@ UNFUSED = (_optim.SGD, _optim.Adagrad)
 """Optimizers whose fused kernels DTensor does not know."""
 
 
-def mark(parameter: torch.nn.Parameter) -> None:
+def mark(parameter: torch.Tensor) -> None:
     """Remember that this parameter is ours, for the checks before an optimizer's step."""
     parameter._autopar = True  # type: ignore[attr-defined]
     _watch()
+
+
+def is_marked(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "_autopar", False))
 
 
 @functools.cache
@@ -57,5 +61,5 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_cut(parameter: Any) -> bool:
-    ours = isinstance(parameter, DTensor) and getattr(parameter, "_autopar", False)
+    ours = isinstance(parameter, DTensor) and is_marked(parameter)
     return ours and not all(isinstance(p, Replicate) for p in parameter.placements)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from autopar._torch import FakeTensorMode
 from autopar.errors import CaptureError, InputError
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor of the same shape, strides and dtype.
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fake CPU tensor of the same shape and strides, and the same dtype unless another is given.
 
     Always on the CPU: a fake tensor on a device that torch was built without aborts the process in autograd,
     and on the meta device parts of the backward are missing.
@@ -26,15 +27,20 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         )
     with mode:
         fake = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
         )
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[torch.Tensor], torch.dtype] | None = None
+) -> nn.Module:
     """A deep copy of ``model`` on fake tensors. Parameters that are one object stay one object.
+
+    Args:
+        dtype_of: in which each parameter and buffer is stored; None is as it is.
 
     Raises:
         CaptureError: a tensor kept as a plain attribute has no values, or the model cannot be copied.
@@ -42,7 +48,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
-            memo[id(tensor)] = fake_like(tensor.detach() if not isinstance(tensor, nn.Parameter) else tensor, mode)
+            given = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+            memo[id(tensor)] = fake_like(given, mode, dtype_of(tensor) if dtype_of else None)
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and id(value) not in memo:

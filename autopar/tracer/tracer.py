@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,11 +70,16 @@ class ColoTracer:
     Args:
         outputs: ``"auto"`` captures the backward of the scalar loss alone when the model returns one; any other
             value captures the backward of every differentiable output.
+        stored_dtype: in which a parameter or buffer is stored, where that is not its own dtype.
     """
 
-    def __init__(self, outputs: OutputsMode = "auto", *, every_tangent: bool = False) -> None:
+    def __init__(
+        self, outputs: OutputsMode = "auto", *, every_tangent: bool = False,
+        stored_dtype: Callable[[torch.Tensor], torch.dtype] | None = None,
+    ) -> None:  # fmt: skip
         self.outputs = outputs
         self._every_tangent = every_tangent
+        self._stored_dtype = stored_dtype
 
     def trace(self, model: nn.Module, meta_inputs: Any) -> fx.GraphModule:
         """The joint graph of ``model`` on ``meta_inputs``; ``node.meta["val"]`` on every node.
@@ -92,7 +97,7 @@ class ColoTracer:
     def _capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        copied = fake_copy(model, mode)
+        copied = fake_copy(model, mode, self._stored_dtype)
         without_lost_hooks(copied)
         fakes = tuple(fake_like(t, mode) for t in call.tensors)
         with mode:

@@ -30,6 +30,7 @@ from autopar.training.handlers import (
     register_gradient_handler,
 )
 from autopar.training.launch import launch_from_openmpi, launch_from_slurm, launch_from_torch, set_seed
+from autopar.training.master import MasterWeights
 from autopar.training.optimizers import MixedPrecisionOptimizer, OptimizerWrapper
 from autopar.training.scaling import GradScaler
 from autopar.training.schedules import BaseSchedule, NonPipelineSchedule
@@ -50,6 +51,7 @@ __all__ = [
     "GradAccumLrSchedulerByStep",
     "GradAccumOptimizer",
     "GradScaler",
+    "MasterWeights",
     "MixedPrecisionOptimizer",
     "NonPipelineSchedule",
     "OptimizerWrapper",

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from autopar.api import autoparallelize
 from autopar.errors import AutoparError
 from autopar.plans import LocalSampler
+from autopar.precision import as_precision, policy_of
 from autopar.training import files
+from autopar.training.master import MasterWeights
 from autopar.training.optimizers import MixedPrecisionOptimizer, backward, no_sync, parameters
 from autopar.training.scaling import GradScaler
 
@@ -61,7 +64,7 @@ class AutoParallelPlugin:
         """
         options = dict(self.options)
         asked = options.setdefault("mixed_precision", mixed_precision)
-        if mixed_precision is not None and asked != mixed_precision:
+        if mixed_precision is not None and as_precision(asked) != as_precision(mixed_precision):
             raise AutoparError(
                 "Booster and plugin name different precisions.",
                 found=f"mixed_precision={mixed_precision!r} and {asked!r}",
@@ -73,7 +76,10 @@ class AutoParallelPlugin:
         parallel = autoparallelize(model, self.meta_inputs, **options)
         if optimizer is not None:
             point_to(optimizer, parallel, names)
-        scales = parallel.plan.options.get("mixed_precision") == "fp16"  # type: ignore[union-attr, operator]
+        policy = policy_of(parallel.plan.options.get("mixed_precision"))  # type: ignore[union-attr, operator]
+        scales = policy.compute == "float16"
+        if optimizer is not None and policy.master is not None:
+            optimizer = MasterWeights(optimizer, getattr(torch, policy.master))
         if optimizer is None or not (scales or self.max_norm > 0):
             return parallel, optimizer
         device = next(parallel.parameters()).device.type
@@ -118,7 +124,8 @@ class Booster:
 
     Args:
         plugin: how models become parallel; None leaves them.
-        mixed_precision: ``"bf16"`` or ``"fp16"``: as of ``autoparallelize``, and fp16 scales losses; None is full.
+        mixed_precision: as of ``autoparallelize``; fp16 scales losses, and with master weights the optimizer keeps
+            them; None is full.
     """
 
     def __init__(self, plugin: AutoParallelPlugin | None = None, mixed_precision: Any = None) -> None:
