@@ -26,6 +26,9 @@ from torch._ops import HigherOrderOperator, OpOverload
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+# A GraphModule that prints and compiles its own code when that is first asked for: most of ours never are.
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+
 # Sees every op that runs; there is no public hook below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,6 +43,7 @@ __all__ = [
     "HigherOrderOperator",
     "JointInput",
     "JointOutput",
+    "LazyGraphModule",
     "OpOverload",
     "TorchDispatchMode",
     "active_fake_mode",

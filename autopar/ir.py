@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias, Union
+from typing import Literal, NamedTuple, TypeAlias, Union
 
 ITEMSIZE: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
@@ -20,8 +20,7 @@ ITEMSIZE: Mapping[str, int] = {
 Phase = Literal["forward", "backward"]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """Global shape and dtype of a tensor; ``dtype`` is torch's name without its prefix."""
 
     shape: tuple[int, ...]
@@ -44,12 +43,11 @@ class TensorMeta:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Output ``index`` of the node called ``node``."""
+class Value(NamedTuple):
+    """Output ``index`` of the node called ``node``. A tuple, as nothing else is hashed so often."""
 
     node: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which means nothing here
 
     def __str__(self) -> str:
         return self.node if self.index == 0 else f"{self.node}.{self.index}"
@@ -165,6 +163,24 @@ class Graph:
             for position, value in enumerate(node.inputs):
                 found.setdefault(value, []).append((node, position))
         return {v: tuple(c) for v, c in found.items()}
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """A number for each node, by name: equal where op, arguments but for which tensors they are, and the shapes and
+        dtypes of operands and results are. Such nodes have the same strategies, in the same seconds."""
+        numbers: dict[object, int] = {}
+        made = {n.name: n.outputs for n in self.nodes}
+
+        def kind(node: Node) -> int:
+            operands = tuple([made[name][i] for name, i in node.inputs])
+            return numbers.setdefault((node.op, node.signature, operands, node.outputs), len(numbers))
+
+        return {n.name: kind(n) for n in self.nodes}
+
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        """The position of each node."""
+        return {n.name: i for i, n in enumerate(self.nodes)}
 
     def meta(self, value: Value) -> TensorMeta:
         meta = self.by_name[value.node].outputs[value.index]

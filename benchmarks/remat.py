@@ -54,6 +54,7 @@ from autopar.planner import Options, Planned
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import decide
 from autopar.planner.keeping import Keeping
+from autopar.planner.objective import Objective
 from autopar.planner.predictions import make_plan
 from autopar.planner.pricing import Prices
 from autopar.planner.schedule import AGAIN
@@ -151,7 +152,7 @@ class Case:
     def search(self) -> CheckpointSearch:
         graph, options = self.capture.graph, self.options()
         d = decide(graph, ONE, options, resolve(graph, ONE, {}, options.aliases), recompute=True)
-        return CheckpointSearch(d, Prices(ONE, self.cluster), options, [None] * len(d.variables))
+        return CheckpointSearch(Objective(d, Prices(ONE, self.cluster)), options, [None] * len(d.variables))
 
     @cached_property
     def keeping(self) -> Keeping:

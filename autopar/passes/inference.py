@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar._torch import LazyGraphModule
 from autopar.spmd import Lowered
 
 
@@ -17,4 +18,4 @@ def forward_only(lowered: Lowered) -> fx.GraphModule:
     assert isinstance(results, tuple)
     graph.output(results[: len(lowered.results)])
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    return fx.GraphModule(lowered.forward, graph)
+    return LazyGraphModule(lowered.forward, graph)

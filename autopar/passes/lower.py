@@ -10,12 +10,14 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar import spmd
+from autopar._torch import LazyGraphModule
 from autopar.ir import Graph, Output, Phase, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
@@ -113,7 +115,7 @@ class _Builder:
     def finish(self, results: Sequence[str]) -> fx.GraphModule:
         self.built.output(tuple(self._read(name) for name in results))
         self.built.lint()
-        return fx.GraphModule(torch.nn.Module(), self.built)
+        return LazyGraphModule(torch.nn.Module(), self.built)
 
     def _described(self, node: fx.Node, tensor: LocalTensor) -> fx.Node:
         node.meta["tensor"] = tensor
@@ -192,12 +194,20 @@ class _Builder:
 
     def _with_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Ops that make a tensor from nothing make it on the rank's device."""
-        schema = getattr(target, "_schema", None)
-        arguments = schema.arguments if schema is not None else ()
-        makes = any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
-        return {**kwargs, "device": self.built.call_function(spmd.device, (self.rank,))} if makes else kwargs
+        if not _makes(target):
+            return kwargs
+        return {**kwargs, "device": self.built.call_function(spmd.device, (self.rank,))}
 
 
+@cache
+def _makes(target: Any) -> bool:
+    """Whether an op takes a device and no tensor."""
+    schema = getattr(target, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
+
+
+@cache
 def _returns_list(target: Any) -> bool:
     """Whether an op returns a list even of one tensor, as ``split`` does."""
     schema = getattr(target, "_schema", None)

@@ -9,7 +9,7 @@ completes, so that a baseline is the best plan of its kind, priced and simulated
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -22,6 +22,7 @@ from autopar.ir import Node, Value
 from autopar.mesh import Mesh
 from autopar.planner.dataflow import Dataflow
 from autopar.planner.decisions import Decisions, Variable
+from autopar.planner.objective import Objective
 from autopar.planner.tensor_parallel import FREE, Label, TensorParallel, find_tensor_parallel
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Edge, Problem, Tied, Usage, fold, solve
@@ -77,13 +78,26 @@ def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Masks:
+    """The options that each variable may choose: variable ``i`` those of ``distinct[of[i]]``."""
+
+    of: npt.NDArray[np.int64]
+    distinct: Sequence[Mask]
+
+    def __getitem__(self, variable: int) -> Mask:
+        return self.distinct[int(self.of[variable])]
+
+
 @dataclass
 class Restrictions:
-    """Turns baselines into what each variable of ``decisions`` may choose."""
+    """Turns baselines into what each variable of ``decisions`` may choose.
+
+    Most variables are alike: what decides a mask is numbered once for all baselines, and each number looked at once.
+    """
 
     decisions: Decisions
     _tensor: dict[tuple[int, ...], TensorParallel] = field(default_factory=dict)
-    _masks: dict[tuple[object, ...], Mask] = field(default_factory=dict)
 
     @cached_property
     def flow(self) -> Dataflow:
@@ -98,7 +112,19 @@ class Restrictions:
     def _batch_inputs(self) -> Mapping[Value, frozenset[int]]:
         return self.flow.batch()
 
-    def masks(self, baseline: Baseline) -> list[Mask] | None:
+    @cached_property
+    def _looks(self) -> npt.NDArray[np.int64]:
+        """Numbers of all that matters to the mask of each variable but for what the tensor axes do."""
+        return _numbered(map(self._look, self.decisions.variables))
+
+    def _look(self, v: Variable) -> object:
+        if v.node is None or v.actions:
+            return id(v.options), v.kept, v.actions
+        if v.kind == "op":
+            return id(v.options), self.batch[v.node.name]
+        return id(v.options), v.kind, v.node.outputs, Value(v.node.name) in self._batch_inputs
+
+    def masks(self, baseline: Baseline) -> Masks | None:
         """The options that each variable may choose; None where the baseline does not apply to this model and mesh."""
         tensor = self._tensor_parallel(baseline.tensor)
         if baseline.tensor and (tensor is None or not tensor.pairs):
@@ -107,7 +133,15 @@ class Restrictions:
             return None
         if baseline.data and not self._has_batch(baseline.data):
             return None
-        return [self._mask(v, baseline, tensor) for v in self.decisions.variables]
+        looks = self._looks
+        if tensor is not None:
+            cuts = _numbered(_cut(v, tensor, sequence=baseline.sequence) for v in self.decisions.variables)
+            looks = looks * (cuts.max() + 1) + cuts
+        _, first, of = np.unique(looks, return_index=True, return_inverse=True)
+        made = [self._mask(self.decisions.variables[i], baseline, tensor) for i in first]
+        names: dict[bytes, int] = {}
+        same = np.array([names.setdefault(m.tobytes(), at) for at, m in enumerate(made)])
+        return Masks(same[of], made)
 
     def _has_batch(self, axes: tuple[int, ...]) -> bool:
         """Whether some input's batch can be cut over ``axes``."""
@@ -126,31 +160,20 @@ class Restrictions:
         return any(all(o.axes[a] == factor for a in axes) for o in variable.options)
 
     def _mask(self, v: Variable, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
-        """The mask of a variable: one array for all variables that have the same options and roles."""
-        key, make = self._role(v, baseline, tensor)
-        full_key = (id(v.options), baseline, *key)
-        if full_key not in self._masks:
-            self._masks[full_key] = make()
-        return self._masks[full_key]
-
-    def _role(
-        self, v: Variable, baseline: Baseline, tensor: TensorParallel | None
-    ) -> tuple[tuple[object, ...], Callable[[], Mask]]:
-        """What, beside the options and the baseline, decides a variable's mask; and that mask."""
         if v.kind == "op" and v.node is not None:
             data, cut = self._data_role(v.node), self._tensor_role(v.node, baseline, tensor)
-            return (data, cut), lambda: _op_mask(v.options, ((baseline.data, data), (baseline.tensor, cut)))
+            return _op_mask(v.options, ((baseline.data, data), (baseline.tensor, cut)))
         if v.kind == "parameter" and v.node is not None:
-            node, label = v.node, tensor.parameters.get(v.node.name) if tensor else None
-            return (label, node.outputs), lambda: self._parameter(v, node, baseline, label)
+            label = tensor.parameters.get(v.node.name) if tensor else None
+            return self._parameter(v, v.node, baseline, label)
         if v.kind == "input" and v.node is not None:
             has_batch = Value(v.node.name) in self._batch_inputs
-            return (has_batch,), lambda: _some([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
-        if v.kept and any(v.kept):
-            return (v.kept,), lambda: _some([k == baseline.keep for k in v.kept])
+            return _some([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
+        if any(v.kept):
+            return _some([k == baseline.keep for k in v.kept])
         if v.actions:
-            return (v.actions,), lambda: _some([a in ("keep", "absent", "none") for a in v.actions])
-        return (), lambda: np.ones(len(v.options), dtype=bool)
+            return _some([a in ("keep", "absent", "none") for a in v.actions])
+        return np.ones(len(v.options), dtype=bool)
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
@@ -185,6 +208,21 @@ class Restrictions:
         best = min((_evenness(s, meta.shape, baseline.stored, self.decisions.mesh) for s in cut), default=None)
         chosen = [s for s in cut if _evenness(s, meta.shape, baseline.stored, self.decisions.mesh) == best] or whole
         return np.array([s in chosen for s in specs])
+
+
+def _numbered(looks: Iterable[object]) -> npt.NDArray[np.int64]:
+    """Equal ones have equal numbers."""
+    names: dict[object, int] = {}
+    return np.array([names.setdefault(look, len(names)) for look in looks])
+
+
+def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
+    """What the tensor axes do with a variable's op or parameter."""
+    if v.node is None:
+        return None
+    name = v.node.name
+    between = tensor.sequence.get(name) if sequence else None
+    return tensor.factors.get(name), between, tensor.parameters.get(name)
 
 
 def _op_mask(options: Sequence[Strategy], roles: Sequence[tuple[tuple[int, ...], Role]]) -> Mask:
@@ -243,7 +281,7 @@ def _evenness(
 
 
 def solve_restricted(
-    problem: Problem, masks: Sequence[Mask], *, time_limit: float, backend: str, gap: float, folded: Tied | None = None
+    problem: Problem, masks: Masks, *, time_limit: float, backend: str, gap: float, folded: Tied | None = None
 ) -> tuple[int, ...] | None:
     """The best choice within ``masks``, in the options of ``problem``; None where there is none or time is out.
 
@@ -255,7 +293,8 @@ def solve_restricted(
         found = _solve_sliced(folded.problem, tied, time_limit, backend, gap, unfolded) if tied is not None else None
         if found is not None:
             return folded.expand(found)
-    return _solve_sliced(problem, masks, time_limit, backend, gap, fold)
+    each = [masks[i] for i in range(len(problem.costs))]
+    return _solve_sliced(problem, each, time_limit, backend, gap, fold)
 
 
 def unfolded(problem: Problem) -> Tied | None:
@@ -263,14 +302,12 @@ def unfolded(problem: Problem) -> Tied | None:
     return None
 
 
-def _tied(masks: Sequence[Mask], folded: Tied) -> list[Mask] | None:
+def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
     """The mask of each tied node; None where nodes that are tied have different ones."""
-    names: dict[bytes, int] = {}
-    named = np.array([names.setdefault(m.tobytes(), len(names)) for m in masks])
     nodes, first = np.unique(folded.place, return_index=True)
     example = np.zeros(len(folded.problem.costs), dtype=np.int64)
     example[nodes] = first
-    if (named != named[example[folded.place]]).any():
+    if (masks.of != masks.of[example[folded.place]]).any():
         return None
     whole = [np.ones(len(cost), dtype=bool) for cost in folded.problem.costs]
     for node, i in zip(nodes.tolist(), first.tolist(), strict=True):
@@ -309,12 +346,13 @@ def _sliced(problem: Problem, kept: Sequence[npt.NDArray[np.int64]]) -> Problem:
 
 
 def restricted_choices(
-    decisions: Decisions, problem: Problem, *, time_limit: float, backend: str, gap: float, only: str | None = None
+    objective: Objective, *, time_limit: float, backend: str, gap: float, only: str | None = None
 ) -> Iterator[tuple[Baseline, tuple[int, ...]]]:
-    """Each baseline that applies with its best choice in ``problem``. ``time_limit``: seconds for one."""
-    restrictions = Restrictions(decisions)
-    folded = fold(problem)
-    for baseline in baselines(decisions.mesh):
+    """Each baseline that applies with its best choice. ``time_limit``: seconds for one."""
+    restrictions = Restrictions(objective.decisions)
+    problem = objective.problem()
+    folded = objective.fold(problem)
+    for baseline in baselines(objective.decisions.mesh):
         if only is not None and baseline.name != only:
             continue
         masks = restrictions.masks(baseline)

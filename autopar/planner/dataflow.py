@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir import Graph, Node, Value
@@ -22,7 +22,11 @@ class Dataflow:
     state: frozenset[Value] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rules = {n.name: _rule(self.graph, n) for n in self.graph.nodes if n.op != "placeholder"}
+        fitted: dict[int, Bound | None] = {}
+        for node in self.graph.nodes:
+            if self.graph.kinds[node.name] not in fitted:
+                fitted[self.graph.kinds[node.name]] = _rule(self.graph, node)
+        self.rules = {n.name: fitted[self.graph.kinds[n.name]] for n in self.graph.nodes if n.op != "placeholder"}
         self.state = frozenset(_state(self.graph))
 
     def factor(self, node: Node, position: int, dim: int) -> str | None:
@@ -41,17 +45,32 @@ class Dataflow:
         """The factors of each op that stand for the dims in ``starts``, or for dims of results that come of them."""
         found: dict[str, frozenset[str]] = {}
         dims = dict(starts)
+        none = frozenset[int]()
+        known: dict[object, tuple[frozenset[str], list[tuple[int, frozenset[int]]]]] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 continue
-            at = [(p, d) for p, v in enumerate(node.inputs) for d in sorted(dims.get(v, ()))]
-            factors = frozenset(f for p, d in at if (f := self.factor(node, p, d)) is not None)
-            found[node.name] = factors
-            for i in range(len(node.outputs)):
-                made = frozenset(d for f in factors if (d := self.result_dim(node, i, f)) is not None)
-                if made:
-                    dims[Value(node.name, i)] = dims.get(Value(node.name, i), frozenset()) | made
+            taken = tuple([dims.get(v, none) for v in node.inputs])
+            key = self.graph.kinds[node.name], taken
+            if key not in known:
+                known[key] = self._follow(node, taken)
+            found[node.name], made = known[key]
+            for i, cut in made:
+                value = Value(node.name, i)
+                dims[value] = dims[value] | cut if value in dims else cut
         return found
+
+    def _follow(
+        self, node: Node, taken: Sequence[frozenset[int]]
+    ) -> tuple[frozenset[str], list[tuple[int, frozenset[int]]]]:
+        """The factors of the dims ``taken`` of each operand, and where there are any, their dims in each result."""
+        at = [(p, d) for p, dims in enumerate(taken) for d in sorted(dims)]
+        factors = frozenset(f for p, d in at if (f := self.factor(node, p, d)) is not None)
+        made = (
+            (i, frozenset(d for f in factors if (d := self.result_dim(node, i, f)) is not None))
+            for i in range(len(node.outputs))
+        )
+        return factors, [(i, dims) for i, dims in made if dims]
 
     def batch(self) -> dict[Value, frozenset[int]]:
         """Dim 0 of every input that has the batch there."""

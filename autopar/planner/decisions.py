@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from autopar.cost_models import optimizer_steps_alone
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
@@ -37,10 +38,17 @@ from autopar.strategies import strategies
 
 def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
     """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
-    d = Decisions(graph, mesh, accumulation_steps=options.accumulation_steps)
+    d = Decisions(graph, mesh, recomputes=recompute, accumulation_steps=options.accumulation_steps)
+    ways: dict[int, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
-        variable = _variable(graph, node, mesh, options, forced)
-        d.add(_or_away(variable, graph, mesh, options) if recompute else variable)
+        if node.op == "placeholder":
+            variable = _placeholder(graph, node, mesh, options, forced)
+            d.add(_or_away(variable, graph, mesh, options) if recompute else variable)
+            continue
+        kind = graph.kinds[node.name]
+        if kind not in ways:
+            ways[kind] = d.shared(strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh))
+        d.add(Variable(node.name, "op", ways[kind], node.phase, node))
     for output in graph.outputs:
         if output.kind == "output" or output.name.startswith("input:"):
             d.add(_output_variable(graph, output, mesh, options, forced))
@@ -49,21 +57,19 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         rematerialize.add_reruns(d, held)
         d.least_offloaded_bytes = rematerialize.least_offloaded_bytes(graph)
     stored = _stored(d)
-    for value in list(_values(graph)):
-        _hand_over(d, value, forced, stored, value.node in held)
+    for value, meta in list(_values(graph)):
+        _hand_over(d, value, meta, forced, stored, value.node in held)
     return d
 
 
-def _values(graph: Graph) -> Iterator[Value]:
+def _values(graph: Graph) -> Iterator[tuple[Value, TensorMeta]]:
     for node in graph.nodes:
         for i, meta in enumerate(node.outputs):
             if meta is not None:
-                yield Value(node.name, i)
+                yield Value(node.name, i), meta
 
 
-def _variable(graph: Graph, node: Node, mesh: Mesh, options: Options, forced: Forced) -> Variable:
-    if node.op != "placeholder":
-        return Variable(node.name, "op", _op_options(graph, node, mesh), node.phase, node)
+def _placeholder(graph: Graph, node: Node, mesh: Mesh, options: Options, forced: Forced) -> Variable:
     meaning = graph.input_of[node.name]
     meta = node.outputs[0]
     assert meta is not None
@@ -79,8 +85,12 @@ def _variable(graph: Graph, node: Node, mesh: Mesh, options: Options, forced: Fo
         specs = _output_specs(graph, meta, mesh, options)
     else:
         specs = (ShardingSpec.replicated(len(meta.shape)),)
-    choices = tuple(Strategy((), (s,)) for s in specs)
-    return Variable(node.name, meaning.kind, choices, node.phase, node)
+    return Variable(node.name, meaning.kind, _sources(specs), node.phase, node)
+
+
+@lru_cache(maxsize=4096)
+def _sources(specs: tuple[ShardingSpec, ...]) -> tuple[Strategy, ...]:
+    return tuple(Strategy((), (s,)) for s in specs)
 
 
 def _accumulator_specs(graph: Graph, node: Node, mesh: Mesh, options: Options) -> tuple[ShardingSpec, ...]:
@@ -89,7 +99,8 @@ def _accumulator_specs(graph: Graph, node: Node, mesh: Mesh, options: Options) -
     if name in options.accumulators:
         return (ShardingSpec.parse(options.accumulators[name]),)
     reader, position = graph.consumers[Value(node.name)][0]
-    found = (spec_read(o, position) for o in _op_options(graph, reader, mesh))
+    ways = strategies(reader, tuple(graph.meta(v) for v in reader.inputs), mesh)
+    found = (spec_read(o, position) for o in ways)
     return tuple(dict.fromkeys(s for s in found if s is not None))
 
 
@@ -113,10 +124,6 @@ LEAST_AWAY = 1e-3
 def _least_away(graph: Graph) -> float:
     metas = (graph.by_name[i.node].outputs[0] for i in graph.inputs if i.trainable)
     return LEAST_AWAY * max((m.bytes for m in metas if m is not None), default=0)
-
-
-def _op_options(graph: Graph, node: Node, mesh: Mesh) -> tuple[Strategy, ...]:
-    return strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh)
 
 
 def _input_specs(meta: TensorMeta, mesh: Mesh, options: Options, graph: Graph) -> tuple[ShardingSpec, ...]:
@@ -173,36 +180,36 @@ def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
 
 
 def _hand_over(
-    d: Decisions, value: Value, forced: Forced, stored: Mapping[Value, Sequence[tuple[int, int]]], held: bool
-) -> None:
-    graph = d.graph
-    meta = graph.meta(value)
+    d: Decisions, value: Value, meta: TensorMeta, forced: Forced, stored: Mapping[Value, Sequence[tuple[int, int]]],
+    held: bool,
+) -> None:  # fmt: skip
     source, out = d.index[value.node], value.index
     if value in forced.values:
         spec = forced.values[value]
         only = (Strategy((spec,), (spec,)),)
-        target = d.add(Variable(forced_key(value), "copy", only, graph.by_name[value.node].phase, value=value))
+        target = d.add(Variable(forced_key(value), "copy", only, d.graph.by_name[value.node].phase, value=value))
         d.handovers.append(Handover(source, out, target, 0, meta))
         source, out = target, 0
-    readers = _readers(d, value, stored)
-    forward = [r for r in readers if d.variables[r[0]].phase == "forward" and r[1] >= 0]
-    backward = [r for r in readers if d.variables[r[0]].phase == "backward" and r[1] >= 0]
-    stores = [r for r in readers if r[1] < 0]
+    readers: Mapping[Phase, list[tuple[int, int]]] = {"forward": [], "backward": []}
+    for node, position in d.graph.consumers.get(value, ()):
+        readers[node.phase].append((d.index[node.name], position))
+    stores = stored.get(value, ())
+    for target, position in stores:
+        if position >= 0:
+            readers[d.variables[target].phase].append((target, position))
+    forward, backward = readers["forward"], readers["backward"]
     gathered = _attach(d, value, "forward", source, out, forward, meta, always=held)
     if held:
         at, made = (source, out) if gathered is None else (gathered[0], 0)
         rematerialize.hold(d, value, at, made, backward)
         backward = []
-    else:
+    elif d.recomputes:
         backward += rematerialize.reruns_of(d, value)
     keeps = bool(forward) and bool(backward)
     _attach(d, value, "backward", source, out, backward, meta, gathered if keeps else None)
     for target, position in stores:
-        d.handovers.append(Handover(source, out, target, position, meta))
-
-
-def _readers(d: Decisions, value: Value, stored: Mapping[Value, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    return [(d.index[n.name], i) for n, i in d.graph.consumers.get(value, ())] + list(stored.get(value, ()))
+        if position < 0:
+            d.handovers.append(Handover(source, out, target, position, meta))
 
 
 def _stored(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
@@ -230,36 +237,18 @@ def _attach(
         target, position = readers[0]
         d.handovers.append(Handover(source, out, target, position, meta))
         return readers[0]
-    specs = _specs_wanted(d, readers)
-    options = tuple(Strategy((s,), (s,)) for s in specs)
-    kept: tuple[bool, ...] = (False,) * len(options)
-    if gathered is not None:
-        kept, options = kept + (True,) * len(options), options * 2
+    options = d.wanted(readers, twice=gathered is not None)
+    keeping = len(options) // 2 if gathered is not None else 0
+    kept = (False,) * (len(options) - keeping) + (True,) * keeping
     copy = d.add(Variable(copy_key(value, phase), "copy", options, phase, value=value, kept=kept))
     d.handovers.append(Handover(source, out, copy, 0, meta))
     if gathered is not None:
         d.handovers.append(Handover(gathered[0], gathered[1], copy, 0, meta, kept=True))
-    for target, position in readers:
-        d.handovers.append(Handover(copy, 0, target, position, meta))
+    d.handovers.extend([Handover(copy, 0, target, position, meta) for target, position in readers])
     return copy, -1
-
-
-def _specs_wanted(d: Decisions, readers: list[tuple[int, int]]) -> list[ShardingSpec]:
-    """Every spec in which some reader takes the value: a copy in another spec would serve nobody better."""
-    wanted: dict[ShardingSpec, None] = {}
-    for target, position in readers:
-        for option in d.variables[target].options:
-            spec = spec_read(option, position)
-            if spec is not None:
-                wanted.setdefault(spec)
-    return list(wanted)
-
-
-def values_of(d: Decisions) -> Mapping[int, Value]:
-    return {d.index[v.node]: v for v in _values(d.graph)}
 
 
 __all__ = [
     "Decisions", "Handover", "Variable", "batch_size", "copy_key", "decide", "forced_key", "given_whole", "hold_key",
-    "output_key", "rerun_key", "spec_made", "spec_read", "values_of",
+    "output_key", "rerun_key", "spec_made", "spec_read",
 ]  # fmt: skip

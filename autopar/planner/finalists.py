@@ -13,7 +13,6 @@ from autopar.planner.decisions import Decisions
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
-from autopar.planner.pricing import Prices
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.plans.records import BaselineRecord
@@ -59,8 +58,7 @@ class Rival:
     """A completed baseline: its choice and its cost in seconds. What it takes as a program is found out when asked."""
 
     name: str
-    decisions: Decisions
-    prices: Prices
+    stated: Objective
     options: Options
     choice: tuple[int, ...]
     objective: float
@@ -68,7 +66,7 @@ class Rival:
     @cached_property
     def finalist(self) -> Finalist:
         """Scheduled, timed and measured."""
-        d, prices = self.decisions, self.prices
+        d, prices = self.stated.decisions, self.stated.prices
         program = schedule(d, self.choice, prices)
         memory = profile(program, d.graph, d.mesh, self.options)
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
@@ -91,26 +89,23 @@ def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
     )  # fmt: skip
 
 
-def rivals(d: Decisions, prices: Prices, options: Options, only: str | None = None) -> list[Rival]:
+def rivals(objective: Objective, options: Options, only: str | None = None) -> list[Rival]:
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
     started = time.perf_counter()
-    objective = Objective(d, prices)
-    problem = objective.problem()
     found = []
     allowed_s = max(options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0), LEAST_S)
     choices = restricted_choices(
-        d, problem, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
+        objective, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
     )
     for baseline, choice in choices:
-        found.append(Rival(baseline.name, d, prices, options, choice, objective.seconds(choice, problem)))
+        found.append(Rival(baseline.name, objective, options, choice, objective.seconds(choice)))
         if time.perf_counter() - started > allowed_s:
             break
     return found
 
 
-def seed(d: Decisions, prices: Prices, options: Options, name: str) -> tuple[tuple[int, ...], ...]:
+def seed(objective: Objective, options: Options, name: str) -> tuple[tuple[int, ...], ...]:
     """The choice of one baseline in a problem of other variables, to begin a search with."""
-    problem = Objective(d, prices).problem()
     limit = max(options.time_limit_s * SHARE_OF_TIME / 4, 0.5)
-    choices = restricted_choices(d, problem, time_limit=limit, backend=options.solver, gap=options.gap, only=name)
+    choices = restricted_choices(objective, time_limit=limit, backend=options.solver, gap=options.gap, only=name)
     return tuple(choice for _, choice in choices)

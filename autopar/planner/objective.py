@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
-from autopar.planner.pricing import Prices, Weights, costs, edges, reduces
+from autopar.planner.pricing import Array, Prices, Weights, costs, edges, reduces
 from autopar.planner.variables import Decisions
-from autopar.solver import Problem, Solution, Usage, evaluate
+from autopar.solver import Problem, Solution, Tied, Usage, evaluate, fold
 
 Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
 
@@ -34,24 +35,36 @@ MOST_SOLVES = 4
 """Values of m that are tried: hardly ever more than the first is needed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Objective:
-    """The objective over the variables of ``decisions``."""
+    """The objective over the variables of ``decisions``; what is made once is kept, for all who ask it."""
 
     decisions: Decisions
     prices: Prices
+    _sums: dict[float, Problem] = field(default_factory=dict)
 
     def problem(self, usages: tuple[Usage, ...] = (), limit: float = math.inf, m: float = 0.0) -> Problem:
         """The sum for one ``m``."""
-        o = self.prices.overlap
-        weights = Weights(computing=1 - self._hidden * m, reducing=1 - o * (1 - m))
-        return Problem(
-            costs(self.decisions, self.prices, weights), edges(self.decisions, self.prices, weights), usages, limit
-        )
+        if m not in self._sums:
+            o = self.prices.overlap
+            weights = Weights(computing=1 - self._hidden * m, reducing=1 - o * (1 - m))
+            self._sums[m] = Problem(
+                costs(self.decisions, self.prices, weights), edges(self.decisions, self.prices, weights)
+            )
+        free = self._sums[m]
+        return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
 
-    def seconds(self, choice: Sequence[int], asked: Problem | None = None) -> float:
-        """F of a choice. ``asked``: the problem at m = 0, if it is at hand."""
-        hidden, _ = evaluate(asked or self.problem(), choice)
+    @cached_property
+    def _blocks(self) -> Tied | None:
+        return fold(self.problem())
+
+    def fold(self, problem: Problem) -> Tied | None:
+        """``problem`` with repeated blocks tied together, found once for the free one."""
+        return self._blocks if problem is self.problem() else fold(problem)
+
+    def seconds(self, choice: Sequence[int]) -> float:
+        """F of a choice."""
+        hidden, _ = evaluate(self.problem(), choice)
         return hidden + self._hidden * max(self.uncovered(choice), 0.0)
 
     @property
@@ -61,14 +74,24 @@ class Objective:
 
     def uncovered(self, choice: Sequence[int]) -> float:
         """``A - C`` in seconds: negative where the backward's computation can hide every reduction."""
+        reducing = math.fsum(cost.item(choice[source], choice[target]) for source, target, cost in self._reductions)
+        return reducing - math.fsum(cost.item(choice[at]) for at, cost in self._computations)
+
+    @cached_property
+    def _reductions(self) -> list[tuple[int, int, Array]]:
+        """Where each gradient comes from and goes to, and the seconds of its bytes."""
         d = self.decisions
-        stores = [h for h in d.handovers if reduces(d, h)]
-        moves = [self.prices.reduction(d.variables[h.source], d.variables[h.target], h)[1] for h in stores]
-        reducing = math.fsum(
-            float(cost[choice[h.source], choice[h.target]]) for h, cost in zip(stores, moves, strict=True)
-        )
-        ops = zip(d.variables, costs(d, self.prices), choice, strict=True)
-        return reducing - math.fsum(float(cost[option]) for v, cost, option in ops if v.phase == "backward")
+        stores = (h for h in d.handovers if reduces(d, h))
+        return [
+            (h.source, h.target, self.prices.reduction(d.variables[h.source], d.variables[h.target], h)[1])
+            for h in stores
+        ]
+
+    @cached_property
+    def _computations(self) -> list[tuple[int, Array]]:
+        """The variables of the backward, and their seconds."""
+        priced = enumerate(zip(self.decisions.variables, self.problem().costs, strict=True))
+        return [(at, cost) for at, (v, cost) in priced if v.phase == "backward"]
 
     def minimize(self, asked: Problem, solve: Solve, gap: float) -> Solution:
         """The best choice under F within ``asked``'s usages and limit, with a bound on F.
@@ -83,14 +106,14 @@ class Objective:
         """
         found = solve(asked, ())
         low, high = self._line(0.0, found), None
-        found = replace(found, objective=self.seconds(found.choice, asked))
+        found = replace(found, objective=self.seconds(found.choice))
         for _ in range(MOST_SOLVES - 1):
             if low.slope <= 0 or found.gap <= gap:
                 break
             m = 1.0 if high is None else low.crossing(high)
             at = solve(self.problem(asked.usages, asked.limit, m), (found.choice,))
             line = self._line(m, at)
-            found = _better(found, replace(at, objective=self.seconds(at.choice, asked)))
+            found = _better(found, replace(at, objective=self.seconds(at.choice)))
             if m == 1.0 and line.slope >= 0:
                 break
             low, high = (line, high) if line.slope > 0 else (low, line)

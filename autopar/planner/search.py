@@ -19,7 +19,7 @@ from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
-from autopar.planner.pricing import Prices, costs, edges
+from autopar.planner.pricing import Prices
 from autopar.planner.random_plans import random_solution
 from autopar.planner.schedule import schedule
 from autopar.planner.tightening import Rows
@@ -94,16 +94,16 @@ def plan_graph(
     decisions = decide(graph, mesh, options, forced, recompute=recomputing)
     listed = time.perf_counter()
     say("build")
-    prices = Prices(mesh, cluster, options.backend)
+    objective = Objective(decisions, Prices(mesh, cluster, options.backend))
     search = _Search(
-        graph, decisions, prices, options, _budget(cluster, options), say,
+        graph, objective, options, _budget(cluster, options), say,
         lambda: decide(graph, mesh, options, forced, recompute=True),
     )  # fmt: skip
-    costs(decisions, prices), edges(decisions, prices)
+    objective.problem()
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
     priced = time.perf_counter()
-    compared = _rivals(decisions, prices, options) if compare else []
+    compared = _rivals(objective, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
     best = search.best(compared, started + options.time_limit_s)
     search.timings["strategies"] = listed - started
@@ -122,21 +122,21 @@ SHORTEST_TO_COMPARE_S = 5.0
 """Under so short a time limit all of it is the search's."""
 
 
-def _rivals(decisions: Decisions, prices: Prices, options: Options) -> list[Rival]:
+def _rivals(objective: Objective, options: Options) -> list[Rival]:
     """What the plan is compared with; under constraints nothing, since they may exclude every baseline."""
     kind, _, name = options.search.partition(":")
     if kind == "baseline":
-        found = rivals(decisions, prices, options, name)
+        found = rivals(objective, options, name)
         if found:
             return found
         raise PlanError(
             f"The baseline {name!r} does not apply.",
-            found=f"mesh {decisions.mesh}, model {decisions.graph.name}",
+            found=f"mesh {objective.decisions.mesh}, model {objective.decisions.graph.name}",
             hint="it needs the mesh axes and dims that it cuts; autopar.compare lists those that apply.",
         )
     if kind != "joint" or options.constraints or options.time_limit_s < SHORTEST_TO_COMPARE_S:
         return []
-    return rivals(decisions, prices, options)
+    return rivals(objective, options)
 
 
 def _budget(cluster: Cluster, options: Options) -> float:
@@ -170,8 +170,7 @@ class _Result:
 @dataclass
 class _Search:
     graph: Graph
-    decisions: Decisions
-    prices: Prices
+    objective: Objective
     options: Options
     budget: float
     say: Progress
@@ -183,6 +182,14 @@ class _Search:
     rivals: Sequence[Rival] = ()
     baseline: str = ""
     hideable_s: float = math.inf
+
+    @property
+    def decisions(self) -> Decisions:
+        return self.objective.decisions
+
+    @property
+    def prices(self) -> Prices:
+        return self.objective.prices
 
     def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
         """The finalist of the least simulated step: the search's own plan, or a baseline that fits.
@@ -231,18 +238,18 @@ class _Search:
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._all_by_checkpoints(free, deadline)
         self.say("over the budget: keep less")
-        keeping, kept = self.decisions, self._within_budget(deadline, KEEPING_SHARE)
+        keeping, kept = self.objective, self._within_budget(deadline, KEEPING_SHARE)
         if kept is not None and kept.solution.gap <= max(self.options.gap, NEARLY_FREE):
             return kept
         self.say("over the budget: keep or recompute")
         checkpoints = self._checkpoints(free)
-        self.seeds = seed(self.decisions, self.prices, self.options, self.baseline) if self.baseline else ()
+        self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
         result = self._within_budget(deadline, JOINT_SHARE)
         if result is None or result.solution.gap > SECOND_STAGE_GAP:
             result = self._better(result, checkpoints.within(self.budget, deadline))
         if kept is not None and (result is None or kept.solution.objective < result.solution.objective):
             bound = self.bound if result is None else result.solution.lower_bound
-            self.decisions = keeping
+            self.objective = keeping
             return replace(kept, solution=replace(kept.solution, lower_bound=min(bound, kept.solution.objective)))
         if result is None and self.baseline:
             return None
@@ -254,9 +261,9 @@ class _Search:
 
     def _checkpoints(self, free: _Result) -> CheckpointSearch:
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
-        sharded, self.decisions = self.decisions, self.with_reruns()
+        sharded, self.objective = self.decisions, Objective(self.with_reruns(), self.prices)
         still = sharded_as(sharded, free.solution.choice, self.decisions)
-        return CheckpointSearch(self.decisions, self.prices, self.options, still, self.hideable_s)
+        return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
 
     def _all_by_checkpoints(self, free: _Result, deadline: float) -> _Result | None:
         """The two-stage search; on one device there is nothing else to choose.
@@ -343,10 +350,7 @@ class _Search:
         if rows and math.isfinite(limit) and math.isfinite(self.hideable_s):
             host = self.prices.cluster.host
             used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit)
-        return self._objective().problem(used, limit)
-
-    def _objective(self) -> Objective:
-        return Objective(self.decisions, self.prices)
+        return self.objective.problem(used, limit)
 
     def _choose(self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None) -> Solution:
         kind, _, seed = self.options.search.partition(":")
@@ -361,11 +365,12 @@ class _Search:
             found = solve(
                 problem, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
                 gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
+                folding=self.objective.fold,
             )  # fmt: skip
             self.prices_of_memory = found.usage_prices
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
-        return self._objective().minimize(asked, solve_from, self.options.gap)
+        return self.objective.minimize(asked, solve_from, self.options.gap)
 
     def _smallest(self, deadline: float) -> _Result:
         """The plan of the smallest peak that was found, whatever the budget: so a budget that an error names works.
@@ -400,7 +405,7 @@ class _Search:
 
     def _of_choice(self, choice: Sequence[int]) -> _Result:
         program, memory = scheduled(self.decisions, choice, self.prices, self.options, self.budget)
-        solution = Solution(tuple(choice), self._objective().seconds(choice), self.bound, False, method="smallest peak")
+        solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method="smallest peak")
         return _Result(program, solution, memory, self.timings)
 
     def _infeasible(self, smallest: _Result) -> InfeasibleError:

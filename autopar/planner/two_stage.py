@@ -72,8 +72,7 @@ def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
 class CheckpointSearch:
     """The search among ways to hold what the backward needs, with the shardings that ``still`` leaves."""
 
-    decisions: Decisions
-    prices: Prices
+    objective: Objective
     options: Options
     still: Open
     hideable_s: float = math.inf
@@ -82,13 +81,17 @@ class CheckpointSearch:
     def __post_init__(self) -> None:
         self.moments = self._first_moments()
 
+    @property
+    def decisions(self) -> Decisions:
+        return self.objective.decisions
+
+    @property
+    def prices(self) -> Prices:
+        return self.objective.prices
+
     @cached_property
     def exact(self) -> Exact:
         return Exact(self.decisions, self.options, tied=self.decisions.mesh.size == 1)
-
-    @cached_property
-    def objective(self) -> Objective:
-        return Objective(self.decisions, self.prices)
 
     def within(self, budget: float, deadline: float, starts: Sequence[Sequence[int]] = ()) -> Checkpointed | None:
         """The best choice whose exact peak fits ``budget`` bytes, of equals that of the lowest peak where time allows;

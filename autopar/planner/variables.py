@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
@@ -32,8 +33,7 @@ class Variable:
     away: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Handover:
+class Handover(NamedTuple):
     """Variable ``source``'s result ``out`` is read by variable ``target`` as operand ``position``.
 
     With ``kept`` the pair is not priced: the target's kept options need the same spec at the source, for nothing.
@@ -55,6 +55,7 @@ class Decisions:
     """All variables and handovers of a graph on a mesh, and where each value is made and read.
 
     Args:
+        recomputes: whether ops of the forward may run again in the backward.
         least_offloaded_bytes: smaller values are not offloaded to the host.
         accumulation_steps: micro-batches in one step of the optimizer.
     """
@@ -64,9 +65,12 @@ class Decisions:
     variables: list[Variable] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
+    recomputes: bool = False
     least_offloaded_bytes: float = math.inf
     accumulation_steps: int = 1
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
+    _known: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
+    _wanted: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
 
     @cached_property
     def reduced_dtype(self) -> Mapping[str, str]:
@@ -74,13 +78,29 @@ class Decisions:
         return {o.name: self.graph.meta(o.value).dtype for o in self.graph.outputs if o.kind == "gradient"}
 
     def add(self, variable: Variable) -> int:
-        # Equal options are one object: so are the prices made from them, by which repeated blocks are found.
-        options = self._options.setdefault(variable.options, variable.options)
+        options = self.shared(variable.options)
         if options is not variable.options:
             variable = replace(variable, options=options)
-        self.index[variable.key] = len(self.variables)
+        at = self.index[variable.key] = len(self.variables)
         self.variables.append(variable)
-        return self.index[variable.key]
+        return at
+
+    def shared(self, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Equal options as one object: so are the prices made from them, by which repeated blocks are found."""
+        if self._known.get(id(options)) is not options:
+            options = self._options.setdefault(options, options)
+            self._known[id(options)] = options
+        return options
+
+    def wanted(self, readers: Sequence[tuple[int, int]], *, twice: bool = False) -> tuple[Strategy, ...]:
+        """Every spec in which some reader (variable, operand) takes a value, as options of a copy, which would serve
+        nobody better in another; ``twice`` where each may be made or kept."""
+        key = twice, *[(id(self.variables[target].options), position) for target, position in readers]
+        if key not in self._wanted:
+            specs = (spec_read(o, p) for t, p in readers for o in self.variables[t].options)
+            options = tuple(Strategy((s,), (s,)) for s in dict.fromkeys(specs) if s is not None)
+            self._wanted[key] = self.shared(options * 2 if twice else options)
+        return self._wanted[key]
 
 
 def copy_key(value: Value, phase: Phase) -> str:

@@ -47,7 +47,18 @@ class ShardingSpec:
                 hint="use each axis in one place, as in S01R or S0S1.",
             )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ShardingSpec, (self.dims, self.partial)  # without the hash: another process hashes otherwise
+
     @staticmethod
+    @lru_cache(maxsize=64)
     def replicated(ndim: int) -> ShardingSpec:
         return ShardingSpec(((),) * ndim)
 
@@ -69,7 +80,7 @@ class ShardingSpec:
         """Every mesh axis that the spec mentions."""
         return frozenset(a for d in self.dims for a in d) | frozenset(a for a, _ in self.partial)
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
         return not self.axes
 
@@ -123,6 +134,10 @@ class ShardingSpec:
         return self
 
     def __str__(self) -> str:
+        return self._written
+
+    @cached_property
+    def _written(self) -> str:
         return _text(self.dims, self.partial)
 
 

@@ -142,8 +142,8 @@ def relative_gap(objective: float, lower_bound: float) -> float:
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, bool]:
     """The objective of a choice in seconds, and whether nothing forbidden is chosen and the limit holds."""
-    objective = math.fsum(float(cost[option]) for cost, option in zip(problem.costs, choice, strict=True))
-    objective += math.fsum(float(edge.cost[choice[edge.u], choice[edge.v]]) for edge in problem.edges)
+    objective = math.fsum([cost.item(option) for cost, option in zip(problem.costs, choice, strict=True)])
+    objective += math.fsum([edge.cost.item(choice[edge.u], choice[edge.v]) for edge in problem.edges])
     within = peak_usage(problem, choice) <= problem.limit * (1 + USAGE_TOLERANCE)
     return objective, math.isfinite(objective) and within
 

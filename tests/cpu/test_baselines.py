@@ -96,7 +96,8 @@ REST = [(m, n) for m in ("gpt2", "cnn", "t5", "mixtral") for n in sorted(NAMES) 
 
 @pytest.mark.parametrize(("model", "name"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in REST)])
 def test_a_baseline_computes_what_one_device_does(model: str, name: str):
-    module, inputs = ZOO[model].made(torch.float64)
+    # The grouped product of torch takes no float64.
+    module, inputs = ZOO[model].made(torch.float32 if model == "mixtral" else torch.float64)
     try:
         plan = autopar.plan(module, inputs, mesh=(2, 2), cluster="dgx-h100", search=f"baseline:{name}")
     except PlanError as error:

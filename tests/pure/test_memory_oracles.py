@@ -15,6 +15,7 @@ from autopar.mesh import Mesh
 from autopar.planner import Options
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import decide
+from autopar.planner.objective import Objective
 from autopar.planner.pricing import Prices
 from autopar.planner.two_stage import CheckpointSearch
 
@@ -52,7 +53,7 @@ def every_way(graph):
     options = Options()
     mesh = Mesh((1,))
     d = decide(graph, mesh, options, resolve(graph, mesh, {}, {}), recompute=True)
-    search = CheckpointSearch(d, Prices(mesh, device()), options, [None] * len(d.variables))
+    search = CheckpointSearch(Objective(d, Prices(mesh, device())), options, [None] * len(d.variables))
     assert search.rules is not None
     values = search.rules.storages
     choices = {
