@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -206,9 +206,11 @@ def _find(optimizer: Any) -> tuple[OptimizerState, Mapping[str, Any]]:
     )
 
 
-def _without_options(text: str) -> tuple[str, dict[str, bool]]:
+@lru_cache(maxsize=64)
+def _without_options(text: str) -> tuple[str, Mapping[str, bool]]:
     """``"adam amsgrad foreach"`` as the name and the options that follow it."""
-    name, options = text.lower().replace("for-loop", "forloop").replace("for loop", "forloop"), {}
+    options: dict[str, bool] = {}
+    name = text.lower().replace("for-loop", "forloop").replace("for loop", "forloop")
     name = name.replace("weight decay", "weightdecay").replace("weight_decay", "weightdecay")
     for word in (*MODES, *FLAGS):
         shorter = re.sub(rf"\b{word}\b", "", name)

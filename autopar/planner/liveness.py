@@ -248,9 +248,9 @@ class _Sweep:
         self, node: Node, strategy: Strategy, operands: tuple[Layout, ...], writes: Sequence[LocalTensor]
     ) -> tuple[tuple[Layout, ...], bool, int]:
         """Layouts of results, whether they are views, and the bytes of transients: once for all equal ops."""
-        metas = tuple(self.graph.meta(v) for v in node.inputs)
-        key = (node.op, node.signature, metas, node.outputs, id(strategy), operands)
+        key = (self.graph.kinds[node.name], id(strategy), *map(id, operands))  # all three live as long as this
         if key not in self.runs:
+            metas = tuple(self.graph.meta(v) for v in node.inputs)
             made, aliased = results(
                 node, operands, [tuple(t.spec.local_shape(t.meta.shape, self.mesh)) for t in writes]
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
@@ -24,10 +24,23 @@ from autopar.sharding import ShardingSpec, Step, Strategy
 AGAIN = "|again"
 """Marks the ops and tensors of a second run in the backward."""
 
+FORWARD: tuple[Phase, ...] = ("forward",)
+BACKWARD: tuple[Phase, ...] = ("backward",)
+BOTH = FORWARD + BACKWARD
+
 
 def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
     """The program that the chosen options mean."""
     return _Scheduler(d, choice, prices).run()
+
+
+class _Way(NamedTuple):
+    """What an op with one strategy is wherever it stands: its seconds, whether its result is a view, and of each result
+    the index, global shape, spec and bytes."""
+
+    seconds: float
+    alias: bool
+    results: tuple[tuple[int, TensorMeta, ShardingSpec, int], ...]
 
 
 @dataclass
@@ -43,10 +56,7 @@ class _Scheduler:
     rerun: set[str] = field(default_factory=set)
     chains: list[list[Callable[[], None]]] = field(default_factory=list)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
-
-    @cached_property
-    def order(self) -> Mapping[str, int]:
-        return {n.name: i for i, n in enumerate(self.graph.nodes)}
+    ways: dict[tuple[int, int], _Way] = field(default_factory=dict)
 
     @cached_property
     def holds(self) -> Mapping[Value, int]:
@@ -58,6 +68,12 @@ class _Scheduler:
         """The variable of the copy from which the readers of a phase read."""
         copies = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
         return {(x, phase): i for x, phase, key, i in copies if x is not None and key == copy_key(x, phase)}
+
+    @cached_property
+    def forced(self) -> frozenset[Value]:
+        """Modules' outputs that a constraint redistributes."""
+        copies = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
+        return frozenset(v.value for v in copies if v.value is not None and v.key == forced_key(v.value))
 
     @cached_property
     def owner(self) -> Mapping[str, str]:
@@ -102,44 +118,57 @@ class _Scheduler:
     def _node(self, node: Node) -> None:
         at = self.d.index[node.name]
         strategy = self.d.variables[at].options[self.choice[at]]
-        if node.phase == "backward":
+        if node.phase == "backward" and self.d.recomputes:
             self._remake_for(node)
         reads = self._operands(node, strategy, node.phase)
-        placeholder = node.op == "placeholder"
-        seconds = 0.0 if placeholder else self._seconds(node, self.choice[at])
-        self._run(node, strategy, reads, node.phase, seconds, "")
-        for i in range(len(node.outputs)):
-            self._force(Value(node.name, i), node.phase)
-        for i in range(len(node.outputs)):
-            self._hold(Value(node.name, i))
+        self._run(node, strategy, reads, node.phase, self._way(node, strategy, at, self.choice[at]), "")
+        if self.forced:
+            for i in range(len(node.outputs)):
+                self._force(Value(node.name, i), node.phase)
+        if self.holds:
+            for i in range(len(node.outputs)):
+                self._hold(Value(node.name, i))
 
     def _operands(self, node: Node, strategy: Strategy, phase: Phase) -> tuple[str, ...]:
-        return tuple(self._read(v, spec, phase) for v, spec in zip(node.inputs, strategy.inputs, strict=True))
+        return tuple([self._read(v, spec, phase) for v, spec in zip(node.inputs, strategy.inputs, strict=True)])
 
-    def _seconds(self, node: Node, option: int) -> float:
-        options = self.d.variables[self.d.index[node.name]].options
-        return float(self.prices.node_seconds(self.graph, node, options)[option])
+    def _way(self, node: Node, strategy: Strategy, at: int, option: int) -> _Way:
+        """One for all equal ops. ``at``: the variable of which the strategy is ``option``."""
+        key = self.graph.kinds[node.name], id(strategy)
+        way = self.ways.get(key)
+        if way is None:
+            seconds = 0.0
+            if node.op != "placeholder":
+                seconds = float(self.prices.node_seconds(self.graph, node, self.d.variables[at].options)[option])
+            results = tuple(
+                (i, meta, spec, local_bytes(meta, spec, self.mesh))
+                for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True))
+                if meta is not None and spec is not None
+            )
+            way = self.ways[key] = _Way(seconds, node.packet in VIEWS and bool(node.inputs), results)
+        return way
 
     def _run(
-        self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, seconds: float, mark: str
+        self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, way: _Way, mark: str
     ) -> None:  # fmt: skip
         """Emit an op; its results are then there in ``phase`` and, until they are held otherwise, in the backward."""
         writes = []
-        for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True)):
-            if meta is None or spec is None:
-                continue
+        for i, meta, spec, nbytes in way.results:
             value = Value(node.name, i)
             name = f"{value}{mark}"
-            writes.append(self._tensor(name, meta, spec))
-            for reach in (phase,) if phase == "backward" or value in self.holds else (phase, "backward"):
+            writes.append(LocalTensor(name, meta, spec, nbytes))
+            for reach in BACKWARD if phase == "backward" else FORWARD if value in self.holds else BOTH:
                 self.base[reach][value] = spec
-                self.made[reach].setdefault(value, {})[spec] = name
+                made = self.made[reach]
+                if value in made:
+                    made[value][spec] = name
+                else:
+                    made[value] = {spec: name}
         placeholder = node.op == "placeholder"
         self.ops.append(
             Op(
                 f"{node.name}{mark}", "input" if placeholder else "compute", node.name, reads, tuple(writes), phase,
-                strategy=None if placeholder else strategy, seconds=seconds,
-                alias=node.packet in VIEWS and bool(reads),
+                strategy=None if placeholder else strategy, seconds=way.seconds, alias=way.alias,
             )
         )  # fmt: skip
 
@@ -189,7 +218,7 @@ class _Scheduler:
                 if not there and value.node not in missing and value.node not in self.rerun:
                     missing.add(value.node)
                     ahead.append(self.graph.by_name[value.node])
-        for name in sorted(missing, key=self.order.__getitem__):
+        for name in sorted(missing, key=self.graph.order.__getitem__):
             self._remake(self.graph.by_name[name])
 
     def _remake(self, node: Node) -> None:
@@ -201,7 +230,8 @@ class _Scheduler:
         strategy = self.d.variables[at].options[self.choice[at]]
         reads = self._operands(node, strategy, "backward")
         kept = {v: (self.base["backward"][v], self.made["backward"][v]) for v in self._kept_results(node)}
-        self._run(node, strategy, reads, "backward", self._seconds(node, self.choice[at] - 1), AGAIN)
+        first = self.d.index[node.name]
+        self._run(node, strategy, reads, "backward", self._way(node, strategy, first, self.choice[at] - 1), AGAIN)
         for value, (spec, made) in kept.items():
             self.base["backward"][value], self.made["backward"][value] = spec, made
 
@@ -212,7 +242,7 @@ class _Scheduler:
 
     def _force(self, value: Value, phase: Phase) -> None:
         """A constraint on a module's output redistributes the value before anyone reads it."""
-        if forced_key(value) in self.d.index:
+        if value in self.forced:
             spec = self._chosen(forced_key(value)).inputs[0]
             name = self._redistribute(value, self.base[phase][value], spec, phase)
             for reach in dict.fromkeys((phase, "backward" if hold_key(value) not in self.d.index else phase)):
@@ -221,10 +251,11 @@ class _Scheduler:
 
     def _read(self, value: Value, spec: ShardingSpec, phase: Phase) -> str:
         """The tensor that holds ``value`` in ``spec``, redistributed through the phase's copy when there is one."""
-        if phase == "backward" and value in self.offloaded:
-            self._fetch(value)
-        elif phase == "backward" and value not in self.base["backward"]:
-            self._remake(self.graph.by_name[value.node])
+        if phase == "backward":
+            if value in self.offloaded:
+                self._fetch(value)
+            elif value not in self.base["backward"]:
+                self._remake(self.graph.by_name[value.node])
         source = self.base[phase][value]
         at = self.copies.get((value, phase))
         if at is not None:
@@ -259,9 +290,11 @@ class _Scheduler:
         self.chains = [chain for chain in self.chains if chain]
 
     def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
-        for take in self._steps(value, source, target, phase):
-            take()
-        return self.made[phase][value][target]
+        made = self.made[phase][value]
+        if target not in made:
+            for take in self._steps(value, source, target, phase):
+                take()
+        return made[target]
 
     def _steps(
         self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase

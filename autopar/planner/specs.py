@@ -24,7 +24,7 @@ def _specs(shape: tuple[int, ...], mesh: Mesh) -> Iterator[ShardingSpec]:
             if dim >= 0:
                 dims[dim] = (*dims[dim], axis)
         if all(_fills(n, [mesh.shape[a] for a in axes]) for n, axes in zip(shape, dims, strict=True)):
-            yield ShardingSpec(tuple(dims))
+            yield ShardingSpec.of(tuple(dims))
 
 
 UNEVEN_LEAST = 4

@@ -139,7 +139,8 @@ class _Streams:
         """The compute stream stands still until the tensor is there."""
         while name in self.pending:
             self._stand(self.pending[name].left_s)
-        self._stand_until(self.copied.pop(name, 0.0))
+        if name in self.copied:
+            self._stand_until(self.copied.pop(name))
 
     def wait_for_all(self) -> None:
         while (first_s := self._first_s()) < math.inf:
@@ -166,7 +167,11 @@ class _Streams:
 
     def _first_s(self) -> float:
         """Work until the first of the collectives under way is done; inf where none is."""
-        return min((q.left_s for q in self.queues.values() if q.ops), default=math.inf)
+        first_s = math.inf
+        for queue in self.queues.values():
+            if queue.ops and queue.left_s < first_s:
+                first_s = queue.left_s
+        return first_s
 
     def _communicate(self, work_s: float, seconds: float) -> None:
         """``seconds`` pass, in which every queue does ``work_s`` of its first collective, and none does more."""

@@ -155,7 +155,7 @@ def _spec(
             at += here
             blocked = blocked or length(fitted.sizes[factor], here, mesh) > 1
         spec.append(at)
-    return ShardingSpec(tuple(spec), tuple(partial.items()))
+    return ShardingSpec.of(tuple(spec), tuple(partial.items()))
 
 
 def _fits(n: int, axes: Sequence[int], mesh: Mesh, even: bool) -> bool:
