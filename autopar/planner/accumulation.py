@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir import Graph, Input, Node, Output, Value
+from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.program import Op, Program
 
 
@@ -39,7 +39,7 @@ def _widened(graph: Graph, dtype: str) -> Graph:
         if is_gradient(output) and meta.dtype != dtype and meta.dtype in FLOATS:
             cast = Node(
                 _unused(f"{made.name}_{dtype}", taken), "aten._to_copy.default", (output.value,),
-                (("dtype", f"torch.{dtype}"),), (replace(meta, dtype=dtype),), "backward", made.module, made.source,
+                (("dtype", f"torch.{dtype}"),), (TensorMeta(meta.shape, dtype),), "backward", made.module, made.source,
             )  # fmt: skip
             after.setdefault(made.name, []).append(cast)
             output = replace(output, value=Value(cast.name))
