@@ -226,8 +226,10 @@ def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return _tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
 
 
-def all_reduce(x: torch.Tensor, reduction: str, group: str) -> torch.Tensor:
-    """Start reducing ``x`` by sum, max or min."""
+def all_reduce(x: torch.Tensor, reduction: str, group: str, *, in_place: bool = False) -> torch.Tensor:
+    """Start reducing ``x`` by sum, max or min; ``in_place`` where ``x`` may be overwritten."""
+    if in_place and not torch.compiler.is_compiling():  # Inductor finds out by itself where it may
+        return _tensor(torch.ops._c10d_functional.all_reduce_(x, reduction, group))
     return _tensor(torch.ops._c10d_functional.all_reduce(x, reduction, group))
 
 

@@ -50,9 +50,12 @@ class Op:
         strategy: of a compute op.
         step: of a redistribution.
         seconds: predicted.
-        launch_s: of ``seconds`` of a collective, those that it takes whatever its size: no computation hides them.
+        launch_s: of ``seconds`` of a collective, those that it takes whatever its size, and those in which a bucket is
+            packed and unpacked: no computation hides them.
         wire_bytes: the bytes by which the collective is priced; 0 for local ops.
         alias: the result shares the memory of the first operand.
+        bucket: of a collective that carries several tensors, the step of each, in the order of ``reads`` and
+            ``writes``; they have kind, axis and reduction in common with ``step``.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Op:
     wire_bytes: int = 0
     alias: bool = False
     launch_s: float = 0.0
+    bucket: tuple[Step, ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -79,10 +83,28 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """How the collectives of a program were moved and put together; the program's ops say the same one by one.
+
+    Args:
+        reduced_bytes: reductions of gradients are launched together from so many bytes on; 0 is each by itself.
+        gathered_bytes: the same for what is gathered before it is needed.
+        prefetch: launches by which a gather runs ahead of its first reader; 0 is just before it.
+        before_s: predicted seconds of the step as it was.
+    """
+
+    reduced_bytes: int = 0
+    gathered_bytes: int = 0
+    prefetch: int = 0
+    before_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Program:
     """Ordered ops, and for each result of the captured graph the tensor that holds it.
 
     Args:
+        arrangement: of the collectives; None where they stand as they were first placed.
         offloaded_optimizer: FQNs of parameters whose optimizer state the host keeps between the optimizer's steps.
         state_transfer_s: predicted seconds in which it comes for a step and goes after it.
     """
@@ -91,6 +113,7 @@ class Program:
     results: tuple[tuple[Output, str], ...]
     offloaded_optimizer: tuple[str, ...] = ()
     state_transfer_s: float = 0.0
+    arrangement: Arrangement | None = None
 
     @cached_property
     def tensors(self) -> Mapping[str, LocalTensor]:

@@ -120,7 +120,8 @@ def _comment(node: fx.Node) -> str:
     if isinstance(tensor, LocalTensor):
         parts.append(_tensor(tensor))
     if isinstance(op, Op) and op.is_collective and op.step is not None:
-        parts.append(f"{op.wire_bytes:,} bytes over axis {op.step.axis}, {op.seconds * 1e6:.1f} us")
+        several = f"{len(op.writes)} tensors, " if op.bucket else ""
+        parts.append(f"{several}{op.wire_bytes:,} bytes over axis {op.step.axis}, {op.seconds * 1e6:.1f} us")
     elif isinstance(op, Op) and op.is_transfer:
         parts.append(f"{op.writes[0].bytes:,} bytes, {op.seconds * 1e6:.1f} us")
     return f"  # {'; '.join(parts)}" if parts else ""

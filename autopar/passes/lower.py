@@ -123,13 +123,29 @@ class _Builder:
 
     def _read(self, name: str) -> fx.Node:
         if name in self.pending:
-            pending = self.pending.pop(name)
-            function = spmd.arrived if pending.meta["op"].is_transfer else spmd.wait
-            waited = self.built.call_function(function, (pending,), name=identifier(name))
-            self.values[name] = self._described(waited, pending.meta["tensor"])
+            self._wait(self.pending.pop(name), name)
         return self.values[name]
 
+    def _wait(self, pending: fx.Node, name: str) -> None:
+        op: Op = pending.meta["op"]
+        if op.bucket:
+            waited = self.built.call_function(spmd.wait, (pending,), name=identifier(op.name))
+            for i, tensor in enumerate(op.writes):
+                self.pending.pop(tensor.name, None)
+                self._item(waited, i, tensor)
+            return
+        function = spmd.arrived if op.is_transfer else spmd.wait
+        waited = self.built.call_function(function, (pending,), name=identifier(name))
+        self.values[name] = self._described(waited, pending.meta["tensor"])
+
+    def _item(self, several: fx.Node, index: int, tensor: LocalTensor) -> None:
+        item = self.built.call_function(operator.getitem, (several, index), name=identifier(tensor.name))
+        self.values[tensor.name] = self._described(item, tensor)
+
     def _redistribute(self, op: Op) -> None:
+        if op.bucket:
+            self._bucket(op)
+            return
         step, tensor = op.step, op.writes[0]
         assert step is not None
         source = self._read(op.reads[0])
@@ -141,6 +157,16 @@ class _Builder:
         node.meta["op"] = op
         self._described(node, tensor)
         (self.pending if op.is_collective else self.values)[tensor.name] = node
+
+    def _bucket(self, op: Op) -> None:
+        sources = [self._read(name) for name in op.reads]
+        specs = [source.meta["tensor"].spec for source in sources]
+        shapes = [tensor.meta.shape for tensor in op.writes]
+        function, kwargs = spmd.bucket_call(op.bucket, specs, shapes, self.mesh)
+        local = {k: self._argument(v) for k, v in kwargs.items()}
+        node = self.built.call_function(function, (self.rank, sources), local, name=f"{identifier(op.name)}_launched")
+        node.meta["op"] = op
+        self.pending.update((tensor.name, node) for tensor in op.writes)
 
     def _transfer(self, op: Op) -> None:
         function, tensor = spmd.offload if op.kind == "offload" else spmd.fetch, op.writes[0]
@@ -165,8 +191,7 @@ class _Builder:
             return
         present = [i for i, meta in enumerate(node.outputs) if meta is not None]
         for index, tensor in zip(present, op.writes, strict=True):
-            item = self.built.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
-            self.values[tensor.name] = self._described(item, tensor)
+            self._item(call, index, tensor)
 
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = tuple(self._argument(a, operands) for a in args)

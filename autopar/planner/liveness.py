@@ -19,7 +19,7 @@ from autopar.planner.accumulation import is_gradient, without_delivery
 from autopar.planner.decisions import given_whole
 from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
-from autopar.planner.packing import packing
+from autopar.planner.packing import bucket_packing, packing
 from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
 from autopar.planner.transients import local_op, transients
 from autopar.program import LocalTensor, Op, Program
@@ -142,7 +142,8 @@ class _Sweep:
                 order += [_Moment(at, name) for name in self._returned("forward", pending)]
                 pending.clear()
             if op.kind != "input":
-                order += [_Moment(at, name) for name in dict.fromkeys(op.reads) if pending.pop(name, None) is not None]
+                awaited = dict.fromkeys(self.launch_of.get(name, name) for name in op.reads)
+                order += [_Moment(at, name) for name in awaited if pending.pop(name, None) is not None]
             order.append(_Moment(at))
             if op.is_collective:
                 pending[op.writes[0].name] = at
@@ -151,8 +152,13 @@ class _Sweep:
 
     def _returned(self, phase: str, pending: Mapping[str, int]) -> list[str]:
         """What is still under way when a phase ends, as it is returned: results first."""
-        named = [name for _, name in self.program.results if name in pending]
-        return list(dict.fromkeys([*named, *pending]))
+        results = (self.launch_of.get(name, name) for _, name in self.program.results)
+        return list(dict.fromkeys([*(name for name in results if name in pending), *pending]))
+
+    @cached_property
+    def launch_of(self) -> dict[str, str]:
+        """For each tensor of a bucket the first, by whose name the bucket is waited for."""
+        return {t.name: op.writes[0].name for op in self.program.ops if op.bucket for t in op.writes}
 
     @cached_property
     def op_at(self) -> dict[int, int]:
@@ -215,6 +221,9 @@ class _Sweep:
         return max(len(self.moments) - 2, 0)
 
     def _collective(self, at: int, op: Op) -> None:
+        if op.bucket:
+            self._bucket(at, op)
+            return
         source, tensor, step = op.reads[0], op.writes[0], op.step
         assert step is not None
         before = self.program.tensors[source].spec
@@ -228,6 +237,21 @@ class _Sweep:
         if p.unpacked:
             self._new(f"{tensor.name}|received", p.received, launch, wait)
         self._new(tensor.name, p.unpacked or p.received, wait if p.unpacked else launch, wait)
+
+    def _bucket(self, at: int, op: Op) -> None:
+        specs = [self.program.tensors[name].spec for name in op.reads]
+        shards = [self.layouts[name] for name in op.reads]
+        p = bucket_packing(op.bucket, specs, [t.meta for t in op.writes], self.mesh, shards)
+        launch, wait = self.op_at[at], self.wait_at[op.writes[0].name]
+        self.extra[launch] = p.launch
+        self._new(f"{op.name}|sent", p.sent, launch, wait - 1)
+        self._new(f"{op.name}|received", p.received, launch, wait)
+        for tensor, unpacked in zip(op.writes, p.unpacked, strict=True):
+            self.layouts[tensor.name] = self._local(tensor)
+            if unpacked:
+                self._new(tensor.name, unpacked, wait)
+            else:
+                self.behind[tensor.name] = f"{op.name}|received"
 
     def _compute(self, at: int, op: Op) -> None:
         node, strategy = self.graph.by_name[op.node], op.strategy

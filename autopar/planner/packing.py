@@ -9,6 +9,7 @@ into it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir import TensorMeta
@@ -53,6 +54,53 @@ def packing(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh, x: L
     sent = 0 if x.is_contiguous else size
     result = math.prod(step.apply(before).local_shape(meta.shape, mesh)) * meta.itemsize
     return Packing(sent, 0, max(size, result), 0, keeps_source=not sent)
+
+
+@dataclass(frozen=True)
+class BucketPacking:
+    """Bytes of a collective of several tensors on the fullest rank, which always makes a buffer to be sent.
+
+    Args:
+        sent, launch, received: as in ``Packing``.
+        unpacked: of each result that is copied out of what was received; 0 for one that is a view of it.
+    """
+
+    sent: int
+    launch: int
+    received: int
+    unpacked: tuple[int, ...]
+
+
+def bucket_packing(
+    steps: Sequence[Step], specs: Sequence[ShardingSpec], metas: Sequence[TensorMeta], mesh: Mesh,
+    shards: Sequence[Layout],
+) -> BucketPacking:  # fmt: skip
+    """What a bucket holds, whose tensors have one dtype, a floating-point one."""
+    each = [_in_bucket(*one) for one in zip(steps, specs, metas, [mesh] * len(steps), shards, strict=True)]
+    sent = sum(one.sent for one in each)
+    launch, received = sum(one.launch for one in each), sum(one.received for one in each)
+    in_place = steps[0].kind == "all_reduce"
+    return BucketPacking(0 if in_place else sent, launch, received, tuple(one.unpacked for one in each))
+
+
+def _in_bucket(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh, x: Layout) -> Packing:
+    """The share of one tensor. ``launch`` is a copy of it, made where the buffer cannot be filled from it directly."""
+    size = x.numel * meta.itemsize
+    if step.kind == "all_reduce":
+        return Packing(size, 0 if x.is_contiguous else size, size, 0, keeps_source=False)
+    ways = mesh.shape[step.axis]
+    after = step.apply(before).local_shape(meta.shape, mesh)
+    result = math.prod(after) * meta.itemsize
+    if step.kind == "reduce_scatter":
+        sent, launch = _rows(x, step.dim, ways, meta.itemsize)
+        short = x.shape[step.dim] % ways != 0 and _copied(x.shape[: step.dim])
+        return Packing(sent or size, sent + launch, (sent or size) // ways, result if short else 0, keeps_source=False)
+    part = -(-after[step.dim] // ways)
+    wire = x.numel // max(1, x.shape[step.dim]) * part * meta.itemsize
+    packed = 0 if x.is_contiguous else wire
+    # A rank whose shard is short pads a copy, and then holds as much as the fullest and, once more, its own shard.
+    padded = wire // max(1, part) * (after[step.dim] % part) if after[step.dim] % ways else 0
+    return Packing(wire, max(packed, padded), ways * wire, result, keeps_source=False)
 
 
 def _all_gather(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh, x: Layout) -> Packing:
@@ -113,6 +161,12 @@ def _rows(x: Layout, dim: int, ways: int, itemsize: int) -> tuple[int, int]:
     if x.is_contiguous and not _copied(x.shape[:dim]):
         return 0, 0
     return size, 0
+
+
+def packs(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
+    """Whether a collective of one contiguous tensor by itself packs or unpacks it."""
+    dim = step.dim if step.kind in ("all_gather", "reduce_scatter") else 0
+    return _copied(before.local_shape(meta.shape, mesh)[:dim])
 
 
 def _copied(before: tuple[int, ...]) -> bool:

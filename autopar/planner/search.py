@@ -13,7 +13,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
-from autopar.planner.finalists import Finalist, Rival, rivals, seed, timeline
+from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, timeline
 from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile
@@ -96,7 +96,7 @@ def plan_graph(
     say("build")
     objective = Objective(decisions, Prices(mesh, cluster, options.backend))
     search = _Search(
-        graph, objective, options, _budget(cluster, options), say,
+            graph, objective, options, budget_bytes(cluster, options), say,
         lambda: decide(graph, mesh, options, forced, recompute=True),
     )  # fmt: skip
     objective.problem()
@@ -137,12 +137,6 @@ def _rivals(objective: Objective, options: Options) -> list[Rival]:
     if kind != "joint" or options.constraints or options.time_limit_s < SHORTEST_TO_COMPARE_S:
         return []
     return rivals(objective, options)
-
-
-def _budget(cluster: Cluster, options: Options) -> float:
-    if options.memory_budget_bytes is not None:
-        return float(options.memory_budget_bytes)
-    return float(cluster.device.memory_bytes)
 
 
 def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
@@ -205,11 +199,14 @@ class _Search:
         if result is None:
             fitting = [r.finalist for r in self.rivals if self._fits(r)]
             return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
-        own = Finalist(
-            "chosen", self.decisions, result.solution, result.program, result.memory,
-            timeline(result.program, self.decisions, self.prices.overlap),
+        self.say("collectives")
+        started = time.perf_counter()
+        one_axis = self.decisions.mesh.ndim == 1
+        hopeless = timeline(result.program, self.decisions, self.prices.overlap).seconds * HOPELESS[not one_axis]
+        own = Finalist.of(
+            "chosen", self.decisions, result.solution, result.program, result.memory, self.prices, self.options
         )
-        hopeless = own.timeline.seconds * HOPELESS[self.decisions.mesh.ndim > 1]
+        self.timings["arrange"] = time.perf_counter() - started
         hopeful = (r for r in self.rivals if r.objective <= hopeless)
         least = min((own, *(r.finalist for r in hopeful if self._fits(r))), key=Finalist.rank)
         return own if least is own else self._bounded(least, own.solution.lower_bound, own.solution.method)

@@ -13,15 +13,16 @@ from autopar.planner.timeline import simulate_streams
 from autopar.program import Op, Program
 
 
-def place_waits(program: Program, overlap: float) -> Program:
+def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program:
     """``program`` with a wait before the first op that should start after a collective's end, where that comes before
     the collective's first reader.
 
     Args:
         overlap: as in ``simulate_streams``.
+        later: of each collective's time, how long after its predicted end it is waited for.
     """
     intervals = simulate_streams(program, overlap).intervals
-    ends = {i.op: i.end_s for i in intervals if i.stream == "communication"}
+    ends = {i.op: i.end_s + later * (i.end_s - i.start_s) for i in intervals if i.stream == "communication"}
     starts = {i.op: i.start_s for i in intervals if i.stream == "compute"}
     positions = [at for at, op in enumerate(program.ops) if op.name in starts]
     times = [starts[program.ops[at].name] for at in positions]
@@ -33,7 +34,8 @@ def place_waits(program: Program, overlap: float) -> Program:
             continue
         first = max(bisect_left(times, ends[op.name]), bisect_left(positions, at + 1))
         place = positions[first] if first < len(positions) else len(program.ops)
-        needed = min(read.get(op.writes[0].name, len(program.ops)), turn if at < turn else len(program.ops))
+        first_read = min(read.get(t.name, len(program.ops)) for t in op.writes)
+        needed = min(first_read, turn if at < turn else len(program.ops))
         if place < needed:
             waits.setdefault(place, []).append(_wait(op))
     if not waits:

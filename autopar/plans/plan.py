@@ -89,7 +89,7 @@ class Plan:
     def collectives(self) -> tuple[Collective, ...]:
         """One record for each launch, in the order of the program."""
         return tuple(
-            Collective(op.step.kind, (op.reads[0],), op.step.axis, op.wire_bytes, op.seconds, op.phase)
+            Collective(op.step.kind, op.reads, op.step.axis, op.wire_bytes, op.seconds, op.phase)
             for op in self.program.ops
             if op.step is not None and op.is_collective
         )
@@ -264,7 +264,8 @@ def _no_plan(found: str) -> PlanError:
 
 def replace_times(program: Program) -> Program:
     """The program without predicted seconds, which are no decision."""
-    return replace(program, ops=tuple(replace(op, seconds=0.0) for op in program.ops), state_transfer_s=0.0)
+    ops = tuple(replace(op, seconds=0.0, launch_s=0.0) for op in program.ops)
+    return replace(program, ops=ops, state_transfer_s=0.0, arrangement=None)
 
 
 def _plan_from(data: Mapping[str, Any]) -> Plan:

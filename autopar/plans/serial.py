@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from autopar.ir import Output, TensorMeta, Value
-from autopar.program import LocalTensor, Op, Program
+from autopar.program import Arrangement, LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
 
 
@@ -15,6 +16,7 @@ def program_to(program: Program) -> dict[str, Any]:
         "ops": [_op_to(op) for op in program.ops],
         "results": [[o.kind, o.name, o.value.node, o.value.index, tensor] for o, tensor in program.results],
         "offloaded_optimizer": list(program.offloaded_optimizer), "state_transfer_s": program.state_transfer_s,
+        "arrangement": None if program.arrangement is None else asdict(program.arrangement),
     }
 
 
@@ -23,7 +25,9 @@ def program_from(data: Mapping[str, Any]) -> Program:
         (Output(Value(node, index), kind, name), tensor) for kind, name, node, index, tensor in data["results"]
     )
     away, seconds = tuple(data.get("offloaded_optimizer", ())), data.get("state_transfer_s", 0.0)
-    return Program(tuple(_op_from(op) for op in data["ops"]), results, away, seconds)
+    arranged = data.get("arrangement")
+    arrangement = None if arranged is None else Arrangement(**arranged)
+    return Program(tuple(_op_from(op) for op in data["ops"]), results, away, seconds, arrangement)
 
 
 def _op_to(op: Op) -> dict[str, Any]:
@@ -39,15 +43,23 @@ def _op_to(op: Op) -> dict[str, Any]:
             "axes": list(s.axes), "work": s.work,
         }  # fmt: skip
     if op.step is not None:
-        t = op.step
-        data["step"] = {
-            "kind": t.kind, "axis": t.axis, "dim": t.dim, "to_dim": t.to_dim, "reduction": t.reduction,
-            "axes": list(t.axes),
-        }  # fmt: skip
-        data |= {"wire_bytes": op.wire_bytes, "launch_s": op.launch_s}
+        data |= {"step": _step_to(op.step), "wire_bytes": op.wire_bytes, "launch_s": op.launch_s}
+    if op.bucket:
+        data["bucket"] = [_step_to(t) for t in op.bucket]
     if op.alias:
         data["alias"] = True
     return data
+
+
+def _step_to(t: Step) -> dict[str, Any]:
+    return {
+        "kind": t.kind, "axis": t.axis, "dim": t.dim, "to_dim": t.to_dim, "reduction": t.reduction,
+        "axes": list(t.axes),
+    }  # fmt: skip
+
+
+def _step_from(data: Mapping[str, Any]) -> Step:
+    return Step(**{**data, "axes": tuple(data["axes"])})
 
 
 def _tensor_to(t: LocalTensor) -> list[Any]:
@@ -62,7 +74,7 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         outputs = tuple(None if o is None else ShardingSpec.parse(o) for o in s["outputs"])
         strategy = Strategy(tuple(map(ShardingSpec.parse, s["inputs"])), outputs, tuple(s["axes"]), s["work"])
     if "step" in data:
-        step = Step(**{**data["step"], "axes": tuple(data["step"]["axes"])})
+        step = _step_from(data["step"])
     writes = tuple(
         LocalTensor(name, TensorMeta(tuple(shape), dtype), ShardingSpec.parse(spec), size, *host)
         for name, shape, dtype, spec, size, *host in data["writes"]
@@ -70,5 +82,5 @@ def _op_from(data: Mapping[str, Any]) -> Op:
     return Op(
         data["name"], data["kind"], data["node"], tuple(data["reads"]), writes, data["phase"], strategy, step,
         data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
-        data.get("launch_s", 0.0),
+        data.get("launch_s", 0.0), tuple(map(_step_from, data.get("bucket", ()))),
     )  # fmt: skip

@@ -1,7 +1,13 @@
 """What a local program calls: collectives that real and simulated ranks share, transfers, and the ranks themselves."""
 
-from autopar.spmd.collectives import (
+from autopar.spmd.buckets import (
     COLLECTIVES,
+    all_gather_bucket,
+    all_reduce_bucket,
+    bucket_call,
+    reduce_scatter_bucket,
+)
+from autopar.spmd.collectives import (
     Pending,
     all_gather,
     all_reduce,
@@ -27,8 +33,8 @@ from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arr
 
 __all__ = [
     "COLLECTIVES", "Ends", "HostTensor", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank", "Results",
-    "Transfer", "all_gather", "all_reduce", "all_to_all", "allocating_on_host", "apply_step", "arrived", "device",
-    "fetch", "from_placements", "host_memory", "length", "local_ranks", "offload", "offset", "permute",
-    "reduce_scatter", "resolve", "section", "simulate", "simulate_step", "slice_shard", "step_call",
-    "to_placements", "wait",
+    "Transfer", "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all",
+    "allocating_on_host", "apply_step", "arrived", "bucket_call", "device", "fetch", "from_placements", "host_memory",
+    "length", "local_ranks", "offload", "offset", "permute", "reduce_scatter", "reduce_scatter_bucket", "resolve",
+    "section", "simulate", "simulate_step", "slice_shard", "step_call", "to_placements", "wait",
 ]  # fmt: skip

@@ -236,6 +236,8 @@ def simulate(
         for group in mesh.groups(exchange.axis):
             for member, buffer in zip(group, _exchanged([sent[r] for r in group], exchange), strict=True):
                 received[member] = buffer
+    if exchange.in_place:
+        received = [mine.copy_(buffer) for mine, buffer in zip(sent, received, strict=True)]
     for meter, buffer in zip(meters, received, strict=False):
         meter.hold([buffer])
     kept = exchange.kind in KEEPS_SENT

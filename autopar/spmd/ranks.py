@@ -29,6 +29,7 @@ class Exchange:
         reduction: sum, max or min.
         sources: of a permute: for each rank of the mesh the rank whose buffer it receives.
         shape: of a permute: shape of what this rank receives.
+        in_place: of an all_reduce: what is sent is nobody else's, and is overwritten by what is received.
     """
 
     kind: ExchangeKind
@@ -36,6 +37,7 @@ class Exchange:
     reduction: Reduction = "sum"
     sources: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
+    in_place: bool = False
 
 
 class Rank(Protocol):
@@ -128,7 +130,7 @@ class ProcessRank:
         if exchange.kind == "all_to_all":
             return _torch.all_to_all(buffer, size, group)
         if exchange.kind == "all_reduce":
-            return _torch.all_reduce(buffer, exchange.reduction, group)
+            return _torch.all_reduce(buffer, exchange.reduction, group, in_place=exchange.in_place)
         return _torch.reduce_scatter(buffer, exchange.reduction, size, group)
 
     def finish(self, received: Tensor) -> Tensor:
