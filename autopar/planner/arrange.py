@@ -11,6 +11,7 @@ all ranks launch in the same order.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ SIZES = (1, 4, 16)
 """Times the bytes that take as long to send as a launch: less is dominated by the launch, more hides no better. Also
 tried are 0, each by itself, and all together."""
 
-ALIKE = 1e-3
+ALIKE = 1e-4
 """Steps that differ by less than this share are taken for equal, of which the least is put together and prefetched."""
 
 MOST_CHECKED = 8
@@ -97,10 +98,10 @@ class _Launch:
     place: int
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[bool, int, int, int]:
         """What is needed first goes first where several are launched at one place."""
-        rank = {"middle": 0, "early": 1, "late": 2}[self.members[0].kind]
-        return self.place, rank, self.members[0].at
+        first = self.members[0]
+        return first.op.phase == "backward", self.place, ("middle", "early", "late").index(first.kind), first.at
 
 
 @dataclass
@@ -133,7 +134,7 @@ class _Ways:
     def _sizes(self, kind: str) -> list[int]:
         """Bytes from which on to launch together."""
         found = [m for m in self.parts.movables if m.kind == kind]
-        total = sum(m.op.wire_bytes for m in found)
+        total = sum(m.op.wire_bytes for m in found) + 1
         sizes = {min(times * max(map(self._launch_bytes, found)), total) for times in SIZES} if found else set()
         return sorted({0, *sizes, total})
 
@@ -141,12 +142,7 @@ class _Ways:
         """Bytes that take as long as the launch."""
         step = m.op.step
         assert step is not None
-        if step.kind == "permute":
-            return 0
-        return self._line_bytes(step.kind, step.axis)
-
-    def _line_bytes(self, kind: str, axis: int) -> int:
-        alpha_s, beta_s_per_byte = self.prices.collectives.lines(kind, axis)[-1]
+        alpha_s, beta_s_per_byte = self.prices.collectives.lines(step.kind, step.axis)[-1]
         return int(alpha_s / beta_s_per_byte) if beta_s_per_byte else 0
 
     def ops(self, a: Arrangement) -> tuple[Op, ...]:
@@ -180,13 +176,13 @@ class _Ways:
         first = self.parts.fixed[start]
         if start in self._alone:
             return [first]
-        seconds = self._until[end] - self._until[start]
-        return [replace(first, kind="compute", writes=(), seconds=seconds) if first.kind != "input" or seconds else first]
+        return [replace(first, kind="compute", writes=(), seconds=self._until[end] - self._until[start])]
 
     @cached_property
     def _until(self) -> list[float]:
         """Seconds of computation before each place."""
-        return list(accumulate((0.0 if op.kind == "input" or op.is_transfer else op.seconds for op in self.parts.fixed), initial=0.0))
+        own = (0.0 if op.kind == "input" or op.is_transfer else op.seconds for op in self.parts.fixed)
+        return list(accumulate(own, initial=0.0))
 
     @cached_property
     def _alone(self) -> set[int]:
@@ -211,7 +207,8 @@ class _Ways:
 
     def _launches(self, a: Arrangement) -> list[_Launch]:
         """Every launch in the order of the program."""
-        placed = [*self._middle(), *self._early(a), *self._late(a)]
+        ahead = [*self._middle(), *self._early(a)]
+        placed = [*ahead, *self._late(a, ahead)]
         of = {m.at: launch for launch in placed for m in launch.members}
         done: set[int] = set()
         order: list[_Launch] = []
@@ -235,45 +232,47 @@ class _Ways:
         """As soon as the operand is there, together while launches are what they cost."""
         found = sorted(self._of_kind("middle"), key=lambda m: (m.first, m.at))
         least = min(map(self._launch_bytes, found), default=0)
-        free = [g for g in together([m for m in found if not m.waits_for], least)]
-        chained = [(m,) for m in found if m.waits_for]
-        return [_Launch(g, max(m.first for m in g)) for g in free] + [_Launch(g, g[0].last) for g in chained]
+        groups = together([m for m in found if not m.waits_for], least)
+        chained = [_Launch((m,), m.last) for m in found if m.waits_for]
+        return [_Launch(g, max(m.first for m in g)) for g in groups] + chained
 
     def _early(self, a: Arrangement) -> list[_Launch]:
         """In the order of need, each some launches ahead of it, and a step that another needs one more."""
         found = sorted(self._of_kind("early"), key=lambda m: (m.last, m.at))
         groups = list(together(found, a.gathered_bytes))
-        needs: dict[Phase, list[int]] = {}
-        for group in groups:
-            if group[0].level == 0:
-                needs.setdefault(group[0].op.phase, []).append(_needed(group))
-        places = {phase: sorted(set(at)) for phase, at in needs.items()}
+        places = {
+            phase: sorted({_needed(g) for g in groups if g[0].level == 0 and g[0].op.phase == phase})
+            for phase in self.parts.begins
+        }
+        before: dict[int, int] = {}
         launches = []
-        for group in groups:
+        for group in sorted(groups, key=lambda g: g[0].level):
             phase = group[0].op.phase
-            ahead = places.get(phase, []).index(_needed(group)) if _needed(group) in places.get(phase, []) else 0
-            ahead -= a.prefetch + group[0].level
-            launches.append(_Launch(group, places[phase][ahead] if ahead >= 0 else self.parts.begins[phase]))
+            ahead = bisect_left(places[phase], _needed(group)) - a.prefetch - group[0].level
+            place = places[phase][ahead] if ahead >= 0 else self.parts.begins[phase]
+            place = min([place, *(before[m.at] for m in group if m.at in before)])
+            launches.append(_Launch(group, place))
+            for i in (i for m in group for i in m.waits_for):
+                before[i] = min(place, before.get(i, place))
         return launches
 
-    def _late(self, a: Arrangement) -> list[_Launch]:
+    def _late(self, a: Arrangement, ahead: Sequence[_Launch]) -> list[_Launch]:
         """When the last operand is there; a step after another when the next of those is launched."""
         launches: list[_Launch] = []
-        of: dict[int, _Launch] = {}
-        places: dict[Phase, list[int]] = {}
-        found = sorted(self._of_kind("late"), key=lambda m: (m.level, m.first, m.at))
-        for group in together(found, a.reduced_bytes):
-            before = [of[i].place for m in group for i in m.waits_for if i in of]
+        of = {m.at: launch.place for launch in ahead for m in launch.members}
+        places: dict[Phase, list[int]] = {"forward": [], "backward": []}
+        found = sorted(self._of_kind("late"), key=lambda m: (m.first, m.at))
+        for group in sorted(together(found, a.reduced_bytes), key=lambda g: g[0].level):
+            phase = group[0].op.phase
             place = max(m.first for m in group)
-            if before:
-                phase = group[0].op.phase
-                later = [p for p in places[phase] if p > max(before)]
+            after = [of[i] for m in group for i in m.waits_for if i in of]
+            if after:
+                later = [p for p in places[phase] if p > max(after)]
                 place = max(place, min(later, default=self.parts.ends[phase]))
             else:
-                places.setdefault(group[0].op.phase, []).append(place)
-            launch = _Launch(group, place)
-            launches.append(launch)
-            of.update((m.at, launch) for m in group)
+                places[phase].append(place)
+            launches.append(_Launch(group, place))
+            of.update((m.at, place) for m in group)
         return launches
 
     def _launch(self, members: Sequence[Movable]) -> Op:
@@ -297,11 +296,10 @@ class _Ways:
     def _copied_s(self, op: Op) -> float:
         """Seconds to copy a tensor into the bucket or out of it, where by itself it would not be copied."""
         assert op.step is not None
-        before = op.step
         tensor = op.writes[0]
-        if op.step.kind == "all_reduce":
+        if op.step.kind == "all_reduce" or packs(op.step, tensor.spec, tensor.meta, self.prices.mesh):
             return 0.0
-        return 0.0 if packs(before, tensor.spec, tensor.meta, self.prices.mesh) else self._copy_s(op.wire_bytes)
+        return self._copy_s(op.wire_bytes)
 
     def _copy_s(self, size: int) -> float:
         alpha_s, beta_s_per_byte = self.prices.compute.copy_line()

@@ -133,17 +133,23 @@ def _last_places(
 
 
 def together(movables: Sequence[Movable], most_bytes: int) -> Iterator[tuple[Movable, ...]]:
-    """Those of one key in turn, as long as a launch of all is possible and one less has not ``most_bytes`` yet."""
-    open_: dict[tuple[object, ...], list[Movable]] = {}
+    """Those of one key in turn, in a launch as long as it has not ``most_bytes`` yet and there is a place for all.
+
+    A tensor of so many bytes goes by itself: its launch costs little, and copying it into a bucket would cost more.
+    """
+    gathering: dict[tuple[object, ...], list[Movable]] = {}
     for m in movables:
-        held = open_.get(m.key)
-        if held is None:
-            open_[m.key] = [m]
+        if m.op.wire_bytes >= most_bytes:
+            yield (m,)
             continue
-        full = sum(h.op.wire_bytes for h in held) >= most_bytes
-        if full or max(m.first, *(h.first for h in held)) > min(m.last, *(h.last for h in held)):
+        held = gathering.setdefault(m.key, [])
+        if held and not _joins(m, held, most_bytes):
             yield tuple(held)
-            open_[m.key] = [m]
-        else:
-            held.append(m)
-    yield from map(tuple, open_.values())
+            held.clear()
+        held.append(m)
+    yield from (tuple(held) for held in gathering.values())
+
+
+def _joins(m: Movable, held: Sequence[Movable], most_bytes: int) -> bool:
+    first, last = max(m.first, *(h.first for h in held)), min(m.last, *(h.last for h in held))
+    return sum(h.op.wire_bytes for h in held) < most_bytes and first <= last

@@ -163,10 +163,9 @@ def _rows(x: Layout, dim: int, ways: int, itemsize: int) -> tuple[int, int]:
     return size, 0
 
 
-def packs(step: Step, before: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
-    """Whether a collective of one contiguous tensor by itself packs or unpacks it."""
-    dim = step.dim if step.kind in ("all_gather", "reduce_scatter") else 0
-    return _copied(before.local_shape(meta.shape, mesh)[:dim])
+def packs(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
+    """Whether a gather or a reduce-scatter of one contiguous tensor by itself packs or unpacks it."""
+    return _copied(after.local_shape(meta.shape, mesh)[: step.dim])
 
 
 def _copied(before: tuple[int, ...]) -> bool:

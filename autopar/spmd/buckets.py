@@ -78,7 +78,7 @@ def bucket_call(
 def _parts(flat: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Views of a flat tensor."""
     sizes = [torch.Size(s).numel() for s in shapes]
-    return tuple(part.view(s) for part, s in zip(flat.split(sizes), shapes, strict=True))
+    return tuple(part.view(s) for part, s in zip(torch.split(flat, sizes), shapes, strict=True))
 
 
 def _unpack_scattered(
@@ -92,8 +92,8 @@ def _unpack_gathered(
     buffer: Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Tensor, ...]:
     sizes = [torch.Size(s).numel() for s in shapes]
-    rows = zip(buffer.split(sizes, 1), shapes, dims, lengths, strict=True)
-    return tuple(_joined(row.unflatten(1, tuple(s)), dim, n) for row, s, dim, n in rows)
+    rows = zip(torch.split(buffer, sizes, 1), shapes, dims, lengths, strict=True)
+    return tuple(_joined(row.view(row.shape[0], *s), dim, n) for row, s, dim, n in rows)
 
 
 COLLECTIVES = collectives.COLLECTIVES | {all_reduce_bucket, reduce_scatter_bucket, all_gather_bucket}

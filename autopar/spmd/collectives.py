@@ -64,7 +64,7 @@ class Pending:
     rank: Rank
     buffer: Tensor
     exchange: Exchange
-    unpack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor], Any]
     sent: Tensor | None = None
 
 
@@ -132,8 +132,8 @@ def permute(rank: Rank, x: Tensor, axes: Sequence[int], order: Sequence[int], sh
     return _launch(rank, buffer, exchange, partial(_unpack_permuted, shape=wire_shape, dtype=x.dtype))
 
 
-def wait(pending: Pending) -> Tensor:
-    """The contiguous result of a collective."""
+def wait(pending: Pending) -> Any:
+    """The contiguous result of a collective; of one of several tensors, a tuple."""
     if pending.sent is not None:
         object.__setattr__(pending, "sent", None)
     return pending.unpack(pending.rank.finish(pending.buffer))
@@ -208,7 +208,8 @@ def apply_step(rank: Rank, x: Tensor, step: Step, spec: ShardingSpec, global_sha
     """Take ``step`` from ``spec`` with the shard ``x``, and wait for it."""
     function, kwargs = step_call(step, spec, global_shape, rank.mesh)
     result = function(rank, x, **{k: resolve(rank, v) for k, v in kwargs.items()})
-    return wait(result) if isinstance(result, Pending) else result
+    taken: Tensor = wait(result) if isinstance(result, Pending) else result
+    return taken
 
 
 def simulate(
@@ -280,7 +281,7 @@ def _reduced(sent: list[Tensor], reduction: str) -> Tensor:
     return total.to(sent[0].dtype)
 
 
-def _launch(rank: Rank, buffer: Tensor, exchange: Exchange, unpack: Callable[[Tensor], Tensor]) -> Pending:
+def _launch(rank: Rank, buffer: Tensor, exchange: Exchange, unpack: Callable[[Tensor], Any]) -> Pending:
     return Pending(rank, rank.launch(buffer, exchange), exchange, unpack)
 
 

@@ -51,20 +51,33 @@ def test_an_input_that_needs_a_gradient_takes_one_more() -> None:
     assert counts(plan) == {"all_reduce": 6}
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ("DDP", {"all_reduce": 6}),
-        ("ZeRO-1/2", {"all_gather": 6, "reduce_scatter": 6}),
-        # The backward does not read the first weight, so it gathers five.
-        ("ZeRO-3", {"all_gather": 11, "reduce_scatter": 6}),
-    ],
-)
-def test_data_parallel_forms_of_six_linear_layers(form, expected) -> None:
+FORMS = [
+    ("DDP", {"all_reduce": 6}, {"all_reduce": 1}),
+    ("ZeRO-1/2", {"all_gather": 6, "reduce_scatter": 6}, {"all_gather": 1, "reduce_scatter": 1}),
+    # The backward does not read the first weight, so it gathers five.
+    ("ZeRO-3", {"all_gather": 11, "reduce_scatter": 6}, {"all_gather": 2, "reduce_scatter": 1}),
+]
+
+
+def data_parallel(form: str, width: int, batch: int) -> autopar.Plan:
     with torch.device("meta"):
-        model, x = perceptron(1024, bias=False), torch.empty(4096, 1024)
-    plan = autopar.plan(model, x, mesh=(4,), cluster="dgx-h100", outputs="dtensor", search=f"baseline:{form}")
-    assert counts(plan) == expected
+        model, x = perceptron(width, bias=False), torch.empty(batch, width)
+    return autopar.plan(model, x, mesh=(4,), cluster="dgx-h100", outputs="dtensor", search=f"baseline:{form}")
+
+
+@pytest.mark.parametrize(("form", "tensors", "launches"), FORMS)
+def test_small_data_parallel_tensors_go_in_one_launch(form, tensors, launches) -> None:
+    plan = data_parallel(form, 32, 256)
+    assert counts(plan) == launches
+    assert Counter(c.kind for c in plan.collectives for _ in c.tensors) == tensors
+    assert sum(c.bytes for c in plan.collectives) == sum(tensors.values()) * 32 * 32 * 4
+
+
+@pytest.mark.parametrize(("form", "tensors", "launches"), FORMS)
+def test_large_data_parallel_tensors_go_one_by_one(form, tensors, launches) -> None:
+    plan = data_parallel(form, 4096, 4096)
+    assert counts(plan) == tensors
+    assert all(len(c.tensors) == 1 for c in plan.collectives)
 
 
 class Layer(nn.Module):

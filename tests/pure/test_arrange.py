@@ -1,0 +1,201 @@
+"""Laws of arranging collectives, on programs of any shape: what is computed stays, and nothing gets worse."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.ir import Output, TensorMeta, Value
+from autopar.mesh import Cluster, Mesh
+from autopar.planner.arrange import _Ways, arrange
+from autopar.planner.liveness import MemoryProfile
+from autopar.planner.movable import take_apart
+from autopar.planner.pricing import Prices
+from autopar.planner.timeline import simulate_streams
+from autopar.program import Arrangement, LocalTensor, Op, Program
+from autopar.sharding import ShardingSpec, Step
+
+MESH = Mesh((2, 2))
+PRICES = Prices(MESH, Cluster.load("dgx-h100").sized(4))
+WHOLE, CUT, SUMS = (ShardingSpec.parse(s) for s in ("R", "S0", "R P0 P1"))
+FORMS = [
+    (Step("all_gather", 0, 0), WHOLE), (Step("reduce_scatter", 0, 0), ShardingSpec.parse("S0 P1")),
+    (Step("all_reduce", 0), ShardingSpec.parse("R P1")), (Step("all_reduce", 1), ShardingSpec.parse("R P0")),
+    (Step("all_to_all", 1, 0, 0), CUT),
+]  # fmt: skip
+"""Steps and the specs of their results; what they are taken from does not matter here."""
+
+
+def tensor(name, spec, length, dtype="float32"):
+    meta = TensorMeta((length,), dtype)
+    return LocalTensor(name, meta, spec, math.prod(spec.local_shape((length,), MESH)) * meta.itemsize)
+
+
+def collective(name, source, form, phase):
+    step, after = form
+    written = tensor(name, after, source.meta.shape[0], source.meta.dtype)
+    size = max(written.bytes, source.bytes)
+    costs = PRICES.collectives
+    return Op(
+        name, "redistribute", name, (source.name,), (written,), phase, step=step, wire_bytes=size,
+        seconds=costs.seconds(step.kind, size, step.axis), launch_s=costs.seconds(step.kind, 0, step.axis),
+    )  # fmt: skip
+
+
+@st.composite
+def programs(draw):
+    """Inputs, then computations and collectives of what is there, forward and backward, some in chains."""
+    lengths = st.sampled_from([4, 1000, 2**20, 2**24])
+    dtypes = st.sampled_from(["float32", "bfloat16"])
+    ops = [
+        Op(f"p{i}", "input", f"p{i}", (), (tensor(f"p{i}", CUT, draw(lengths), draw(dtypes)),), "forward")
+        for i in range(draw(st.integers(1, 4)))
+    ]
+    turn, count = draw(st.integers(0, 14)), draw(st.integers(1, 24))
+    for i in range(count):
+        phase = "forward" if i < turn else "backward"
+        there = [t for op in ops for t in op.writes]
+        if draw(st.booleans()):
+            source = draw(st.sampled_from(there))
+            ops.append(collective(f"t{i}", source, draw(st.sampled_from(FORMS)), phase))
+            continue
+        reads = draw(st.lists(st.sampled_from(there), max_size=2, unique_by=lambda t: t.name))
+        made = tensor(f"t{i}", draw(st.sampled_from([WHOLE, SUMS])), draw(lengths), draw(dtypes))
+        seconds = draw(st.floats(0, 1e-3))
+        ops.append(Op(made.name, "compute", made.name, tuple(t.name for t in reads), (made,), phase, seconds=seconds))
+    made_last = [op for op in ops if op.kind != "input"][-3:]
+    results = tuple((Output(Value(op.node), "output", op.name), op.writes[0].name) for op in made_last)
+    return Program(tuple(ops), results)
+
+
+def held(program: Program) -> MemoryProfile:
+    """What is held while each tensor lives from its writer to its last reader."""
+    size = [0] * (len(program.ops) + 1)
+    for t in program.tensors.values():
+        for at in range(program.writer[t.name], program.last_read.get(t.name, program.writer[t.name]) + 1):
+            size[at] += t.bytes
+    return MemoryProfile(tuple(size), size.index(max(size)), {})
+
+
+def arranged(program, budget=math.inf, deadline=math.inf):
+    return arrange(program, PRICES, held(program), held, budget, deadline)
+
+
+def moved(program):
+    """What each collective does to each tensor."""
+    return Counter(
+        (read, step, written)
+        for op in program.collectives
+        for read, step, written in zip(op.reads, op.bucket or (op.step,), op.writes, strict=True)
+    )
+
+
+def stays(program):
+    return [op for op in program.ops if not op.is_collective and op.kind != "wait"]
+
+
+def is_valid(program):
+    there: set[str] = set()
+    for op in program.ops:
+        if not there.issuperset(op.reads):
+            return False
+        there |= {t.name for t in op.writes}
+    return all(name in there for _, name in program.results)
+
+
+WAYS = st.builds(
+    Arrangement, st.sampled_from([0, 1000, 2**22, 2**40]), st.sampled_from([0, 1000, 2**22, 2**40]), st.integers(0, 3)
+)
+
+
+@given(programs(), WAYS)
+def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
+    found = Program(_Ways(take_apart(program), PRICES).ops(way), program.results)
+    assert is_valid(found)
+    assert stays(found) == stays(program)
+    assert moved(found) == moved(program)
+    phases = [op.phase for op in found.ops if op.kind != "input"]
+    assert phases == sorted(phases, reverse=True)
+
+
+@given(programs(), WAYS)
+def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
+    for op in _Ways(take_apart(program), PRICES).ops(way):
+        if op.bucket:
+            assert {(s.kind, s.axis, s.reduction) for s in op.bucket} == {(op.step.kind, op.step.axis, "sum")}
+            assert len({t.meta.dtype for t in op.writes}) == 1
+            assert op.wire_bytes == sum(o.wire_bytes for o in program.ops if o.name in {t.name for t in op.writes})
+            assert op.launch_s <= op.seconds
+
+
+@given(programs(), WAYS)
+def test_merging_what_is_computed_keeps_the_time(program, way) -> None:
+    ways = _Ways(take_apart(program), PRICES)
+    both = ways._merged(way), Program(ways.ops(way), ())
+    merged, whole = (simulate_streams(p, PRICES.overlap).seconds for p in both)
+    assert merged == pytest.approx(whole, rel=1e-9, abs=1e-15)
+
+
+@given(programs(), st.floats(0, 2))
+def test_nothing_is_slower_nor_over_the_budget(program, share) -> None:
+    before, peak = simulate_streams(program, PRICES.overlap).seconds, held(program).peak_bytes
+    found = arranged(program, share * peak)
+    assert found.timeline.seconds <= before
+    assert found.timeline.seconds == simulate_streams(found.program, PRICES.overlap).seconds
+    assert found.memory.peak_bytes <= max(share, 1) * peak
+    assert is_valid(found.program)
+    assert moved(found.program) == moved(program)
+
+
+@given(programs())
+def test_the_same_program_is_arranged_the_same_way(program) -> None:
+    assert arranged(program) == arranged(program)
+
+
+@given(programs())
+def test_without_time_left_the_program_is_no_worse(program) -> None:
+    assert arranged(program, deadline=0.0).timeline.seconds <= simulate_streams(program, PRICES.overlap).seconds
+
+
+def gradients(count, length, compute_s):
+    """A backward whose every op makes a gradient that is reduced."""
+    ops: list[Op] = []
+    for i in range(count):
+        made = tensor(f"g{i}", SUMS, length)
+        ops.append(Op(made.name, "compute", made.name, (), (made,), "backward", seconds=compute_s))
+        ops.append(collective(f"r{i}", made, FORMS[2], "backward"))
+    return Program(tuple(ops), tuple((Output(Value(f"g{i}"), "gradient", str(i)), f"r{i}") for i in range(count)))
+
+
+def test_small_gradients_are_reduced_together_and_large_ones_while_more_are_computed() -> None:
+    small = arranged(gradients(8, 100, 1e-6)).program
+    assert [len(op.writes) for op in small.collectives] == [8]
+    large = arranged(gradients(8, 2**27, 5e-3)).program
+    assert [len(op.writes) for op in large.collectives] == [1] * 8
+
+
+def weights(count, length, compute_s):
+    """A forward that gathers every weight just before it is read."""
+    ops = [Op(f"p{i}", "input", f"p{i}", (), (tensor(f"p{i}", CUT, length),), "forward") for i in range(count)]
+    inputs = list(ops)
+    for i, op in enumerate(inputs):
+        ops.append(collective(f"w{i}", op.writes[0], FORMS[0], "forward"))
+        made = tensor(f"y{i}", WHOLE, 8)
+        ops.append(Op(made.name, "compute", made.name, (f"w{i}",), (made,), "forward", seconds=compute_s))
+    return Program(tuple(ops), ())
+
+
+def test_large_weights_are_gathered_ahead_of_need_where_memory_allows() -> None:
+    program = weights(6, 2**26, 4e-4)
+    ahead = arranged(program)
+    assert ahead.program.arrangement.prefetch > 0
+    assert ahead.timeline.seconds < 0.7 * simulate_streams(program, PRICES.overlap).seconds
+    assert arranged(program, 0.0).program.arrangement is None
+
+
+def test_small_weights_are_gathered_together() -> None:
+    assert [len(op.writes) for op in arranged(weights(6, 64, 1e-6)).program.collectives] == [6]
