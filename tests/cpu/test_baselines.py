@@ -18,14 +18,15 @@ from tests.models import ZOO
 NAMES = {b.name for b in baselines(Mesh((2, 2)))}
 
 
-def baseline(model: str, name: str, mesh: tuple[int, ...]):
+def baseline(model: str, name: str, mesh: tuple[int, ...], budget: int | None = None):
     module, inputs = ZOO[model].made(torch.float32)
-    return autopar.plan(module, inputs, mesh=mesh, cluster="dgx-h100", search=f"baseline:{name}")
+    search = f"baseline:{name}"
+    return autopar.plan(module, inputs, mesh=mesh, cluster="dgx-h100", search=search, memory_budget=budget)
 
 
-def launches(plan) -> Counter:
-    """Collectives by kind and phase that carry a tensor's worth, not a scalar of the loss."""
-    return Counter((c.kind, c.phase) for c in plan.collectives if c.bytes > 64)
+def carried(plan) -> Counter:
+    """Tensors in collectives, by kind and phase, but for the scalars of the loss."""
+    return Counter((c.kind, c.phase) for c in plan.collectives if c.bytes > 64 for _ in c.tensors)
 
 
 def test_each_mesh_has_the_baselines_that_it_has_axes_for():
@@ -39,20 +40,24 @@ def test_ddp_stores_everything_whole_cuts_the_batch_and_sums_gradients():
     plan = baseline("llama", "DDP", (2,))
     assert all(plan.specs[n].is_replicated for n in plan.parameters)
     assert str(plan.specs["input:input_ids"]) == "S0R"
-    assert set(launches(plan)) == {("all_reduce", "backward")}
-    assert launches(plan)["all_reduce", "backward"] == len(plan.parameters)
+    assert set(carried(plan)) == {("all_reduce", "backward")}
+    assert carried(plan)["all_reduce", "backward"] == len(plan.parameters)
 
 
 def test_zero_3_gathers_where_used_and_zero_2_once():
     zero3, zero2 = baseline("llama", "ZeRO-3", (2,)), baseline("llama", "ZeRO-1/2", (2,))
     for plan in (zero3, zero2):
         assert all(plan.specs[n].ways(plan.mesh) == 2 for n in plan.parameters)
-        assert launches(plan)["reduce_scatter", "backward"] == len(plan.parameters)
-        assert launches(plan)["all_gather", "forward"] == len(plan.parameters)
-    assert launches(zero3)["all_gather", "backward"] > 0
-    assert launches(zero2)["all_gather", "backward"] == 0
-    assert zero3.peak_memory < zero2.peak_memory
+        assert carried(plan)["reduce_scatter", "backward"] == len(plan.parameters)
+        assert carried(plan)["all_gather", "forward"] == len(plan.parameters)
+    assert carried(zero3)["all_gather", "backward"] > 0
+    assert carried(zero2)["all_gather", "backward"] == 0
+    assert max(len(c.tensors) for c in zero3.collectives) > 1
     assert zero2.step_time < zero3.step_time
+    # Without a budget everything is gathered at once; with one, collectives are put together as far as it allows.
+    tight = baseline("llama", "ZeRO-3", (2,), zero2.peak_memory - 1)
+    assert tight.peak_memory < zero2.peak_memory
+    assert zero3.step_time <= tight.step_time
 
 
 def test_hsdp_cuts_parameters_over_one_axis_and_replicates_over_the_other():
@@ -72,14 +77,14 @@ def test_tensor_parallel_finds_megatrons_pairs():
     assert str(plan.specs["model.embed_tokens.weight"]) == "S0R"
     assert str(plan.specs["lm_head.weight"]) == "S0R"
     # One sum a block each way: attention and feed-forward of two layers, and the ends at the vocabulary.
-    assert launches(plan)["all_reduce", "forward"] >= 4
-    assert "all_gather" not in {kind for kind, _ in launches(plan)}
+    assert carried(plan)["all_reduce", "forward"] >= 4
+    assert "all_gather" not in {kind for kind, _ in carried(plan)}
 
 
 def test_sequence_parallel_scatters_sums_and_gathers_before_columns():
     plan = baseline("llama", "TP+SP", (2,))
-    assert launches(plan)["reduce_scatter", "forward"] >= 4
-    assert launches(plan)["all_gather", "forward"] >= 4
+    assert carried(plan)["reduce_scatter", "forward"] >= 4
+    assert carried(plan)["all_gather", "forward"] >= 4
     assert str(plan.specs["model.layers.0"]) == "RS0R"
     assert plan.peak_memory < baseline("llama", "TP", (2,)).peak_memory
 
