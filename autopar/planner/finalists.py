@@ -17,7 +17,7 @@ from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.schedule import schedule
-from autopar.planner.timeline import Timeline
+from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution
