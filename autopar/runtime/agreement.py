@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RankError
@@ -59,6 +61,65 @@ def together(
         )
     assert result is not None or key is None
     return result  # type: ignore[return-value]
+
+
+def same_call(function: Callable[[], T], key: Callable[[T], int], describe: Callable[[T], Mapping[str, str]]) -> T:
+    """Run ``function`` on every rank before each step: one rank that goes another way would leave the rest waiting.
+
+    Costs one exchange of two numbers between the hosts, and more only where something is wrong.
+
+    Args:
+        key: a number below 2**62 that must be equal everywhere.
+        describe: what the result is, by name, for the error.
+
+    Raises:
+        RankError: another rank failed, or has another result.
+    """
+    if world_size() == 1:
+        return function()
+    error: BaseException | None = None
+    number = _FAILED
+    try:
+        result = function()
+        number = key(result)
+    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+        error = caught
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=_hosts())
+    if extremes[0] == -extremes[1]:
+        if error is not None:
+            raise error
+        return result
+    failed = {"": f"{type(error).__name__}: {error}"} if error is not None else {}
+    said: list[dict[str, str]] = [{}] * world_size()
+    dist.all_gather_object(said, failed or dict(describe(result)), group=_hosts())
+    if error is not None:
+        raise error
+    broken = next((rank for rank, each in enumerate(said) if "" in each), None)
+    if broken is not None:
+        raise RankError(
+            f"Rank {broken} cannot make this call, so all ranks stop.", found=said[broken][""],
+            hint="mend the error of that rank.",
+        )  # fmt: skip
+    other = next(rank for rank, each in enumerate(said) if each != said[0])
+    raise RankError(
+        f"Rank {other} calls the model with other inputs, or in another mode, than rank 0.",
+        found=_difference(said[0], said[other], other),
+        hint="give every rank batches of one size: drop or pad a last batch that is smaller (drop_last=True).",
+    )
+
+
+_FAILED = 2**62
+_hosts_of: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _hosts() -> dist.ProcessGroup:
+    """The job's group for numbers that the hosts hold, so that no device is waited for. Every rank asks at once."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _hosts_of:
+        _hosts_of[world] = world if "gloo" in dist.get_backend() else dist.new_group(backend="gloo")
+    return _hosts_of[world]
 
 
 def decided_by_first(function: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,12 +25,13 @@ from autopar.ir import Output
 from autopar.mesh import Mesh
 from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
+from autopar.runtime.agreement import same_call
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
 
 MAX_VARIANTS = 16
-"""Programs kept for other batch shapes and modes before the user is warned that each one costs a compilation."""
+"""Programs kept for other batch shapes and modes: with more the user is warned that each costs a compilation."""
 
 
 class Call(Protocol):
@@ -82,6 +84,7 @@ class State:
     local_batch: bool
     mixed_precision: str | None = None
     variants: dict[Any, Variant] = field(default_factory=dict)
+    numbers: dict[Any, int] = field(default_factory=dict)
     rank: ProcessRank = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +94,14 @@ class State:
     def device(self) -> torch.device:
         """Where this rank's shards live."""
         return self.rank.device
+
+    def number_of(self, key: Any) -> int:
+        """A number that stands for a program and whether it is to be differentiated, the same on every rank."""
+        asked = key, torch.is_grad_enabled()
+        if asked not in self.numbers:
+            digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).digest()
+            self.numbers[asked] = int.from_bytes(digest, "big") >> 2
+        return self.numbers[asked]
 
     def precision(self) -> AbstractContextManager[Any]:
         """The autocast under which every call runs."""
@@ -168,9 +179,9 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
 def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the compiled program as the model would be called."""
     state = model._autopar
-    call = state.bind(model, args, kwargs)
+    call, key = _agreed_call(model, args, kwargs)
     with state.precision():
-        variant = _variant(model, call)
+        variant = _variant(model, call, key)
     executable = variant.executable
     named = _named_tensors(model)
     values = _values(call, variant, named, state)
@@ -225,19 +236,42 @@ def _write_back(variant: Variant, mutations: Sequence[Any], named: Mapping[str, 
             (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
 
 
-def _variant(model: ParallelModule, call: Call) -> Variant:
+def _agreed_call(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
+    """The bound call and the key of its program, which are those of every rank."""
     state = model._autopar
-    key = variant_key(model, call)
-    if key not in state.variants:
-        check_call(state.planned, call)
-        if len(state.variants) >= MAX_VARIANTS:
+
+    def bound() -> tuple[Call, Any]:
+        call = state.bind(model, args, kwargs)
+        with state.precision():
+            key = variant_key(model, call)
+        if key not in state.variants:
+            check_call(state.planned, call)
+        return call, key
+
+    return same_call(bound, lambda made: state.number_of(made[1]), lambda made: _described(model, made[0]))
+
+
+def _described(model: nn.Module, call: Call) -> dict[str, str]:
+    said = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in zip(call.names, call.tensors, strict=True)}
+    said |= {path: repr(value) for path, value in call.structure.plain}
+    return said | {"training": str(model.training), "gradients": str(torch.is_grad_enabled())}
+
+
+def _variant(model: ParallelModule, call: Call, key: Any) -> Variant:
+    """The program for a call; the one that was used last longest ago goes when there are too many."""
+    variants = model._autopar.variants
+    if key not in variants:
+        if len(variants) >= MAX_VARIANTS:
             warnings.warn(
-                f"{len(state.variants)} programs were compiled for different batches; pad batches to few sizes.",
+                f"{len(variants)} programs were compiled for different batches, and the oldest is dropped; pad batches "
+                f"to few sizes, or plan for a range of them with dynamic_shapes.",
                 stacklevel=4,
             )
+            del variants[next(iter(variants))]
         with torch.inference_mode(mode=False):
-            state.variants[key] = state.compile(model, call)
-    return state.variants[key]
+            variants[key] = model._autopar.compile(model, call)
+    variants[key] = variants.pop(key)
+    return variants[key]
 
 
 def variant_key(model: nn.Module, call: Call, precision: str | None = None) -> Any:
