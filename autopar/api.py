@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from autopar import codegen, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_mesh, as_optimizer, canonical_names
 from autopar.errors import MeshError, PlanError
-from autopar.ir import Graph, Value
+from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.predictions import make_plan
+from autopar.planner.ranges import Sizes, as_ranges
 from autopar.plans import Plan
 from autopar.precision import as_precision, computing_in, stored_dtype
+from autopar.ranged import fitted, largest, over_range, ranges_of, resized, shapes_of
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
@@ -60,6 +62,7 @@ def plan(
     constraints: Mapping[str, str] | None = None,
     backend: str = "eager",
     accumulation_steps: int = 1,
+    dynamic_shapes: Any = None,
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
@@ -85,8 +88,14 @@ def plan(
         compare=compare, accumulation_steps=accumulation_steps,
     )  # fmt: skip
     started = time.perf_counter()
-    capture = _capture(model, bind(model, *as_call(meta_inputs)), options, size)
-    return _plan(capture, mesh, hardware, size, options, time.perf_counter() - started, progress)
+    call = bind(model, *as_call(meta_inputs))
+    options = dataclasses.replace(options, ranges=as_ranges(dynamic_shapes, shapes_of(call)))
+    capture = _capture(model, call, options, size)
+    found = functools.partial(
+        _plan, mesh=mesh, cluster=hardware, size=size, options=options, captured_s=time.perf_counter() - started,
+        progress=progress,
+    )  # fmt: skip
+    return _over_range(found, model, call, capture, options, size)
 
 
 def _check_backend(backend: str) -> None:
@@ -123,6 +132,22 @@ def _whole_batch(call: Call, world: int) -> Call:
         return t
 
     return Call(call.structure, tuple(map(grown, call.tensors)))
+
+
+def _over_range(
+    search: Callable[[Capture], Plan], model: nn.Module, call: Call, capture: Capture, options: Options, size: int
+) -> Plan:
+    """The plan for a call, or for a range of sizes: under a budget that of the largest, which must fit it too."""
+    ranges = options.ranges
+    if ranges is None:
+        return search(capture)
+
+    def at(sizes: Sizes) -> Capture:
+        return _capture(model, resized(call, ranges, sizes), options, size)
+
+    made = search(capture if options.memory_budget_bytes is None else at(largest(ranges)))
+    made = fitted(over_range(made, capture, ranges, at), capture, call) or search(capture)
+    return made if ranges_of(made) else over_range(made, capture, ranges, at)
 
 
 def _plan(
@@ -176,6 +201,7 @@ def autoparallelize(
     plan: Plan | str | Path | None = None,
     backend: str = "eager",
     accumulation_steps: int = 1,
+    dynamic_shapes: Any = None,
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
@@ -198,6 +224,8 @@ def autoparallelize(
         plan: a Plan or the path of a saved one, to run without a search.
         accumulation_steps: backwards that make one step of the optimizer. Their gradients add up, and appear with the
             last of them; the plan decides whether each is reduced at once or all are in the end.
+        dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
+            max=64)}}``. One plan serves the whole range, without another search; ``plan.symbolic`` has its formulas.
         time_limit: seconds for the solver.
 
     Returns:
@@ -218,6 +246,7 @@ def autoparallelize(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
             canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
             accumulation_steps=accumulation_steps,
+            ranges=as_ranges(dynamic_shapes, shapes_of(bind(model, *as_call(meta_inputs)))),
         )  # fmt: skip
         if given is not None:
             kept = ("batch", "outputs", "mixed_precision", "accumulation_steps")
@@ -229,16 +258,17 @@ def autoparallelize(
         asked, lambda a: _wanted(*a, mesh), "request", "give every rank the same arguments."
     )
     started = time.perf_counter()
-    capture = together(
-        lambda: _capture(model, bind(model, *as_call(meta_inputs)), options, world_size()), lambda c: c.graph.digest
-    )
-    captured_s = time.perf_counter() - started
+    call = bind(model, *as_call(meta_inputs))
+    capture = together(lambda: _capture(model, call, options, world_size()), lambda c: c.graph.digest)
     if given is not None:
-        together(lambda: _check_belongs(given, capture.graph))
-        made = given
+        made = together(lambda: _belonging(given, capture, call))
     else:
+        found = functools.partial(
+            _plan, mesh=mesh, cluster=hardware, size=world_size(), options=options,
+            captured_s=time.perf_counter() - started, progress=progress,
+        )  # fmt: skip
         text = decided_by_first(
-            lambda: _shared(_plan(capture, mesh, hardware, world_size(), options, captured_s, progress))
+            lambda: _shared(_over_range(found, model, call, capture, options, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     return _parallelize(model, meta_inputs, capture, made, hardware, options, mesh)
@@ -284,13 +314,18 @@ def _check_world(mesh: Mesh | None) -> None:
         )
 
 
-def _check_belongs(plan: Plan, graph: Graph) -> None:
-    if plan.graph_digest != graph.digest:
+def _belonging(plan: Plan, capture: Capture, call: Call) -> Plan:
+    """The plan for this capture: as it is, or carried to a size of its range."""
+    made = fitted(plan, capture, call)
+    if made is None:
+        graph = capture.graph
         raise PlanError(
             "The plan belongs to another model or other inputs.",
             found=f"a plan of {plan.model} for graph {plan.graph_digest}; this is {graph.name}, graph {graph.digest}",
-            hint="plan again for this model and batch: autopar.plan(model, meta_inputs, ...).",
+            hint="plan again for this model and batch: autopar.plan(model, meta_inputs, ...), with dynamic_shapes for "
+            "sizes that vary.",
         )
+    return made
 
 
 def _parallelize(
@@ -354,8 +389,10 @@ def _compile(
     fixed = dataclasses.replace(
         fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state.plan)
     )
-    made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
-    plan = made if isinstance(made, Plan) else Plan.from_json(made)
+    plan = None if every else fitted(state.plan, capture, call)
+    if plan is None:
+        made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
+        plan = made if isinstance(made, Plan) else Plan.from_json(made)
     _keep_states(model, plan, state)
     return _variant(model, capture, plan, fixed, state, call, cluster)
 
@@ -453,7 +490,7 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
         accumulation_steps=plan.options.get("accumulation_steps", 1),
     )  # fmt: skip
     capture = _capture(model, call, options, plan.mesh.size)
-    _check_belongs(plan, capture.graph)
+    plan = _belonging(plan, capture, call)
     lowered = passes.lower(plan.program, capture.graph, plan.mesh)
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])

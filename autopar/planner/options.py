@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.errors import AutoparError
+from autopar.planner.ranges import Ranges
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Options:
         backend: ``"eager"`` runs op by op; ``"inductor"`` fuses pointwise ops and reductions, which then cost what
             they move at the borders of their kernels.
         mixed_precision: the text of a ``precision.MixedPrecision``.
+        ranges: of the sizes of inputs that one plan serves.
         compare: schedule, time and measure every baseline, also those that cannot be better than the plan.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
         accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
@@ -49,6 +51,7 @@ class Options:
     compare: bool = False
     device: str = "cuda"
     mixed_precision: str | None = None
+    ranges: Ranges | None = None
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
 

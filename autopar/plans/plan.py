@@ -123,6 +123,24 @@ class Plan:
         text = json.dumps(program_to(replace_times(self.program)), sort_keys=True)
         return hashlib.sha256((self.graph_digest + text).encode()).hexdigest()[:16]
 
+    @cached_property
+    def symbolic(self) -> Mapping[str, Any]:
+        """With ``dynamic_shapes`` formulas in sympy of the sizes that vary: ``flops`` of a step of all ranks; of the
+        fullest rank ``saved_bytes`` from forward to backward and ``communicated_bytes``; the shape of each input and
+        output. Empty otherwise.
+        """
+        data = self.options.get("dynamic_shapes") or {}
+        if not data.get("formulas"):
+            return {}
+        import sympy
+
+        symbols = {name: sympy.Symbol(name) for name, *_ in data["symbols"]}  # plain, so that subs takes their names
+
+        def read(text: Any) -> Any:
+            return sympy.sympify(text, locals=symbols) if isinstance(text, str) else tuple(map(read, text))
+
+        return {name: read(text) for name, text in data["formulas"].items()}
+
     def explain(self, name: str = "") -> str:
         """What each alternative spec of a tensor would have cost and forced elsewhere, and what the constraints cost.
 
