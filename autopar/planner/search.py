@@ -23,8 +23,8 @@ from autopar.planner.pricing import Prices
 from autopar.planner.random_plans import random_solution
 from autopar.planner.schedule import schedule
 from autopar.planner.tightening import Rows
-from autopar.planner.timeline import Timeline
-from autopar.planner.transfers import forward_seconds, host_usages
+from autopar.planner.timeline import Timeline, simulate_streams
+from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds, host_usages
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
@@ -44,10 +44,15 @@ JOINT_SHARE = 0.8
 SECOND_STAGE_GAP = 0.01
 """Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
 free optimum."""
+SECOND_STAGE_MOST = 2000
+"""Variables of the joint problem up to which: the moments of more take longer than they are worth."""
 SMALLEST_ROUNDS = 6
 SMALLER = 0.99
 NEARLY = 1.005
 """Times the smallest usage, within which the cheapest choice is taken."""
+
+MOST_EXPOSED = 1e-3
+"""Of the step: where the forward waits longer than that for copies, more rows see to it that they hide."""
 
 HOST_TIME = 10_000
 """Of the rows by which transfers hide: beyond those of memory, so that prices of rows keep their times."""
@@ -176,6 +181,7 @@ class _Search:
     rivals: Sequence[Rival] = ()
     baseline: str = ""
     hideable_s: float = math.inf
+    hiding_parts: int = 1
 
     @property
     def decisions(self) -> Decisions:
@@ -235,15 +241,19 @@ class _Search:
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._all_by_checkpoints(free, deadline)
         self.say("over the budget: keep less")
-        keeping, kept = self.objective, self._within_budget(deadline, KEEPING_SHARE)
+        keeping, kept = self.objective, self._within_budget(deadline, KEEPING_SHARE, nearly_free=True)
         if kept is not None and kept.solution.gap <= max(self.options.gap, NEARLY_FREE):
             return kept
         self.say("over the budget: keep or recompute")
-        checkpoints = self._checkpoints(free)
+        checkpoints, seeds = self._checkpoints(free), self.seeds
         self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
         result = self._within_budget(deadline, JOINT_SHARE)
         if result is None or result.solution.gap > SECOND_STAGE_GAP:
-            result = self._better(result, checkpoints.within(self.budget, deadline))
+            joint, self.objective, self.seeds = (self.objective, self.seeds), keeping, seeds
+            kept = kept or self._within_budget(deadline, KEEPING_SHARE)
+            self.objective, self.seeds = joint
+            if len(self.decisions.variables) <= SECOND_STAGE_MOST:
+                result = self._better(result, checkpoints.within(self.budget, deadline))
         if kept is not None and (result is None or kept.solution.objective < result.solution.objective):
             bound = self.bound if result is None else result.solution.lower_bound
             self.objective = keeping
@@ -298,33 +308,44 @@ class _Search:
         return now + share * max(deadline - now, 1.0)
 
     def _within_budget(
-        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None
-    ) -> _Result | None:
+        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None, *,
+        nearly_free: bool = False,
+    ) -> _Result | None:  # fmt: skip
         """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
         (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of the
-        time that is left. The bound is that of rows that set nothing aside."""
+        time that is left, or, with ``nearly_free``, what is found costs clearly more than without a budget. The bound
+        is that of rows that set nothing aside."""
         deadline = self._in(share, deadline)
         rows = rows or Rows(self.decisions, self.options)
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
+        exposed: _Result | None = None
         for turn in range(TIGHTEN_ROUNDS):
             if turn and time.perf_counter() > deadline:
                 break
             try:
                 result = self._once(rows, self.budget, self._in(ROUND_SHARE, deadline), warm)
             except (InfeasibleError, SolverError):  # the solver may find nothing so near to the smallest limit
-                return None
+                return exposed
             if not any(rows.unseen.values()):
                 bound = max(bound, result.solution.lower_bound)
                 self.bound = bound if joint else self.bound
+            if nearly_free and bound > self.bound * (1 + NEARLY_FREE):
+                return None
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
-                return replace(result, solution=_bounded(result.solution, bound, self.options.gap))
+                result = replace(result, solution=_bounded(result.solution, bound, self.options.gap))
+                if self.hiding_parts == PARTS or not _is_exposed(result):
+                    return result if exposed is None else min(exposed, result, key=self._step_seconds)
+                exposed, self.hiding_parts = result, PARTS
             warm = result.solution.choice
-            self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
-            if not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
+            self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter" if over > 0 else "copies that cannot hide")
+            if over > 0 and not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
                 break
-        return None
+        return exposed
+
+    def _step_seconds(self, result: _Result) -> float:
+        return simulate_streams(result.program, self.prices.overlap).seconds
 
     def _once(self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None) -> _Result:
         start = time.perf_counter()
@@ -346,7 +367,7 @@ class _Search:
         used = rows.usages() if rows else ()
         if rows and math.isfinite(limit) and math.isfinite(self.hideable_s):
             host = self.prices.cluster.host
-            used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit)
+            used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit, self.hiding_parts)
         return self.objective.problem(used, limit)
 
     def _choose(self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None) -> Solution:
@@ -414,6 +435,10 @@ class _Search:
             hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; "
             + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
+
+
+def _is_exposed(result: _Result) -> bool:
+    return exposed_seconds(result.program) > MOST_EXPOSED * result.solution.objective
 
 
 def _bounded(solution: Solution, bound: float, gap: float) -> Solution:

@@ -54,13 +54,16 @@ def state_seconds(away: Sequence[int], host: Link) -> Array:
     return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in away])
 
 
-def host_usages(d: Decisions, host: Link, hideable_s: float, time: int, limit: float) -> tuple[Usage, ...]:
+def host_usages(
+    d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = PARTS
+) -> tuple[Usage, ...]:  # fmt: skip
     """Rows at ``time`` and after that let all that is offloaded hide: what is made in the last part of the forward is
     copied by its end, for several such parts. What comes back has the backward, which is longer.
 
     Args:
         hideable_s: seconds of computation in the forward.
         limit: what a row may use in all, so that the solver needs no other for it.
+        parts: so many of ``PARTS`` rows, from that for all of the forward on.
     """
     made = _work_before(d)
     offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
@@ -68,11 +71,21 @@ def host_usages(d: Decisions, host: Link, hideable_s: float, time: int, limit: f
     for i, v in offloading:
         assert v.value is not None
         seconds = hold_seconds(d, v, host) / 2
-        for part in range(PARTS):
+        for part in range(parts):
             if made[v.value.node] >= part / PARTS:
                 room_s = max(hideable_s * (1 - part / PARTS) * HIDING_SHARE, 1e-12)
                 found.append(Usage(i, seconds * (limit / room_s), time + part, time + part + 1))
     return tuple(found)
+
+
+def exposed_seconds(program: Program) -> float:
+    """Seconds that the forward of ``program`` waits at its end for copies to the host, which had no time to hide."""
+    now_s = free_s = 0.0
+    for op in program.ops:
+        if op.phase == "forward":
+            now_s += _computing(op)
+            free_s = max(free_s, now_s) + op.seconds if op.kind == "offload" else free_s
+    return max(free_s - now_s, 0.0)
 
 
 def forward_seconds(program: Program) -> float:

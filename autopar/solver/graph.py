@@ -42,9 +42,10 @@ class Graph:
     choosing: the rest stays exact whatever costs are added to them later.
     """
 
-    def __init__(self, problem: Problem, protected: Iterable[int] = ()) -> None:
+    def __init__(self, problem: Problem, protected: Iterable[int] = (), averaged: Iterable[int] = ()) -> None:
         self.problem = problem
         self.protected = frozenset(protected)
+        self.averaged = frozenset(averaged)
         self.costs = [np.asarray(cost, dtype=float) for cost in problem.costs]
         self.options: list[IndexArray] = [np.arange(len(cost)) for cost in self.costs]
         self.neighbours: list[dict[int, Array]] = [{} for _ in self.costs]
@@ -224,7 +225,7 @@ class Graph:
             over = -float(self.limits.min())
             raise InfeasibleError("No choice fits the limit.", found=f"the smallest options exceed it by {over:,.0f}")
         for node in self.nodes():
-            if self.rows[node]:
+            if self.rows[node] and node not in self.averaged:
                 self.keep(node, ~self.oversized(node))
         intervals = [(row.start, row.end) for node in self.nodes() for row in self.rows[node]]
         largest = np.zeros(len(self.limits) + 1)

@@ -167,10 +167,10 @@ def _round(found: _Relaxed, incumbent: Incumbent, deadline: float) -> None:
         near = _restricted(graph, distance, flows)
         if near is not None:
             seconds = NEAR_SHARE * (deadline - incumbent.seconds())
-            _solve_exactly(near, incumbent, seconds, found.bound)
+            solve_exactly(near, incumbent, seconds, found.bound)
 
 
-def _solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: float) -> None:
+def solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: float) -> None:
     """The best choice in ``near``, to within a part of the gap that is asked for."""
     with contextlib.suppress(InfeasibleError):
         reduce(near, WorkBudget(WORK))

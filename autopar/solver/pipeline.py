@@ -5,12 +5,14 @@ Every step before the ILP is exact; the bound that is returned holds for the pro
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import highs, linear
 from autopar.solver.ascent import ascend, bar_superfluous_pairs, search_from
+from autopar.solver.blocks_linear import relax_blocks
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.folding import Part, SolvePart, fold, solve_folded
 from autopar.solver.graph import Graph
@@ -35,6 +37,9 @@ WORK = 1.5e8
 
 MAX_UNFOLDED_PAIRS = 500_000
 """Pairs of options up to which a problem with a limit is not folded."""
+
+BLOCKS_SHARE = 0.5
+"""Of the time, for the linear program of repeated blocks."""
 
 ROUNDS = 4
 SWEEPS = 200
@@ -79,21 +84,30 @@ def solve(
         incumbent.offer(first, "greedy")
     size: dict[str, int] = {}
     method: list[str] = []
-    tied = None if _is_limited_and_small(problem, chosen) else folding(problem)
+    tied = folding(problem)
+    if tied is not None and chosen == "highs" and _is_limited(problem):
+        method.append("linear program of blocks")
+        with contextlib.suppress(InfeasibleError):
+            relax_blocks(incumbent, tied.parts, BLOCKS_SHARE * time_limit)
+    if incumbent.proven() or _is_limited_and_small(problem, chosen):
+        tied = None
     if tied is not None:
         size.update(_problem_size(problem))
         method.append("folding")
         solve_folded(incumbent, tied, _part_solver(backend), size, warm_starts)
-    flat = tied is None or (not incumbent.proven() and _flat_is_worth_trying(incumbent))
-    if flat:
+    if not incumbent.proven() and (tied is None or _flat_is_worth_trying(incumbent)):
         _solve_flat(incumbent, backend, warm_starts, size, method)
     return _solution(incumbent, size, method)
+
+
+def _is_limited(problem: Problem) -> bool:
+    return bool(problem.usages) and math.isfinite(problem.limit)
 
 
 def _is_limited_and_small(problem: Problem, backend: str) -> bool:
     """Whether one linear program tells more than that of a block: where blocks choose alike, they waste room."""
     pairs = sum(edge.cost.size for edge in problem.edges)
-    return backend == "highs" and bool(problem.usages) and math.isfinite(problem.limit) and pairs <= MAX_UNFOLDED_PAIRS
+    return backend == "highs" and _is_limited(problem) and pairs <= MAX_UNFOLDED_PAIRS
 
 
 def _part_solver(backend: str) -> SolvePart:

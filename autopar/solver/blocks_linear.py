@@ -1,0 +1,186 @@
+"""The linear program of a problem with repeated blocks and a limit, from one block of each run and the ends.
+
+Every copy of a block may choose for itself, so what the linear program says of a block is the average of its copies: a
+column agrees with its ghost but for what the two ends of the run differ by,
+
+    m (x[column] - x[ghost]) + x[before the run] - x[ghost behind it] = 0,    x[ghost of an outer node] = x[outer node]
+
+hold for the averages of every choice. So its optimum is a bound on the problem as it was given, whatever the number of
+copies; it is the best that prices of seams and of the limit can prove (see ``relaxation``), and the duals of the limit
+are these prices. A fractional value is a share of the copies: choices of the whole are then sought among the options
+that are used, where some copies take one and the others another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.solver import highs
+from autopar.solver.dominance import WorkBudget
+from autopar.solver.graph import Graph
+from autopar.solver.ilp import USAGE_SCALE, Model, build, flow_count
+from autopar.solver.incumbent import Incumbent
+from autopar.solver.linear import NEAR_FLOWS, ROUNDING, USED, WORK, solve_exactly
+from autopar.solver.parts import Parts
+from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage, UsagePrices
+from autopar.solver.reductions import drop_forbidden, reduce
+
+MAX_FLOWS = 400_000
+"""Larger programs are not tried."""
+
+NEAR_SHARES = ((0, 0.3), (NEAR_FLOWS, 0.3), (4 * NEAR_FLOWS, 0.5))
+"""Flows of the integer programs on what is nearest to what is used, and their shares of the time left."""
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """The ends and blocks reduced, and how far each option of their nodes is from being used, in seconds."""
+
+    graph: Graph
+    bound: float
+    distance: Mapping[int, Array]
+    owners: Mapping[int, IndexArray]
+
+
+def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float) -> None:
+    """A bound, prices of the limit, and choices for the incumbent's problem.
+
+    Raises:
+        InfeasibleError: nothing is allowed within the limit.
+    """
+    deadline = incumbent.seconds() + seconds
+    solved = _solve(incumbent, parts, deadline)
+    if solved is None:
+        return
+    incumbent.raise_bound(solved.bound if incumbent.choice is None else min(solved.bound, incumbent.objective))
+    for flows, share in NEAR_SHARES:
+        if incumbent.proven() or incumbent.seconds() > deadline:
+            return
+        near = _near(parts.whole, solved, flows)
+        if near is not None:
+            solve_exactly(near, incumbent, share * (deadline - incumbent.seconds()), solved.bound)
+
+
+def _near(whole: Problem, solved: _Solved, flows: int) -> Graph | None:
+    """The whole problem with the options that are used, and as many of the nearest as make about ``flows`` flows; None
+    where they allow nothing."""
+    reaches = np.unique(np.concatenate([*solved.distance.values(), np.zeros(1)]))
+    reaches = reaches[np.isfinite(reaches)]
+    low, high = 0, len(reaches) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _flows(solved, reaches[middle]) <= flows else (low, middle - 1)
+    try:
+        graph = Graph(whole)
+        for node, far in solved.distance.items():
+            for copy in solved.owners.get(node, np.zeros(0)).tolist():
+                graph.keep(copy, far[graph.options[copy]] <= reaches[low])
+        drop_forbidden(graph)
+    except InfeasibleError:
+        return None
+    return graph
+
+
+def _flows(solved: _Solved, reach: float) -> int:
+    kept = {node: int((far <= reach).sum()) for node, far in solved.distance.items()}
+    return sum(kept[u] * kept[v] * len(solved.owners.get(u, (0,))) for u, v in solved.graph.pairs())
+
+
+def _solve(incumbent: Incumbent, parts: Parts, deadline: float) -> _Solved | None:
+    together, first = _together(parts)
+    graph = Graph(together, _kept(parts, first), averaged=range(min(first), len(together.costs)))
+    reduce(graph, WorkBudget(WORK))
+    if flow_count(graph) > MAX_FLOWS or not len(graph.limits):
+        return None
+    magnitude = (incumbent.objective if incumbent.choice is not None else graph.offset) - graph.offset
+    plain = build(graph, magnitude if magnitude > 0 else graph.offset)
+    model = _coupled(plain, graph, parts, first)
+    found = highs.solve_relaxation(model, deadline - incumbent.seconds())
+    if found is None:
+        return None
+    end = len(plain.row_lower)
+    used = -found.row_duals[end - len(graph.limits) : end]
+    prices = np.maximum(used, 0.0) * model.scale * USAGE_SCALE / np.maximum(graph.limits, 1e-300)
+    incumbent.usage_prices = UsagePrices(graph.times.astype(float), prices)
+    owners = _owners(parts, first)
+    distance: dict[int, Array] = {}
+    for node, start, stop in zip(model.nodes, model.first[:-1], model.first[1:], strict=True):
+        reduced = np.maximum(found.reduced_costs[start:stop], 0.0) * model.scale / len(owners.get(node, (0,)))
+        distance[node] = np.full(len(together.costs[node]), np.inf)
+        distance[node][graph.options[node]] = np.where(found.values[start:stop] > USED, 0.0, reduced + ROUNDING)
+    return _Solved(graph, found.objective * model.scale + graph.offset, distance, owners)
+
+
+def _together(parts: Parts) -> tuple[Problem, list[int]]:
+    """The ends, and each block once with the weight of all its copies; and where each begins."""
+    costs, edges, usages = list(parts.ends.costs), list(parts.ends.edges), list(parts.ends.usages)
+    first = []
+    for block in parts.blocks:
+        at, m = len(costs), block.count
+        first.append(at)
+        scaled = {id(x): m * x for x in (*block.problem.costs, *(e.cost for e in block.problem.edges))}
+        costs += [scaled[id(c)] for c in block.problem.costs]
+        edges += [Edge(e.u + at, e.v + at, scaled[id(e.cost)]) for e in block.problem.edges]
+        usages += [Usage(u.node + at, m * u.option, u.start, u.end) for u in block.problem.usages]
+    return Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit), first
+
+
+def _kept(parts: Parts, first: list[int]) -> set[int]:
+    kept: set[int] = set()
+    for block, at in zip(parts.blocks, first, strict=True):
+        for column, ghost, before, behind in block.seams:
+            kept |= {column + at, ghost + at, before, behind}
+        for ghost, node in block.outer:
+            kept |= {ghost + at, node}
+    return kept
+
+
+def _owners(parts: Parts, first: list[int]) -> dict[int, IndexArray]:
+    """For a node of the ends or of a block: the nodes of the whole problem that it stands for."""
+    owners = {i: parts.explicit[i : i + 1] for i in range(len(parts.explicit))}
+    for block, at in zip(parts.blocks, first, strict=True):
+        owners |= {column + at: block.copies[:, column] for column in range(block.copies.shape[1])}
+    return owners
+
+
+def _equations(parts: Parts, first: list[int]) -> list[list[tuple[int, float]]]:
+    """Weighted nodes whose values add up to 0, option by option."""
+    found = []
+    for block, at in zip(parts.blocks, first, strict=True):
+        m = float(block.count)
+        for column, ghost, before, behind in block.seams:
+            found.append([(column + at, m), (ghost + at, -m), (before, 1.0), (behind, -1.0)])
+        found += [[(ghost + at, 1.0), (node, -1.0)] for ghost, node in block.outer]
+    return found
+
+
+def _options(graph: Graph, terms: list[tuple[int, float]]) -> np.ndarray:
+    return np.unique(np.concatenate([graph.options[node] for node, _ in terms]))
+
+
+def _coupled(model: Model, graph: Graph, parts: Parts, first: list[int]) -> Model:
+    """``model`` with the equations that hold for averages over copies."""
+    start_of = dict(zip(model.nodes, model.first[:-1].tolist(), strict=True))
+    starts, columns, values = [model.starts], [model.columns], [model.values]
+    end, rows = int(model.starts[-1]), 0
+    for terms in _equations(parts, first):
+        for option in _options(graph, terms).tolist():
+            entries = [
+                (start_of[node] + int(np.searchsorted(graph.options[node], option)), weight)
+                for node, weight in terms if option in graph.options[node]
+            ]  # fmt: skip
+            columns.append(np.array([c for c, _ in entries], dtype=np.int64))
+            values.append(np.array([w for _, w in entries]))
+            end += len(entries)
+            starts.append(np.array([end], dtype=np.int64))
+            rows += 1
+    zeros = np.zeros(rows)
+    return replace(
+        model, starts=np.concatenate(starts), columns=np.concatenate(columns), values=np.concatenate(values),
+        row_lower=np.concatenate([model.row_lower, zeros]), row_upper=np.concatenate([model.row_upper, zeros]),
+    )  # fmt: skip
+

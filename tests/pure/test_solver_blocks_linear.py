@@ -1,0 +1,67 @@
+"""The linear program of a block and the ends: a bound on any number of copies, and choices where copies differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError
+from autopar.solver import brute_force, evaluate, highs
+from autopar.solver.blocks_linear import relax_blocks
+from autopar.solver.folding import fold
+from autopar.solver.graph import Graph
+from autopar.solver.ilp import build
+from autopar.solver.incumbent import Incumbent
+from tests.pure.test_solver_folding import chain
+from tests.pure.test_solver_mixture import knapsack
+
+pytestmark = pytest.mark.skipif(not highs.is_installed(), reason="needs HiGHS")
+
+
+def relaxed(problem) -> Incumbent:
+    incumbent, tied = Incumbent(problem, 60.0, 1e-9, None), fold(problem)
+    assert tied is not None
+    relax_blocks(incumbent, tied.parts, 60.0)
+    return incumbent
+
+
+def linear_optimum(problem) -> float:
+    graph = Graph(problem)
+    model = build(graph, 1.0)
+    found = highs.solve_relaxation(model, 60.0)
+    assert found is not None
+    return found.objective * model.scale + graph.offset
+
+
+@pytest.mark.parametrize("seam", [0.0, 0.25])
+@pytest.mark.parametrize("limit", [25.0, 55.0, 100.0, 119.0])
+def test_it_is_the_linear_program_of_all_copies(limit: float, seam: float) -> None:
+    problem = knapsack(12, limit, seam)
+    found = relaxed(problem)
+    assert found.lower_bound <= linear_optimum(problem) * (1 + 1e-9)
+    assert found.lower_bound >= 12 - limit / 10 - 1e-6
+    assert found.objective == pytest.approx(12 - limit // 10 + (seam if limit > 10 else 0.0))
+    assert found.usage_prices.total() == pytest.approx(0.1)
+
+
+def test_what_only_some_copies_have_room_for_is_not_barred() -> None:
+    """All copies together could not take it: ten bytes each, of fifteen."""
+    assert relaxed(knapsack(12, 15.0)).objective == pytest.approx(11.0)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=8, deadline=None)
+def test_the_bound_lies_below_the_optimum_and_choices_keep_to_the_limit(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    problem = chain(random, 7, width=1, options=3, limit=float(random.integers(5, 25)))
+    try:
+        best = brute_force(problem).objective
+    except InfeasibleError:
+        return
+    found = relaxed(problem)
+    assert found.lower_bound <= best * (1 + 1e-7) + 1e-9
+    if found.choice is not None:
+        assert evaluate(problem, found.choice) == (pytest.approx(found.objective), True)
+        assert found.objective >= best * (1 - 1e-9)
