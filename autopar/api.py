@@ -88,6 +88,8 @@ def plan(
         compare=compare, accumulation_steps=accumulation_steps,
     )  # fmt: skip
     started = time.perf_counter()
+    if progress is not None:
+        progress("capture")
     call = bind(model, *as_call(meta_inputs))
     options = dataclasses.replace(options, ranges=as_ranges(dynamic_shapes, shapes_of(call)))
     capture = _capture(model, call, options, size)

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import shutil
+import socket
 import subprocess
 import time
 import urllib.error
@@ -41,6 +42,14 @@ class Browser:
     def run(self, script: str, *arguments: Any) -> Any:
         return self.call("POST", f"{self.path}/execute/sync", script=script, args=list(arguments))
 
+    def until(self, script: str, wanted: Any) -> None:
+        """Wait until ``script`` returns ``wanted``: a busy machine is late."""
+        for _ in range(100):
+            if self.run(script) == wanted:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{script}: {self.run(script)!r}, not {wanted!r}")
+
     def devtools(self, command: str, **given: Any) -> Any:
         return self.call("POST", f"{self.path}/goog/cdp/execute", cmd=command, params=given)
 
@@ -70,11 +79,14 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browser(port: int) -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
     """A session, ended in any case; skips the test where there is no Chromium."""
     driver = shutil.which("chromedriver")
     if driver is None or not (shutil.which("chromium") or shutil.which("google-chrome")):
         pytest.skip("chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
     process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(100):

@@ -4,39 +4,85 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from autopar.errors import AutoparError
 
 COMMANDS = {
     "plan": "plan how a model trains on a cluster, and print the plan",
-    "compare": "compare the plan with DDP, ZeRO, tensor parallel and their like",
     "explain": "show what each spec of a tensor would cost, and what the constraints cost",
+    "compare": "compare the plan with DDP, ZeRO, tensor parallel and their like",
+    "diff": "show what differs between two saved plans",
+    "emit": "write the Python program that every rank of a plan runs",
     "profile": "measure this machine's collectives and kernels, into a cluster file",
-    "check": "check that planned programs compute here what the model computes",
+    "check": "show what autopar finds here and what would not work, and try a small model",
 }
 """Each is a module of this package with ``add_arguments(parser)`` and ``run(arguments) -> int``."""
+
+EXAMPLES = """\
+start here; nothing needs a GPU:
+  autopar check                                              what works on this machine
+  autopar plan gpt2 --mesh 2x4 --cluster dgx-h100            a Hugging Face model type with its defaults
+  autopar plan llama-3-405b --mesh 2048x8 --cluster dgx-h100 --batch 2048x8192 --report plan.html
+  autopar plan config.json --mesh 32x8 --cluster dgx-h100 --batch 256x4096 --budget 70GiB --output plan.json
+  autopar plan mypackage.train:model_and_inputs --mesh dp=2,tp=4 --cluster dgx-a100
+  autopar explain gpt2 --mesh 8 --cluster dgx-h100 --name transformer.wte.weight
+  autopar diff plan.json other.json
+
+autopar COMMAND --help says more.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, or 1 after an error that the user can mend."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="autopar", description="An automatic parallelization compiler for PyTorch.")
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, purpose in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".")
-        if given[:1] == [name]:  # the modules of the others stay unread, and with them most of torch
-            importlib.import_module(f"autopar.cli.{name}").add_arguments(command)
-    chosen = parser.parse_args(given)
+    chosen = _parser(given).parse_args(given)
     chosen.given = given
     try:
         status: int = importlib.import_module(f"autopar.cli.{chosen.command}").run(chosen)
+        sys.stdout.flush()
     except AutoparError as error:
         print(f"autopar {chosen.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"autopar {chosen.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001  the user's model or a library raised it; a traceback is for who asks
+        return _unforeseen(chosen.command, error)
     return status
+
+
+def _unforeseen(command: str, error: Exception) -> int:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    print(f"autopar {command}: {type(error).__name__}: {error}", file=sys.stderr)
+    print(f"  found: raised in {last.filename}, line {last.lineno}", file=sys.stderr)
+    print("  hint:  AUTOPAR_TRACEBACK=1 shows where it came from.", file=sys.stderr)
+    if os.environ.get("AUTOPAR_TRACEBACK"):
+        traceback.print_exception(error)
+    return 1
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="autopar", description="An automatic parallelization compiler for PyTorch.", epilog=EXAMPLES,
+        formatter_class=plain,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", formatter_class=plain
+        )
+        if given[:1] == [name]:  # the modules of the others stay unread, and with them most of torch
+            importlib.import_module(f"autopar.cli.{name}").add_arguments(command)
+    return parser
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""``autopar check``: plan a model, run every rank's program here, and compare with the model itself."""
+"""``autopar check``: what works on this machine; then plan a model, run every rank's program, and compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.cli import models
+from autopar.cli import models, surroundings
 from autopar.cli.plan import constraints_of, mesh_of
 
 TOLERANCE = 1e-5
@@ -17,6 +17,11 @@ TOLERANCE = 1e-5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "examples:\n  autopar check\n  autopar check gpt2 --layers 1 --mesh 2,2\n\n"
+        "First what is found here: torch, solvers, devices, links, libraries. Then a model, by default a small one,\n"
+        "is planned for the mesh, all its ranks run in this process, and each gradient is compared with one device's.\n"
+    )
     models.add_arguments(parser, required=False)
     parser.set_defaults(batch=4, sequence=32)
     parser.add_argument("--mesh", metavar="N,M", default="2,2", help="default 2,2")
@@ -29,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from autopar import api
 
+    print(surroundings.text() + "\n")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model, inputs = models.load_model(arguments, meta=False) if arguments.model else _small_model()

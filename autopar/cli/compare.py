@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 
 from autopar.cli import plan
+from autopar.cli.progress import told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_arguments(parser, report=False)
+    parser.epilog = (
+        "example:\n  autopar compare gpt2 --mesh 2x4 --cluster dgx-h100\n\n"
+        "Every known way is completed by the same solver and priced by the same model as the plan.\n"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from autopar.comparison import compare
 
-    model, inputs = plan.asked_model(arguments)
-    print(compare(model, inputs, **plan.options_of(arguments)))
+    with told() as progress:
+        model, inputs = plan.asked_model(arguments)
+        compared = compare(model, inputs, **plan.options_of(arguments, progress))
+    print(compared)
     return 0

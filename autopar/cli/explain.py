@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 
 from autopar.cli import plan
+from autopar.cli.progress import told
+
+EXAMPLES = """\
+examples:
+  autopar explain gpt2 --mesh 8 --cluster dgx-h100 --name transformer.wte.weight
+  autopar explain gpt2 --mesh 2x4 --cluster dgx-h100 --constraint "lm_head.weight=S0R"
+
+Every row is the best plan with that one spec forced, so what it forces elsewhere is in its cost. The names are those of
+plan.specs: parameters, input:NAME, output:NAME, modules, and nodes of the graph.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_arguments(parser, report=False)
+    parser.epilog = EXAMPLES
     parser.add_argument(
         "--name", default="", metavar="NAME", help="a parameter, input:NAME, output:NAME, module or node"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from autopar import api
-
-    model, inputs = plan.asked_model(arguments)
-    print(api.plan(model, inputs, **plan.options_of(arguments)).explain(arguments.name))
+    made = plan.planned(arguments)
+    with told() as progress:
+        progress("explain: plan again with each spec")
+        text = made.explain(arguments.name)
+    print(text)
     return 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import functools
 import importlib
 import json
 import re
 import sys
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
+from autopar.mesh.tables import parse_toml
 
 HINT = "name module:function, which returns a model and its inputs, a Hugging Face config.json, or a type: gpt2."
+PRESETS = "presets.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """What names a model and the size of its inputs."""
     parser.add_argument(
         "model", metavar="MODEL", nargs=None if required else "?",
-        help="module:function, which returns (model, inputs); a Hugging Face config.json; or a model's type: gpt2",
+        help="module:function, which returns (model, inputs); a Hugging Face config.json; a type with its defaults: "
+        f"gpt2, llama, bert, vit, ...; or one of {', '.join(presets())}",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=_batch, default=(8, None), metavar="N[xTOKENS]",
         help="samples, and tokens of each, for Hugging Face models (default 8x512)",
     )  # fmt: skip
-    parser.add_argument("--sequence", type=int, help="tokens of a sample, likewise")
-    parser.add_argument("--layers", type=int, help="use so many layers, likewise")
+    parser.add_argument("--sequence", type=_positive, metavar="N", help="tokens of a sample, likewise")
+    parser.add_argument("--layers", type=_positive, metavar="N", help="use so many layers, likewise")
 
 
 def _batch(text: str) -> tuple[int, int | None]:
@@ -39,6 +45,18 @@ def _batch(text: str) -> tuple[int, int | None]:
     if found is None or int(found[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no batch: write 8, or 8x4096")
     return int(found[1]), int(found[2]) if found[2] else None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+@functools.cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Published models by name."""
+    return parse_toml(files("autopar.cli").joinpath(PRESETS).read_text(), PRESETS)
 
 
 def load_model(arguments: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any]:
@@ -55,7 +73,7 @@ def load_model(arguments: argparse.Namespace, *, meta: bool) -> tuple[nn.Module,
         return _hugging_face(_read_config(Path(name)), arguments, meta)
     if ":" in name:
         return _from_function(name)
-    return _hugging_face({"model_type": name}, arguments, meta)
+    return _hugging_face(presets().get(name, {"model_type": name}), arguments, meta)
 
 
 def _from_function(name: str) -> tuple[nn.Module, Any]:
@@ -95,28 +113,45 @@ def _hugging_face(values: Mapping[str, Any], arguments: argparse.Namespace, meta
     transformers = _transformers()
     kind = str(values["model_type"])
     if kind not in transformers.CONFIG_MAPPING:
-        raise AutoparError("There is no such model.", found=kind, hint=HINT)
-    given = {k: v for k, v in values.items() if k != "model_type"}
-    config = transformers.AutoConfig.for_model(kind, **given)
+        near = difflib.get_close_matches(kind, [*transformers.CONFIG_MAPPING, *presets()], n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else HINT
+        raise AutoparError("There is no such model.", found=kind, hint=hint)
+    given = {k: v for k, v in values.items() if k not in ("model_type", "dtype", "torch_dtype")}
+    try:
+        config = transformers.AutoConfig.for_model(kind, **given)
+    except Exception as error:  # noqa: BLE001  each config checks itself in its own way
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise AutoparError("transformers refuses the config.", found=said, hint="mend that entry of it.") from None
     if arguments.layers is not None:
         for key in LAYER_COUNTS:
             if hasattr(config, key):
                 setattr(config, key, arguments.layers)
     config.use_cache = False
     with torch.device("meta" if meta else "cpu"):
-        model = _head(transformers, config)(config)
+        model = _head(transformers, config)(config).to(_dtype(values))
     return model.train(), _inputs(config, arguments, "meta" if meta else "cpu")
+
+
+def _dtype(values: Mapping[str, Any]) -> torch.dtype:
+    """Of the parameters, as the config says; float32 where it says nothing."""
+    name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise AutoparError("The config's dtype is none.", found=name, hint='a right line is: "dtype": "bfloat16"')
+    return found
 
 
 def _transformers() -> Any:
     try:
-        return importlib.import_module("transformers")
+        transformers = importlib.import_module("transformers")
+        transformers.logging.set_verbosity_error()  # what it warns of is not about planning
     except ImportError:
         raise AutoparError(
             "Models by type or config need Hugging Face transformers.",
             found="transformers is not installed",
             hint="pip install transformers, or name module:function.",
         ) from None
+    return transformers
 
 
 def _head(transformers: Any, config: Any) -> Any:

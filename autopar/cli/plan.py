@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
-import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from autopar.cli import models
+from autopar.cli.progress import Progress, told
+from autopar.cost_models import optimizer_state_bytes
 from autopar.errors import AutoparError
+
+EXAMPLES = """\
+examples:
+  autopar plan gpt2 --mesh 2x4 --cluster dgx-h100
+  autopar plan llama-3-8b --mesh 8 --cluster dgx-h100 --batch 8x4096 --budget 70GiB --report plan.html
+  autopar plan config.json --mesh 32x8 --cluster my-cluster.toml --output plan.json
+  autopar plan train:model_and_inputs --mesh dp=2,tp=4 --constraint "lm_head.weight=S0R"
+
+A mesh arranges the devices along axes: 32x8 is 32 groups of 8, the last axis varies fastest, so that with 8 devices a
+node it lies inside nodes. In a spec, S0R means: dim 0 is cut by mesh axis 0, dim 1 is whole; see docs/explanation.
+Ctrl-C while it solves prints the best plan found so far, with its gap to the bound.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> None:
     """What says how to plan; with ``report`` also what to do with the plan."""
     models.add_arguments(parser)
     parser.add_argument("--mesh", metavar="NxM", help="its shape, or dp=2,tp=4; default chosen for the cluster")
-    parser.add_argument("--cluster", metavar="NAME", help="dgx-h100, dgx-h100:32, or a file of autopar profile")
+    parser.add_argument(
+        "--cluster", metavar="NAME",
+        help="dgx-h100, dgx-h100:32 (devices), or a file of autopar profile; default this machine",
+    )  # fmt: skip
     parser.add_argument(
         "--budget", "--memory-budget", dest="memory_budget", metavar="SIZE",
         help="memory on each device, such as 60GiB; default all it has",
@@ -27,23 +46,57 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
         "--constraint", action="append", default=[], metavar="GLOB=SPEC",
         help="a spec such as S0R, or column, row, shard, replicate; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="for the solver (default 60)")
+    parser.add_argument("--search", default="joint", help="joint, two-stage, or baseline:NAME (default joint)")
+    parser.add_argument("--time-limit", type=_seconds, default=40.0, metavar="S", help="for the solver (default 40)")
     if report:
-        parser.add_argument("--output", metavar="FILE", help="save the plan as JSON")
+        parser.epilog = EXAMPLES
+        parser.add_argument("--output", type=Path, metavar="FILE", help="save the plan as JSON")
+        parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report that opens offline")
         parser.add_argument("--source", action="store_true", help="print the local program too")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from autopar import api
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: write 60")
+    return seconds
 
-    model, inputs = asked_model(arguments)
-    plan = api.plan(model, inputs, **options_of(arguments))
+
+def run(arguments: argparse.Namespace) -> int:
+    check_writable([f for f in (arguments.output, arguments.report) if f is not None])
+    plan = planned(arguments)
     print(plan)
     if arguments.source:
         print(f"\n{plan.source}")
     if arguments.output:
         plan.save(arguments.output)
+    if arguments.report:
+        plan.report(arguments.report)
     return 0
+
+
+def planned(arguments: argparse.Namespace, **more: Any) -> Any:
+    """The plan that the command line asks for; Ctrl-C ends the search with the best so far."""
+    from autopar import api
+
+    with told() as progress:
+        model, inputs = asked_model(arguments)
+        return api.plan(model, inputs, **options_of(arguments, progress), **more)
+
+
+def check_writable(files: Sequence[Path]) -> None:
+    """Before anything takes time.
+
+    Raises:
+        AutoparError: a file cannot be written.
+    """
+    for file in files:
+        folder = file.parent
+        if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+            raise AutoparError("The file cannot be written.", found=str(file), hint=f"is {folder} a folder of yours?")
 
 
 def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -52,14 +105,27 @@ def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return models.load_model(arguments, meta=True)
 
 
-def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def options_of(arguments: argparse.Namespace, progress: Progress | None = None) -> dict[str, Any]:
     """What the command says about planning, as `autopar.plan` takes it."""
     return dict(
         mesh=mesh_of(arguments.mesh), cluster=arguments.cluster, memory_budget=arguments.memory_budget,
-        optimizer=arguments.optimizer, constraints=constraints_of(arguments.constraint),
-        mixed_precision=arguments.mixed_precision,
-        time_limit=arguments.time_limit, progress=lambda stage: print(f"{stage} ...", file=sys.stderr),
+        optimizer=_optimizer(arguments.optimizer), constraints=constraints_of(arguments.constraint),
+        mixed_precision=arguments.mixed_precision, search=arguments.search,
+        time_limit=arguments.time_limit, progress=progress,
     )  # fmt: skip
+
+
+def _optimizer(text: str) -> str | float:
+    """A name, or bytes of state for each element.
+
+    Raises:
+        AutoparError: it is neither.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        optimizer_state_bytes(text, 1, "float32")
+        return text
 
 
 def mesh_of(text: str | None) -> object:
@@ -75,7 +141,7 @@ def mesh_of(text: str | None) -> object:
     parts = [part.partition("=") for part in text.split(",")]
     named = all(sign for _, sign, _ in parts)
     sizes = [size if named else name for name, sign, size in parts if named or not sign]
-    if len(sizes) != len(parts) or not all(size.isdecimal() for size in sizes):
+    if len(sizes) != len(parts) or not all(size.isdecimal() and int(size) for size in sizes):
         raise AutoparError("--mesh is no shape.", found=text, hint="write --mesh 2x4 or --mesh dp=2,tp=4.")
     if named:
         return {name: int(size) for name, _, size in parts}

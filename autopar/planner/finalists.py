@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution
+from autopar.solver.clock import now
 
 SHARE_OF_TIME = 0.2
 LEAST_S = 5.0
@@ -122,7 +122,7 @@ def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
 
 def rivals(objective: Objective, options: Options, only: str | None = None) -> list[Rival]:
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
-    started = time.perf_counter()
+    started = now()
     found = []
     allowed_s = max(options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0), LEAST_S)
     choices = restricted_choices(
@@ -130,7 +130,7 @@ def rivals(objective: Objective, options: Options, only: str | None = None) -> l
     )
     for baseline, choice in choices:
         found.append(Rival(baseline.name, objective, options, choice, objective.seconds(choice)))
-        if time.perf_counter() - started > allowed_s:
+        if now() - started > allowed_s:
             break
     return found
 

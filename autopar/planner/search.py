@@ -28,7 +28,8 @@ from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds, h
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Problem, Solution, UsagePrices, peak_usage, smallest_choice, solve
+from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, peak_usage, smallest_choice, solve
+from autopar.solver.clock import now
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
@@ -91,7 +92,7 @@ def plan_graph(
     """
     options = replace(options, device=cluster.device.kind)
     say = progress or (lambda _: None)
-    started = time.perf_counter()
+    started, began = time.perf_counter(), now()
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     notices = warn_of_missing_rules(graph)
     say("strategies")
@@ -110,7 +111,7 @@ def plan_graph(
     priced = time.perf_counter()
     compared = _rivals(objective, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
-    best = search.best(compared, started + options.time_limit_s)
+    best = search.best(compared, began + options.time_limit_s)
     search.timings["strategies"] = listed - started
     looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
     return Planned(
@@ -284,7 +285,7 @@ class _Search:
         if found is None and self.baseline:
             return None
         if found is None:
-            found = checkpoints.smallest(time.perf_counter() + max(SMALLEST_S, self.options.time_limit_s / 2))
+            found = checkpoints.smallest(now() + max(SMALLEST_S, self.options.time_limit_s / 2))
         result = self._better(None, found)
         assert result is not None
         if result.memory.peak_bytes > self.budget:
@@ -304,8 +305,8 @@ class _Search:
         return _Result(second.program, solution, second.memory, self.timings)
 
     def _in(self, share: float, deadline: float) -> float:
-        now = time.perf_counter()
-        return now + share * max(deadline - now, 1.0)
+        at = now()
+        return at + share * max(deadline - at, 1.0)
 
     def _within_budget(
         self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None, *,
@@ -321,7 +322,7 @@ class _Search:
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: _Result | None = None
         for turn in range(TIGHTEN_ROUNDS):
-            if turn and time.perf_counter() > deadline:
+            if turn and now() > deadline:
                 break
             try:
                 result = self._once(rows, self.budget, self._in(ROUND_SHARE, deadline), warm)
@@ -381,14 +382,19 @@ class _Search:
             if rows:
                 problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
             found = solve(
-                problem, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
+                problem, time_limit=max(deadline - now(), 1.0), backend=self.options.solver,
                 gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
-                folding=self.objective.fold,
+                folding=self.objective.fold, progress=self._say_gap,
             )  # fmt: skip
             self.prices_of_memory = found.usage_prices
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
         return self.objective.minimize(asked, solve_from, self.options.gap)
+
+    def _say_gap(self, found: TraceEntry) -> None:
+        if math.isfinite(found.objective) and found.objective > 0:
+            gap = 1 - max(found.lower_bound, 0.0) / found.objective
+            self.say(f"solve: {found.objective * 1e3:.4g} ms, gap {gap:.2%}")
 
     def _smallest(self, deadline: float) -> _Result:
         """The plan of the smallest peak that was found, whatever the budget: so a budget that an error names works.
@@ -417,7 +423,7 @@ class _Search:
         choice = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
         limit = peak_usage(asked, choice) * NEARLY
         try:
-            return self._once(rows, limit, time.perf_counter() + SMALLEST_S, rows.own(choice))
+            return self._once(rows, limit, now() + SMALLEST_S, rows.own(choice))
         except (InfeasibleError, SolverError):
             return self._of_choice(rows.own(choice))
 

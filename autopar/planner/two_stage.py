@@ -10,7 +10,6 @@ taken instead: so more memory never costs time, and less is never exceeded by a 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -29,6 +28,7 @@ from autopar.planner.transfers import host_usages
 from autopar.planner.variables import Decisions, rerun_key
 from autopar.program import Program
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
+from autopar.solver.clock import now
 
 ROUNDS = 60
 RULES_SHARE = 0.3
@@ -97,7 +97,7 @@ class CheckpointSearch:
         """The best choice whose exact peak fits ``budget`` bytes, of equals that of the lowest peak where time allows;
         None where none fits, or none was found in time."""
         found = self._search(budget, deadline, [*starts, *self.starts(budget, deadline)])
-        while found is not None and found.solution.proven and time.perf_counter() < deadline:
+        while found is not None and found.solution.proven and now() < deadline:
             lower = self._search(found.memory.peak_bytes - 1, deadline, [])
             if lower is None or lower.solution.objective > found.solution.objective * (1 + EQUAL):
                 break
@@ -123,7 +123,7 @@ class CheckpointSearch:
             fresh = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, budget), solution.choice)
             exact = exact and not any(m in self.moments for m in fresh)
             known = all(self.moments.get(m, -1.0) >= unseen for m, unseen in fresh.items())
-            if known or time.perf_counter() > deadline:
+            if known or now() > deadline:
                 break
             self.moments |= {m: max(unseen, self.moments.get(m, 0.0)) for m, unseen in fresh.items()}
         return best and self._bounded(best, bound, exact)
@@ -156,7 +156,7 @@ class CheckpointSearch:
         """Choices that fit the budget, by simple rules; the one of the smallest peak where none does."""
         if self.rules is None:
             return []
-        until = time.perf_counter() + RULES_SHARE * max(deadline - time.perf_counter(), 1.0)
+        until = now() + RULES_SHARE * max(deadline - now(), 1.0)
         found = [(choice, self.measured(choice)[1].peak_bytes) for choice in self.rules.spread()]
         fitting = [choice for choice, peak in found if peak <= budget]
         if not fitting:
@@ -165,7 +165,7 @@ class CheckpointSearch:
         bases = dict.fromkeys((min(fitting, key=self.objective.seconds), least))
         filled = []
         for left, base in zip(range(len(bases), 0, -1), bases, strict=True):
-            end = time.perf_counter() + max(until - time.perf_counter(), 0.0) / left
+            end = now() + max(until - now(), 0.0) / left
             filled.append(self.rules.fill(base, budget, self.measured, partial(_before, end)))
         return [*sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]]
 
@@ -173,7 +173,7 @@ class CheckpointSearch:
         """The choice of the smallest peak that was found: by rules, then each a little smaller than the last."""
         choice = self._smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
         best = self._checkpointed(choice)
-        while time.perf_counter() < deadline:
+        while now() < deadline:
             smaller = self.within(best.memory.peak_bytes * SMALLER, deadline, [best.solution.choice])
             if smaller is None:
                 break
@@ -195,7 +195,7 @@ class CheckpointSearch:
             found.append((memory.peak_bytes, chosen[:plain]))
             reached = peak_usage(asked, chosen) * (1 + 1e-9)
             over = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain])
-            if all(m in moments for m in over) or time.perf_counter() > deadline:
+            if all(m in moments for m in over) or now() > deadline:
                 break
             moments |= over
         return min(found, key=lambda f: f[0])[1]
@@ -220,7 +220,7 @@ class CheckpointSearch:
         def best_of(problem: Problem, more: Sequence[Sequence[int]]) -> Solution:
             extended = asked if problem is base else self._asked(moments, limit, problem)
             found = solve(
-                extended, time_limit=max(deadline - time.perf_counter(), 1.0), backend=self.options.solver,
+                extended, time_limit=max(deadline - now(), 1.0), backend=self.options.solver,
                 gap=self.options.gap, warm_starts=(*(self.exact.states(m, moments) for m in more), *warm),
             )  # fmt: skip
             return replace(found, choice=found.choice[:plain])
@@ -239,7 +239,7 @@ class CheckpointSearch:
 
 
 def _before(end: float) -> bool:
-    return time.perf_counter() < end
+    return now() < end
 
 
 def _open_cost(cost: np.ndarray, still: tuple[int, ...] | None) -> np.ndarray:

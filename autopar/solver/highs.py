@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
+from autopar.solver.clock import hurried, watched
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array
 
@@ -42,6 +43,8 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         point.col_value = start.tolist()
         point.value_valid = True
         solver.setSolution(point)
+    if watched():
+        solver.cbMipInterrupt.subscribe(_interrupt)
     if limits.report is not None:
         _report_progress(solver, model, limits)
     solver.run()
@@ -121,11 +124,17 @@ def _report_progress(solver: Any, model: Model, limits: IlpLimits) -> None:
     solver.cbMipLogging.subscribe(on_event)
 
 
+def _interrupt(event: Any) -> None:
+    if hurried():
+        event.interrupt()
+
+
 def _read(highspy: Any, solver: Any, model: Model) -> IlpResult:
     status = solver.getModelStatus()
+    interrupted = status == highspy.HighsModelStatus.kInterrupt
     if status == highspy.HighsModelStatus.kInfeasible:
         return IlpResult(None, math.inf, finished=True)
-    if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
+    if not interrupted and status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
         raise SolverError("HiGHS failed.", found=solver.modelStatusToString(status), hint="try backend='cbc'")
     info = solver.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
+from autopar.solver.clock import now
 from autopar.solver.problem import Problem, TraceEntry, UsagePrices, evaluate, relative_gap
 
 ROUNDING = 1e-9
@@ -27,11 +27,11 @@ class Incumbent:
         self.usage_prices = UsagePrices()
         self.trace: list[TraceEntry] = []
         self._progress = progress
-        self._began = time.monotonic()
+        self._began = now()
         self._time_limit = time_limit
 
     def seconds(self) -> float:
-        return time.monotonic() - self._began
+        return now() - self._began
 
     def seconds_left(self) -> float:
         return self._time_limit - self.seconds()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -10,12 +15,18 @@ from torch import nn
 
 from autopar import Plan
 from autopar.cli import COMMANDS, main
+from autopar.cli.models import presets
 from autopar.cli.plan import constraints_of, mesh_of
+from autopar.cli.progress import Progress
 from autopar.errors import AutoparError
 
 
 def small():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.randn(8, 8),)
+
+
+def broken():
+    raise RuntimeError("it fell apart")
 
 
 def no_pair():
@@ -61,9 +72,99 @@ def test_plan_builds_a_hugging_face_model_of_a_config_without_allocating_it(caps
     assert "layers.1" not in text
 
 
-def test_check_runs_every_rank_and_compares(capsys):
+def test_check_says_what_it_finds_runs_every_rank_and_compares(capsys):
     assert main(["check", "--mesh", "2"]) == 0
-    assert "computes what the model computes" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert torch.__version__ in said
+    assert "HiGHS" in said
+    assert "gloo" in said
+    assert "computes what the model computes" in said
+
+
+def test_a_report_a_plan_a_program_and_a_difference(capsys, tmp_path):
+    report, first, other, program = (tmp_path / n for n in ("p.html", "a.json", "b.json", "p.py"))
+    model = [f"{__name__}:small", "--cluster", "cpu-2"]
+    assert main(["plan", *model, "--mesh", "2", "--report", str(report), "--output", str(first)]) == 0
+    assert report.read_text().startswith("<!doctype html>")
+    assert main(["plan", *model, "--mesh", "2", "--constraint", "0.weight=S0R", "--output", str(other)]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(first), str(other)]) == 0
+    assert "0.weight" in capsys.readouterr().out
+    assert main(["emit", str(first), "--output", str(program)]) == 0
+    assert program.read_text() == Plan.load(first).source
+    assert main(["emit", str(first)]) == 0
+    assert "def backward(rank, inputs):" in capsys.readouterr().out
+
+
+def test_published_models_are_known_by_name():
+    assert "llama-3-405b" in presets()
+    transformers = pytest.importorskip("transformers")
+    for name, values in presets().items():
+        kind = {k: v for k, v in values.items() if k not in ("model_type", "dtype")}
+        config = transformers.AutoConfig.for_model(values["model_type"], **kind)
+        assert all(getattr(config, k) == v for k, v in kind.items()), name
+
+
+def test_progress_is_a_line_a_stage_where_it_is_no_terminal():
+    out = io.StringIO()
+    progress = Progress(out)
+    for stage in ("capture", "strategies", "solve", "solve: 2 ms, gap 5.00%", "solve: 2 ms, gap 4.00%", "solve"):
+        progress(stage)
+    progress.close()
+    lines = out.getvalue().splitlines()
+    assert [line.split()[2].strip(":") for line in lines] == ["capture", "strategies", "solve"]
+
+
+def test_progress_stays_on_one_line_of_a_terminal():
+    out = io.StringIO()
+    out.isatty = lambda: True
+    progress = Progress(out)
+    progress("solve")
+    progress("solve: 2 ms, gap 5.00%")
+    progress.close()
+    assert "\n" not in out.getvalue()
+    assert "gap 5.00%" in out.getvalue()
+
+
+def test_an_error_of_the_users_model_is_told_without_a_traceback(capsys):
+    assert main(["plan", f"{__name__}:broken", "--mesh", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "RuntimeError: it fell apart" in said
+    assert "test_cli.py" in said
+    assert "Traceback" not in said
+
+
+HARD = """
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+def model():
+    with torch.device("meta"):
+        made = GPT2LMHeadModel(GPT2Config(n_layer=2, use_cache=False))
+    ids = torch.empty(4, 128, dtype=torch.long, device="meta")
+    return made, dict(input_ids=ids, labels=ids)
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_gives_the_best_plan_so_far(tmp_path):
+    (tmp_path / "hard.py").write_text(HARD)
+    command = [sys.executable, "-m", "autopar", "plan", "hard:model", "--mesh", "2x2x2", "--cluster", "dgx-h100"]
+    asked = [*command, "--time-limit", "1000"]
+    process = subprocess.Popen(asked, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = ""
+    while "solve: " not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, rest = process.communicate(timeout=120)
+    assert process.returncode == 0, rest
+    assert "stopped: this is the best plan" in rest
+    assert "step time" in out
+    assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize(
@@ -77,6 +178,10 @@ def test_check_runs_every_rank_and_compares(capsys):
         (["plan", "gpt2", "--mesh", "2", "--batch", "2x2048"], "no positions for so many tokens"),
         (["plan", f"{__name__}:small", "--mesh", "2", "--cluster", "nosuch"], "No cluster has this name"),
         (["plan", f"{__name__}:small", "--mesh", "2", "--constraint", "x"], "--constraint is no pair"),
+        (["plan", f"{__name__}:small", "--output", "nosuchfolder/plan.json"], "file cannot be written"),
+        (["plan", f"{__name__}:small", "--optimizer", "nosuch"], "optimizer is not known"),
+        (["plan", f"{__name__}:small", "--mesh", "2", "--search", "nosuch"], "There is no search"),
+        (["diff", "a.json", "b.json"], "The plan cannot be read"),
         (["profile", "--nproc", "0"], "--nproc must be at least 1"),
     ],
 )

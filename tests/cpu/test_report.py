@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from html.parser import HTMLParser
 
 import pytest
@@ -115,7 +114,7 @@ return [document.scrollingElement.scrollWidth - innerWidth, [...document.querySe
 
 def test_the_report_works_in_a_browser(plan, tmp_path):
     plan.report(tmp_path / "plan.html")
-    with browser(9600 + os.getpid() % 300) as b:
+    with browser() as b:
         for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
             b.screen(width, 900, dark=dark)
             b.open(tmp_path / "plan.html")
@@ -130,12 +129,12 @@ def test_the_report_works_in_a_browser(plan, tmp_path):
 
 def test_the_report_works_by_keyboard(plan, tmp_path):
     plan.report(tmp_path / "plan.html")
-    with browser(9600 + os.getpid() % 300) as b:
+    with browser() as b:
         b.screen(1280, 900)
         b.open(tmp_path / "plan.html")
         b.press("Tab")  # the theme's button
         b.press("Enter")
-        assert b.run("return document.documentElement.dataset.theme") == "dark"
+        b.until("return document.documentElement.dataset.theme", "dark")
         b.press("Tab")
         assert b.run("return document.activeElement.className") == "n"
         assert b.run("return !document.getElementById('tip').hidden && document.getElementById('tip').textContent")

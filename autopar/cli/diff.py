@@ -1,0 +1,22 @@
+"""``autopar diff``: what differs between two saved plans."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "example:\n  autopar plan gpt2 --mesh 8 --cluster dgx-h100 --output a.json\n"
+        "  autopar plan gpt2 --mesh 2x4 --cluster dgx-h100 --output b.json\n  autopar diff a.json b.json\n"
+    )
+    parser.add_argument("this", type=Path, metavar="PLAN.json", help="saved by autopar plan --output or plan.save")
+    parser.add_argument("other", type=Path, metavar="OTHER.json")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopar.plans import Plan
+
+    print(Plan.load(arguments.this).diff(Plan.load(arguments.other)))
+    return 0

@@ -1,0 +1,64 @@
+"""What a command does meanwhile: one line that changes on a terminal, a line a stage elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from autopar.solver.clock import hurried, interruptible
+
+WIDTH = 78
+STAGES = {
+    "capture": "capture: trace forward and backward, without allocating anything",
+    "strategies": "strategies: list the ways to shard every op",
+    "build": "price: seconds and bytes of every way",
+    "baselines": "baselines: the known ways to train in parallel",
+    "solve": "solve: choose",
+    "lower": "lower: write the program of every rank",
+}
+
+
+class Progress:
+    """Called with each stage; ``solve: 219 ms, gap 3 %`` is a detail of the stage before the colon."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self.out = sys.stderr if out is None else out
+        self.live = self.out.isatty()
+        self.began = time.monotonic()
+        self.stage = ""
+        self.told = -1.0
+
+    def __call__(self, text: str) -> None:
+        stage, detail, _ = text.partition(": ")
+        now = time.monotonic()
+        if stage == self.stage and not self.live and now - self.told < 2.0:
+            return
+        if stage == self.stage and not detail:
+            return
+        self.stage, self.told = stage, now
+        said = STAGES.get(stage, stage) if not detail else text
+        stopping = " (stopping)" if hurried() else ""
+        line = f"{now - self.began:6.1f} s  {said}{stopping}"
+        print(f"\r{line[:WIDTH]:<{WIDTH}}" if self.live else line, end="" if self.live else "\n", file=self.out)
+        self.out.flush()
+
+    def close(self) -> None:
+        if self.live:
+            print("\r" + " " * WIDTH + "\r", end="", file=self.out, flush=True)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[Progress]:
+    """Progress for a search that Ctrl-C ends with the best plan so far."""
+    progress = Progress()
+    try:
+        with interruptible():
+            yield progress
+            if hurried():
+                progress.close()
+                print("stopped: this is the best plan that was found until then", file=progress.out)
+    finally:
+        progress.close()
