@@ -15,6 +15,8 @@ from typing import Any
 
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
+from autopar.plans import figures
+from autopar.plans.about import about
 from autopar.plans.differences import differences
 from autopar.plans.facts import Facts, facts_from, facts_to
 from autopar.plans.records import Action, Activation, BaselineRecord, Collective
@@ -151,12 +153,22 @@ class Plan:
             PlanError: the plan was loaded from a file, without the problem that it solved.
         """
         if self._explain is None:
+            said = about(self, name).replace("\n", "\n         ")
             raise PlanError(
                 "This plan cannot be asked why.",
-                found="a plan without the problem that it came from",
+                found="a plan without the problem that it came from" + (f"; {said}" if said else ""),
                 hint="call autopar.plan again and explain its result.",
             )
-        return self._explain(name)
+        said = about(self, name)
+        return f"{said}\n\n{self._explain(name)}" if said else self._explain(name)
+
+    def memory_figure(self) -> Any:
+        """Memory over time as a ``matplotlib.figure.Figure``."""
+        return figures.memory_figure(self)
+
+    def timeline_figure(self) -> Any:
+        """What each stream does as a ``matplotlib.figure.Figure``."""
+        return figures.timeline_figure(self)
 
     def diff(self, other: Plan) -> str:
         """What differs between two plans: mesh, predictions, memory, collectives, specs, and what is kept."""

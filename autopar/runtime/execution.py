@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.ir import Input, Output, TensorMeta
 from autopar.mesh import Mesh
 from autopar.runtime.accumulation import Sums
+from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
 from autopar.spmd.ranks import Rank
@@ -71,6 +72,10 @@ class Host(Protocol):
     def local_batch(self) -> bool: ...
     @property
     def sums(self) -> Sums: ...
+    @property
+    def clock(self) -> StepClock: ...
+    @property
+    def marks(self) -> Marks: ...
 
     def every_tangent(self) -> Executable:
         """The variant whose backward takes the gradient of every output."""
@@ -161,8 +166,12 @@ class Step(torch.autograd.Function):
         run: Run = ctx.run
         _check_backward(run)
         given = {n: t for n, t in zip(_names(run.executable), tangents, strict=True) if t is not None}
+        began = stamp(run.host.rank.device)
         with torch.no_grad():
-            return (None, None, None, *_gradients(run, given))
+            gradients = _gradients(run, given)
+        run.host.marks.backward = (began, stamp(run.host.rank.device))
+        run.host.clock.done(run.host.marks)
+        return (None, None, None, *gradients)
 
 
 def _names(executable: Executable) -> list[str]:

@@ -27,6 +27,7 @@ from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import same_call
 from autopar.runtime.execution import Executable, Step, forward_values
+from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
 
@@ -86,6 +87,7 @@ class State:
     variants: dict[Any, Variant] = field(default_factory=dict)
     numbers: dict[Any, int] = field(default_factory=dict)
     rank: ProcessRank = field(init=False)
+    clock: StepClock = field(default_factory=StepClock)
 
     def __post_init__(self) -> None:
         self.rank = ProcessRank(self.device_mesh)
@@ -122,6 +124,8 @@ class _VariantHost:
     local_batch: bool
     every_tangent: Callable[[], Executable]
     sums: Sums
+    clock: StepClock
+    marks: Marks
 
 
 class ParallelModule(nn.Module):
@@ -142,6 +146,10 @@ class ParallelModule(nn.Module):
             Of how many micro-batches they are; 0 where none is pending.
         """
         return self._autopar_sums.deliver(self, self._autopar)
+
+    def compare_with_prediction(self, k: int = 10) -> PredictionCheck:
+        """Predicted and measured seconds of forward and backward, of the last ``k`` steps at the time of reading."""
+        return PredictionCheck(self.plan, self._autopar.clock, k, self._autopar.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
@@ -187,11 +195,14 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     values = _values(call, variant, named, state)
     operands = [values[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
-        state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent, model._autopar_sums
-    )
+        state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent, model._autopar_sums,
+        state.clock, Marks(state.device),
+    )  # fmt: skip
     mutations: list[Any] = []
     if torch.is_grad_enabled():
+        began = stamp(state.device)
         outputs = list(Step.apply(host, executable, mutations, *operands))  # type: ignore[no-untyped-call]
+        host.marks.forward = (began, stamp(state.device))
     else:
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
     _write_back(variant, mutations, named)

@@ -147,3 +147,43 @@ def test_differences_are_folded(plan, whole):
     assert "(x 3)" in text
     assert "peak memory" in text
     assert plan.diff(plan) == "The plans run the same program."
+
+
+def test_explain_begins_with_the_plans_own_figures(plan):
+    text = plan.explain("blocks.0.up.weight")
+    head = text.split("\n\n")[0]
+    assert "[64, 32] as [64, 16] on a rank" not in head  # S1R cuts dim 0
+    assert "[64, 32] as [32, 32] on a rank" in head
+    assert "4.00 KiB on a device" in head
+    assert "blocks.0.up: " in head
+
+
+def test_a_loaded_plan_says_what_it_knows(plan):
+    with pytest.raises(PlanError, match=r"\[64, 32\] as \[32, 32\]"):
+        Plan.from_json(plan.to_json()).explain("blocks.0.up.weight")
+
+
+def test_figures(plan, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    memory, timeline = plan.memory_figure(), plan.timeline_figure()
+    assert [t.get_text() for t in memory.axes[0].get_legend().get_texts()][-1] == "budget"
+    assert next(t.get_text() for t in timeline.axes[0].get_yticklabels()) == "compute"
+    memory.savefig(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+
+
+def test_real_steps_are_compared_with_the_prediction():
+    model = autopar.autoparallelize(Net(), IDS, mesh=(1,), cluster="cpu-2")
+    check = model.compare_with_prediction(2)
+    assert "No step was made yet" in str(check)
+    for _ in range(3):
+        model(IDS).backward()
+    assert check.steps == 2
+    found = check.measured
+    assert found["step"] == pytest.approx(found["forward"] + found["backward"], rel=0.5)
+    assert 0 < found["forward"] < 60
+    assert check.predicted["step"] == model.plan.step_time
+    assert "ratio" in str(check)
+    with torch.no_grad():
+        model(IDS)
+    assert model._autopar.clock.total == 3  # a validation is no step

@@ -1,0 +1,33 @@
+"""What a plan does with one tensor, by the plan's own figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar.plans.layers import WORDS, collective_text, layers
+from autopar.plans.report.cuts import describe
+from autopar.plans.table import seconds, size
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+
+def about(plan: Plan, name: str) -> str:
+    """Spec, bytes, what becomes of it until the backward, and what its module sends; empty for an unknown name."""
+    spec = plan.specs.get(name)
+    if spec is None:
+        return ""
+    shape = plan.facts.shapes.get(name, ((), ""))[0] if plan.facts else ()
+    lines = [f"{name} is {describe(spec, plan.mesh, shape)}"]
+    if name in plan.parameters:
+        lines.append(f"  {size(plan.parameters[name])} on a device")
+    if name in plan.activations:
+        a = plan.activations[name]
+        lines.append(f"  {WORDS[a.action]} for the backward as {a.spec}, {size(a.bytes)}")
+    module = plan.facts.nodes[name].module if plan.facts and name in plan.facts.nodes else name
+    owner = name.rpartition(".")[0] if name in plan.parameters else module
+    layer = layers(plan).get(owner)
+    if layer is not None:
+        sent = f", sends {collective_text(layer.collectives)}" if layer.collectives else ", sends nothing"
+        lines.append(f"  {layer.name}: {seconds(layer.seconds)} a step{sent}")
+    return "\n".join(lines)
