@@ -91,6 +91,11 @@ class Dual:
         self.theta[node] += self.push[node][other] + least
         self.push[node][other] = -least
 
+    def gather(self, node: int) -> None:
+        """Move the min-marginals of all its edges to ``node``."""
+        for other in self.push[node]:
+            self._collect(node, other)
+
     def sweep(self, forward: bool, *, decode: bool = True) -> SweepResult:
         """One pass; the bound after it, a choice, and for each option a bound on every choice that takes it."""
         order = self.order if forward else self.order[::-1]

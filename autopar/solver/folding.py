@@ -7,18 +7,16 @@ the blocks to choose alike (see ``relaxation``), so that the gap holds for the p
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autopar.errors import InfeasibleError
-from autopar.solver.dual import Dual
+from autopar.solver.bounds import AT_ONCE, Bounds
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.mixture import Mixing, few_rows
 from autopar.solver.parts import Parts, Tied, take_apart, tie
-from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices, relative_gap
-from autopar.solver.relaxation import Relaxation
+from autopar.solver.problem import Problem, UsagePrices, relative_gap
 from autopar.solver.repetition import Run, find_runs
 
 MARGIN = 1
@@ -38,8 +36,6 @@ TELLING_GAP = 0.02
 LEAST_SAVED = 0.2
 """Of the nodes, those that folding must save to be worth it."""
 
-MAX_SWEEPS = 1000
-SWEEPS_A_LOOK = 6
 ROUGH, FINE = 0.1, 0.01
 """Rise of the bound over so many sweeps, as a share of the gap, below which message passing ends."""
 
@@ -84,6 +80,8 @@ def solve_folded(
         priced = few_rows(incumbent.problem)
         if priced:
             folding.price_limit()
+        elif not len(incumbent.problem.usages):
+            folding.contract_at_once()
         for turn, share in enumerate(SHARES[priced:], priced):
             if incumbent.proven() or incumbent.seconds_left() <= 0:
                 break
@@ -104,7 +102,14 @@ class _Folding:
         self.size = size
         self.tied = tied
         self.warm = () if incumbent.choice is None else (tied.project(incumbent.choice),)
-        self.bounds: _Bounds | None = None
+        self.bounds: Bounds | None = None
+        self.contracted = False
+        size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
+
+    def contract_at_once(self) -> None:
+        """The optimum, where nothing is priced and blocks are narrow."""
+        self.bounds = Bounds(self.parts, UsagePrices())
+        self.contracted = self.bounds.contract(self.incumbent, self.incumbent.seconds() + self.incumbent.seconds_left(), AT_ONCE)
 
     def price_limit(self) -> None:
         """Choices and a bound from the best prices of the limit."""
@@ -121,7 +126,7 @@ class _Folding:
 
         prices = Mixing(self.incumbent, self.tied, solve, left).run(self.incumbent.usage_prices, self.seeds)
         self.incumbent.usage_prices = prices
-        self.bounds = _Bounds(self.parts, prices)
+        self.bounds = Bounds(self.parts, prices)
         deadline = self.incumbent.seconds() + 0.5 * self.incumbent.seconds_left()
         self.bounds.raise_bound(self.incumbent, deadline, FINE)
 
@@ -134,63 +139,18 @@ class _Folding:
             self.warm = (found.choice,)
             self.incumbent.offer(self.tied.expand(found.choice), f"equal blocks, {found.found_by}")
         if self.bounds is None or len(found.usage_prices.times):
-            self.bounds = _Bounds(self.parts, found.usage_prices)
+            self.bounds = Bounds(self.parts, found.usage_prices)
         deadline = self.incumbent.seconds() + seconds / 2
         if not exact:
             self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
         if not self.incumbent.proven():
             self.bounds.raise_bound(self.incumbent, deadline, FINE)
-        if exact and not self.incumbent.proven():
-            self.bounds.solve_pieces(self.incumbent, deadline, self.solve_part)
+        if not self.incumbent.proven():
+            self.bounds.prune(self.incumbent, deadline)
+        if not self.incumbent.proven() and self.bounds.contract(self.incumbent, deadline):
+            self.contracted = True
+        if exact and not self.incumbent.proven() and not self.contracted:
+            self.bounds.solve_pieces(self.incumbent, deadline, self._bound_of)
 
-
-class _Bounds:
-    """A bound that rises with more message passing and better bounds of the parts."""
-
-    def __init__(self, parts: Parts, usage_prices: UsagePrices) -> None:
-        self.parts = parts
-        self.relaxation = Relaxation(parts, usage_prices)
-        self.coupled = self.relaxation.coupled()
-        paid = usage_prices.total()
-        self.constant = paid * parts.whole.limit * (1 + USAGE_TOLERANCE) if paid else 0.0
-        self.dual = Dual(self.coupled.graph)
-
-    def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
-        """By message passing, until it rises no more by ``stalled``, a share of the gap; no later than the deadline."""
-        def enough(bound: float, weight: float = 1.0) -> float:
-            worth = incumbent.objective if incumbent.choice is not None else abs(bound)
-            return stalled * max(worth + self.constant - bound, max(0.5 * incumbent.gap, 1e-9) * abs(worth)) / weight
-
-        middle = incumbent.seconds() + 0.6 * max(deadline - incumbent.seconds(), 0.0)
-        near = _ascend(self.dual, lambda: incumbent.seconds() > middle, enough)
-        bounds = [
-            weight * _ascend(dual, lambda: incumbent.seconds() > deadline, lambda _, w=weight: enough(near, w))  # type: ignore[misc]
-            for weight, dual in self.relaxation.duals(self.coupled, self.dual)
-        ]
-        incumbent.raise_bound(sum(bounds) - self.constant)
-
-    def solve_pieces(self, incumbent: Incumbent, deadline: float, solve_part: SolvePart) -> None:
-        """By the best bound that can be proven for each piece."""
-        prices = self.relaxation.prices_of(self.coupled, self.dual)
-        blocks = [self.relaxation.priced_block(i, prices) for i in range(len(self.parts.blocks))]
-        weights = [block.count for block in self.parts.blocks]
-        left = max(deadline - incumbent.seconds(), 0.1)
-        total = -self.constant
-        for (problem, offset), weight in zip(
-            [*blocks, self.relaxation.priced_ends(prices)], [*weights, 1], strict=True
-        ):
-            found = solve_part(Part(problem, left / (len(blocks) + 1), 0.1 * incumbent.gap, exact=True))
-            total += weight * (found.bound() + offset)
-        incumbent.raise_bound(total)
-
-
-def _ascend(dual: Dual, late: Callable[[], bool], enough: Callable[[float], float]) -> float:
-    """Sweep until the bound rises no more by what is enough, or it is late; the bound."""
-    last = best = -math.inf
-    for count in range(MAX_SWEEPS):
-        best = max(best, dual.sweep(forward=count % 2 == 1, decode=False).lower_bound)
-        if count % SWEEPS_A_LOOK == SWEEPS_A_LOOK - 1:
-            if late() or best - last <= enough(best):
-                break
-            last = best
-    return best
+    def _bound_of(self, problem: Problem, seconds: float) -> float:
+        return self.solve_part(Part(problem, seconds, 0.1 * self.incumbent.gap, exact=True)).bound()

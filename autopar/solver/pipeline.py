@@ -14,6 +14,7 @@ from autopar.solver import highs, linear
 from autopar.solver.ascent import ascend, bar_superfluous_pairs, search_from
 from autopar.solver.blocks_linear import relax_blocks
 from autopar.solver.dominance import WorkBudget
+from autopar.solver.elimination import eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.folding import Part, SolvePart, fold, solve_folded
 from autopar.solver.graph import Graph
 from autopar.solver.greedy import greedy_choice
@@ -34,6 +35,10 @@ MAX_FLAT_PAIRS = 1_500_000
 
 WORK = 1.5e8
 """Element operations that looking for dominated options may take: some tenths of a second."""
+
+AT_ONCE = 2e7
+MOST_ELEMENTS = 2e8
+"""Elements of tables up to which a narrow rest is eliminated, before message passing and after it."""
 
 MAX_UNFOLDED_PAIRS = 500_000
 """Pairs of options up to which a problem with a limit is not folded."""
@@ -92,7 +97,7 @@ def solve(
     if incumbent.proven() or _is_limited_and_small(problem, chosen):
         tied = None
     if tied is not None:
-        size.update(_problem_size(problem))
+        size.update(problem.size())
         method.append("folding")
         solve_folded(incumbent, tied, _part_solver(backend), size, warm_starts)
     if not incumbent.proven() and (tied is None or _flat_is_worth_trying(incumbent)):
@@ -141,6 +146,8 @@ def _solve_flat(
         size.update(_sizes("", graph))
         reduce(graph, WorkBudget(WORK))
         _offer_projections(graph, incumbent, warm_starts)
+        if _eliminate(graph, incumbent, AT_ONCE, method):
+            return
         relaxed = False
         if linear.applies(graph, _backend_name(backend)) and not incumbent.proven():
             method.append("linear program")
@@ -172,11 +179,6 @@ def _solution(incumbent: Incumbent, size: dict[str, int], method: list[str]) -> 
         tuple(incumbent.trace),
         incumbent.usage_prices,
     )
-
-
-def _problem_size(problem: Problem) -> dict[str, int]:
-    counts = {"nodes": len(problem.costs), "options": sum(map(len, problem.costs)), "edges": len(problem.edges)}
-    return counts | {"pairs": sum(edge.cost.size for edge in problem.edges)}
 
 
 def _sizes(prefix: str, graph: Graph) -> dict[str, int]:
@@ -228,6 +230,8 @@ def _prove(graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int
         incumbent.offer(graph.expand({}), "reductions")
         incumbent.raise_bound(min(graph.offset, incumbent.objective))
         return
+    if _eliminate(graph, incumbent, MOST_ELEMENTS, method):
+        return
     if flow_count(graph) > MAX_FLOWS or incumbent.seconds_left() < 0:
         method.append("solving parts")
         _improve_large(graph, incumbent, backend)
@@ -241,6 +245,30 @@ def _prove(graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int
         search_from(graph, result.choice, incumbent, f"ILP by {chosen}")
     # Everything at least as dear as the incumbent may have been taken out.
     incumbent.raise_bound(min(result.lower_bound + graph.offset, incumbent.objective))
+
+
+def _eliminate(graph: Graph, incumbent: Incumbent, most: float, method: list[str]) -> bool:
+    """The optimum of what is left, where nothing is limited and tables over several nodes stay small.
+
+    Raises:
+        InfeasibleError: nothing is allowed, or nothing better than the incumbent is left.
+    """
+    if len(graph.limits):
+        return False
+    factors, sizes = factors_of(graph), sizes_of(graph)
+    order = find_order([factor.scope for factor in factors], sizes, most=most)
+    if order.elements > most:
+        return False
+    found = eliminate_all(factors, sizes, order, late=lambda: incumbent.seconds_left() < 0)
+    if found is None:
+        return False
+    value = float(found.rest.table) + graph.offset
+    if not math.isfinite(value):
+        raise InfeasibleError("No choice is allowed.", found="every choice takes a forbidden pair")
+    method.append("elimination")
+    incumbent.offer(graph.expand(found.complete({})), "elimination")
+    incumbent.raise_bound(min(value, incumbent.objective))
+    return True
 
 
 def _improve_large(graph: Graph, incumbent: Incumbent, backend: str) -> None:

@@ -76,6 +76,11 @@ class Problem:
                 )
             _check_values(usage.option, f"a usage of node {usage.node}")
 
+    def size(self) -> dict[str, int]:
+        """Nodes, options, edges and pairs of options."""
+        counts = {"nodes": len(self.costs), "options": sum(map(len, self.costs)), "edges": len(self.edges)}
+        return counts | {"pairs": sum(edge.cost.size for edge in self.edges)}
+
 
 @dataclass(frozen=True, eq=False)
 class UsagePrices:

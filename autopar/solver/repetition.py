@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def find_runs(problem: Problem) -> tuple[Run, ...]:
     orbits = _orbits(_best_shift(network))
     runs: list[Run] = []
     for component in _components(network, orbits):
-        runs += _runs(problem, network, component)
+        runs += _runs(network, component)
     return tuple(runs)
 
 
@@ -201,21 +202,33 @@ def _connected(links: list[list[tuple[int, int, int]]], first: int) -> dict[int,
     return begins
 
 
-def _runs(problem: Problem, network: _Network, component: _Component) -> list[Run]:
-    """Stretches of rows in which every node and every edge is equal."""
-    first = max(component.begins)
-    last = min(b + len(chain) for b, chain in zip(component.begins, component.orbits, strict=True))
-    if last - first < MIN_COPIES:
-        return []
+def _runs(network: _Network, component: _Component) -> list[Run]:
+    """Stretches of rows in which every node and every edge is equal, in each window of rows.
+
+    Orbits need not span the same rows: where an encoder's blocks are in a decoder's, some go through both and others
+    through one. A window lies between two rows at which orbits begin or end, and has those that span it.
+    """
+    ends = [begin + len(chain) for begin, chain in zip(component.begins, component.orbits, strict=True)]
+    borders = sorted({*component.begins, *ends})
+    runs: list[Run] = []
+    for first, last in pairwise(borders):
+        spanning = [o for o, (b, e) in enumerate(zip(component.begins, ends, strict=True)) if b <= first and e >= last]
+        if last - first >= MIN_COPIES:
+            part = _Component([component.orbits[o] for o in spanning], [component.begins[o] for o in spanning])
+            runs += _runs_in_window(network, part, first, last)
+    return runs
+
+
+def _runs_in_window(network: _Network, window: _Component, first: int, last: int) -> list[Run]:
     place = {
         node: (c, begin + t)
-        for c, (begin, chain) in enumerate(zip(component.begins, component.orbits, strict=True))
+        for c, (begin, chain) in enumerate(zip(window.begins, window.orbits, strict=True))
         for t, node in enumerate(chain)
     }
-    looks = [_row(network, component, place, row) for row in range(first, last)]
+    looks = [_row(network, window, place, row) for row in range(first, last)]
     runs = []
     for start, end in _stretches(looks):
-        rows = np.array([[chain[row - b] for b, chain in zip(component.begins, component.orbits, strict=True)]
+        rows = np.array([[chain[row - b] for b, chain in zip(window.begins, window.orbits, strict=True)]
                          for row in range(first + start, first + end)])  # fmt: skip
         runs.append(Run(rows))
     return runs

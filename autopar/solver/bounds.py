@@ -1,0 +1,165 @@
+"""What folding knows about the whole problem: a bound that rises, and the optimum where blocks can be contracted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.solver.dominance import WorkBudget
+from autopar.solver.dual import Dual
+from autopar.solver.graph import Graph
+from autopar.solver.incumbent import Incumbent
+from autopar.solver.parts import Parts
+from autopar.solver.pieces import Pieces
+from autopar.solver.powers import contract
+from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices
+from autopar.solver.reductions import drop_forbidden, reduce
+from autopar.solver.relaxation import Coupled, Relaxation
+
+SolveBound = Callable[[Problem, float], float]
+"""A bound on a problem, found in so many seconds."""
+
+MAX_SWEEPS = 1000
+SWEEPS_A_LOOK = 6
+
+AT_ONCE = 1e8
+"""Element operations of a contraction that is done before anything else: a few tenths of a second."""
+
+MOST_WORK = 6e8
+
+TELLING_SWEEPS = 8
+"""Sweeps over each piece that tell which of its options no better choice takes."""
+
+WORK = 1e8
+"""Element operations that looking for dominated options of what is left may take."""
+
+
+class Bounds:
+    """A bound that rises with more message passing and better bounds of the parts."""
+
+    def __init__(self, parts: Parts, usage_prices: UsagePrices) -> None:
+        self.parts = parts
+        self.relaxation = Relaxation(parts, usage_prices)
+        paid = usage_prices.total()
+        self.constant = paid * parts.whole.limit * (1 + USAGE_TOLERANCE) if paid else 0.0
+        self.ends, self.blocks = self.relaxation.ends, self.relaxation.blocks
+        self.pruned = False
+        self.pieces: Pieces | None = None
+
+    @cached_property
+    def coupled(self) -> Coupled:
+        return self.relaxation.coupled()
+
+    @cached_property
+    def dual(self) -> Dual:
+        return Dual(self.coupled.graph)
+
+    def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
+        """By message passing, until it rises no more by ``stalled``, a share of the gap; no later than the deadline."""
+
+        def enough(bound: float) -> float:
+            worth = incumbent.objective if incumbent.choice is not None else abs(bound)
+            return stalled * max(worth + self.constant - bound, max(0.5 * incumbent.gap, 1e-9) * abs(worth))
+
+        if self.pieces is None:
+            middle = incumbent.seconds() + 0.4 * max(deadline - incumbent.seconds(), 0.0)
+            _ascend(self._sweep_coupled, lambda: incumbent.seconds() > middle, enough)
+            self.pieces = Pieces(self.relaxation, self.coupled, self.dual)
+        pieces = self.pieces
+        best = _ascend(lambda forward: pieces.sweep(forward=forward), lambda: incumbent.seconds() > deadline, enough)
+        incumbent.raise_bound(best - self.constant)
+
+    def _sweep_coupled(self, forward: bool) -> float:
+        return self.dual.sweep(forward=forward, decode=False).lower_bound + self.coupled.offset
+
+    def contract(self, incumbent: Incumbent, deadline: float, most: float = MOST_WORK) -> bool:
+        """The optimum under the prices of the limit, and so the best bound of theirs; whether it was found.
+
+        Raises:
+            InfeasibleError: no choice is allowed.
+        """
+        try:
+            found = contract(self.parts, self.ends, self.blocks, most, lambda: incumbent.seconds() > deadline)
+        except InfeasibleError:
+            if not self.pruned:
+                raise
+            incumbent.raise_bound(incumbent.objective)
+            return True
+        if found is None:
+            return False
+        incumbent.offer(found.choice.tolist(), "powers of blocks")
+        incumbent.raise_bound(min(found.value - self.constant, incumbent.objective))
+        return True
+
+    def prune(self, incumbent: Incumbent, deadline: float) -> None:
+        """Leave out the options that no choice better than the incumbent takes in even one copy of a block."""
+        if incumbent.choice is None or self.pieces is None:
+            return
+        bounds, least = [], []
+        for dual in self.pieces.duals:
+            best, marginals = -math.inf, {node: np.full(len(t), -math.inf) for node, t in dual.theta.items()}
+            for count in range(TELLING_SWEEPS):
+                result = dual.sweep(forward=count % 2 == 1, decode=False)
+                best = max(best, result.lower_bound)
+                for node, marginal in result.marginals.items():
+                    np.maximum(marginals[node], marginal, out=marginals[node])
+                if incumbent.seconds() > deadline:
+                    break
+            bounds.append(best)
+            least.append(marginals)
+        bound = sum(weight * best for weight, best in zip(self.pieces.weights, bounds, strict=True))
+        incumbent.raise_bound(bound - self.constant)
+        room = incumbent.cutoff() + self.constant - bound
+        graphs = [self.relaxation.ends, *self.relaxation.blocks]
+        try:
+            self.ends, *self.blocks = [
+                _without(graph, marginals, best + room)
+                for graph, marginals, best in zip(graphs, least, bounds, strict=True)
+            ]
+            self.pruned = True
+        except InfeasibleError:
+            incumbent.raise_bound(incumbent.objective)
+
+    def solve_pieces(self, incumbent: Incumbent, deadline: float, solve_bound: SolveBound) -> None:
+        """By the best bound that can be proven for each piece."""
+        assert self.pieces is not None
+        prices = self.pieces.prices
+        blocks = [self.relaxation.priced_block(i, prices) for i in range(len(self.parts.blocks))]
+        weights = [block.count for block in self.parts.blocks]
+        left = max(deadline - incumbent.seconds(), 0.1)
+        total = -self.constant
+        for (problem, offset), weight in zip(
+            [*blocks, self.relaxation.priced_ends(prices)], [*weights, 1], strict=True
+        ):
+            total += weight * (solve_bound(problem, left / (len(blocks) + 1)) + offset)
+        incumbent.raise_bound(total)
+
+
+def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float) -> Graph:
+    """``graph`` without the options whose marginals (of its nodes in order) are above ``most``.
+
+    Raises:
+        InfeasibleError: nothing is left.
+    """
+    left = graph.copy()
+    for place, node in enumerate(graph.nodes()):
+        left.keep(node, marginals[place] <= most)
+    drop_forbidden(left)
+    reduce(left, WorkBudget(WORK))
+    return left
+
+
+def _ascend(sweep: Callable[[bool], float], late: Callable[[], bool], enough: Callable[[float], float]) -> float:
+    """Sweep to and fro until the bound rises no more by what is enough, or it is late; the bound."""
+    last = best = -math.inf
+    for count in range(MAX_SWEEPS):
+        best = max(best, sweep(count % 2 == 1))
+        if count % SWEEPS_A_LOOK == SWEEPS_A_LOOK - 1:
+            if late() or best - last <= enough(best):
+                break
+            last = best
+    return best

@@ -1,0 +1,94 @@
+"""Message passing on the ends and one block of each run, which trade their prices until the sum of bounds rises no more.
+
+The price ``p`` of an option of a seam is added at the node before the run and at each block's column, and taken off at
+the ghost behind the run and in each block. Where all that it would be taken off from has slack, raising ``p`` costs
+nothing and gives slack to the others. So both sides meet halfway, as in max-sum diffusion, and the bound never falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.solver.dual import Dual
+from autopar.solver.graph import Graph
+from autopar.solver.problem import Array
+from autopar.solver.relaxation import Coupled, Prices, Relaxation
+
+MOST_SLACK = 1e6
+"""Seconds that stand for the slack of an option which is not there."""
+
+
+class _End(NamedTuple):
+    """A node where a price counts ``rate`` times: its piece, its number there, and its options in original numbers."""
+
+    dual: Dual
+    node: int
+    options: np.ndarray
+    rate: float
+
+    def slack(self, size: int) -> Array:
+        """How much lower the price may be for each option before the piece's bound falls."""
+        self.dual.gather(self.node)
+        theta = self.dual.theta[self.node]
+        full = np.full(size, MOST_SLACK)
+        full[self.options] = (theta - theta.min()) / self.rate
+        return full
+
+    def add(self, change: Array) -> None:
+        self.dual.theta[self.node] = self.dual.theta[self.node] + self.rate * change[self.options]
+
+
+class Pieces:
+    """The pieces under prices that change. ``duals``: of the ends, then of each block, for one copy."""
+
+    def __init__(self, relaxation: Relaxation, coupled: Coupled, dual: Dual) -> None:
+        self.relaxation = relaxation
+        self.prices = relaxation.prices_of(coupled, dual)
+        found = list(relaxation.duals(coupled, dual))
+        self.weights = [weight for weight, _ in found]
+        self.duals = [piece for _, piece in found]
+        self._graphs = [relaxation.ends, *relaxation.blocks]
+        self._number = [{node: i for i, node in enumerate(graph.nodes())} for graph in self._graphs]
+
+    def sweep(self, *, forward: bool) -> float:
+        """One pass over each piece, then trade; the bound."""
+        bound = sum(
+            weight * piece.sweep(forward=forward, decode=False).lower_bound
+            for weight, piece in zip(self.weights, self.duals, strict=True)
+        )
+        self._trade()
+        return float(bound)
+
+    def _trade(self) -> None:
+        seams, outer = [], []
+        for r, block in enumerate(self.relaxation.parts.blocks):
+            prices = self.prices.seams[r], self.prices.outer[r]
+            seams.append(tuple(
+                price + _meet([self._end(0, before), self._end(r + 1, column)],
+                              [self._end(0, behind), self._end(r + 1, ghost)], len(price))
+                for (column, ghost, before, behind), price in zip(block.seams, prices[0], strict=True)
+            ))  # fmt: skip
+            outer.append(tuple(
+                price + _meet([self._end(0, node, float(block.count))], [self._end(r + 1, ghost)], len(price))
+                for (ghost, node), price in zip(block.outer, prices[1], strict=True)
+            ))  # fmt: skip
+        self.prices = Prices(tuple(seams), tuple(outer))
+
+    def _end(self, piece: int, node: int, rate: float = 1.0) -> _End:
+        graph: Graph = self._graphs[piece]
+        return _End(self.duals[piece], self._number[piece][node], graph.options[node], rate)
+
+
+def _meet(plus: Sequence[_End], minus: Sequence[_End], size: int) -> Array:
+    """Move the price of each option so that both sides have the same slack; by how much it moved."""
+    above = np.min([end.slack(size) for end in minus], axis=0)
+    below = np.min([end.slack(size) for end in plus], axis=0)
+    change = (above - below) / 2
+    for end in plus:
+        end.add(change)
+    for end in minus:
+        end.add(-change)
+    return np.asarray(change)

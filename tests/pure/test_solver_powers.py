@@ -1,0 +1,259 @@
+"""Blocks contracted to min-plus matrices and their powers; elimination of any degree; prices that pieces trade."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError
+from autopar.solver import Edge, Problem, UsagePrices, brute_force, evaluate, fold, solve
+from autopar.solver.bounds import Bounds
+from autopar.solver.dual import Dual
+from autopar.solver.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
+from autopar.solver.folding import foldable
+from autopar.solver.graph import Graph
+from autopar.solver.incumbent import Incumbent
+from autopar.solver.ordering import narrow_order
+from autopar.solver.parts import take_apart
+from autopar.solver.pieces import Pieces
+from autopar.solver.powers import Power, contract, min_plus_square
+from autopar.solver.relaxation import Relaxation
+from autopar.solver.repetition import find_runs
+from tests.pure.solver_problems import problems
+from tests.pure.test_solver_folding import chain
+
+seeds = st.integers(0, 2**32 - 1)
+WORK = 1e7
+
+
+def optimum(problem: Problem) -> float:
+    try:
+        return brute_force(problem).objective
+    except InfeasibleError:
+        return math.inf
+
+
+def contracted(problem: Problem) -> tuple[float, tuple[int, ...] | None]:
+    """What the powers of its blocks say about a problem."""
+    parts = take_apart(problem, foldable(find_runs(problem)), 1)
+    assert parts.blocks
+    try:
+        relaxation = Relaxation(parts, UsagePrices())
+        found = contract(parts, relaxation.ends, relaxation.blocks, WORK)
+    except InfeasibleError:
+        return math.inf, None
+    assert found is not None
+    return found.value, tuple(found.choice.tolist())
+
+
+def eliminated(problem: Problem) -> float:
+    """The optimum of a narrow problem of any length, without its limit."""
+    graph = Graph(problem)
+    factors, sizes = factors_of(graph), sizes_of(graph)
+    found = eliminate_all(factors, sizes, find_order([f.scope for f in factors], sizes))
+    assert found is not None
+    return float(found.rest.table) + graph.offset
+
+
+class TestElimination:
+    @given(problems(limited=False))
+    @settings(max_examples=60, deadline=None)
+    def test_equals_brute_force(self, problem: Problem) -> None:
+        graph = Graph(problem)
+        factors, sizes = factors_of(graph), sizes_of(graph)
+        found = eliminate_all(factors, sizes, find_order([f.scope for f in factors], sizes))
+        assert found is not None
+        assert float(found.rest.table) + graph.offset == pytest.approx(optimum(problem))
+        choice = graph.expand(found.complete({}))
+        assert evaluate(problem, choice)[0] == pytest.approx(optimum(problem))
+
+    @given(problems(limited=False), seeds)
+    @settings(max_examples=40, deadline=None)
+    def test_what_is_kept_is_a_table_of_the_best_of_the_rest(self, problem: Problem, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        graph = Graph(problem)
+        kept = sorted(random.permutation(len(problem.costs))[:2].tolist())
+        factors, sizes = factors_of(graph), sizes_of(graph)
+        found = eliminate_all(factors, sizes, find_order([f.scope for f in factors], sizes, kept), kept)
+        assert found is not None
+        assert found.rest.scope == tuple(kept)
+        at = tuple(int(random.integers(size)) for size in found.rest.table.shape)
+        fixed = tuple(
+            np.where(np.arange(len(cost)) == at[kept.index(node)], cost, math.inf) if node in kept else cost
+            for node, cost in enumerate(problem.costs)
+        )
+        expected = optimum(Problem(fixed, problem.edges))
+        assert found.rest.table[at] + graph.offset == pytest.approx(expected)
+        complete = found.complete(dict(zip(kept, at, strict=True)))
+        assert evaluate(problem, [complete[n] for n in range(len(problem.costs))])[0] == pytest.approx(expected)
+
+    def test_tables_of_many_elements_are_made_option_by_option(self) -> None:
+        random = np.random.default_rng(0)
+        sizes = {0: 3, 1: 80, 2: 90, 3: 70}
+        table = random.random((3, 80, 90))
+        factors = [Factor((0, 1, 2), table), Factor((0, 3), random.random((3, 70)))]
+        found = eliminate_all(factors, sizes, find_order([(0, 1, 2, 3)], sizes, (1, 2, 3)), (1, 2, 3))
+        assert found is not None
+        whole = table[..., None] + factors[1].table[:, None, None, :]
+        assert np.array_equal(found.rest.table, whole.min(axis=0))
+
+    def test_it_stops_when_it_is_late(self) -> None:
+        graph = Graph(chain(np.random.default_rng(0), 3))
+        factors, sizes = factors_of(graph), sizes_of(graph)
+        order = find_order([f.scope for f in factors], sizes)
+        assert eliminate_all(factors, sizes, order, (), lambda: True) is None
+
+    def test_the_work_is_counted_before(self) -> None:
+        scopes = [(0, 1), (1, 2), (2, 3)]
+        order = find_order(scopes, dict.fromkeys(range(4), 10))
+        assert order.largest == pytest.approx(100)
+        assert order.elements == pytest.approx(100 + 100 + 100 + 10 + 1)
+
+
+class TestPowers:
+    @given(seeds, st.integers(1, 13))
+    @settings(max_examples=40, deadline=None)
+    def test_powers_are_repeated_products_and_states_lie_on_a_cheapest_way(self, seed: int, count: int) -> None:
+        random = np.random.default_rng(seed)
+        table = random.integers(0, 20, (2, 3, 3)).astype(float)
+        table[random.random(table.shape) < 0.2] = math.inf
+        expected = table
+        for _ in range(count - 1):
+            expected = min_plus_square(expected, table)
+        power = Power(table, count)
+        assert np.array_equal(power.table, expected)
+        outer, first, last = (int(random.integers(n)) for n in table.shape)
+        states = power.states(outer, first, last)
+        assert len(states) == count
+        assert states[-1] == last
+        way = [first, *states]
+        if math.isfinite(expected[outer, first, last]):
+            assert sum(table[outer, s, t] for s, t in zip(way, way[1:], strict=False)) == expected[outer, first, last]
+
+    @given(seeds)
+    @settings(max_examples=40, deadline=None)
+    def test_equal_brute_force_on_short_runs(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, 8, width=1, options=2, hub=bool(seed % 2))
+        value, choice = contracted(problem)
+        assert value == pytest.approx(optimum(problem))
+        if choice is not None:
+            assert evaluate(problem, choice) == (pytest.approx(value), True)
+
+    @given(seeds)
+    @settings(max_examples=15, deadline=None)
+    def test_equal_elimination_of_every_node_on_deep_runs(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, int(random.integers(20, 60)), width=3, hub=bool(seed % 2))
+        value, choice = contracted(problem)
+        assert value == pytest.approx(eliminated(problem))
+        if choice is not None:
+            assert evaluate(problem, choice) == (pytest.approx(value), True)
+
+    def test_blocks_that_do_not_choose_alike(self) -> None:
+        """Neighbours that must differ: tied blocks cannot, the power can."""
+        costs = tuple(np.zeros(2) for _ in range(20))
+        differ = np.where(np.eye(2) > 0, math.inf, 1.0)
+        problem = Problem(costs, tuple(Edge(i, i + 1, differ) for i in range(19)))
+        solution = solve(problem)
+        assert solution.objective == 19
+        assert solution.proven
+
+    def test_too_much_work_is_refused_before_it_is_done(self) -> None:
+        problem = chain(np.random.default_rng(0), 20, width=3)
+        parts = take_apart(problem, foldable(find_runs(problem)), 1)
+        relaxation = Relaxation(parts, UsagePrices())
+        assert contract(parts, relaxation.ends, relaxation.blocks, 10.0) is None
+        assert contract(parts, relaxation.ends, relaxation.blocks, WORK, lambda: True) is None
+
+
+class TestPieces:
+    @given(seeds)
+    @settings(max_examples=25, deadline=None)
+    def test_trade_never_lowers_the_bound_and_it_stays_one(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, int(random.integers(12, 30)), width=2, hub=bool(seed % 2))
+        best = eliminated(problem)
+        try:
+            relaxation = Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
+        except InfeasibleError:
+            return
+        coupled = relaxation.coupled()
+        dual = Dual(coupled.graph)
+        dual.sweep(forward=False)
+        pieces, last = Pieces(relaxation, coupled, dual), -math.inf
+        for count in range(12):
+            bound = pieces.sweep(forward=count % 2 == 1)
+            assert bound >= last - 1e-6
+            assert bound <= best + 1e-6
+            last = bound
+        # The prices that they ended with are prices like any others.
+        ends, ends_offset = relaxation.priced_ends(pieces.prices)
+        block, block_offset = relaxation.priced_block(0, pieces.prices)
+        total = eliminated(ends) + ends_offset + relaxation.parts.blocks[0].count * (eliminated(block) + block_offset)
+        assert last - 1e-6 <= total <= best + 1e-6
+
+    @given(seeds)
+    @settings(max_examples=20, deadline=None)
+    def test_what_is_pruned_is_in_no_better_choice(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, int(random.integers(12, 30)), width=3, options=4, hub=bool(seed % 2))
+        tied = fold(problem)
+        assert tied is not None
+        best = eliminated(problem)
+        try:
+            bounds = Bounds(tied.parts, UsagePrices())
+            incumbent = Incumbent(problem, 60.0, 0.0, None)
+            choice = solve(tied.problem).choice
+        except InfeasibleError:
+            return
+        incumbent.offer(tied.expand(choice), "equal blocks")
+        bounds.raise_bound(incumbent, 60.0, 0.01)
+        bounds.prune(incumbent, 60.0)
+        assert bounds.contract(incumbent, 60.0)
+        assert incumbent.objective == pytest.approx(best)
+        assert incumbent.bound() == pytest.approx(best)
+
+
+class TestOrdering:
+    @given(problems(limited=False))
+    @settings(max_examples=30, deadline=None)
+    def test_every_node_once(self, problem: Problem) -> None:
+        graph = Graph(problem)
+        assert sorted(narrow_order(graph.nodes(), graph.neighbours)) == graph.nodes()
+
+    def test_a_path_is_walked_from_one_end_whatever_its_numbers(self) -> None:
+        path = np.random.default_rng(0).permutation(50).tolist()
+        around: dict[int, list[int]] = {node: [] for node in path}
+        for u, v in zip(path, path[1:], strict=False):
+            around[u].append(v)
+            around[v].append(u)
+        assert narrow_order(sorted(path), around) in (path, path[::-1])
+
+
+def test_runs_of_two_lengths_that_share_columns_are_both_found() -> None:
+    """As an encoder whose blocks are part of the decoder's: some columns go through both, others through the second."""
+    random = np.random.default_rng(0)
+    own, inside, onward = (random.random((3, 3)) for _ in range(3))
+    costs, edges = [], []
+    base, more = random.random(3), random.random(3)
+    last: int | None = None
+    for copy in range(24):
+        first = len(costs)
+        costs += [base, base + 1]
+        edges.append(Edge(first, first + 1, inside))
+        end = first + 1
+        if copy >= 12:
+            costs += [more]
+            edges += [Edge(first + 1, first + 2, own)]
+            end = first + 2
+        if last is not None:
+            edges.append(Edge(last, first, onward))
+        last = end
+    runs = find_runs(Problem(tuple(costs), tuple(edges)))
+    assert sorted(run.copies.shape[1] for run in runs) == [2, 3]
+    assert all(len(run.copies) >= 9 for run in runs)
