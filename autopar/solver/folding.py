@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.solver.bounds import AT_ONCE, Bounds
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.mixture import Mixing, few_rows
-from autopar.solver.parts import Parts, Tied, take_apart, tie
+from autopar.solver.parts import Tied, take_apart, tie
 from autopar.solver.problem import Problem, UsagePrices, relative_gap
 from autopar.solver.repetition import Run, find_runs
 
@@ -109,7 +109,8 @@ class _Folding:
     def contract_at_once(self) -> None:
         """The optimum, where nothing is priced and blocks are narrow."""
         self.bounds = Bounds(self.parts, UsagePrices())
-        self.contracted = self.bounds.contract(self.incumbent, self.incumbent.seconds() + self.incumbent.seconds_left(), AT_ONCE)
+        deadline = self.incumbent.seconds() + self.incumbent.seconds_left()
+        self.contracted = self.bounds.contract(self.incumbent, deadline, AT_ONCE)
 
     def price_limit(self) -> None:
         """Choices and a bound from the best prices of the limit."""

@@ -1,4 +1,4 @@
-"""Message passing on the ends and one block of each run, which trade their prices until the sum of bounds rises no more.
+"""Message passing on ends and blocks, which trade prices until the sum of their bounds rises no more.
 
 The price ``p`` of an option of a seam is added at the node before the run and at each block's column, and taken off at
 the ghost behind the run and in each block. Where all that it would be taken off from has slack, raising ``p`` costs

@@ -98,7 +98,9 @@ class _Plan:
     work: float
 
 
-def contract(parts: Parts, ends: Graph, blocks: Sequence[Graph], most: float, late: Late | None = None) -> Optimum | None:
+def contract(
+    parts: Parts, ends: Graph, blocks: Sequence[Graph], most: float, late: Late | None = None
+) -> Optimum | None:  # fmt: skip
     """The optimum of the parts, whose graphs still have every seam and outer node; None where that is too much work
     (``most`` element operations) or got late.
 
