@@ -108,7 +108,8 @@ def find_order(
 
 
 def eliminate_all(
-    factors: Sequence[Factor], sizes: Mapping[int, int], order: Order, kept: Sequence[int] = (), late: Late | None = None
+    factors: Sequence[Factor], sizes: Mapping[int, int], order: Order, kept: Sequence[int] = (),
+    late: Late | None = None,
 ) -> Eliminated | None:  # fmt: skip
     """Every node of ``order`` leaves; None where it got late on the way."""
     of: dict[int, list[Factor]] = {node: [] for node in sizes}
