@@ -50,8 +50,10 @@ def all_reduce_mean(tensor: Tensor, plugin: Plugin | None = None) -> Tensor:
     return tensor
 
 
-def all_gather_tensors(local_tensor_list: list[Tensor], plugin: Plugin | None = None) -> list[Tensor]:
-    """The lists of all ranks, one after the other by rank; shapes and lengths may differ."""
+def all_gather_tensors(local_tensor_list: list[Tensor] | Tensor, plugin: Plugin | None = None) -> list[Tensor]:
+    """The lists of all ranks, one after the other by rank; shapes and lengths may differ. A tensor is a list of one."""
+    if isinstance(local_tensor_list, Tensor):
+        local_tensor_list = [local_tensor_list]
     if _size(plugin) == 1:
         return list(local_tensor_list)
     lists: list[Any] = [None] * _size(plugin)

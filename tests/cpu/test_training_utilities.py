@@ -52,6 +52,7 @@ def test_collectives_of_one_process_change_nothing():
     assert torch.equal(all_reduce_mean(x.clone()), x)
     assert torch.equal(all_reduce_sum(x.clone()), x)
     assert all_gather_tensors([x])[0] is x
+    assert all_gather_tensors(x)[0] is x
 
 
 def test_to_device_reaches_into_nested_structures():
