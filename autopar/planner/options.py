@@ -67,6 +67,16 @@ class Options:
                 "accumulation_steps is the number of backwards that make one step of the optimizer.",
                 found=repr(steps), hint="give a positive integer.",
             )  # fmt: skip
+        if not self.time_limit_s > 0:
+            raise AutoparError(
+                "time_limit is the seconds that the search may take.", found=repr(self.time_limit_s),
+                hint="give a positive number.",
+            )  # fmt: skip
+        if not 0 <= self.gap < 1:
+            raise AutoparError(
+                "gap is the share by which a plan may cost more than the bound.", found=repr(self.gap),
+                hint="give a number from 0 to below 1, such as 1e-3.",
+            )  # fmt: skip
         _check("device", self.device, "cpu", "cuda")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")

@@ -295,3 +295,10 @@ def test_no_cbc_binary(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     with untouched(model), refused(SolverError, "CBC", "pip install"):
         run(model, solver="cbc")
+
+
+@pytest.mark.parametrize("wrong", [dict(time_limit=0), dict(time_limit=-1.0), dict(time_limit=float("nan")),
+                                   dict(gap=-0.1), dict(gap=1.0)])  # fmt: skip
+def test_a_search_that_cannot_be_is_refused(wrong) -> None:
+    with pytest.raises(AutoparError, match=next(iter(wrong))):
+        autopar.plan(torch.nn.Linear(2, 2), torch.empty(2, 2), mesh=(2,), cluster="dgx-h100", **wrong)
