@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar.mesh import Cluster
     from autopar.plans import Plan
     from autopar.precision import MixedPrecision
+    from autopar.runtime.safetensors import load_safetensors
     from autopar.strategies import register_rule
     from autopar.tracer import ColoTracer
     from autopar.training.launch import launch_from_openmpi, launch_from_slurm, launch_from_torch
@@ -31,6 +32,7 @@ _HOMES = {
     "launch_from_openmpi": "training.launch",
     "launch_from_slurm": "training.launch",
     "launch_from_torch": "training.launch",
+    "load_safetensors": "runtime.safetensors",
     "plan": "api",
     "register_rule": "strategies",
     "simulate": "api",
@@ -38,7 +40,8 @@ _HOMES = {
 
 __all__ = [
     "AutoparError", "Cluster", "ColoTracer", "MixedPrecision", "Plan", "autoparallelize", "compare",
-    "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "plan", "register_rule", "simulate",
+    "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "load_safetensors", "plan", "register_rule",
+    "simulate",
 ]  # fmt: skip
 
 

@@ -208,6 +208,7 @@ def autoparallelize(
     solver: str = "auto",
     gap: float = 1e-3,
     search: str = "joint",
+    initialize: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """Make ``model`` train on the cluster: the same object, with DTensor parameters and the planned program as forward.
@@ -229,6 +230,8 @@ def autoparallelize(
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
             max=64)}}``. One plan serves the whole range, without another search; ``plan.symbolic`` has its formulas.
         time_limit: seconds for the solver.
+        initialize: whether parameters on the meta device get values as their modules set them; False leaves their
+            shards empty, for a checkpoint or ``autopar.load_safetensors`` to fill.
 
     Returns:
         ``model``, whose class is now a subclass of what it was.
@@ -273,7 +276,7 @@ def autoparallelize(
             lambda: _shared(_over_range(found, model, call, capture, options, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
-    return _parallelize(model, meta_inputs, capture, made, hardware, options, mesh)
+    return _parallelize(model, meta_inputs, capture, made, hardware, options, mesh, initialize=initialize)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -331,7 +334,8 @@ def _belonging(plan: Plan, capture: Capture, call: Call) -> Plan:
 
 
 def _parallelize(
-    model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, cluster: Cluster, options: Options, mesh: MeshLike
+    model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, cluster: Cluster, options: Options,
+    mesh: MeshLike, *, initialize: bool = True,
 ) -> nn.Module:  # fmt: skip
     """The point of no return: shard the parameters and swap the class."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
@@ -352,7 +356,10 @@ def _parallelize(
     seed = decided_by_first(torch.initial_seed)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     replacements = together(
-        lambda: prepare(model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored)
+        lambda: prepare(
+            model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
+            initialize=initialize,
+        )
     )
     install(replacements)
     accept_whole_tensors(model)

@@ -59,7 +59,7 @@ def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
 def prepare(
     model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mesh, device_mesh: DeviceMesh,
     coordinate: tuple[int, ...], device: torch.device, seed: int,
-    dtype_of: Callable[[Tensor], torch.dtype] = lambda t: t.dtype,
+    dtype_of: Callable[[Tensor], torch.dtype] = lambda t: t.dtype, *, initialize: bool = True,
 ) -> list[Replacement]:  # fmt: skip
     """Make this rank's shard of every parameter as a DTensor at its spec, and of every buffer a copy on ``device``.
 
@@ -69,6 +69,7 @@ def prepare(
 
     Args:
         dtype_of: in which each is stored.
+        initialize: without it a parameter on the meta device gets memory for this rank's shard alone, to be loaded.
 
     Raises:
         AutoparError: a tensor is on the meta device and nothing initialises it.
@@ -79,7 +80,8 @@ def prepare(
     with _stand_ins(found):
         for (old, places), differ in zip(found, differs, strict=True):
             if old.is_meta and not (differ and this_rank()):
-                whole = _initialised(model, old, places[0], seed)
+                left_empty = isinstance(old, nn.Parameter) and not initialize and not differ
+                whole = old.detach() if left_empty else _initialised(model, old, places[0], seed)
             else:
                 whole = old.detach()
             if differ:
@@ -126,7 +128,8 @@ def _parameter(
 ) -> nn.Parameter:  # fmt: skip
     part = whole[spec.local_slices(tuple(whole.shape), mesh, coordinate)]
     # A parameter that stays whole keeps its memory; a shard must not hold the whole.
-    local = part.to(device, copy=part.shape != whole.shape).contiguous()
+    copied = part.shape != whole.shape
+    local = torch.empty_like(part, device=device) if part.is_meta else part.to(device, copy=copied).contiguous()
     stride = torch.empty(whole.shape, device="meta").stride()
     tensor = DTensor.from_local(
         local, device_mesh, to_placements(spec, mesh, tuple(whole.shape)), run_check=False,

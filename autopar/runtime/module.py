@@ -132,6 +132,8 @@ class ParallelModule(nn.Module):
     """Mixed into the user's class; ``autoparallelize`` puts it there."""
 
     _autopar: State
+    _is_accelerate_prepared = True
+    """For Hugging Face Accelerate and its Trainer: the model is parallel, and is wrapped in nothing more."""
     _autopar_sums: Sums
 
     @property

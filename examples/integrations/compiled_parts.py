@@ -1,0 +1,45 @@
+"""torch.compile beside autopar: a plain part of the model compiled by Inductor, its input and output from the plan.
+
+    torchrun --nproc-per-node 2 examples/integrations/compiled_parts.py
+
+autopar compiles what it is given. What is not in the model that it was given, such as this head and loss, is ordinary
+PyTorch, which torch.compile may take.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrun_script import batch
+
+import autopar
+
+
+def main(steps: int = 6, backend: str = "inductor") -> list[float]:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128))
+    body = autopar.autoparallelize(body, torch.empty(64, 32), cluster="cpu-2")
+    head = nn.Linear(128, 10)  # seeded alike, fed alike, so alike on all ranks
+
+    @torch.compile(backend=backend)
+    def loss_of(features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(head(features), labels)
+
+    optimizer = torch.optim.AdamW([{"params": body.parameters()}, {"params": head.parameters()}], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        x, y = batch(step)
+        loss = loss_of(body(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if dist.get_rank() == 0:
+        print(f"first loss {losses[0]:.4f}, last {losses[-1]:.4f}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()
