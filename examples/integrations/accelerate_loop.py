@@ -1,16 +1,18 @@
-"""Hugging Face Accelerate: its loop, its launcher, its save_state, around a parallel model.
+"""Hugging Face Accelerate: its loop and its launcher around a parallel model.
 
     accelerate launch --cpu --num_processes 2 examples/integrations/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/integrations/accelerate_loop.py
 
 Accelerate gives every rank its own samples, so the plan is made with batch="local". prepare() takes a parallel model
-as it is, and wraps it in nothing.
+as it is, and wraps it in nothing. Save with Booster or torch.distributed.checkpoint: Accelerate's own save_model takes
+no DTensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchrun_script import build_model
 
 import autopar
+from autopar.training import Booster
 
 
 def data() -> TensorDataset:
@@ -45,7 +48,7 @@ def main(folder: str | None = None, epochs: int = 2) -> list[float]:
             losses.append(float(accelerator.reduce(loss.detach(), "mean")))
     accelerator.print(f"first loss {losses[0]:.4f}, last {losses[-1]:.4f}")
     if folder is not None:
-        accelerator.save_model(model, folder)
+        Booster().save_model(model, Path(folder) / "model.safetensors")  # whole tensors, a parameter at a time
     return losses
 
 
