@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,10 +24,9 @@ from autopar.program import Program
 from autopar.solver import Solution
 from autopar.solver.clock import now
 
-SHARE_OF_TIME = 0.2
-LEAST_S = 5.0
-"""All baselines together take at most this share of the time limit, or so many seconds if that is more; those that are
-left then are not compared. It is far more than they need, so that what is compared does not hang on the clock."""
+SHARE_OF_TIME = 0.3
+"""All baselines together take at most this share of the time limit; those that are left then are not compared. It is far
+more than they need, so that what is compared does not hang on the clock."""
 
 ARRANGING_SHARE = 0.05
 LEAST_ARRANGING_S = 0.5
@@ -105,6 +105,18 @@ class Rival:
         return Finalist.of(self.name, d, solution, program, memory, prices, options)
 
 
+def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> Finalist:
+    """The finalist of the least simulated step among those that no baseline beats, neither in cost, but for the ``gap``
+    that was asked, nor in simulated seconds; where every one is beaten in something, of all.
+
+    The two can differ: the cost is what a bound is proven for, the simulation knows what waits for what.
+    """
+    cost = min((b.solution.objective for b in baselines), default=math.inf) * (1 + gap)
+    step_s = min((b.timeline.seconds for b in baselines), default=math.inf)
+    unbeaten = [f for f in finalists if f.solution.objective <= cost and f.timeline.seconds <= step_s]
+    return min(unbeaten or finalists, key=Finalist.rank)
+
+
 def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
     """The streams of one step; where gradients add up over several, of the last, with the mean seconds of all."""
     last, n = simulate_streams(program, overlap), d.accumulation_steps
@@ -125,7 +137,7 @@ def rivals(objective: Objective, options: Options, only: str | None = None) -> l
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
     started = now()
     found = []
-    allowed_s = max(options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0), LEAST_S)
+    allowed_s = options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0)
     choices = restricted_choices(
         objective, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, PlanError, SolverError
@@ -13,7 +13,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
-from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, timeline
+from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled, timeline
 from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile
@@ -111,7 +111,8 @@ def plan_graph(
     priced = time.perf_counter()
     compared = _rivals(objective, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
-    best = search.best(compared, began + options.time_limit_s)
+    arranging_s = min(ARRANGING * (priced - started), ARRANGING_SHARE * options.time_limit_s)
+    best = search.best(compared, began + options.time_limit_s - arranging_s)
     search.timings["strategies"] = listed - started
     looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
     return Planned(
@@ -124,8 +125,13 @@ HOPELESS = (1.01, 1.25)
 """A step takes hardly less than its cost, unless reductions over several axes hide behind each other: of baselines that
 cost so many times our step, on one axis and on several, none is looked at."""
 
-SHORTEST_TO_COMPARE_S = 5.0
-"""Under so short a time limit all of it is the search's."""
+ARRANGING = 4.0
+"""Times what it took to list and price the decisions: so long it may take to schedule, measure and emit a program."""
+ARRANGING_SHARE = 0.2
+"""Of the time limit, the most that is kept back for that."""
+
+LATE_S = 1.0
+"""So long after the search's end known ways to train are still looked at, the cheapest first: one may be better."""
 
 
 def _rivals(objective: Objective, options: Options) -> list[Rival]:
@@ -140,7 +146,7 @@ def _rivals(objective: Objective, options: Options) -> list[Rival]:
             found=f"mesh {objective.decisions.mesh}, model {objective.decisions.graph.name}",
             hint="it needs the mesh axes and dims that it cuts; autopar.compare lists those that apply.",
         )
-    if kind != "joint" or options.constraints or options.time_limit_s < SHORTEST_TO_COMPARE_S:
+    if kind != "joint" or options.constraints:
         return []
     return rivals(objective, options)
 
@@ -193,7 +199,7 @@ class _Search:
         return self.objective.prices
 
     def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
-        """The finalist of the least simulated step: the search's own plan, or a baseline that fits.
+        """The search's own plan, or a baseline that fits and is better.
 
         Raises:
             InfeasibleError: nothing fits the budget.
@@ -204,19 +210,26 @@ class _Search:
         self.seeds = tuple(r.choice for r in self.rivals)
         result = self.run(deadline)
         if result is None:
-            fitting = [r.finalist for r in self.rivals if self._fits(r)]
-            return self._bounded(min(fitting, key=Finalist.rank), self.bound, "the search found nothing that fits")
+            fitting = list(self._fitting(math.inf, deadline))
+            return self._bounded(settled(fitting, fitting, self.options.gap), self.bound, "nothing was found that fits")
         self.say("collectives")
         started = time.perf_counter()
-        one_axis = self.decisions.mesh.ndim == 1
-        hopeless = timeline(result.program, self.decisions, self.prices.overlap).seconds * HOPELESS[not one_axis]
+        hopeless = timeline(result.program, self.decisions, self.prices.overlap).seconds
+        hopeless *= HOPELESS[self.decisions.mesh.ndim > 1]
         own = Finalist.of(
             "chosen", self.decisions, result.solution, result.program, result.memory, self.prices, self.options
         )
         self.timings["arrange"] = time.perf_counter() - started
-        hopeful = (r for r in self.rivals if r.objective <= hopeless)
-        least = min((own, *(r.finalist for r in hopeful if self._fits(r))), key=Finalist.rank)
-        return own if least is own else self._bounded(least, own.solution.lower_bound, own.solution.method)
+        fitting = list(self._fitting(max(hopeless, own.solution.objective), deadline))
+        best = settled([own, *fitting], fitting, self.options.gap)
+        return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
+
+    def _fitting(self, most_s: float, deadline: float) -> Iterator[Finalist]:
+        """The baselines that fit and cost no more than ``most_s``, the cheapest first, while time is left."""
+        for rival in self.rivals:
+            seen = "finalist" in vars(rival)
+            if rival.objective <= most_s and (seen or now() < deadline + LATE_S) and self._fits(rival):
+                yield rival.finalist
 
     def _fits(self, rival: Rival) -> bool:
         return rival.finalist.memory.peak_bytes <= self.budget
