@@ -25,8 +25,8 @@ from autopar.solver import Solution
 from autopar.solver.clock import now
 
 SHARE_OF_TIME = 0.3
-"""All baselines together take at most this share of the time limit; those that are left then are not compared. It is far
-more than they need, so that what is compared does not hang on the clock."""
+"""All baselines together take at most this share of the time limit; those that are left then are not compared. It is
+far more than they need, so that what is compared does not hang on the clock."""
 
 ARRANGING_SHARE = 0.05
 LEAST_ARRANGING_S = 0.5
