@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, Union
+from typing import Any, Final, Literal, TypeAlias, Union
 
 from autopar.ir import Node, Value
 from autopar.planner.dataflow import Dataflow
@@ -48,37 +48,54 @@ class TensorParallel:
 
 def find_tensor_parallel(flow: Dataflow, batch: Mapping[str, frozenset[str]], can_cut: CanCut) -> TensorParallel:
     """Choose columns and rows; ``batch`` are the factors of each op that stand for the batch, left to the data axes."""
-    unpaired: frozenset[str] = frozenset()
-    while True:
-        walk = _Walk(flow, batch, can_cut, unpaired)
-        stuck = walk.run()
-        if not stuck:
-            starts = {v: frozenset((d,)) for v, d in walk.scattered.items()}
-            return TensorParallel(walk.factors, walk.parameters, flow.trace(starts))
-        unpaired |= stuck
+    walk = _Walk(flow, batch, can_cut)
+    walk.run()
+    starts = {v: frozenset((d,)) for v, d in walk.scattered.items()}
+    return TensorParallel(walk.factors, walk.parameters, flow.trace(starts))
 
 
 @dataclass
 class _Walk:
+    """Labels so far. ``unpaired`` are products whose columns could not pass: their cut is left to the solver. ``log``
+    has what was recorded, and ``begun`` its length when each op was come to, so that a walk can go back."""
+
     flow: Dataflow
     batch: Mapping[str, frozenset[str]]
     can_cut: CanCut
-    unpaired: frozenset[str]
+    unpaired: set[str] = field(default_factory=set)
     labels: dict[Value, Label] = field(default_factory=dict)
     origins: dict[Value, frozenset[str]] = field(default_factory=dict)
     factors: dict[str, str | None] = field(default_factory=dict)
     parameters: dict[str, Label] = field(default_factory=dict)
     scattered: dict[Value, int] = field(default_factory=dict)
+    log: list[tuple[dict[Any, Any], Any]] = field(default_factory=list)
+    begun: dict[str, int] = field(default_factory=dict)
 
-    def run(self) -> frozenset[str]:
-        """Label every op; the products whose columns could not pass, if any."""
-        for node in self.flow.graph.nodes:
+    def run(self) -> None:
+        """Label every op; where columns cannot pass, once more from the product that they come from."""
+        nodes, order = self.flow.graph.nodes, self.flow.graph.order
+        at = 0
+        while at < len(nodes):
+            node = nodes[at]
+            at += 1
             if node.op == "placeholder" or self._is_state(node):
                 continue
+            self.begun[node.name] = len(self.log)
             stuck = self._visit(node)
             if stuck:
-                return stuck
-        return frozenset()
+                self.unpaired |= stuck
+                at = min(order[name] for name in stuck)
+                self._forget(self.begun[nodes[at].name])
+
+    def _record(self, kept: dict[Any, Any], key: object, what: object) -> None:
+        if key not in kept:
+            self.log.append((kept, key))
+        kept[key] = what
+
+    def _forget(self, since: int) -> None:
+        for kept, key in self.log[since:]:
+            del kept[key]
+        del self.log[since:]
 
     def _is_state(self, node: Node) -> bool:
         """Made of parameters alone: labelled when its reader is."""
@@ -136,19 +153,19 @@ class _Walk:
 
     def _settle(self, node: Node, factor: str | None, starts: frozenset[str]) -> None:
         """Record the choice, and what it means for results and weights."""
-        self.factors[node.name] = factor
+        self._record(self.factors, node.name, factor)
         weights = list(self.flow.weights(node))
         before = frozenset(o for v in node.inputs for o in self.origins.get(v, ()))
         for i, meta in enumerate(node.outputs):
             value = Value(node.name, i)
             if factor == FREE:
-                self.labels[value] = None if self._ends_freedom(node, weights) else FREE
+                self._record(self.labels, value, None if self._ends_freedom(node, weights) else FREE)
             elif factor is not None and meta is not None:
-                self.labels[value] = self.flow.result_dim(node, i, factor)
+                self._record(self.labels, value, self.flow.result_dim(node, i, factor))
                 if self.labels[value] is None:
                     self._scatter(node, value, weights)
                 else:
-                    self.origins[value] = before | starts
+                    self._record(self.origins, value, before | starts)
         for p in weights:
             self._label_state(node, p, factor)
 
@@ -178,16 +195,17 @@ class _Walk:
         """Follow a weight back to its parameter; who comes first decides."""
         if value in self.labels:
             return
-        self.labels[value] = label
+        self._record(self.labels, value, label)
         node = self.flow.graph.by_name[value.node]
         if node.op == "placeholder":
-            self.parameters[node.name] = label
+            self._record(self.parameters, node.name, label)
             return
         rule = self.flow.rules[node.name]
         dims = rule.outputs[value.index] if rule else None
         named = dims[label] if isinstance(label, int) and dims else ()
         factor = named[0] if named else FREE
-        self.factors.setdefault(node.name, factor)
+        if node.name not in self.factors:
+            self._record(self.factors, node.name, factor)
         for p in range(len(node.inputs)):
             self._label_state(node, p, factor)
 
@@ -199,5 +217,5 @@ class _Walk:
         others = {f for p, dims in enumerate(rule.inputs) if p not in weights for d in dims for f in d}
         for dim, factors in enumerate(rule.outputs[value.index] or ()):
             if factors and factors[0] in others - self.batch.get(node.name, frozenset()):
-                self.scattered.setdefault(value, dim)
+                self._record(self.scattered, value, dim)
                 return
