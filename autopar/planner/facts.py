@@ -21,16 +21,20 @@ from autopar.strategies import flops
 def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Facts:
     """What tables and reports say beside the plan's own figures."""
     program, at = planned.program, {op.name: i for i, op in enumerate(planned.program.ops)}
-    nodes, work = {}, dict[str, float]()
+    nodes, work, known = {}, dict[str, float](), dict[int, float]()
     for node in graph.nodes:
-        metas = tuple(graph.meta(v) for v in node.inputs)
-        done = flops(node, metas) if node.op != "placeholder" else 0.0
+        kind = graph.kinds[node.name]
+        if kind not in known:
+            metas = tuple(graph.meta(v) for v in node.inputs)
+            known[kind] = flops(node, metas) if node.op != "placeholder" else 0.0
+        done = known[kind]
         module = node.module
         if node.op == "placeholder" and graph.input_of[node.name].kind in ("parameter", "buffer"):
             module = graph.input_of[node.name].name.rpartition(".")[0]
         nodes[node.name] = NodeFacts(module, node.op, done)
-        if done and metas:
-            work[metas[0].dtype] = work.get(metas[0].dtype, 0.0) + done
+        if done and node.inputs:
+            dtype = graph.meta(node.inputs[0]).dtype
+            work[dtype] = work.get(dtype, 0.0) + done
     dtype = max(work, key=lambda d: (work[d], d), default="float32")
     samples, tokens = _batch(graph)
     return Facts(

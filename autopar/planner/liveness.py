@@ -75,16 +75,16 @@ def history(
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """For each kind of memory, ``(position, bytes)`` from which op of the program on how much is held of it: at each
     position what is held at the fullest moment there."""
-    sweep = _Sweep(program, graph, mesh, options)
-    sweep.run()
-    points: dict[str, list[tuple[int, int]]] = {}
-    for kind in KINDS:
-        now = 0
-        for at, held in sorted(sweep.fullest.items()):
-            if held.get(kind, 0) != now:
-                now = held.get(kind, 0)
-                points.setdefault(kind, []).append((at, now))
-    return {kind: tuple(found) for kind, found in points.items()}
+    fullest: dict[int, dict[str, int]] = {}
+    _Sweep(program, graph, mesh, options, fullest=fullest).run()
+    points: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+    now = dict.fromkeys(KINDS, 0)
+    for at, held in sorted(fullest.items()):
+        for kind, size in held.items():
+            if size != now[kind]:
+                now[kind] = size
+                points[kind].append((at, size))
+    return {kind: tuple(found) for kind, found in points.items() if found}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Sweep:
     behind: dict[str, str] = field(default_factory=dict)
     extra: dict[int, int] = field(default_factory=dict)
     runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int]] = field(default_factory=dict)
-    fullest: dict[int, dict[str, int]] = field(default_factory=dict)
+    fullest: dict[int, dict[str, int]] | None = None
 
     def run(self) -> MemoryProfile:
         for at, op in enumerate(self.program.ops):
@@ -301,10 +301,16 @@ class _Sweep:
             if held is not None:
                 held.kind = "gradients" if self.graph.input_of[op.node].kind == "accumulator" else "inputs"
 
+    @cached_property
+    def parameters(self) -> dict[str, TensorMeta]:
+        """By name; of several that share one the first."""
+        named = [(i, self.graph.by_name[i.node].outputs[0]) for i in reversed(self.graph.inputs)]
+        return {i.name: meta for i, meta in named if i.kind == "parameter" and meta is not None}
+
     def _cast_back(self, parameter: str, name: str, held: _Memory, end: int) -> None:
         """A gradient that was reduced in another dtype than its parameter's becomes one of that, one after the other,
         when the backward is over."""
-        stored = next(t.meta for op, t in self._inputs() if self.graph.input_of[op.node].name == parameter)
+        stored = self.parameters[parameter]
         made = self.program.tensors[name]
         if stored.dtype != made.meta.dtype:
             size = made.bytes // made.meta.itemsize * stored.itemsize
@@ -332,10 +338,11 @@ class _Sweep:
             total = running + extra + step
             if total > timeline[moment.at]:
                 timeline[moment.at] = total
-                now = held | {"temporaries": held["temporaries"] + extra, "step": held["step"] + step}
-                self.fullest[moment.at] = now
-                if total > best[0]:
-                    best = (total, moment.at, now)
+                if self.fullest is not None or total > best[0]:
+                    now = held | {"temporaries": held["temporaries"] + extra, "step": held["step"] + step}
+                    best = (total, moment.at, now) if total > best[0] else best
+                    if self.fullest is not None:
+                        self.fullest[moment.at] = now
             for memory in freed.get(i, ()):
                 held[memory.kind] -= memory.nbytes
                 running -= memory.nbytes

@@ -109,4 +109,6 @@ def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], nam
                 source=source_line(node.meta),
             )
         )
-    return ir.Graph(tuple(nodes), tuple(inputs), tuple(outputs), name)
+    made = ir.Graph(tuple(nodes), tuple(inputs), tuple(outputs), name)
+    _ = made.kinds, made.consumers, made.digest  # what every plan asks, found once
+    return made
