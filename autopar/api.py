@@ -177,15 +177,12 @@ def _plan_on(
     sized = cluster.sized(mesh.size)
     planned = planner.plan_graph(capture.graph, mesh, sized, options, progress)
     started = time.perf_counter()
-    lowered = passes.lower(planned.program, capture.graph, mesh)
-    header = [
-        f"{capture.graph.name} on mesh {mesh}, the program that every rank runs.", "",
-        f"Plan for graph {capture.graph.digest}, written by autopar.",
-    ]  # fmt: skip
-    source = codegen.emit(lowered.forward, lowered.backward, header, lowered.accumulate)
+    lowered = passes.compose(passes.lower(planned.program, capture.graph, mesh))
+    made = make_plan(planned, capture.graph, mesh, sized, options, "", capture.notices)
+    source = codegen.emit(lowered, mesh, codegen.header(made), capture.constants)
     planned.timings["capture"] = captured_s
     planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
-    return make_plan(planned, capture.graph, mesh, sized, options, source, capture.notices)
+    return dataclasses.replace(made, source=source)
 
 
 def autoparallelize(
@@ -455,9 +452,9 @@ def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[
 
 
 def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
-    lowered = passes.lower(made.program, capture.graph, made.mesh)
+    lowered = passes.compose(passes.lower(made.program, capture.graph, made.mesh))
     namespace = codegen.load(made.source, f"autopar_{made.digest}")
-    inference = codegen.emit(passes.forward_only(lowered), lowered.backward, ["Forward without gradients."])
+    inference = codegen.emit(passes.forward_only(lowered), made.mesh, ["Forward without gradients."])
     metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
     seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
     whole = frozenset(
@@ -500,7 +497,7 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
     )  # fmt: skip
     capture = _capture(model, call, options, plan.mesh.size)
     plan = _belonging(plan, capture, call)
-    lowered = passes.lower(plan.program, capture.graph, plan.mesh)
+    lowered = passes.compose(passes.lower(plan.program, capture.graph, plan.mesh))
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)

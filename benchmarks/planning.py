@@ -152,7 +152,7 @@ def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record
     found = plan_graph(graph, on, cluster, options)
     lowered_s = time.perf_counter()
     lowered = passes.lower(found.program, graph, on)
-    source = codegen.emit(lowered.forward, lowered.backward, [])
+    source = codegen.emit(lowered, on, [])
     ends_s, cpu_end_s = time.perf_counter(), time.process_time()
     plan = make_plan(found, graph, on, cluster, options, source, ())
     record: Record = {f"{stage}_s": found.timings.get(stage, 0.0) for stage in STAGES[1:]}

@@ -326,7 +326,7 @@ def _run(case: Case, planned: Planned) -> Record:
     """Median seconds of real steps in this process, and the bytes that a simulated one holds at most."""
     graph = case.capture.graph
     lowered = passes.lower(planned.program, graph, ONE)
-    source = codegen.emit(lowered.forward, lowered.backward, [case.name])
+    source = codegen.emit(lowered, ONE, [case.name])
     plan = make_plan(planned, graph, ONE, case.cluster, case.options(), source, ())
     held = autopar.simulate(case.model, case.inputs, plan=plan).peak_memory
     model = autopar.autoparallelize(copy.deepcopy(case.model), case.inputs, plan=plan)

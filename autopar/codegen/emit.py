@@ -2,129 +2,241 @@
 
 from __future__ import annotations
 
-import linecache
-import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import fx
+from torch import Tensor, fx
 
-from autopar._torch import OpOverload
-from autopar.program import LocalTensor, Op
-
-PRELUDE = """\
-import torch
-from torch import device, float16, float32, float64, bfloat16, int8, int16, int32, int64, uint8  # noqa: F401
-
-import autopar.ops  # noqa: F401
 from autopar import spmd
+from autopar._torch import OpOverload
+from autopar.codegen.expressions import expression, inlined, literal
+from autopar.codegen.names import Names, name_nodes
+from autopar.ir import TensorMeta
+from autopar.mesh import Mesh
+from autopar.program import LocalTensor, Op
+from autopar.sharding import ShardingSpec
+from autopar.spmd import Lowered
 
-aten = torch.ops.aten
-autopar = torch.ops.autopar
-"""
+WIDTH = 120
+BOUND = "\0"
+"""Stands for a space at which no line is broken."""
+
+LITERAL = 4096
+"""Constants of so many elements are written into the program."""
 
 
 def emit(
-    forward: fx.GraphModule, backward: fx.GraphModule, header: Sequence[str], accumulate: fx.GraphModule | None = None
+    lowered: Lowered, mesh: Mesh, header: Sequence[str], constants: Mapping[str, Tensor] | None = None
 ) -> str:
     """The program as a Python module with ``forward(rank, inputs)`` and ``backward(rank, inputs)``; where gradients add
     up over micro-batches, ``accumulate(rank, inputs)`` is the backward of all but the last.
 
-    Each takes its inputs as a list, which it empties, so that every tensor is freed after its last use.
+    Each takes its inputs as a list, which it empties, so that every tensor is freed after its last use. Tables at the
+    end say what the inputs and results are.
     """
-    parts = ['"""' + "\n".join(header) + '\n"""', PRELUDE.rstrip()]
-    parts += [_function("forward", forward.graph), _function("backward", backward.graph)]
-    parts += [_function("accumulate", accumulate.graph)] if accumulate is not None else []
+    ops = sorted({name for module in _modules(lowered) for name in _own_ops(module.graph)})
+    names = name_nodes(lowered, ops)
+    printer = _Printer(names, mesh)
+    results = [output.name for output, _ in lowered.results]
+    parts = ['"""' + "\n".join(header) + '\n"""\n\n' + _prelude(ops, lowered)]
+    parts.append(printer.function("forward", lowered.forward.graph, results, "kept for the backward"))
+    parts.append(printer.function("backward", lowered.backward.graph, [], ""))
+    if lowered.accumulate is not None:
+        parts.append(printer.function("accumulate", lowered.accumulate.graph, [], ""))
+    parts.append(_tables(lowered, mesh, constants or {}))
     return "\n\n\n".join(parts) + "\n"
 
 
-def load(source: str, name: str = "autopar_program") -> Mapping[str, Any]:
-    """Run an emitted module and return its names. Debuggers and tracebacks show its lines."""
-    filename = f"<{name}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": name}
-    exec(compile(source, filename, "exec"), namespace)  # noqa: S102  it is our own program
-    return namespace
+def _modules(lowered: Lowered) -> list[fx.GraphModule]:
+    return [m for m in (lowered.forward, lowered.backward, lowered.accumulate) if m is not None]
 
 
-def _function(name: str, graph: fx.Graph) -> str:
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "rank"]
-    lines = [f"def {name}(rank, inputs):"]
-    if inputs:
-        unpacked = "".join(f"\n        {n.name},{_shape_comment(n)}" for n in inputs)
-        lines += [f"    ({unpacked}\n    ) = inputs", "    inputs.clear()"]
-    last = _last_uses(graph)
-    section = ""
+def _own_ops(graph: fx.Graph) -> Iterable[str]:
     for node in graph.nodes:
-        if node.op == "output":
-            results = "".join(f"\n        {_text(a)}," for a in node.args[0])
-            lines += ['    spmd.section("")'] if section else []
-            lines.append(f"    return ({results}\n    )" if results else "    return ()")
-        elif node.op == "call_function":
-            section = _section(node, section, lines)
-            lines.append(f"    {node.name} = {_call(node)}{_comment(node)}")
-        dead = [d.name for d in last.get(node, ())]
-        if dead and node.op != "output":
-            lines.append(f"    del {', '.join(dead)}")
+        if isinstance(node.target, OpOverload) and node.target.namespace == "autopar":
+            yield str(node.target).split(".")[1]
+
+
+def _prelude(ops: Sequence[str], lowered: Lowered) -> str:
+    calls = [n for module in _modules(lowered) for n in module.graph.nodes if n.op == "call_function"]
+    functional = any(getattr(n.target, "__name__", "") in ("linear", "linear_of_transposed") for n in calls)
+    lines = ["import torch"] + (["import torch.nn.functional as F"] if functional else [])
+    lines += ["", *(["import autopar.ops  # registers the ops below"] if ops else []), "from autopar import spmd", ""]
+    lines += ["aten = torch.ops.aten", *(f"{op} = torch.ops.autopar.{op}.default" for op in ops)]
     return "\n".join(lines)
 
 
-def _section(node: fx.Node, current: str, lines: list[str]) -> str:
+def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor]) -> str:
+    """What goes in and comes out, by position, for those who call the program."""
+
+    def described(tensor: TensorMeta, spec: ShardingSpec) -> str:
+        return f'"{tensor.dtype}", {literal(tuple(tensor.shape), {})}, "{spec}"'
+
+    def rows(ends: Iterable[tuple[str, str, ShardingSpec]], nodes: Sequence[fx.Node]) -> str:
+        made = [
+            f'    ("{kind}", "{name}", {described(node.meta["tensor"].meta, spec)}),'
+            for (kind, name, spec), node in zip(ends, nodes, strict=True)
+        ]
+        return "\n".join(["[", *made, "]"]) if made else "[]"
+
+    forward, backward = lowered.forward.graph, lowered.backward.graph
+    fed = [n for n in forward.nodes if n.op == "placeholder" and n.target != "rank"]
+    back = [n for n in backward.nodes if n.op == "placeholder" and n.target != "rank"]
+    results, gradients = (list(g.output_node().args[0]) for g in (forward, backward))  # type: ignore[arg-type]
+    taken = (*lowered.tangents, *lowered.accumulators)
+    tables = [
+        ("INPUTS", [(i.kind, i.name, s) for i, s in lowered.inputs], fed),
+        ("OUTPUTS", [(o.kind, o.name, s) for o, s in lowered.results], results[: len(lowered.results)]),
+        ("TANGENTS", [(i.kind, i.name, s) for i, s in taken], back[len(lowered.saved) :]),
+        ("GRADIENTS", [(o.kind, o.name, s) for o, s in lowered.gradients], gradients),
+    ]
+    lines = ["# Kind, name, dtype, shape of the whole and spec of what goes in and comes out, by position."]
+    lines.append(f"MESH = ({literal(tuple(mesh.shape), {})}, {literal(tuple(mesh.names), {})})")
+    lines += [f"{title} = {rows(ends, nodes)}" for title, ends, nodes in tables]  # type: ignore[arg-type]
+    used = {i.name for i, _ in lowered.inputs if i.kind == "constant"}
+    written = {n: t for n, t in constants.items() if n in used and t.numel() <= LITERAL}
+    values = [f'    "{n}": torch.tensor({t.tolist()!r}, dtype={t.dtype}),' for n, t in written.items()]
+    return "\n".join([*lines, *(["CONSTANTS = {", *values, "}"] if values else ["CONSTANTS = {}"])])
+
+
+class _Printer:
+    """Prints functions of one program."""
+
+    def __init__(self, names: Names, mesh: Mesh) -> None:
+        self.names, self.mesh = names.of, mesh
+
+    def function(self, name: str, graph: fx.Graph, results: Sequence[str], rest: str) -> str:
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "rank"]
+        lines = [f"def {name}(rank, inputs):"]
+        if inputs:
+            unpacked = "".join(f"\n        {self.names[n]},{self._comment(n)}" for n in inputs)
+            lines += [f"    ({unpacked}\n    ) = inputs", "    inputs.clear()"]
+        last = _last_uses(graph)
+        section, skipped = "", set[fx.Node]()
+        for node in graph.nodes:
+            if node.op == "output":
+                lines += ['    spmd.section("")'] if section else []
+                lines += self._return(node, len(results), rest)
+            if node.op != "call_function" or node in skipped or node.target is spmd.device:
+                continue
+            section = _section(node, section, lines, everywhere=name == "forward")
+            if inlined(node):
+                last.setdefault(node.next, []).extend(d for d in last.pop(node, ()) if d is not node)
+                continue
+            items = _unpacked(node)
+            skipped.update(items)
+            lines += self._assignment(node, items)
+            dead = [d for n in (node, *items) for d in last.get(n, ()) if not (inlined(d) or (d is node and items))]
+            if dead:
+                lines.append(self._freed(dead))
+        return "\n".join(lines)
+
+    def _return(self, node: fx.Node, results: int, rest: str) -> list[str]:
+        values = [self.names[a] for a in node.args[0]]  # type: ignore[union-attr, index]
+        if not values:
+            return ["    return ()"]
+        lines = [f"        {name}," for name in values]
+        if rest and len(lines) > results:
+            lines.insert(results, f"        # {rest}:")
+        return ["    return (", *lines, "    )"]
+
+    def _freed(self, dead: Sequence[fx.Node]) -> str:
+        line = f"    del {', '.join(self.names[d] for d in dead)}"
+        if len(line) <= WIDTH:
+            return line
+        names = textwrap.fill(", ".join(self.names[d] for d in dead), WIDTH - 8)
+        return f"    del (\n{textwrap.indent(names, ' ' * 8)},\n    )"
+
+    def _assignment(self, node: fx.Node, items: Sequence[fx.Node]) -> list[str]:
+        left = ", ".join(self.names[n] for n in items) if items else self.names[node]
+        if len(items) == 1:
+            left += ","
+        right = expression(node, self.names)
+        comments = [c for c in (self._said(n) for n in (items or [node])) if c]
+        if len(comments) > 1 and len(set(comments)) == 1:
+            comments = [f"{comments[0]} each"]
+        comment = f"  # {'; '.join(comments)}" if comments else ""
+        line = f"    {left} = {right}"
+        if len(line) <= WIDTH or not right.endswith(")") or "(" not in right:
+            return [line + comment] if len(line + comment) <= WIDTH else [*_above(comment), line]
+        head, _, arguments = right.partition("(")
+        folded = textwrap.fill(_bound(arguments[:-1]), WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+        folded = textwrap.indent(folded.replace(BOUND, " "), " " * 8)
+        return [*_above(comment), f"    {left} = {head}(", folded, "    )"]
+
+    def _comment(self, node: fx.Node) -> str:
+        said = self._said(node)
+        return f"  # {said}" if said else ""
+
+    def _said(self, node: fx.Node) -> str:
+        """Local shape and spec of what a node makes; bytes and seconds of what it sends."""
+        tensor, op = node.meta.get("tensor"), node.meta.get("op")
+        if not isinstance(op, Op) or node.target is operator.getitem:
+            return self._tensor(tensor) if isinstance(tensor, LocalTensor) else ""
+        if op.is_collective and op.step is not None:
+            several = f"{len(op.writes)} tensors, " if len(op.writes) > 1 else ""
+            where = f'axis {op.step.axis} "{self.mesh.names[op.step.axis]}"' if self._named(op.step.axis) else (
+                f"axis {op.step.axis}" if op.step.axis >= 0 else "the mesh"
+            )  # fmt: skip
+            return f"{several}{op.wire_bytes:,} bytes over {where}, {op.seconds * 1e6:.1f} us"
+        if op.is_transfer:
+            return f"{op.writes[0].bytes:,} bytes, {op.seconds * 1e6:.1f} us"
+        return self._tensor(tensor) if isinstance(tensor, LocalTensor) else ""
+
+    def _named(self, axis: int) -> bool:
+        return 0 <= axis < len(self.mesh.names) and self.mesh.names[axis] != str(axis)
+
+    def _tensor(self, tensor: LocalTensor) -> str:
+        spec, whole = tensor.spec, tensor.meta.shape
+        shape = ", ".join(map(str, spec.local_shape(whole, self.mesh, (0,) * self.mesh.ndim)))
+        said = f"{tensor.meta.dtype}[{shape}]"
+        if any(spec.dims):
+            said += f" {spec} of [{', '.join(map(str, whole))}]"
+        elif spec.partial:
+            said += f" {spec}"
+        return said + (" on the host" if tensor.host else "")
+
+
+def _above(comment: str) -> list[str]:
+    """A comment on lines of its own."""
+    said = comment.removeprefix("  # ")
+    return [f"    # {line}" for line in textwrap.wrap(said, WIDTH - 6)]
+
+
+def _bound(arguments: str) -> str:
+    """Arguments whose lists are not broken over lines."""
+    depth, made = 0, []
+    for letter in arguments:
+        depth += (letter in "[(") - (letter in "])")
+        made.append(BOUND if letter == " " and depth else letter)
+    return "".join(made)
+
+
+def _unpacked(node: fx.Node) -> list[fx.Node]:
+    """The reads of an op's several results, where they follow it and are all of them: printed as one assignment."""
+    items: list[fx.Node] = []
+    following = node.next
+    while following.target is operator.getitem and following.args[0] is node and following.args[1] == len(items):
+        items.append(following)
+        following = following.next
+    if set(items) != set(node.users) or not items:
+        return []
+    schema = getattr(node.target, "_schema", None)
+    returns = len(schema.returns) if schema is not None else 0
+    op = node.meta.get("op")
+    made = len(op.writes) if isinstance(op, Op) and returns <= 1 else returns
+    return items if len(items) == made else []
+
+
+def _section(node: fx.Node, current: str, lines: list[str], *, everywhere: bool) -> str:
+    """The section of ``node`` begins. Sums that autograd makes in the backward belong to no module."""
     module = str(node.meta.get("module", current))
+    if not (module or everywhere):
+        return current
     if module != current:
         lines += ["", f'    spmd.section("{module}")']
     return module
-
-
-def _call(node: fx.Node) -> str:
-    args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
-    if node.target is operator.getitem:
-        return f"{_text(node.args[0])}[{_text(node.args[1])}]"
-    return f"{_target(node.target)}({', '.join(args)})"
-
-
-def _target(target: Any) -> str:
-    if isinstance(target, OpOverload):
-        return str(target) if target.namespace in ("aten", "autopar") else f"torch.ops.{target}"
-    return f"spmd.{target.__name__}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(map(_text, value))
-        if isinstance(value, list):
-            return f"[{inner}]"
-        return f"({inner}{',' if len(value) == 1 else ''})"
-    if isinstance(value, float) and math.isnan(value):
-        return 'float("nan")'
-    if isinstance(value, float) and math.isinf(value):
-        return f'float("{value}")'
-    return repr(value)
-
-
-def _shape_comment(node: fx.Node) -> str:
-    tensor = node.meta.get("tensor")
-    return f"  # {_tensor(tensor)}" if isinstance(tensor, LocalTensor) else ""
-
-
-def _tensor(tensor: LocalTensor) -> str:
-    return f"{tensor.meta} {tensor.spec}" + (" on the host" if tensor.host else "")
-
-
-def _comment(node: fx.Node) -> str:
-    tensor, op = node.meta.get("tensor"), node.meta.get("op")
-    parts = []
-    if isinstance(tensor, LocalTensor):
-        parts.append(_tensor(tensor))
-    if isinstance(op, Op) and op.is_collective and op.step is not None:
-        several = f"{len(op.writes)} tensors, " if op.bucket else ""
-        parts.append(f"{several}{op.wire_bytes:,} bytes over axis {op.step.axis}, {op.seconds * 1e6:.1f} us")
-    elif isinstance(op, Op) and op.is_transfer:
-        parts.append(f"{op.writes[0].bytes:,} bytes, {op.seconds * 1e6:.1f} us")
-    return f"  # {'; '.join(parts)}" if parts else ""
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -137,10 +249,10 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             last.setdefault(node, node)
     dead: dict[fx.Node, list[fx.Node]] = {}
     for node, end in last.items():
-        if node.target != "rank":
+        if node.target not in ("rank", spmd.device):
             # An unused placeholder is freed with the first op; a statement cannot stand inside the unpacking.
             dead.setdefault(end, []).append(node)
-    first = next(n for n in graph.nodes if n.op != "placeholder")
+    first = next(n for n in graph.nodes if n.op != "placeholder" and n.target is not spmd.device)
     for node in [n for n in dead if n.op == "placeholder"]:
         dead.setdefault(first, []).extend(dead.pop(node))
     return dead

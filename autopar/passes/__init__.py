@@ -1,6 +1,7 @@
 """From the planned program to the graphs that run."""
 
+from autopar.passes.compose import compose
 from autopar.passes.inference import forward_only
 from autopar.passes.lower import lower
 
-__all__ = ["forward_only", "lower"]
+__all__ = ["compose", "forward_only", "lower"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from autopar._torch import LazyGraphModule
 from autopar.spmd import Lowered
 
 
-def forward_only(lowered: Lowered) -> fx.GraphModule:
+def forward_only(lowered: Lowered) -> Lowered:
     """``forward(rank, *inputs) -> results``, without the saved tensors and the ops that only they need."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -18,4 +20,10 @@ def forward_only(lowered: Lowered) -> fx.GraphModule:
     assert isinstance(results, tuple)
     graph.output(results[: len(lowered.results)])
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    return LazyGraphModule(lowered.forward, graph)
+    nothing = fx.Graph()
+    nothing.placeholder("rank")
+    nothing.output(())
+    return replace(
+        lowered, forward=LazyGraphModule(lowered.forward, graph), backward=LazyGraphModule(lowered.backward, nothing),
+        saved=(), tangents=(), gradients=(), accumulators=(), accumulate=None, accumulated=(),
+    )  # fmt: skip

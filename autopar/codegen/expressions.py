@@ -1,0 +1,160 @@
+"""One call of a local program as the Python that a person would write for it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import spmd
+from autopar._torch import OpOverload
+from autopar.program import LocalTensor
+
+INFIX = {
+    "aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
+    "aten.add.Scalar": "+", "aten.sub.Scalar": "-", "aten.mul.Scalar": "*", "aten.div.Scalar": "/",
+    "aten.pow.Tensor_Scalar": "**", "aten.pow.Tensor_Tensor": "**", "aten.pow.Scalar": "**",
+    "aten.eq.Tensor": "==", "aten.eq.Scalar": "==", "aten.ne.Tensor": "!=", "aten.ne.Scalar": "!=",
+    "aten.lt.Tensor": "<", "aten.lt.Scalar": "<", "aten.le.Tensor": "<=", "aten.le.Scalar": "<=",
+    "aten.gt.Tensor": ">", "aten.gt.Scalar": ">", "aten.ge.Tensor": ">=", "aten.ge.Scalar": ">=",
+    "aten.bitwise_and.Tensor": "&", "aten.bitwise_or.Tensor": "|", "aten.bitwise_xor.Tensor": "^",
+}  # fmt: skip
+
+METHODS = {
+    f"aten.{op}": op.split(".")[0]
+    for op in (
+        "reshape.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.dim", "squeeze.dims",
+        "expand.default", "split.Tensor", "split_with_sizes.default", "clone.default", "sum.default",
+        "sum.dim_IntList", "amax.default", "amin.default", "log.default", "exp.default", "sqrt.default",
+        "rsqrt.default", "abs.default", "masked_fill.Scalar", "masked_fill.Tensor", "select.int", "flatten.using_ints",
+        "any.default", "any.dim", "all.default", "cumsum.default", "index_select.default", "gather.default",
+        "tanh.default", "sigmoid.default", "cos.default", "sin.default", "mean.dim", "mean.default",
+    )
+}  # fmt: skip
+
+FUNCTIONS = {
+    f"aten.{op}": f"torch.{op.split('.')[0]}"
+    for op in (
+        "cat.default", "stack.default", "where.self", "relu.default", "maximum.default", "minimum.default",
+        "bmm.default", "mm.default", "native_layer_norm.default", "logical_not.default", "logical_and.default",
+        "arange.default", "zeros_like.default", "ones_like.default", "full_like.default",
+    )
+} | {
+    "aten._softmax.default": "torch._softmax", "aten._log_softmax.default": "torch._log_softmax",
+    "aten.gelu.default": "torch.nn.functional.gelu", "aten.silu.default": "torch.nn.functional.silu",
+}  # fmt: skip
+
+VIEWS = frozenset({"reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand"})
+
+
+def inlined(node: fx.Node) -> bool:
+    """Whether ``node`` is a view that is written as part of the next line, itself a view of it."""
+    reader = node.next
+    views = METHODS.get(str(node.target)) in VIEWS and METHODS.get(str(reader.target)) in VIEWS
+    together = reader.meta.get("module") == node.meta.get("module")
+    return views and together and set(node.users) == {reader} and reader.args[0] is node
+
+
+def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """The right-hand side of the assignment that ``node`` becomes."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node) and inlined(value):
+            return expression(value, names)
+        return literal(value, names)
+
+    target, args, kwargs = node.target, list(map(text, node.args)), node.kwargs
+    name = str(target)
+    special = _special(node, args, text)
+    if special is not None:
+        return special
+    if name in INFIX and not kwargs and len(args) == 2:
+        return f"{args[0]} {INFIX[name]} {args[1]}"
+    if name == "aten.neg.default":
+        return f"-{args[0]}"
+    if name in ("aten.bitwise_not.default", "aten.logical_not.default") and _dtype(node.args[0]) == "bool":
+        return f"~{args[0]}"
+    if name == "aten._to_copy.default" and set(kwargs) == {"dtype"} and _dtype(node) != _dtype(node.args[0]):
+        return f"{args[0]}.to({text(kwargs['dtype'])})"
+    if name == "aten.slice.Tensor":
+        sliced = _slice(node, args)
+        if sliced:
+            return sliced
+    named = [f"{k}={text(v)}" for k, v in kwargs.items()]
+    if name in METHODS and isinstance(node.args[0], fx.Node):
+        return f"{args[0]}.{METHODS[name]}({', '.join(args[1:] + named)})"
+    return f"{function(target)}({', '.join(args + named)})"
+
+
+def function(target: Any) -> str:
+    """How a program calls ``target``."""
+    name = str(target)
+    if isinstance(target, OpOverload):
+        if target.namespace == "autopar":
+            return name.split(".")[1]
+        return FUNCTIONS.get(name, name if target.namespace == "aten" else f"torch.ops.{name}")
+    if target is torch.nn.functional.linear:
+        return "F.linear"
+    if target is torch.matmul:
+        return "torch.matmul"
+    return f"spmd.{target.__name__}"
+
+
+def _special(node: fx.Node, args: list[str], text: Callable[[Any], str]) -> str | None:
+    """Calls that are written in a way of their own."""
+    name = getattr(node.target, "__name__", "")
+    if isinstance(node.target, OpOverload):
+        return None
+    if name == "linear_of_transposed":
+        return f"F.linear({args[0]}, {args[1]}.t(), {args[2]})"
+    if node.target is torch.matmul:
+        return f"{args[0]} @ {args[1]}"
+    if name == "gradient_of_weight":
+        last = node.args[2]
+        left, right = (f"{a}.flatten(0, {last})" if last else a for a in args[:2])
+        return f"{left}.t() @ {right}"
+    if node.target is operator.getitem:
+        return f"{args[0]}[{args[1]}]"
+    return None
+
+
+def _slice(node: fx.Node, args: list[str]) -> str:
+    """``x[:, 1:]`` where the bounds are plain."""
+    bounds = [*node.args[2:], *[None, None, 1][len(node.args) - 2 :]] if len(node.args) < 5 else list(node.args[2:])
+    dim = node.args[1] if len(node.args) > 1 else 0
+    start, end, step = bounds
+    shape = node.meta["tensor"].meta.shape if isinstance(node.meta.get("tensor"), LocalTensor) else ()
+    plain = all(b is None or isinstance(b, int) for b in bounds) and isinstance(dim, int) and shape
+    if not plain or step != 1 or not isinstance(dim, int):
+        return ""
+    first = "" if start in (None, 0) else str(start)
+    last = "" if end is None or (isinstance(end, int) and end >= 2**62) else str(end)
+    where = dim % len(shape)
+    return f"{args[0]}[{':, ' * where}{first}:{last}]"
+
+
+def _dtype(value: Any) -> str:
+    tensor = value.meta.get("tensor") if isinstance(value, fx.Node) else None
+    return tensor.meta.dtype if isinstance(tensor, LocalTensor) else ""
+
+
+def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
+    """An argument as Python."""
+    if isinstance(value, fx.Node):
+        return "rank.device" if value.target is spmd.device else names.get(value, value.name)
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(literal(v, names) for v in value)
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, float) and math.isnan(value):
+        return 'float("nan")'
+    if isinstance(value, float) and math.isinf(value):
+        return f'float("{value}")'
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    return repr(value)

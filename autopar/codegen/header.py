@@ -1,0 +1,27 @@
+"""What an emitted program says of itself."""
+
+from __future__ import annotations
+
+from autopar import __version__
+from autopar.plans import Plan
+
+
+def header(plan: Plan) -> list[str]:
+    """The lines of the program's docstring: model, mesh, plan, and what the plan predicts."""
+    sent = sum(c.bytes for c in plan.collectives)
+    axes = enumerate(zip(plan.mesh.shape, plan.mesh.names, strict=True))
+    names = ", ".join(f"axis {i} {name!r} of {n}" for i, (n, name) in axes)
+    return [
+        f"{plan.model} on mesh {plan.mesh}: the program that every rank runs.",
+        "",
+        f"plan       {plan.digest}, for graph {plan.graph_digest}",
+        f"autopar    {__version__}",
+        f"mesh       {names}",
+        f"cluster    {plan.cluster}",
+        f"predicted  {plan.step_time * 1e3:.3f} ms for forward and backward, {plan.peak_memory:,} bytes at most;",
+        f"           {len(plan.collectives)} collectives of {sent:,} bytes",
+        "",
+        "Comments give dtype and local shape on the first rank, and of a cut tensor spec and whole shape:",
+        "S0R is cut along dim 0 by mesh axis 0, P1 is a partial sum over axis 1. Names are module paths of the model,",
+        "d_ is a gradient. The functions empty the lists that they are given: every tensor ends with its last use.",
+    ]

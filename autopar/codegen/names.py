@@ -1,0 +1,242 @@
+"""Names of an emitted program's variables, from the user's module paths."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.ir import Input, Output
+from autopar.program import LocalTensor, Op
+from autopar.spmd import Lowered
+
+STEPS = {
+    "all_gather": "gathered", "reduce_scatter": "scattered", "all_reduce": "reduced", "all_to_all": "moved",
+    "permute": "permuted", "slice": "sliced",
+}  # fmt: skip
+"""What a redistribution adds to the name of what it redistributes."""
+
+PARTS = {
+    "native_layer_norm": ("", "mean", "rstd"), "native_layer_norm_backward": ("input", "weight", "bias"),
+    "_native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
+    "native_batch_norm_backward": ("input", "weight", "bias"), "convolution_backward": ("input", "weight", "bias"),
+    "attention": ("", "lse"), "attention_backward": ("query", "key", "value"),
+    "max_pool2d_with_indices": ("", "indices"), "batch_norm_backward_reduce": ("sum", "weighted_sum"),
+}  # fmt: skip
+"""What the results of an op that has several are."""
+
+SHORTENED = {"linear_of_transposed": "linear", "contract": "product", "batch_norm_backward_input": "input"}
+LAUNCHED = "_launched"
+"""What the handle of a collective or a transfer adds to the name of what will arrive."""
+
+RESERVED = frozenset({"rank", "inputs", "forward", "backward", "spmd", "torch", "aten", "autopar", "F"})
+
+
+@dataclass
+class Names:
+    """A Python name for each node, by node. Saved tensors have one name in forward and backward.
+
+    Args:
+        several: for an op with several results, what their names begin with.
+        shared: name of each tensor of the program that crosses from forward to backward.
+    """
+
+    of: dict[fx.Node, str] = field(default_factory=dict)
+    several: dict[fx.Node, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    root: str = ""
+
+    def short(self, path: str) -> str:
+        """``transformer.h.0.attn.c_attn`` -> ``h0_attn_c_attn``."""
+        parts = path.split(".")
+        if len(parts) > 1 and parts[0] == self.root and not parts[1].isdigit():
+            parts = parts[1:]
+        joined = ""
+        for part in parts:
+            joined += part if part.isdigit() or not joined else f"_{part}"
+        return identifier(joined)
+
+
+def identifier(text: str) -> str:
+    """A Python name like ``text``."""
+    name = re.sub(r"\W+", "_", text).strip("_") or "value"
+    name = f"layer{name}" if name[0].isdigit() else name
+    return f"{name}_" if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in RESERVED else name
+
+
+def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
+    """Name every node of both graphs.
+
+    Args:
+        reserved: names that the program's module has already.
+    """
+    names = Names(root=_root(meaning.name for meaning, _ in lowered.inputs if meaning.kind == "parameter"))
+    meanings = [meaning for meaning, _ in lowered.inputs]
+    _name_graph(lowered.forward.graph, names, meanings, set(reserved), "")
+    for node, tensor in _tensors(lowered.forward.graph):
+        names.shared.setdefault(tensor.name, names.of[node])
+    fed = [None] * len(lowered.saved) + [m for m, _ in (*lowered.tangents, *lowered.accumulators)]
+    for module, results in ((lowered.backward, lowered.gradients), (lowered.accumulate, lowered.accumulated)):
+        if module is not None:
+            finals = {node: output for node, (output, _) in zip(_results(module.graph), results, strict=True)}
+            _name_graph(module.graph, names, fed, set(reserved), "d_", finals)
+    return names
+
+
+def _root(parameters: Iterable[str]) -> str:
+    """The first part of most parameters' names: the model's own attribute for its trunk, which says nothing."""
+    found = Counter(name.split(".")[0] for name in parameters if name.count("."))
+    top = found.most_common(1)
+    return top[0][0] if top and top[0][1] > 1 and top[0][1] * 2 > found.total() else ""
+
+
+def _results(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    return tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _tensors(graph: fx.Graph) -> Iterable[tuple[fx.Node, LocalTensor]]:
+    for node in graph.nodes:
+        if isinstance(node.meta.get("tensor"), LocalTensor) and not _is_launch(node):
+            yield node, node.meta["tensor"]
+
+
+def _is_launch(node: fx.Node) -> bool:
+    op = node.meta.get("op")
+    return isinstance(op, Op) and (op.is_collective or op.is_transfer) and node.target is not operator.getitem
+
+
+def _name_graph(
+    graph: fx.Graph, names: Names, meanings: Sequence[Input | None], taken: set[str], prefix: str,
+    finals: Mapping[fx.Node, Output] | None = None,
+) -> None:  # fmt: skip
+    last = {} if prefix else _last_of_modules(graph)
+    fed = iter(meanings)
+    for node, output in (finals or {}).items():
+        if node.op == "call_function" and not _is_launch(node):
+            adds = "sum_" if output.kind == "accumulator" else ""
+            names.of[node] = _free(f"{adds}{prefix}{names.short(output.name.removeprefix('input:'))}", taken)
+    for node in graph.nodes:
+        if node.op == "output" or node.target == "rank":
+            continue
+        if node.op == "placeholder":
+            wanted = _of_input(node, next(fed), names)
+        elif node in names.of:
+            continue
+        elif _is_launch(node):
+            names.of[node] = _free(_of_launch(node, names), taken) + LAUNCHED
+            continue
+        elif _arrives(node):
+            names.of[node] = names.of[node.args[0]].removesuffix(LAUNCHED)
+            continue
+        else:
+            wanted = _of_call(node, names, last, prefix)
+        if node.users and all(user.target is operator.getitem for user in node.users):
+            names.several[node] = wanted
+            wanted += "_parts"
+        names.of[node] = _free(wanted, taken)
+
+
+def _of_input(node: fx.Node, meaning: Input | None, names: Names) -> str:
+    if meaning is None:
+        return names.shared[node.meta["tensor"].name]
+    if meaning.kind == "tangent":
+        return f"d_{identifier(meaning.name)}"
+    if meaning.kind == "accumulator":
+        return f"sum_before_d_{names.short(meaning.name)}"
+    return names.short(meaning.name)
+
+
+def _of_call(node: fx.Node, names: Names, last: Mapping[fx.Node, str], prefix: str) -> str:
+    op = node.meta.get("op")
+    source = _source(node)
+    if isinstance(op, Op) and op.kind == "redistribute":
+        return _redistributed(op, names, source)
+    base = names.short(str(node.meta["module"])) if node.meta.get("module") else ""
+    tensor = node.meta.get("tensor")
+    partial = "_partial" if isinstance(tensor, LocalTensor) and tensor.spec.partial else ""
+    if node.target is operator.getitem and source is not None:
+        return _of_part(node, source, names) + partial
+    if node in last:
+        return f"{prefix}{names.short(last[node])}{partial}"
+    kind = _kind_of_gradient(node) if prefix else _kind(node)
+    again = "_again" if isinstance(op, Op) and op.name.endswith("_again") else ""
+    return prefix + "_".join(part for part in (base, kind) if part) + again + partial
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """What a call is first of all about."""
+    return next((a for a in node.all_input_nodes if a.target != "rank"), None)
+
+
+def _arrives(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in ("wait", "arrived")
+
+
+def _of_launch(node: fx.Node, names: Names) -> str:
+    """The name of what will arrive."""
+    op, source = node.meta["op"], _source(node)
+    if op.bucket:
+        return f"bucket_{STEPS[op.step.kind]}"
+    if not op.is_transfer:
+        return _redistributed(op, names, source)
+    assert source is not None
+    return f"{names.of[source]}_on_host" if op.kind == "offload" else names.of[source].removesuffix("_on_host")
+
+
+def _of_part(node: fx.Node, source: fx.Node, names: Names) -> str:
+    index = node.args[1]
+    assert isinstance(index, int)
+    whole = names.several.get(source, names.of[source])
+    parts = PARTS.get(_kind(source), ())
+    if _arrives(source):
+        launch: Any = source.args[0]
+        return _redistributed(launch.meta["op"], names, launch.args[1][index])
+    part = parts[index] if index < len(parts) else str(index)
+    return f"{whole}_{part}" if part else whole
+
+
+def _redistributed(op: Op, names: Names, source: fx.Node | None) -> str:
+    assert op.step is not None
+    base = names.of[source] if source is not None else op.node
+    for suffix in ("partial", *STEPS.values()):
+        base = base.removesuffix(f"_{suffix}")
+    return f"{base}_{STEPS.get(op.step.kind, op.step.kind)}"
+
+
+def _kind(node: fx.Node) -> str:
+    text = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return identifier(SHORTENED.get(text, text))
+
+
+def _kind_of_gradient(node: fx.Node) -> str:
+    """What an op of the backward makes: gradients of a module's input and weight, else after the op."""
+    kind = _kind(node)
+    if kind == "gradient_of_weight":
+        return "weight"
+    if kind in ("linear", "matmul") and node.meta.get("module"):
+        return "input"
+    return "" if kind in PARTS else kind
+
+
+def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The result of each module: the last op of those that ran in it."""
+    last: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.meta.get("module"):
+            last[str(node.meta["module"])] = node
+    return {node: module for module, node in last.items()}
+
+
+def _free(wanted: str, taken: set[str]) -> str:
+    name, count = wanted, 1
+    while name in taken:
+        count += 1
+        name = f"{wanted}_{count}"
+    taken.add(name)
+    return name

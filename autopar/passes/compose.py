@@ -1,0 +1,306 @@
+"""What capture took apart for planning, put together again: the ops that a person would write, and fast kernels.
+
+Works on the local program, where an op that needed no exchange between ranks stands beside the others of its pattern:
+a product and the bias behind it, the pieces of a batch norm, a sum that keeps its dims and the view that drops them. A
+collective in between leaves them as they are. Every pattern holds no more memory than its pieces did.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from autopar._torch import LazyGraphModule
+from autopar.ops.contract import parse
+from autopar.program import LocalTensor
+from autopar.spmd import Lowered
+
+aten = torch.ops.aten
+autopar = torch.ops.autopar
+
+FUSED_BATCH_NORM = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default)
+
+
+def compose(lowered: Lowered) -> Lowered:
+    """The same local program with composed ops."""
+    before = lowered.accumulate
+    return replace(
+        lowered, forward=_composed(lowered.forward), backward=_composed(lowered.backward),
+        accumulate=None if before is None else _composed(before),
+    )  # fmt: skip
+
+
+def _composed(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(module.graph, copies)
+    for node, copied in copies.items():
+        copied.meta = dict(node.meta)
+    graph.output(results)
+    for node in list(graph.nodes):
+        pattern = _PATTERNS.get(node.target)
+        if pattern is not None and not node._erased:
+            pattern(node)
+    graph.lint()
+    return LazyGraphModule(module, graph)
+
+
+def _replaced(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    """``node``, and what only it read, replaced by a call at its place."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args, kwargs or {})
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    _erase(node)
+    return made
+
+
+def _erase(node: fx.Node) -> None:
+    """Erase a node that nobody reads, and of its operands those that nobody else read."""
+    if node.users or node.op != "call_function" or node._erased:
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        if source.op == "call_function" and "op" in source.meta and not source.meta["op"].is_collective:
+            _erase(source)
+
+
+def _tensor(node: Any) -> LocalTensor | None:
+    found = node.meta.get("tensor") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, LocalTensor) else None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    tensor = _tensor(node)
+    return tensor.meta.shape if tensor is not None else ()
+
+
+def _alone(node: Any, target: Any) -> bool:
+    """Whether ``node`` is a call of ``target`` with one reader."""
+    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
+
+
+# Products.
+
+
+def _product(node: fx.Node) -> None:
+    """A contraction as the call that a person writes for it, together with the bias that is added to it."""
+    arguments: Any = node.args
+    x, w, equation = arguments
+    terms = parse(equation)
+    reader = next(iter(node.users), None)
+    summed, columns = terms.summed, terms.columns
+    plain = not terms.batch and terms.out == terms.rows + columns and len(summed) == len(columns) == 1
+    if plain and terms.x == terms.rows + summed:
+        if _adds_bias(node, reader):
+            assert reader is not None
+            bias = reader.args[1]
+            if terms.w == columns + summed:
+                _replaced(reader, functional.linear, (x, w, bias))
+            else:
+                _replaced(reader, linear_of_transposed, (x, w, bias))
+        elif terms.w == columns + summed:
+            _replaced(node, functional.linear, (x, w))
+        else:
+            _replaced(node, torch.matmul, (x, w))
+        return
+    weight = _weight_gradient(x, w, equation)
+    if weight is not None:
+        _replaced(node, gradient_of_weight, weight)
+
+
+def linear_of_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``x @ weight + bias``: printed as ``F.linear`` of the transposed weight."""
+    return functional.linear(x, weight.t(), bias)
+
+
+def gradient_of_weight(left: torch.Tensor, right: torch.Tensor, last: int) -> torch.Tensor:
+    """The sum over all dims but the last of outer products: printed as one matrix product."""
+    return left.flatten(0, last).t() @ right.flatten(0, last)
+
+
+def _weight_gradient(x: Any, w: Any, equation: str) -> tuple[Any, Any, int] | None:
+    terms = parse(equation)
+    if terms.batch or len(terms.rows) != 1 or len(terms.columns) != 1 or not terms.summed:
+        return None
+    if terms.x != terms.summed + terms.rows or terms.w != terms.summed + terms.columns:
+        return None
+    left, right = (x, w) if terms.out == terms.rows + terms.columns else (w, x)
+    return left, right, len(terms.summed) - 1
+
+
+def _adds_bias(product: fx.Node, reader: fx.Node | None) -> bool:
+    if reader is None or len(product.users) != 1 or reader.target is not aten.add.Tensor or reader.kwargs:
+        return False
+    first, bias = reader.args
+    same = (_tensor(product), _tensor(bias))
+    return (
+        first is product and len(_shape(bias)) == 1 and _shape(bias)[0] == _shape(product)[-1]
+        and same[0] is not None and same[1] is not None and same[0].meta.dtype == same[1].meta.dtype
+    )  # fmt: skip
+
+
+def _sum(node: fx.Node) -> None:
+    """A sum that keeps its dims, seen without them, is a sum that drops them."""
+    source: Any = node.args[0]
+    if not _alone(source, aten.sum.dim_IntList) or len(source.args) != 3 or not source.args[2]:
+        return
+    dims, rank = source.args[1], len(_shape(source))
+    left = [n for d, n in enumerate(_shape(source.args[0])) if d not in {i % rank for i in dims}] if rank else []
+    if list(_shape(node)) == left:
+        _replaced(node, aten.sum.dim_IntList, (source.args[0], dims), source.kwargs)
+
+
+# Batch norm, where all of the batch is here.
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """The statistics of a batch as capture computes them: mean, variance and 1 / (its root)."""
+
+    mean: fx.Node
+    variance: fx.Node
+    epsilon: float
+
+
+def _batch_norm(node: fx.Node) -> None:
+    arguments: Any = node.args
+    x, weight, bias, mean, rstd = arguments
+    count: Any = node.kwargs["count"]
+    moments = _moments(x, mean, rstd, count)
+    if moments is None:
+        return
+    running = [_running(moments.mean, 1.0), _running(moments.variance, count / max(1, count - 1))]
+    if None in running:
+        return
+    (mean_before, mean_after, momentum), (variance_before, variance_after, same) = running  # type: ignore[misc]
+    inner = {moments.variance, moments.mean}
+    external = [u for n in (mean, rstd, mean_after, variance_after) for u in n.users]
+    if momentum != same or _read_early(inner, node, external):
+        return
+    args = (x, weight, bias, mean_before, variance_before, True, momentum, moments.epsilon)
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(FUSED_BATCH_NORM[0], args)
+        call.meta = {k: v for k, v in node.meta.items() if k != "tensor"}
+        replaced = (node, mean, rstd, mean_after, variance_after)
+        items = [node.graph.call_function(operator.getitem, (call, i)) for i in range(5)]
+    for old, item in zip(replaced, items, strict=True):
+        item.meta = dict(old.meta)
+        old.replace_all_uses_with(item)
+    _erase_dead(node.graph)
+
+
+def _erase_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and "op" in node.meta and not node.meta["op"].is_collective:
+            graph.erase_node(node)
+
+
+def _moments(x: Any, mean: Any, rstd: Any, count: Any) -> _Moments | None:
+    """The chain that ends in ``rstd``, if it is that of a whole batch of one precision."""
+    metas = [_tensor(n) for n in (x, mean, rstd)]
+    if any(m is None or m.meta.dtype not in ("float32", "float64") for m in metas):
+        return None
+    if len({m.meta.dtype for m in metas if m is not None}) != 1 or not isinstance(count, int):
+        return None
+    shifted: Any = rstd.args[0] if rstd.target is aten.rsqrt.default else None
+    if not _alone(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
+        return None
+    variance = shifted.args[0]
+    squares = _divided(variance, count)
+    total = _divided(mean, count)
+    if squares is None or squares.target is not autopar.squared_deviation.default or squares.args != (x, mean):
+        return None
+    if total is None or total.target is not aten.sum.dim_IntList or total.args[0] is not x:
+        return None
+    return _Moments(mean, variance, shifted.args[1]) if _is_whole(x, count) else None
+
+
+def _is_whole(x: fx.Node, count: Any) -> bool:
+    """Whether this rank holds all that its channels are normalised over, more than one sample of it."""
+    tensor = _tensor(x)
+    assert tensor is not None
+    shape, cut = tensor.meta.shape, [d for d, axes in enumerate(tensor.spec.dims) if axes and d != 1]
+    return not cut and shape[0] > 1 and math.prod(shape) == count * shape[1]
+
+
+def _divided(node: Any, count: int) -> Any:
+    if isinstance(node, fx.Node) and node.target is aten.div.Tensor and node.args[1] == count:
+        return node.args[0]
+    return None
+
+
+def _running(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, float] | None:
+    """(value before, the copy that holds the value after, momentum) of the running statistic that ``moment`` moves."""
+    for scaled in moment.users:
+        if scaled.target is not aten.mul.Tensor or not isinstance(scaled.args[1], float):
+            continue
+        if correction != 1.0 and math.isclose(scaled.args[1], correction):
+            return _running(scaled, 1.0)
+        added = next(iter(scaled.users))
+        if len(scaled.users) != 1 or added.target is not aten.add.Tensor or added.args[1] is not scaled:
+            continue
+        faded: Any = added.args[0]
+        copied: Any = next(iter(added.users))
+        momentum = scaled.args[1]
+        if (
+            _alone(faded, aten.mul.Tensor) and len(added.users) == 1 and copied.target is aten.copy.default
+            and math.isclose(faded.args[1] + momentum, 1.0) and copied.args[0] is faded.args[0]
+        ):  # fmt: skip
+            return faded.args[0], copied, momentum
+    return None
+
+
+def _read_early(inner: set[fx.Node], at: fx.Node, external: list[fx.Node]) -> bool:
+    """Whether one of ``external``, which are no pieces of the pattern, reads before ``at``."""
+    order = {n: i for i, n in enumerate(at.graph.nodes)}
+    pieces = (autopar.squared_deviation.default, aten.mul.Tensor, aten.add.Tensor, aten.rsqrt.default)
+    return any(order[u] < order[at] and u.target not in pieces and u not in inner for u in external)
+
+
+def _batch_norm_backward(node: fx.Node) -> None:
+    """The two sums and the gradient of the input in one call, where the sums are not reduced over ranks between."""
+    arguments: Any = node.args
+    grad, x, weight, mean, rstd, total, weighted = arguments
+    pieces = total.args[0] if isinstance(total, fx.Node) and total.target is operator.getitem else None
+    if not isinstance(pieces, fx.Node) or pieces.target is not autopar.batch_norm_backward_reduce.default:
+        return
+    metas = [_tensor(n) for n in (grad, x, mean, rstd)]
+    same = {m.meta.dtype for m in metas if m is not None}
+    matches = weighted.args == (pieces, 1) and total.args == (pieces, 0) and pieces.args == (grad, x, mean, rstd)
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    ready = all(not isinstance(a, fx.Node) or order[a] < order[pieces] for a in node.args[:5])
+    whole = _is_whole(x, node.kwargs["count"])
+    if not (matches and ready and whole) or same not in ({"float32"}, {"float64"}):
+        return
+    needs = [len(weighted.users) > 1 or weight is not None, len(total.users) > 1]
+    args = (grad, x, weight, None, None, mean, rstd, True, 0.0, [True, *needs])
+    with node.graph.inserting_before(pieces):
+        call = node.graph.call_function(FUSED_BATCH_NORM[1], args)
+        call.meta = {k: v for k, v in node.meta.items() if k != "tensor"}
+        items = [node.graph.call_function(operator.getitem, (call, i)) for i in range(3)]
+    for old, item in zip((node, weighted, total), items, strict=True):
+        item.meta = dict(old.meta)
+        old.replace_all_uses_with(item)
+    for old in (node, total, weighted, pieces):
+        if not old._erased and not old.users:
+            node.graph.erase_node(old)
+    for item in items:
+        if not item.users:
+            node.graph.erase_node(item)
+
+
+_PATTERNS: dict[Any, Callable[[fx.Node], None]] = {
+    autopar.contract.default: _product,
+    aten.reshape.default: _sum,
+    autopar.batch_norm.default: _batch_norm,
+    autopar.batch_norm_backward_input.default: _batch_norm_backward,
+}
