@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -157,13 +158,8 @@ class _Printer:
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
         comment = f"  # {'; '.join(comments)}" if comments else ""
-        line = f"    {left} = {right}"
-        if len(line) <= WIDTH or not right.endswith(")") or "(" not in right:
-            return [line + comment] if len(line + comment) <= WIDTH else [*_above(comment), line]
-        head, _, arguments = right.partition("(")
-        folded = textwrap.fill(_bound(arguments[:-1]), WIDTH - 8, break_long_words=False, break_on_hyphens=False)
-        folded = textwrap.indent(folded.replace(BOUND, " "), " " * 8)
-        return [*_above(comment), f"    {left} = {head}(", folded, "    )"]
+        line = f"    {left} = {right}{comment}"
+        return [line] if len(line) <= WIDTH else [*_above(comment), *_folded(left, right)]
 
     def _comment(self, node: fx.Node) -> str:
         said = self._said(node)
@@ -198,19 +194,35 @@ class _Printer:
         return said + (" on the host" if tensor.host else "")
 
 
+def _folded(left: str, right: str) -> list[str]:
+    """An assignment over as many lines as it takes."""
+    line = f"    {left} = {right}"
+    if len(line) <= WIDTH:
+        return [line]
+    head, _, arguments = right.partition("(")
+    if right.endswith(")") and head.replace(".", "").isidentifier():
+        lines = [f"    {left} = {head}(", *_filled(arguments[:-1]), "    )"]
+    else:
+        lines = [f"    {left} = (", *_filled(right), "    )"]
+    if len(lines[0]) > WIDTH:
+        lines = ["    (", *_filled(f"{left},"), f"    ){lines[0].removeprefix(f'    {left}')}", *lines[1:]]
+    return lines
+
+
+def _filled(text: str) -> list[str]:
+    made = textwrap.wrap(_bound(text), WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    return [f"        {line.replace(BOUND, ' ')}" for line in made]
+
+
 def _above(comment: str) -> list[str]:
     """A comment on lines of its own."""
     said = comment.removeprefix("  # ")
     return [f"    # {line}" for line in textwrap.wrap(said, WIDTH - 6)]
 
 
-def _bound(arguments: str) -> str:
-    """Arguments whose lists are not broken over lines."""
-    depth, made = 0, []
-    for letter in arguments:
-        depth += (letter in "[(") - (letter in "])")
-        made.append(BOUND if letter == " " and depth else letter)
-    return "".join(made)
+def _bound(text: str) -> str:
+    """``text`` whose short lists are not broken over lines."""
+    return re.sub(r"[\[(][^\[\]()]{0,60}[\])]", lambda found: found.group().replace(" ", BOUND), text)
 
 
 def _unpacked(node: fx.Node) -> list[fx.Node]:
