@@ -99,10 +99,11 @@ def _carried(made: Plan, capture: Capture) -> Plan | None:
     ends = {i.node for i in capture.graph.inputs} == {op.node for op in made.program.ops if op.kind == "input"}
     if program is None or not ends or [o for o, _ in program.results] != list(capture.graph.outputs):
         return None
-    lowered = passes.lower(program, capture.graph, made.mesh)
-    header = [f"{capture.graph.name} on mesh {made.mesh}, the plan carried to other sizes."]
-    source = codegen.emit(lowered.forward, lowered.backward, header, lowered.accumulate)
-    return dataclasses.replace(made, program=program, graph_digest=capture.graph.digest, source=source)
+    lowered = passes.compose(passes.lower(program, capture.graph, made.mesh))
+    carried_over = dataclasses.replace(made, program=program, graph_digest=capture.graph.digest)
+    header = [*codegen.header(carried_over), "", "The plan was made for other sizes, and carried to these."]
+    source = codegen.emit(lowered, made.mesh, header, capture.constants)
+    return dataclasses.replace(carried_over, source=source)
 
 
 __all__ = ["fitted", "largest", "over_range", "ranges_of", "resized", "shapes_of"]
