@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar import __version__
+import sys
+
 from autopar.plans import Plan
 
 
@@ -15,7 +16,7 @@ def header(plan: Plan) -> list[str]:
         f"{plan.model} on mesh {plan.mesh}: the program that every rank runs.",
         "",
         f"plan       {plan.digest}, for graph {plan.graph_digest}",
-        f"autopar    {__version__}",
+        f"autopar    {sys.modules['autopar'].__version__}",
         f"mesh       {names}",
         f"cluster    {plan.cluster}",
         f"predicted  {plan.step_time * 1e3:.3f} ms for forward and backward, {plan.peak_memory:,} bytes at most;",
