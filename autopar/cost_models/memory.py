@@ -28,7 +28,9 @@ class OptimizerState:
         foreach: temporaries of the step that takes all parameters at once, in tensors as large as each.
         loop: temporaries of the step that takes one after the other: in tensors as large as this parameter, and
             as the one before, which Python's variables still hold.
+        begins: the same while a parameter's first temporary is made, where that may be more.
         decay: what weight decay that is added to the gradient makes besides: ``foreach``, and in the loop.
+        largest: temporaries of the step that takes all at once, in tensors as large as the largest parameter.
     """
 
     tensors: int = 0
@@ -40,7 +42,9 @@ class OptimizerState:
     scalars: int = 1
     foreach: float = 1
     loop: tuple[float, float] = (1, 0)
+    begins: tuple[float, float] = (0, 0)
     decay: tuple[int, int] = (0, 1)
+    largest: float = 0
 
 
 _ADAM = OptimizerState(2, (("amsgrad", 1),), loop=(2, 1))
@@ -50,9 +54,9 @@ OPTIMIZERS: Mapping[str, OptimizerState] = {
     "adam": _ADAM,
     "adamw": replace(_ADAM, decay=(0, 0)),
     "nadam": OptimizerState(2, scalars=2, loop=(2, 1), decay=(1, 1)),
-    "radam": OptimizerState(2, loop=(4, 2)),
+    "radam": OptimizerState(2, loop=(5, 0)),
     "adamax": OptimizerState(2),
-    "adadelta": OptimizerState(2, foreach=2, loop=(2, 1), decay=(1, 1)),
+    "adadelta": OptimizerState(2, foreach=2, loop=(2, 1), begins=(1, 2), decay=(1, 1)),
     "adagrad": OptimizerState(1, foreach=2, loop=(1, 1)),
     "adafactor": OptimizerState(factored=True, loop=(1, 1), decay=(0, 0)),
     "adam8bit": _EIGHT_BIT,
@@ -61,7 +65,7 @@ OPTIMIZERS: Mapping[str, OptimizerState] = {
     "lion": OptimizerState(1, scalars=0, foreach=2, loop=(2, 1), decay=(0, 0)),
     "muon": OptimizerState(1, scalars=0, foreach=3, loop=(3, 1), decay=(0, 0)),
     "rmsprop": OptimizerState(1, (("momentum", 1), ("centered", 1)), loop=(1, 1), decay=(1, 1)),
-    "rprop": OptimizerState(2, foreach=1.75, loop=(2.5, 1), decay=(0, 0)),
+    "rprop": OptimizerState(2, foreach=1, largest=1.25, loop=(3, 0), decay=(0, 0)),
     "sgd": OptimizerState(0, (("momentum", 1),), scalars=0, foreach=0, loop=(0, 0), decay=(1, 1)),
     "sgdmomentum": OptimizerState(1, scalars=0, foreach=0, loop=(0, 0), decay=(1, 1)),
 }
@@ -71,6 +75,11 @@ STEPPED_ALONE = (
     "adam", "adamw", "nadam", "radam", "adamax", "adadelta", "adagrad", "asgd", "rmsprop", "sgd", "sgdmomentum",
 )  # fmt: skip
 """Those whose step treats each parameter alone."""
+
+TAKES_WHOLE: Mapping[str, tuple[str, ...]] = {
+    "adafactor": (), "rprop": (), "sgd": ("fused",), "sgdmomentum": ("fused",), "adagrad": ("fused",),
+}  # fmt: skip
+"""Those whose step needs each parameter whole on every rank, always or in these modes: see `runtime.optimizers`."""
 
 MODES = ("foreach", "fused", "forloop")
 """How a step goes over the parameters: all at once, in one kernel each, or op by op one after the other."""
@@ -128,6 +137,15 @@ def optimizer_steps_alone(optimizer: Any) -> bool:
     return any(_find(optimizer)[0] is OPTIMIZERS[name] for name in STEPPED_ALONE)
 
 
+def optimizer_takes_whole(optimizer: Any) -> bool:
+    """Whether a step works on whole parameters only, not on shards."""
+    if isinstance(optimizer, (int, float)):
+        return False
+    state, options = _find(optimizer)
+    modes = next((modes for name, modes in TAKES_WHOLE.items() if OPTIMIZERS[name] is state), None)
+    return modes is not None and (not modes or any(options.get(mode) for mode in modes))
+
+
 def optimizer_scalar_bytes(optimizer: Any) -> int:
     """Bytes of the 0-dim tensors that an optimizer keeps for one parameter, such as the number of its steps."""
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
@@ -149,8 +167,9 @@ def optimizer_mode(optimizer: Any, device: str = "cuda") -> str:
 
 
 def optimizer_step_bytes(
-    optimizer: Any, numels: Sequence[int], param_dtype: str, *, master_dtype: str | None = None, device: str = "cuda"
-) -> int:
+    optimizer: Any, numels: Sequence[int], param_dtype: str, *, master_dtype: str | None = None, device: str = "cuda",
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> int:  # fmt: skip
     """Bytes that a step makes besides parameters, gradients and state.
 
     Args:
@@ -159,6 +178,7 @@ def optimizer_step_bytes(
         param_dtype: of the parameters.
         master_dtype: of the copies that the optimizer steps on, where they are not the parameters.
         device: ``"cpu"`` or ``"cuda"``, for torch's default mode.
+        shapes: of the parameters, for Adafactor, whose step is bounded without them.
 
     Raises:
         AutoparError: no such optimizer.
@@ -172,11 +192,42 @@ def optimizer_step_bytes(
     nesterov = 1 if options.get("nesterov") else 0
     if mode == "fused":
         return 0
+    if state.factored:
+        known = shapes or [(n,) for n in numels]
+        return itemsize * (_factored_foreach(known) if mode == "foreach" else _factored_loop(known))
     if mode == "foreach":
-        return math.ceil((state.foreach + decays * state.decay[0]) * sum(numels) * itemsize)
-    own, before = state.loop[0] + decays * state.decay[1] + nesterov, state.loop[1]
-    pairs = zip(numels, (0, *numels), strict=False)
-    return math.ceil(max((own * n + before * last for n, last in pairs), default=0) * itemsize)
+        together = (state.foreach + decays * state.decay[0]) * sum(numels) + state.largest * max(numels, default=0)
+        return math.ceil(together * itemsize) + (itemsize if state.largest else 0)
+    further = decays * state.decay[1] + nesterov
+    most = 0.0
+    for own, before in (state.loop, state.begins):
+        pairs = zip(numels, (0, *numels), strict=False)
+        most = max(most, *((own + further) * n + before * last for n, last in pairs), 0.0)
+    return math.ceil(most * itemsize)
+
+
+def _factored_foreach(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements that Adafactor's step makes for all parameters at once: the variances, and means of their rows' sums."""
+    return sum(math.prod(shape) + math.prod(shape[:-2]) for shape in shapes) + 1
+
+
+def _factored_loop(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements that Adafactor's step makes in a loop, whose variables still hold what the parameters before made: the
+    last update, the last vector's squares, and the last matrix's means of rows and columns."""
+    most = update = squares = means = 0
+    for shape in shapes:
+        numel, before = math.prod(shape), update + squares + means
+        if len(shape) > 1:
+            fresh = _factored_numel(numel, shape)
+            most = max(most, before + fresh)
+            means = fresh
+            most = max(most, update + squares + means + numel + math.prod(shape[:-2]))
+        else:
+            most = max(most, before + numel)
+            squares = numel
+            most = max(most, update + squares + means + numel)
+        update = numel
+    return most
 
 
 def _factored_numel(numel: int, shape: tuple[int, ...]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from autopar.cost_models import optimizer_steps_alone
+from autopar.cost_models import optimizer_steps_alone, optimizer_takes_whole
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner import rematerialize
@@ -75,6 +75,8 @@ def _placeholder(graph: Graph, node: Node, mesh: Mesh, options: Options, forced:
     assert meta is not None
     if node.name in forced.placeholders:
         specs: tuple[ShardingSpec, ...] = (forced.placeholders[node.name],)
+    elif meaning.trainable and optimizer_takes_whole(options.optimizer):
+        specs = (ShardingSpec.replicated(len(meta.shape)),)
     elif meaning.kind == "parameter":
         specs = stored_specs(meta.shape, mesh)
     elif meaning.kind == "input":

@@ -314,23 +314,27 @@ def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: boo
     state = optimizer_state_bytes(options.optimizer, numel, meta.dtype, shape=shape, master_dtype=master)
     state += optimizer_scalar_bytes(options.optimizer)
     together = optimizer_mode(options.optimizer, options.device) == "foreach"
-    step = optimizer_step_bytes(options.optimizer, [numel], meta.dtype, master_dtype=master) if together else 0
+    step = (
+        optimizer_step_bytes(options.optimizer, [numel], meta.dtype, master_dtype=master, shapes=[shape])
+        if together else 0
+    )  # fmt: skip
     step += numel * ITEMSIZE[master] if master else 0
     return StateBytes(held, state, held, step)
 
 
 def step_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options) -> int:
     """What the optimizer's step makes on the fullest rank, for all trained parameters in their order."""
-    by_dtype: dict[str, list[int]] = {}
+    by_dtype: dict[str, list[tuple[int, ...]]] = {}
     for meta, spec in parameters:
-        by_dtype.setdefault(meta.dtype, []).append(math.prod(spec.local_shape(meta.shape, mesh)))
-    return sum(
-        optimizer_step_bytes(
-            options.optimizer, numels, dtype, master_dtype=master_of(dtype, options), device=options.device
+        by_dtype.setdefault(meta.dtype, []).append(tuple(spec.local_shape(meta.shape, mesh)))
+    total = 0
+    for dtype, shapes in by_dtype.items():
+        numels, master = list(map(math.prod, shapes)), master_of(dtype, options)
+        total += optimizer_step_bytes(
+            options.optimizer, numels, dtype, master_dtype=master, device=options.device, shapes=shapes
         )
-        + (sum(numels) * ITEMSIZE[master] if (master := master_of(dtype, options)) else 0)
-        for dtype, numels in by_dtype.items()
-    )
+        total += sum(numels) * ITEMSIZE[master] if master else 0
+    return total
 
 
 def moved_state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, options: Options) -> int:

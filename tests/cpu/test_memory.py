@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autopar
 from autopar import passes, planner
 from autopar.arguments import canonical_names
+from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.runtime.meter import MemoryMeter, held_by
 from autopar.runtime.simulation import simulate_program
@@ -26,9 +27,12 @@ OPTIMIZERS = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
     "sgd momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "adam amsgrad foreach": lambda p: torch.optim.Adam(p, amsgrad=True, foreach=True),
 }
 QUICK = {
     ("mlp", (2, 2), "adamw"), ("cnn", (2, 2), "adamw fused"), ("mlp", (2,), "sgd momentum"), ("gpt2", (1,), "adamw"),
+    ("mlp", (2,), "adafactor"),
 }  # fmt: skip
 CASES = [(name, mesh, optimizer) for name in ZOO for mesh in [(1,), (2,), (2, 2)] for optimizer in OPTIMIZERS]
 
@@ -90,6 +94,20 @@ def test_a_step_within_a_budget_holds_what_is_predicted(name) -> None:
     budget = int(0.85 * parallel(name, (2, 2), "adamw")[0].peak_memory)
     plan, model, inputs = parallel(name, (2, 2), "adamw", budget=budget)
     found = measured(model, inputs, torch.optim.AdamW(model.parameters()))
+    assert found <= budget
+    assert_close(found, plan.peak_memory)
+
+
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cnn", "gpt2"))])
+def test_every_optimizer_keeps_to_a_budget(name, optimizer, share) -> None:
+    budget = int(share * parallel(name, (2,), optimizer)[0].peak_memory)
+    try:
+        plan, model, inputs = parallel(name, (2,), optimizer, budget=budget)
+    except InfeasibleError:
+        return
+    found = measured(model, inputs, OPTIMIZERS[optimizer](model.parameters()))
     assert found <= budget
     assert_close(found, plan.peak_memory)
 
