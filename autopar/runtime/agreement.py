@@ -118,7 +118,8 @@ def _hosts() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world not in _hosts_of:
-        _hosts_of[world] = world if "gloo" in dist.get_backend() else dist.new_group(backend="gloo")
+        on_hosts = any(name in dist.get_backend() for name in ("gloo", "mpi", "fake"))
+        _hosts_of[world] = world if on_hosts else dist.new_group(backend="gloo")
     return _hosts_of[world]
 
 
