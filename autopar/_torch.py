@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -53,6 +54,8 @@ __all__ = [
     "dtensor_like",
     "find_overflow_in_every_gradient",
     "function_transforms",
+    "fused_gather_product",
+    "fused_product_scatter",
     "group_name",
     "in_order",
     "joint_graph",
@@ -63,6 +66,7 @@ __all__ = [
     "storage_key",
     "strided_shard",
     "strided_shard_type",
+    "symmetric_group",
     "wait",
     "whole_group",
 ]
@@ -255,6 +259,40 @@ def permute(x: torch.Tensor, sources: Sequence[int], here: int, shape: Sequence[
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Block the stream (on CPU: the thread) until ``x`` has arrived."""
     return _tensor(torch.ops._c10d_functional.wait_tensor(x))
+
+
+# Symmetric memory: a rank's GPU reads and writes another's over NVLink. The fused products have no public name.
+
+
+@cache
+def symmetric_group(group: dist.ProcessGroup) -> str:
+    """The name of ``group``, its symmetric memory set up, where all its ranks are GPUs of one host that reach each
+    other's memory; else empty. The answer is the same on all of them."""
+    ranks, here = dist.get_process_group_ranks(group), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available() or len({r // here for r in ranks}) > 1 or len(ranks) > torch.cuda.device_count():
+        return ""
+    devices = range(torch.cuda.device_count())
+    if not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
+        return ""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():  # newer versions of torch do this by themselves, and say so
+        warnings.simplefilter("ignore")
+        enable_symm_mem_for_group(group.group_name)
+    return group.group_name
+
+
+def fused_gather_product(
+    x: torch.Tensor, matrix: torch.Tensor, dim: int, group: str, *, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``gathered @ matrix`` and, with ``keep``, ``x`` of all ranks of ``group`` joined along ``dim``."""
+    gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [matrix], dim, group, return_A=keep)
+    return _tensor(products[0]).contiguous(), _tensor(gathered).contiguous() if keep else None
+
+
+def fused_product_scatter(x: torch.Tensor, matrix: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum of ``x @ matrix`` of all ranks of ``group``."""
+    return _tensor(torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group)).contiguous()
 
 
 def _tensor(x: Any) -> torch.Tensor:

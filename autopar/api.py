@@ -63,6 +63,7 @@ def plan(
     backend: str = "eager",
     accumulation_steps: int = 1,
     dynamic_shapes: Any = None,
+    async_tensor_parallel: bool | Literal["auto", "always"] = "auto",
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
@@ -85,7 +86,7 @@ def plan(
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
         canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
-        compare=compare, accumulation_steps=accumulation_steps,
+        compare=compare, accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel,
     )  # fmt: skip
     started = time.perf_counter()
     if progress is not None:
@@ -201,6 +202,7 @@ def autoparallelize(
     backend: str = "eager",
     accumulation_steps: int = 1,
     dynamic_shapes: Any = None,
+    async_tensor_parallel: bool | Literal["auto", "always"] = "auto",
     time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
@@ -226,6 +228,9 @@ def autoparallelize(
             last of them; the plan decides whether each is reduced at once or all are in the end.
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
             max=64)}}``. One plan serves the whole range, without another search; ``plan.symbolic`` has its formulas.
+        async_tensor_parallel: products may run in parts, each beside a message of the gather that feeds them or of the
+            scatter that follows: ``"auto"`` where that is predicted to be shorter, between GPUs that NVLink joins;
+            True also over other links, by a ring of messages; False nowhere; ``"always"`` wherever they can.
         time_limit: seconds for the solver.
         initialize: whether parameters on the meta device get values as their modules set them; False leaves their
             shards empty, for a checkpoint or ``autopar.load_safetensors`` to fill.
@@ -247,7 +252,7 @@ def autoparallelize(
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
             canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
-            accumulation_steps=accumulation_steps,
+            accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel,
             ranges=as_ranges(dynamic_shapes, shapes_of(bind(model, *as_call(meta_inputs)))),
         )  # fmt: skip
         if given is not None:

@@ -14,7 +14,7 @@ from autopar.ir import Output, Phase, TensorMeta
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
-OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait"]
+OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait", "decomposed"]
 TensorRole = Literal["parameter", "buffer", "input", "activation", "gradient", "temporary"]
 
 
@@ -42,7 +42,8 @@ class Op:
         kind: an input, an op of the captured graph, one step of a redistribution, or a transfer: ``offload`` starts
             to copy a tensor to the host, ``fetch`` to copy one back, and ``wait`` stands still until an offload is
             done, or a collective. That for an offload reads the device's tensor and then the host's, so that the
-            device's lives until it; that for a collective reads what the collective makes.
+            device's lives until it; that for a collective reads what the collective makes. ``decomposed`` is a
+            contraction taken apart beside the gather of an operand or the scatter of its result.
         node: the captured node that it runs or whose value it redistributes.
         reads: names of the tensors read, as the node's operands are ordered.
         writes: the results.
@@ -53,6 +54,8 @@ class Op:
         launch_s: of ``seconds`` of a collective, those that it takes whatever its size, and those in which a bucket is
             packed and unpacked: no computation hides them.
         wire_bytes: the bytes by which the collective is priced; 0 for local ops.
+        step_s: of a decomposed op, seconds that its collective would take by itself.
+        operand: of a decomposed op, the one that is gathered, or whose dim the scattered one is.
         alias: the result shares the memory of the first operand.
         bucket: of a collective that carries several tensors, the step of each, in the order of ``reads`` and
             ``writes``; they have kind, axis and reduction in common with ``step``.
@@ -71,10 +74,18 @@ class Op:
     alias: bool = False
     launch_s: float = 0.0
     bucket: tuple[Step, ...] = ()
+    step_s: float = 0.0
+    operand: int = -1
 
     @property
     def is_collective(self) -> bool:
-        return self.step is not None and self.step.kind != "slice"
+        """Whether it starts a collective."""
+        return self.kind == "redistribute" and self.step is not None and self.step.kind != "slice"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange data in it: it starts a collective, or is a product decomposed beside one."""
+        return self.is_collective or self.kind == "decomposed"
 
     @property
     def is_transfer(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from autopar.ir import Graph, Output, Phase, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
 from autopar.program import LocalTensor, Op, Program
-from autopar.sharding import LocalLength, LocalOffset, ShardingSpec
+from autopar.sharding import LocalLength, LocalOffset, ShardingSpec, local_length
 from autopar.spmd import Lowered
 from autopar.strategies import localize
 
@@ -107,6 +107,8 @@ class _Builder:
                 self._redistribute(op)
             elif op.is_transfer:
                 self._transfer(op)
+            elif op.kind == "decomposed":
+                self._decomposed(op)
             elif op.kind == "wait":
                 self._read(op.reads[-1])
             else:
@@ -192,6 +194,35 @@ class _Builder:
         present = [i for i, meta in enumerate(node.outputs) if meta is not None]
         for index, tensor in zip(present, op.writes, strict=True):
             self._item(call, index, tensor)
+
+    def _decomposed(self, op: Op) -> None:
+        """A contraction beside the gather of an operand, or the scatter of its result: one call that does both."""
+        node, step, operand = self.graph.by_name[op.node], op.step, op.operand
+        assert op.strategy is not None and step is not None
+        metas = tuple(self.graph.meta(v) for v in node.inputs)
+        _, args, kwargs = localize(node, op.strategy, metas, self.mesh)
+        equation = next(a for a in (*args, *(v for _, v in kwargs)) if isinstance(a, str))
+        given: dict[str, Any] = {"equation": equation, "operand": operand, "dim": step.dim, "axis": step.axis}
+        function: Callable[..., Any] = spmd.product_scatter
+        first, *kept = op.writes
+        if step.kind == "all_gather":
+            cut = op.strategy.inputs[operand].dims[step.dim]
+            given["length"] = self._argument(local_length(metas[operand].shape[step.dim], cut, self.mesh))
+            given |= {"keep": True} if kept else {}
+            function = spmd.gather_product
+        else:
+            inputs, out = equation.split("->")
+            given["dim"] = inputs.split(",")[operand].index(out[step.dim])
+        operands = tuple(self._read(name) for name in op.reads)
+        name = identifier(op.name) if kept else identifier(first.name)
+        call = self.built.call_function(function, (self.rank, *operands), given, name=name)
+        call.meta |= {"op": op, "module": node.module}
+        if not kept:
+            self.values[first.name] = self._described(call, first)
+            return
+        for index, tensor in enumerate(op.writes):
+            item = self.built.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
+            self.values[tensor.name] = self._described(item, tensor)
 
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = tuple(self._argument(a, operands) for a in args)

@@ -70,8 +70,9 @@ def _batch(graph: Graph) -> tuple[int, int]:
 def _axes(mesh: Mesh, cluster: Cluster, program: Program) -> tuple[AxisFacts, ...]:
     costs = CollectiveCosts(mesh, cluster)
     largest: dict[tuple[int, str], int] = {}
-    for op in program.collectives:
-        assert op.step is not None
+    for op in program.ops:
+        if op.step is None or not op.exchanges:
+            continue
         key = (op.step.axis, op.step.kind)
         largest[key] = max(largest.get(key, 0), op.wire_bytes)
     return tuple(

@@ -49,6 +49,15 @@ def contiguous(shape: tuple[int, ...]) -> Layout:
     return Layout(shape, tuple(reversed(strides)))
 
 
+def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def narrowed(x: Layout, dim: int, length: int) -> Layout:
+    """``x.narrow(dim, 0, length)``."""
+    return Layout(with_length(x.shape, dim, length), x.strides)
+
+
 def reshaped(x: Layout, shape: tuple[int, ...]) -> Layout | None:
     """``x.view(shape)``, or None where only a copy has that shape. As ``at::detail::computeStride``."""
     if not x.numel or not x.shape:

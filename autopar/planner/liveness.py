@@ -21,7 +21,7 @@ from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
 from autopar.planner.packing import bucket_packing, packing
 from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
-from autopar.planner.transients import local_op, transients
+from autopar.planner.transients import held_by_ring, local_op, transients
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
 
@@ -188,6 +188,8 @@ class _Sweep:
             self._collective(at, op)
         elif op.kind == "compute":
             self._compute(at, op)
+        elif op.kind == "decomposed":
+            self._decomposed(at, op)
         else:
             for tensor in op.writes:
                 self.layouts[tensor.name] = self._local(tensor) if op.kind == "redistribute" else self._kept(op, tensor)
@@ -252,6 +254,18 @@ class _Sweep:
                 self._new(tensor.name, unpacked, wait)
             else:
                 self.behind[tensor.name] = f"{op.name}|received"
+
+    def _decomposed(self, at: int, op: Op) -> None:
+        node, strategy, step, now = self.graph.by_name[op.node], op.strategy, op.step, self.op_at[at]
+        assert strategy is not None and step is not None
+        metas = tuple(self.graph.meta(v) for v in node.inputs)
+        whole = local_op(
+            node, strategy, metas, self.mesh, self.options.device, tuple(self.layouts[name] for name in op.reads)
+        )
+        self.extra[now] = held_by_ring(whole, step, op.operand, self.mesh.shape[step.axis])
+        for tensor in op.writes:
+            self.layouts[tensor.name] = self._local(tensor)
+            self._new(tensor.name, tensor.bytes, now)
 
     def _compute(self, at: int, op: Op) -> None:
         node, strategy = self.graph.by_name[op.node], op.strategy

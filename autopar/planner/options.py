@@ -32,6 +32,9 @@ class Options:
         mixed_precision: the text of a ``precision.MixedPrecision``.
         ranges: of the sizes of inputs that one plan serves.
         compare: schedule, time and measure every baseline, also those that cannot be better than the plan.
+        async_tensor_parallel: ``"auto"``: products may be decomposed beside their gather or scatter where that is
+            predicted to be shorter, over NVLink; True: over any link, by a ring; False: nowhere; ``"always"``: wherever
+            they can be.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
         accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
         accumulators: specs in which they do, by parameter, where an earlier plan has decided them.
@@ -52,6 +55,7 @@ class Options:
     device: str = "cuda"
     mixed_precision: str | None = None
     ranges: Ranges | None = None
+    async_tensor_parallel: bool | Literal["auto", "always"] = "auto"
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,12 +82,19 @@ class Options:
                 hint="give a number from 0 to below 1, such as 1e-3.",
             )  # fmt: skip
         _check("device", self.device, "cpu", "cuda")
+        _check("async_tensor_parallel", self.async_tensor_parallel, "auto", True, False, "always")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")
         _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "two-stage", "random", "baseline")
 
 
-def _check(name: str, value: object, *allowed: str) -> None:
+    @property
+    def decomposed(self) -> str:
+        """Which products ``planner.decomposition`` takes apart."""
+        return {"auto": "near", True: "gains", False: "never"}.get(self.async_tensor_parallel, "always")
+
+
+def _check(name: str, value: object, *allowed: object) -> None:
     if value not in allowed:
-        known = ", ".join(allowed)
+        known = ", ".join(map(str, allowed))
         raise AutoparError(f"There is no {name}={value!r}.", found=repr(value), hint=f"write one of {known}.")

@@ -26,6 +26,9 @@ def make_plan(
     """Gather decisions and predictions under the names that users know."""
     program = planned.program
     made: dict[str, ShardingSpec] = {name: t.spec for name, t in program.tensors.items()}
+    for op in program.ops:
+        if op.kind == "decomposed" and op.strategy is not None and op.strategy.outputs[0] is not None:
+            made.setdefault(str(Value(op.node)), op.strategy.outputs[0])  # scattered as it is made
     specs: dict[str, ShardingSpec] = {}
     parameters: dict[str, int] = {}
     for meaning in graph.inputs:
@@ -108,6 +111,7 @@ def _options(options: Options) -> dict[str, Any]:
         "memory_budget_bytes": options.memory_budget_bytes, "optimizer": options.optimizer, "batch": options.batch,
         "outputs": options.outputs, "constraints": dict(options.constraints), "time_limit_s": options.time_limit_s,
         "solver": options.solver, "gap": options.gap, "mixed_precision": options.mixed_precision,
+        "async_tensor_parallel": options.async_tensor_parallel,
         "accumulation_steps": options.accumulation_steps,
     }  # fmt: skip
 

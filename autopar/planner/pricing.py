@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -22,12 +23,13 @@ from autopar.cost_models import (
 from autopar.ir import ITEMSIZE, Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.accumulation import FLOATS
+from autopar.planner.decomposition import Decomposition, reachable
 from autopar.planner.fusion import Border, borders
-from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind
+from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
 from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
-from autopar.sharding import ShardingSpec, Strategy
+from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.solver import Edge
 from autopar.strategies import flops
@@ -47,6 +49,7 @@ class Prices:
     mesh: Mesh
     cluster: Cluster
     backend: str = "eager"
+    decomposed: str = "never"
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)
@@ -62,6 +65,13 @@ class Prices:
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
         self.compute = ComputeCosts(self.cluster)
+
+    @cached_property
+    def decomposition(self) -> Decomposition:
+        """Prices of products that are taken apart beside a collective."""
+        near = frozenset(reachable(self.cluster, self.collectives))
+        axes = near if self.decomposed == "near" else frozenset(range(self.mesh.ndim))
+        return Decomposition(self, self.decomposed, frozenset(a for a in axes if self.mesh.shape[a] > 1))
 
     @property
     def overlap(self) -> float:
@@ -163,6 +173,15 @@ class Prices:
         if key not in self._paths:
             self._paths[key] = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, costs)
         return self._paths[key]
+
+    def step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
+        """Seconds of one step, and those of them that it takes whatever its size."""
+        priced = local_bytes(meta, step.apply(before) if step.kind == "all_gather" else before, self.mesh)
+        costs = self.collectives.of(meta.dtype)
+        seconds, launch_s = (
+            max(costs.seconds(step.kind, size, a) for a in step.moved_axes(before)) for size in (priced, 0)
+        )
+        return seconds, min(launch_s, seconds)
 
     def edge(self, source: Variable, target: Variable, h: Handover) -> Array:
         """Cost matrix of one handover, shared between handovers of equal kind."""
@@ -270,7 +289,7 @@ def edges(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[E
         if reduces(d, h):
             cost = prices.reduction_edge(*ends, h, weights.reducing, 1 / d.accumulation_steps)
         else:
-            cost = prices.edge(*ends, h)
+            cost = prices.decomposition.with_gains(d, h, prices.edge(*ends, h))
         return Edge(h.source, h.target, cost)
 
     return tuple(of(h) for h in d.handovers if h.source != h.target)

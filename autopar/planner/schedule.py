@@ -103,6 +103,7 @@ class _Scheduler:
         names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
         seconds = float(state_seconds([size for _, size in away], self.prices.cluster.host).sum())
         program = Program(place_transfers(self.ops), outputs, names, seconds)
+        program = self.prices.decomposition.decompose(program, self.graph)
         return place_waits(program, self.prices.overlap)
 
     def _results_by_node(self) -> dict[str, list[int]]:
@@ -322,15 +323,12 @@ class _Scheduler:
         name = _redistributed(value, after, phase)
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
         costs = self.prices.collectives.of(meta.dtype)
-        seconds, launch_s = (
-            max(costs.seconds(step.kind, size, a) for a in step.moved_axes(before))
-            for size in (priced, 0)
-        )
+        seconds, launch_s = self.prices.step_seconds(step, before, meta)
         self.ops.append(
             Op(
                 name, "redistribute", value.node, (source,), (self._tensor(name, meta, after),), phase, step=step,
                 seconds=seconds, wire_bytes=0 if step.kind == "slice" else costs.sent(step.kind, priced),
-                launch_s=min(launch_s, seconds),
+                launch_s=launch_s,
             )
         )  # fmt: skip
         return name

@@ -100,7 +100,7 @@ def plan_graph(
     decisions = decide(graph, mesh, options, forced, recompute=recomputing)
     listed = time.perf_counter()
     say("build")
-    objective = Objective(decisions, Prices(mesh, cluster, options.backend))
+    objective = Objective(decisions, Prices(mesh, cluster, options.backend, options.decomposed))
     search = _Search(
             graph, objective, options, budget_bytes(cluster, options), say,
         lambda: decide(graph, mesh, options, forced, recompute=True),

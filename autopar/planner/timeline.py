@@ -60,6 +60,8 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
             streams.wait_for(name)
         if op.is_collective:
             streams.launch(op)
+        elif op.kind == "decomposed":
+            streams.together(op)
         elif op.is_transfer:
             streams.copy(op)
         else:
@@ -126,6 +128,16 @@ class _Streams:
         start_s = self.now_s
         self._advance(op.seconds)
         self.intervals.append(Interval(op.name, "compute", start_s, self.now_s))
+
+    def together(self, op: Op) -> None:
+        """A product beside its own messages, behind the collectives of its axis that are under way."""
+        assert op.step is not None
+        queue = self.queues.get((op.step.axis,))
+        while queue is not None and queue.ops:
+            self._stand(queue.left_s)
+        start_s = self.now_s
+        self._advance(op.seconds)
+        self.intervals += [Interval(op.name, s, start_s, self.now_s) for s in ("compute", "communication")]
 
     def _advance(self, work_s: float) -> None:
         """The compute stream works so long, alone or beside what is under way."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
-from autopar.planner.layouts import Layout, contiguous, permuted, reshaped
-from autopar.sharding import Strategy
+from autopar.planner.contraction import terms
+from autopar.planner.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
+from autopar.sharding import Step, Strategy
 
 SCALARS = 64
 """Bytes of the 0-dim tensors that Python numbers become on the way."""
@@ -74,6 +75,32 @@ def local_op(
         tuple((contiguous(tuple(s.local_shape(m.shape, mesh))), m.itemsize) for m, s in made),
         any(any(axes for axes in s.dims) for s in (*option.inputs, *(s for _, s in made))), device,
     )  # fmt: skip
+
+
+def held_by_ring(op: LocalOp, step: Step, operand: int, ways: int) -> int:
+    """Bytes of a contraction decomposed beside ``step``, besides what it reads and makes: blocks on their way, one part
+    of the product, and what making it holds. As ``spmd.products`` does it.
+
+    Args:
+        op: the contraction, of a gather with the operand that is gathered as it is before.
+        operand: the one that is cut.
+    """
+    found = terms(op.node)
+    assert found is not None
+    (layout, size), (result, result_size) = op.operands[operand], op.results[0]
+    gathers = step.kind == "all_gather"
+    out_dim = found.becomes(operand, step.dim) if gathers else step.dim
+    assert out_dim is not None
+    dim = step.dim if gathers else found.operands[operand].index(found.out[out_dim])
+    length = -(-result.shape[out_dim] // ways)
+    block = contiguous(with_length(layout.shape, dim, length)) if gathers else narrowed(layout, dim, length)
+    part = contiguous(with_length(result.shape, out_dim, length))
+    operands = tuple((block, size) if i == operand else o for i, o in enumerate(op.operands))
+    making = _contract(replace(op, operands=operands, results=((part, result_size),)))
+    if not gathers:
+        return 2 * part.numel * result_size + making
+    copied = 0 if layout.is_contiguous else layout.numel * size
+    return copied + min(ways - 1, 2) * block.numel * size + part.numel * result_size + making
 
 
 def _contract(op: LocalOp) -> int:

@@ -105,8 +105,9 @@ def layers(plan: Plan) -> dict[str, Layer]:
 
 
 def _count(layer: Layer, op: Op) -> None:
-    if op.is_collective and op.step is not None:
+    if op.exchanges and op.step is not None:
         layer.collectives[op.step.kind] += 1
+    if op.is_collective:
         layer.communication_s += op.seconds
     else:
         layer.compute_s += op.seconds

@@ -91,9 +91,9 @@ class Plan:
     def collectives(self) -> tuple[Collective, ...]:
         """One record for each launch, in the order of the program."""
         return tuple(
-            Collective(op.step.kind, op.reads, op.step.axis, op.wire_bytes, op.seconds, op.phase)
+            Collective(op.step.kind, op.reads, op.step.axis, op.wire_bytes, op.step_s or op.seconds, op.phase)
             for op in self.program.ops
-            if op.step is not None and op.is_collective
+            if op.step is not None and op.exchanges
         )
 
     @property

@@ -27,14 +27,16 @@ from autopar.spmd.collectives import (
 )
 from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
+from autopar.spmd.products import PRODUCTS, gather_product, product_scatter, simulate_product
 from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, local_ranks
 from autopar.spmd.sections import section
 from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, host_memory, offload
 
 __all__ = [
-    "COLLECTIVES", "Ends", "HostTensor", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank", "Results",
-    "Transfer", "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all",
-    "allocating_on_host", "apply_step", "arrived", "bucket_call", "device", "fetch", "from_placements", "host_memory",
-    "length", "local_ranks", "offload", "offset", "permute", "reduce_scatter", "reduce_scatter_bucket", "resolve",
-    "section", "simulate", "simulate_step", "slice_shard", "step_call", "to_placements", "wait",
+    "COLLECTIVES", "PRODUCTS", "Ends", "HostTensor", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank",
+    "Results", "Transfer", "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all",
+    "allocating_on_host", "apply_step", "arrived", "bucket_call", "device", "fetch", "from_placements",
+    "gather_product", "host_memory", "length", "local_ranks", "offload", "offset", "permute", "product_scatter",
+    "reduce_scatter", "reduce_scatter_bucket", "resolve", "section", "simulate", "simulate_product", "simulate_step",
+    "slice_shard", "step_call", "to_placements", "wait",
 ]  # fmt: skip

@@ -60,6 +60,10 @@ class Rank(Protocol):
         """Wait for what ``launch`` started."""
         ...
 
+    def symmetric(self, axis: int) -> str:
+        """The name of the group along ``axis`` where its ranks reach each other's memory; else empty."""
+        ...
+
 
 @dataclass(frozen=True)
 class LocalRank:
@@ -74,6 +78,9 @@ class LocalRank:
 
     def finish(self, received: Tensor) -> Tensor:
         return received
+
+    def symmetric(self, axis: int) -> str:
+        return ""
 
 
 def local_ranks(mesh: Mesh) -> tuple[LocalRank, ...]:
@@ -135,3 +142,8 @@ class ProcessRank:
 
     def finish(self, received: Tensor) -> Tensor:
         return _torch.wait(received)
+
+    def symmetric(self, axis: int) -> str:
+        if self.device_mesh.device_type != "cuda":
+            return ""
+        return _torch.symmetric_group(self.device_mesh.get_group(axis))
