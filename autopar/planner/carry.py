@@ -41,10 +41,12 @@ def carried(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
 
 def _made(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[TensorMeta] | None:
     """Whole shapes of what the op writes, None where the graph has no such op."""
+    node = graph.by_name.get(op.node)
+    made = [m for m in node.outputs if m is not None] if node else []
     if op.kind in ("input", "compute"):
-        node = graph.by_name.get(op.node)
-        made = [m for m in node.outputs if m is not None] if node else []
         return made if len(made) == len(op.writes) else None
+    if op.kind == "decomposed":  # a product, and the operand that is gathered where others read it too
+        return [*made, metas[op.reads[op.operand]]][: len(op.writes)] if made else None
     return [metas[op.reads[0]] for _ in op.writes]
 
 
@@ -52,7 +54,7 @@ def _possible(
     op: Op, graph: Graph, made: Sequence[TensorMeta], metas: dict[str, TensorMeta], specs: dict[str, ShardingSpec],
     mesh: Mesh,
 ) -> bool:  # fmt: skip
-    if op.step is not None and not op.step.fits(specs[op.reads[0]], metas[op.reads[0]].shape, mesh):
+    if op.kind == "redistribute" and op.step and not op.step.fits(specs[op.reads[0]], metas[op.reads[0]].shape, mesh):
         return False
     if not all(map(_fills, op.writes, made, [mesh] * len(made))):
         return False

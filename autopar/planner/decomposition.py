@@ -109,6 +109,8 @@ class Decomposition:
         source, target = d.variables[h.source], d.variables[h.target]
         if target.kind not in ("op", "copy") or any(target.kept) or source.kind not in ("op", "copy"):
             return cost
+        if source.value is not None and d.graph.by_name[source.value.node].op == "placeholder":
+            return cost  # parameters are gathered ahead of need instead
         gains = self._scatters(d.graph, source, target, h)
         reader = self._reader(d, h) if gains is None else None
         if reader is not None:

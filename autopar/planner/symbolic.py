@@ -107,7 +107,10 @@ def _lengths_of_tensors(
 ) -> Mapping[str, Lengths]:
     found: dict[str, Lengths] = {}
     for op in program.ops:
-        if op.kind in ("input", "compute"):
+        if op.kind == "decomposed":
+            lasting = [lengths[op.node, 0], found[op.reads[op.operand]]]
+            found |= {t.name: n for t, n in zip(op.writes, lasting, strict=False)}
+        elif op.kind in ("input", "compute"):
             present = [i for i, m in enumerate(graph.by_name[op.node].outputs) if m is not None]
             found |= {t.name: lengths[op.node, i] for t, i in zip(op.writes, present, strict=True)}
         else:
