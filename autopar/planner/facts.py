@@ -38,7 +38,7 @@ def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, o
     dtype = max(work, key=lambda d: (work[d], d), default="float32")
     samples, tokens = _batch(graph)
     return Facts(
-        nodes=nodes, shapes=_shapes(graph),
+        nodes=nodes, names=_names(graph), shapes=_shapes(graph),
         intervals=tuple((at.get(i.op, -1), i.stream, i.start_s, i.end_s) for i in planned.timeline.intervals),
         history=history(program, graph, mesh, options), dtype=dtype,
         peak_flops_per_s=cluster.device.peak(dtype), overlap=Prices(mesh, cluster).overlap,
@@ -46,6 +46,16 @@ def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, o
         memory_bytes=cluster.device.memory_bytes, devices_per_node=cluster.devices_per_node,
         axes=_axes(mesh, cluster, program),
     )  # fmt: skip
+
+
+def _names(graph: Graph) -> dict[str, str]:
+    """``lm_head.weight``, ``input:input_ids``, ``output:loss``, ``lm_head.weight.grad``, by node."""
+    prefix = {"parameter": "", "buffer": "", "constant": ""}
+    names = {i.node: f"{prefix.get(i.kind, f'{i.kind}:')}{i.name}" for i in graph.inputs}
+    for o in graph.outputs:
+        own = f"output:{o.name}" if o.kind == "output" else f"{o.name}.grad" if o.kind == "gradient" else o.name
+        names.setdefault(str(o.value), own)
+    return names
 
 
 def _shapes(graph: Graph) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -33,6 +33,7 @@ class Facts:
 
     Args:
         nodes: by name; a placeholder's module is the one that owns the parameter.
+        names: what users call the values that have a name: parameters, buffers, inputs, outputs, and gradients.
         shapes: global shape and dtype of each parameter and buffer.
         intervals: ``(position of the op, or -1, stream, start_s, end_s)`` of the simulated step.
         history: for each kind of memory, ``(position, bytes)`` from which op of the program on how much is held.
@@ -44,6 +45,7 @@ class Facts:
     """
 
     nodes: Mapping[str, NodeFacts]
+    names: Mapping[str, str]
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
     intervals: tuple[tuple[int, str, float, float], ...]
     history: Mapping[str, tuple[tuple[int, int], ...]]
@@ -68,6 +70,7 @@ def facts_to(facts: Facts) -> dict[str, Any]:
     """As JSON data: ops by module, since most names repeat."""
     data = {f: getattr(facts, f) for f in _PLAIN}
     data["axes"] = [asdict(a) | {"algorithms": dict(a.algorithms)} for a in facts.axes]
+    data["names"] = dict(facts.names)
     data["nodes"] = {name: list(n) for name, n in facts.nodes.items()}
     data["shapes"] = {name: [list(shape), dtype] for name, (shape, dtype) in facts.shapes.items()}
     data["intervals"] = [list(i) for i in facts.intervals]
@@ -79,6 +82,7 @@ def facts_from(data: Mapping[str, Any]) -> Facts:
     """The facts that `facts_to` wrote."""
     return Facts(
         nodes={name: NodeFacts(*n) for name, n in data["nodes"].items()},
+        names=data.get("names", {}),
         shapes={name: (tuple(shape), dtype) for name, (shape, dtype) in data["shapes"].items()},
         intervals=tuple((at, stream, start, end) for at, stream, start, end in data["intervals"]),
         history={kind: tuple((at, size) for at, size in points) for kind, points in data["history"].items()},

@@ -90,8 +90,17 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """One record for each launch, in the order of the program."""
+        known = self.facts.names if self.facts else {}
+
+        def named(tensor: str) -> str:
+            value = tensor.split("|", maxsplit=1)[0]
+            return known.get(value, value)
+
         return tuple(
-            Collective(op.step.kind, op.reads, op.step.axis, op.wire_bytes, op.step_s or op.seconds, op.phase)
+            Collective(
+                op.step.kind, tuple(map(named, op.reads)), op.step.axis, op.wire_bytes, op.step_s or op.seconds,
+                op.phase,
+            )  # fmt: skip
             for op in self.program.ops
             if op.step is not None and op.exchanges
         )

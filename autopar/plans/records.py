@@ -32,7 +32,8 @@ class Collective:
     """One launch.
 
     Args:
-        tensors: names of what it carries.
+        tensors: what it carries: parameters, buffers, inputs, outputs and gradients (``lm_head.weight.grad``) by their
+            names, other values by their nodes'.
         axis: the mesh axis over which it runs.
         bytes: of the message: the gathered size of an all-gather, the local size before any other.
         seconds: predicted.

@@ -139,3 +139,18 @@ def gradients_of_normalised(model: nn.Module, x: Tensor) -> list[str]:
     graph = ColoTracer().capture(model, x).graph
     backward = [n for n in graph.nodes if n.packet == "aten.native_layer_norm_backward"]
     return [n.inputs[0].node for n in backward if graph.by_name[n.inputs[0].node].op != "placeholder"]
+
+
+def test_launches_name_parameters_and_gradients_as_users_do() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    plan = autopar.plan(
+        model, torch.empty(4096, 64), mesh=(4,), cluster="dgx-h100", search="baseline:ZeRO-3",
+    )  # fmt: skip
+    again = autopar.Plan.from_json(plan.to_json())
+    for one in (plan, again):
+        carried = {phase: {t for c in one.collectives if c.phase == phase for t in c.tensors} for phase in PHASES}
+        assert {"0.weight", "1.weight"} <= carried["forward"]
+        assert {"0.weight.grad", "1.weight.grad"} <= carried["backward"]
+
+
+PHASES = ("forward", "backward")
