@@ -100,7 +100,7 @@ class Plan:
             Collective(
                 op.step.kind, tuple(map(named, op.reads)), op.step.axis, op.wire_bytes, op.step_s or op.seconds,
                 op.phase,
-            )  # fmt: skip
+            )
             for op in self.program.ops
             if op.step is not None and op.exchanges
         )
