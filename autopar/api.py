@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from autopar.runtime.loading import accept_whole_tensors
 from autopar.runtime.materialize import install, prepare
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.spmd import Lowered, Rank
 from autopar.spmd.placements import from_placements
 from autopar.structure import Structure
 from autopar.tracer import Capture, ColoTracer
@@ -120,8 +122,15 @@ def _capture(model: nn.Module, call: Call, options: Options, world: int, *, ever
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     with computing_in(options.mixed_precision):
         capture = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored).capture(model, whole)
+    unsaved = _unsaved_buffers(model)
     graph = planner.summing(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
-    return dataclasses.replace(capture, graph=graph)
+    return dataclasses.replace(capture, graph=graph, unsaved=unsaved)
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are in no ``state_dict``, which an emitted file must bring along."""
+    saved = set(model.state_dict(keep_vars=True))
+    return {n: b.detach() for n, b in model.named_buffers() if n not in saved and type(b) is Tensor and not b.is_meta}
 
 
 def _whole_batch(call: Call, world: int) -> Call:
@@ -180,7 +189,7 @@ def _plan_on(
     started = time.perf_counter()
     lowered = passes.compose(passes.lower(planned.program, capture.graph, mesh))
     made = make_plan(planned, capture.graph, mesh, sized, options, "", capture.notices)
-    source = codegen.emit(lowered, mesh, codegen.header(made), capture.constants)
+    source = codegen.emit(lowered, mesh, codegen.header(made), {**capture.unsaved, **capture.constants})
     planned.timings["capture"] = captured_s
     planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
     return dataclasses.replace(made, source=source)
@@ -199,6 +208,7 @@ def autoparallelize(
     outputs: Literal["auto", "whole", "dtensor"] = "auto",
     constraints: Mapping[str, str] | None = None,
     plan: Plan | str | Path | None = None,
+    source: str | Path | None = None,
     backend: str = "eager",
     accumulation_steps: int = 1,
     dynamic_shapes: Any = None,
@@ -224,6 +234,8 @@ def autoparallelize(
         outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
         plan: a Plan or the path of a saved one, to run without a search.
+        source: with a plan, the path of its program as someone has edited it: what ``plan.emit`` or ``plan.source``
+            gave. It runs instead, and can be stepped through in its file.
         accumulation_steps: backwards that make one step of the optimizer. Their gradients add up, and appear with the
             last of them; the plan decides whether each is reduced at once or all are in the end.
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
@@ -248,6 +260,8 @@ def autoparallelize(
         _check_model(model)
         hardware = as_cluster(cluster)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        if source is not None:
+            given = _with_source(given, source)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
@@ -278,7 +292,9 @@ def autoparallelize(
             lambda: _shared(_over_range(found, model, call, capture, options, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
-    return _parallelize(model, meta_inputs, capture, made, hardware, options, mesh, initialize=initialize)
+    return _parallelize(
+        model, meta_inputs, capture, made, hardware, options, mesh, initialize=initialize, source=source
+    )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -299,11 +315,22 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
+def _with_source(plan: Plan | None, source: str | Path) -> Plan:
+    if plan is None:
+        raise PlanError(
+            "An edited program belongs to a plan.",
+            found="source without plan",
+            hint="give both: autoparallelize(model, inputs, plan=plan, source=path).",
+        )
+    return dataclasses.replace(plan, source=codegen.read_edited(source))
+
+
 def _wanted(cluster: Cluster, plan: Plan | None, options: Options, mesh: MeshLike) -> dict[str, str]:
     """What every rank must ask for alike, by the name of the argument."""
     said = {f.name: repr(getattr(options, f.name)) for f in dataclasses.fields(options)}
     said |= {"cluster": cluster.name, "mesh": str(as_mesh(mesh)) if mesh is not None else "None"}
-    return said | {"plan": plan.digest if plan is not None else "None"}
+    source = hashlib.sha256(plan.source.encode()).hexdigest()[:16] if plan is not None else "None"
+    return said | {"plan": plan.digest if plan is not None else "None", "source": source}
 
 
 def _shared(plan: Plan) -> Any:
@@ -337,7 +364,7 @@ def _belonging(plan: Plan, capture: Capture, call: Call) -> Plan:
 
 def _parallelize(
     model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, cluster: Cluster, options: Options,
-    mesh: MeshLike, *, initialize: bool = True,
+    mesh: MeshLike, *, initialize: bool = True, source: str | Path | None = None,
 ) -> nn.Module:  # fmt: skip
     """The point of no return: shard the parameters and swap the class."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
@@ -353,7 +380,7 @@ def _parallelize(
     )  # fmt: skip
     with state.precision():
         key = variant_key(model, planned, made.options.get("mixed_precision"))
-    state.variants[key] = _variant(model, capture, made, options, state, planned, cluster)
+    state.variants[key] = _variant(model, capture, made, options, state, planned, cluster, source)
     parameters = {n: made.specs[n] for n in made.parameters}
     seed = decided_by_first(torch.initial_seed)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
@@ -431,9 +458,10 @@ def _accumulators(plan: Plan) -> dict[str, str]:
 
 
 def _variant(
-    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster
-) -> Variant:
-    executable = _executable(capture, made, options)
+    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster,
+    source: str | Path | None = None,
+) -> Variant:  # fmt: skip
+    executable = _executable(capture, made, options, state.rank, source)
     call = _shapes(call)
     key = variant_key(model, call, options.mixed_precision)
 
@@ -456,10 +484,11 @@ def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[
     return build
 
 
-def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
+def _executable(
+    capture: Capture, made: Plan, options: Options, rank: Rank, source: str | Path | None
+) -> Executable:
     lowered = passes.compose(passes.lower(made.program, capture.graph, made.mesh))
-    namespace = codegen.load(made.source, f"autopar_{made.digest}")
-    inference = codegen.emit(passes.forward_only(lowered), made.mesh, ["Forward without gradients."])
+    functions = _edited(made, lowered, capture, rank, source) if source else _emitted(made, lowered, capture)
     metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
     seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
     whole = frozenset(
@@ -467,16 +496,33 @@ def _executable(capture: Capture, made: Plan, options: Options) -> Executable:
         if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
     )  # fmt: skip
     return Executable(
-        namespace["forward"], namespace["backward"], tuple(lowered.inputs),
+        functions["forward"], functions["backward"], tuple(lowered.inputs),
         tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.results),
         tuple(lowered.tangents), tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.gradients), whole,
         differentiable=capture.requires_grad,
         random=any(capture.graph.consumers.get(Value(seed)) for seed in seeds),
-        inference=codegen.load(inference, f"autopar_{made.digest}_inference")["forward"],
+        inference=functions["inference"],
         accumulators=tuple((i, s, capture.graph.meta(Value(i.node))) for i, s in lowered.accumulators),
-        accumulate=namespace.get("accumulate"),
+        accumulate=functions.get("accumulate"),
         accumulated=tuple(o for o, _ in lowered.accumulated),
     )  # fmt: skip
+
+
+def _emitted(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]:
+    """The functions of the plan's program."""
+    functions = codegen.load(made.source, f"autopar_{made.digest}", capture.graph)
+    inference = codegen.emit(passes.forward_only(lowered), made.mesh, ["Forward without gradients."])
+    name = f"autopar_{made.digest}_inference"
+    return functions | {"inference": codegen.load(inference, name, capture.graph)["forward"]}
+
+
+def _edited(made: Plan, lowered: Lowered, capture: Capture, rank: Rank, source: str | Path) -> dict[str, Any]:
+    """The functions of a program that someone edited, on this rank."""
+    functions = together(lambda: codegen.load(made.source, str(source), capture.graph))
+    for name, module in (("forward", lowered.forward), ("backward", lowered.backward)):
+        functions[name] = codegen.checked(functions[name], name, codegen.results_of(module, made.mesh, rank.coordinate))
+    forward, count = functions["forward"], len(lowered.results)
+    return functions | {"inference": lambda at, inputs: forward(at, inputs)[:count]}
 
 
 def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -> Simulation:

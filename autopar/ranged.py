@@ -102,7 +102,7 @@ def _carried(made: Plan, capture: Capture) -> Plan | None:
     lowered = passes.compose(passes.lower(program, capture.graph, made.mesh))
     carried_over = dataclasses.replace(made, program=program, graph_digest=capture.graph.digest)
     header = [*codegen.header(carried_over), "", "The plan was made for other sizes, and carried to these."]
-    source = codegen.emit(lowered, made.mesh, header, capture.constants)
+    source = codegen.emit(lowered, made.mesh, header, {**capture.unsaved, **capture.constants})
     return dataclasses.replace(carried_over, source=source)
 
 

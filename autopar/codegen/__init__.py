@@ -1,7 +1,7 @@
 """Readable Python of the local program."""
 
-from autopar.codegen.emit import emit
+from autopar.codegen.emit import emit, results_of
 from autopar.codegen.header import header
-from autopar.codegen.load import load
+from autopar.codegen.load import checked, load, read_edited
 
-__all__ = ["emit", "header", "load"]
+__all__ = ["checked", "emit", "header", "load", "read_edited", "results_of"]

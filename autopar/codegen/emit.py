@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 import textwrap
@@ -95,10 +96,30 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor]) -> st
     lines = ["# Kind, name, dtype, shape of the whole and spec of what goes in and comes out, by position."]
     lines.append(f"MESH = ({literal(tuple(mesh.shape), {})}, {literal(tuple(mesh.names), {})})")
     lines += [f"{title} = {rows(ends, nodes)}" for title, ends, nodes in tables]  # type: ignore[arg-type]
-    used = {i.name for i, _ in lowered.inputs if i.kind == "constant"}
+    used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
     written = {n: t for n, t in constants.items() if n in used and t.numel() <= LITERAL}
-    values = [f'    "{n}": torch.tensor({t.tolist()!r}, dtype={t.dtype}),' for n, t in written.items()]
+    values = [_constant(name, tensor) for name, tensor in sorted(written.items())]
     return "\n".join([*lines, *(["CONSTANTS = {", *values, "}"] if values else ["CONSTANTS = {}"])])
+
+
+def _constant(name: str, tensor: Tensor) -> str:
+    plain = re.sub(r"\b(nan|inf)\b", r"float('\1')", repr(tensor.flatten().tolist()))
+    flat = textwrap.wrap(plain, WIDTH - 8)
+    shape = f".reshape({tuple(tensor.shape)})" if tensor.ndim != 1 else ""
+    values = "\n".join(f"        {line}" for line in flat)
+    return f'    "{name}": torch.tensor(\n{values},\n        dtype={tensor.dtype},\n    ){shape},'
+
+
+def results_of(
+    module: fx.GraphModule, mesh: Mesh, coordinate: tuple[int, ...]
+) -> list[tuple[str, tuple[int, ...], str] | None]:
+    """Name, local shape and dtype of each result on a rank; None for what lies with the host."""
+    made: list[tuple[str, tuple[int, ...], str] | None] = []
+    for node in module.graph.output_node().args[0]:  # type: ignore[union-attr]
+        tensor: LocalTensor = node.meta["tensor"]  # type: ignore[union-attr]
+        shape = tensor.spec.local_shape(tensor.meta.shape, mesh, coordinate)
+        made.append(None if tensor.host else (tensor.name, shape, tensor.meta.dtype))
+    return made
 
 
 class _Printer:
@@ -200,12 +221,14 @@ def _folded(left: str, right: str) -> list[str]:
     if len(line) <= WIDTH:
         return [line]
     head, _, arguments = right.partition("(")
-    if right.endswith(")") and head.replace(".", "").isidentifier():
+    call = ast.parse(right, mode="eval").body
+    if isinstance(call, ast.Call) and ast.unparse(call.func) == head and len(left) + len(head) < WIDTH - 8:
         lines = [f"    {left} = {head}(", *_filled(arguments[:-1]), "    )"]
     else:
         lines = [f"    {left} = (", *_filled(right), "    )"]
-    if len(lines[0]) > WIDTH:
-        lines = ["    (", *_filled(f"{left},"), f"    ){lines[0].removeprefix(f'    {left}')}", *lines[1:]]
+    if len(lines[0]) > WIDTH and "," in left:
+        rest = lines[0].removeprefix(f"    {left}")
+        lines = ["    (", *_filled(f"{left.removesuffix(',')},"), f"    ){rest}", *lines[1:]]
     return lines
 
 

@@ -1,16 +1,150 @@
-"""An emitted program as functions that run."""
+"""An emitted program as functions that run, whose errors name the user's module."""
 
 from __future__ import annotations
 
+import functools
 import linecache
-from collections.abc import Mapping
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from torch import Tensor
 
-def load(source: str, name: str = "autopar_program") -> Mapping[str, Any]:
-    """Run an emitted module and return its names. Debuggers and tracebacks show its lines."""
-    filename = f"<{name}>"
+from autopar.errors import PlanError
+from autopar.ir import Graph
+
+FUNCTIONS = ("forward", "backward", "accumulate")
+_SECTION = re.compile(r'\bsection\("(.*)"\)')
+
+
+def load(source: str, name: str = "autopar_program", graph: Graph | None = None) -> dict[str, Any]:
+    """Run an emitted module and return its names. Debuggers and tracebacks show its lines.
+
+    Args:
+        name: what tracebacks call it, or the path of a file that holds it.
+        graph: the captured program, whose nodes know lines of the model.
+
+    Raises:
+        PlanError: it is no Python, or does not run, or lacks a function.
+    """
+    filename = name if Path(name).suffix == ".py" else f"<{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": name}
-    exec(compile(source, filename, "exec"), namespace)  # noqa: S102  it is our own program
+    module = ModuleType(f"autopar_program_{Path(name).stem}")
+    module.__file__ = filename
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    namespace = vars(module)
+    try:
+        exec(compile(source, filename, "exec"), namespace)  # noqa: S102  it is the user's own program
+    except SyntaxError as error:
+        raise _unusable(f"{filename}, line {error.lineno}: {error.msg}") from None
+    except Exception as error:
+        line = _line_in(error, filename)
+        raise _unusable(f"{filename}, line {line}: {type(error).__name__}: {error}") from error
+    for needed in FUNCTIONS[:2]:
+        if not callable(namespace.get(needed)):
+            raise _unusable(f"{filename} has no function {needed}(rank, inputs)")
+    namespace = dict(namespace)
+    for function in FUNCTIONS:
+        if function in namespace:
+            namespace[function] = _pointing(namespace[function], filename, source, graph)
     return namespace
+
+
+def read_edited(path: str | Path) -> str:
+    """The text of an edited program.
+
+    Raises:
+        PlanError: there is no such file.
+    """
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        hint = "write one with plan.emit(path), or write plan.source to it."
+        raise PlanError("The program cannot be read.", found=str(error), hint=hint) from None
+
+
+def checked(
+    function: Callable[..., tuple[Any, ...]], name: str, expected: Sequence[tuple[str, tuple[int, ...], str] | None]
+) -> Callable[..., tuple[Any, ...]]:
+    """``function`` of an edited program, whose results must be what the plan's program returns.
+
+    Args:
+        expected: name, local shape and dtype of each result; None for what is no tensor of the device.
+
+    Raises:
+        PlanError: it returns something else.
+    """
+
+    @functools.wraps(function)
+    def run(rank: Any, inputs: list[Any]) -> tuple[Any, ...]:
+        made = function(rank, inputs)
+        if not isinstance(made, (tuple, list)) or len(made) != len(expected):
+            count = len(made) if isinstance(made, (tuple, list)) else type(made).__name__
+            raise _wrong(name, f"{count} results instead of {len(expected)}")
+        for position, (value, wanted) in enumerate(zip(made, expected, strict=True)):
+            if wanted is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise _wrong(name, f"result {position}, {wanted[0]}: {type(value).__name__} instead of a tensor")
+            found = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            if found != wanted[1:]:
+                said = " instead of ".join(f"{dtype}{list(shape)}" for shape, dtype in (found, wanted[1:]))
+                raise _wrong(name, f"result {position}, {wanted[0]}: {said}")
+        return tuple(made)
+
+    return run
+
+
+def _pointing(
+    function: Callable[..., tuple[Any, ...]], filename: str, source: str, graph: Graph | None
+) -> Callable[..., tuple[Any, ...]]:
+    """``function``, to whose errors the user's module is added."""
+
+    @functools.wraps(function)
+    def run(rank: Any, inputs: list[Any]) -> tuple[Any, ...]:
+        try:
+            return function(rank, inputs)
+        except Exception as error:
+            _explain(error, filename, source, graph)
+            raise
+
+    return run
+
+
+def _explain(error: Exception, filename: str, source: str, graph: Graph | None) -> None:
+    line = _line_in(error, filename)
+    before = source.splitlines()[:line]
+    module = next((m.group(1) for text in reversed(before) if (m := _SECTION.search(text))), "")
+    lines = {node.module: node.source for node in reversed(graph.nodes) if node.source} if graph else {}
+    place = f"{module!r} of the model" if module else "the model's own forward"
+    note = f"This is line {line} of the local program, {place}"
+    note += f", {lines[module]}" if lines.get(module) else ""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def _line_in(error: BaseException, filename: str) -> int:
+    frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
+    return frames[-1] or 0 if frames else 0
+
+
+def _unusable(found: str) -> PlanError:
+    return PlanError(
+        "The local program cannot be used.",
+        found=found,
+        hint="start again from plan.source, and change its functions' bodies.",
+    )
+
+
+def _wrong(function: str, found: str) -> PlanError:
+    return PlanError(
+        f"The edited {function} does not return what the plan's program returns.",
+        found=found,
+        hint="keep the order, shapes and dtypes of what it returns, as the comments in plan.source give them.",
+    )

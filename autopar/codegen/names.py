@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import operator
 import re
@@ -35,7 +36,7 @@ SHORTENED = {"linear_of_transposed": "linear", "contract": "product", "batch_nor
 LAUNCHED = "_launched"
 """What the handle of a collective or a transfer adds to the name of what will arrive."""
 
-RESERVED = frozenset({"rank", "inputs", "forward", "backward", "spmd", "torch", "aten", "autopar", "F"})
+RESERVED = frozenset({"rank", "inputs", "forward", "backward", "spmd", "torch", "aten", "F", *dir(builtins)})
 
 
 @dataclass
@@ -66,8 +67,7 @@ class Names:
 def identifier(text: str) -> str:
     """A Python name like ``text``."""
     name = re.sub(r"\W+", "_", text).strip("_") or "value"
-    name = f"layer{name}" if name[0].isdigit() else name
-    return f"{name}_" if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in RESERVED else name
+    return f"layer{name}" if name[0].isdigit() else name
 
 
 def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
@@ -146,7 +146,7 @@ def _of_input(node: fx.Node, meaning: Input | None, names: Names) -> str:
     if meaning is None:
         return names.shared[node.meta["tensor"].name]
     if meaning.kind == "tangent":
-        return f"d_{identifier(meaning.name)}"
+        return f"d_output{meaning.name}" if meaning.name.isdigit() else f"d_{identifier(meaning.name)}"
     if meaning.kind == "accumulator":
         return f"sum_before_d_{names.short(meaning.name)}"
     return names.short(meaning.name)
@@ -234,6 +234,8 @@ def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _free(wanted: str, taken: set[str]) -> str:
+    if keyword.iskeyword(wanted) or wanted in RESERVED:
+        wanted += "_"
     name, count = wanted, 1
     while name in taken:
         count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -219,6 +220,16 @@ class Plan:
         text = escape(table(self))
         framed = f'<iframe srcdoc="{escape(page(self))}" style="width:100%;height:42rem;border:0"></iframe>'
         return f"<pre>{text}</pre><details><summary>report</summary>{framed}</details>"
+
+    def emit(self, path: str | Path) -> Path:
+        """Write the local program as a file that runs under torchrun with torch alone: what it calls is copied into it.
+
+        ``torchrun --nproc-per-node N step.py --state model.pt --batch batch.pt --out out.pt`` takes one step and writes
+        outputs and gradients; without files it takes random values.
+        """
+        codegen = importlib.import_module("autopar.codegen.write")  # codegen knows plans, so plans do not import it
+        written: Path = codegen.write(self.source, path)
+        return written
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -43,6 +43,7 @@ class Capture:
         constants: values of tensors that the program holds as literals, by name.
         notices: what the user should know, one sentence each.
         requires_grad: names of the outputs that have a gradient on one device, whether or not it is captured.
+        unsaved: values of buffers that the model's ``state_dict`` leaves out.
     """
 
     graph_module: fx.GraphModule
@@ -54,6 +55,7 @@ class Capture:
     constants: Mapping[str, torch.Tensor]
     notices: tuple[str, ...] = ()
     requires_grad: frozenset[str] = frozenset()
+    unsaved: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def ambient_autocast() -> contextlib.AbstractContextManager[Any]:

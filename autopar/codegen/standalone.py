@@ -1,0 +1,142 @@
+"""What an emitted program does when it is run by itself: one training step on every process of a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.mesh import Mesh
+from autopar.sharding.spec import ShardingSpec
+from autopar.spmd.ranks import ProcessRank
+
+Row = tuple[str, str, str, Sequence[int], str]
+"""Kind, name, dtype, shape of the whole and spec of what goes in or comes out."""
+
+STATE = "--state"
+"""Stands among the tensors that were given when parameters were."""
+
+
+def main(program: Mapping[str, Any]) -> None:
+    """Join the job that torchrun started, take steps, and say what came out.
+
+    Args:
+        program: the names of an emitted module.
+    """
+    parser = argparse.ArgumentParser(description=program["__doc__"], formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--state", help="file of torch.save(model.state_dict(), ...); else random values")
+    parser.add_argument("--batch", help="file of torch.save({name: tensor}, ...), the whole batch; else random values")
+    parser.add_argument("--out", help="write outputs, gradients and buffers here, whole, from rank 0")
+    parser.add_argument("--seed", type=int, default=0, help="of dropout and of random values")
+    parser.add_argument("--steps", type=int, default=1, help="steps to take; none changes the parameters")
+    arguments = parser.parse_args()
+    rank = join(tuple(program["MESH"][0]), tuple(program["MESH"][1]))
+    torch.manual_seed(arguments.seed)
+    given: dict[str, Tensor] = {}
+    for path in (arguments.state, arguments.batch):
+        given |= torch.load(path, map_location="cpu") if path else {}
+    if arguments.state:
+        given[STATE] = torch.empty(0)
+    result: dict[str, dict[str, Tensor]] = {}
+    for _ in range(arguments.steps):
+        start = time.perf_counter()
+        result = step(program, rank, given, arguments.seed)
+        if dist.get_rank() == 0:
+            shown = ", ".join(f"{n} {t.item():.6f}" for n, t in result["outputs"].items() if t.numel() == 1)
+            print(f"{shown or 'done'}  ({(time.perf_counter() - start) * 1e3:.1f} ms)", flush=True)  # noqa: T201
+    if arguments.out and dist.get_rank() == 0:
+        torch.save(result, arguments.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:
+    """This process as a rank of the mesh that the program was made for."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    size = Mesh(shape, names).size
+    if dist.get_world_size() != size:
+        raise SystemExit(
+            f"This program is for {size} processes, and the job has {dist.get_world_size()}: "
+            f"torchrun --nproc-per-node {size} ..."
+        )
+    return ProcessRank(init_device_mesh(kind, shape, mesh_dim_names=names))
+
+
+def step(
+    program: Mapping[str, Any], rank: ProcessRank, given: Mapping[str, Tensor], seed: int
+) -> dict[str, dict[str, Tensor]]:
+    """One forward and backward. Returns whole outputs, gradients and new buffers, by name."""
+    with torch.no_grad():
+        fed = [_fed(row, rank, {**program["CONSTANTS"], **given}, seed) for row in program["INPUTS"]]
+        made = program["forward"](rank, fed)
+        results = made[: len(program["OUTPUTS"])]
+        back = [*made[len(results) :]]
+        del made
+        whole = [_whole(t, row[3], row[4], rank) for t, row in zip(results, program["OUTPUTS"], strict=True)]
+        back += [_tangent(row, rank) for row in program["TANGENTS"]]
+        gradients = program["backward"](rank, back)
+        grads = {
+            name: _whole(t, shape, spec, rank)
+            for t, (kind, name, _, shape, spec) in zip(gradients, program["GRADIENTS"], strict=True)
+            if kind == "gradient"
+        }
+    rows = [(row[0], row[1], t) for row, t in zip(program["OUTPUTS"], whole, strict=True)]
+    outputs = {name: t for kind, name, t in rows if kind == "output"}
+    return {"outputs": outputs, "grads": grads, "buffers": {name: t for kind, name, t in rows if kind == "mutation"}}
+
+
+def _fed(
+    row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int
+) -> Tensor:
+    """This rank's shard of an input."""
+    kind, name, dtype, shape, spec = row
+    if kind == "seed":
+        return torch.tensor(seed, device=rank.device)
+    whole = given.get(name)
+    if whole is None and (kind in ("buffer", "constant") or (kind == "parameter" and STATE in given)):
+        raise SystemExit(f"The {kind} {name} is in no file: add it to what is saved for --state.")
+    if whole is None:
+        wanted = getattr(torch, dtype)
+        random = torch.randn(shape).mul_(0.02 if kind == "parameter" else 1.0)
+        whole = random.to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
+    if tuple(whole.shape) != tuple(shape):
+        raise SystemExit(f"{name} has the shape {tuple(whole.shape)}; the program was made for {tuple(shape)}.")
+    part = whole[ShardingSpec.parse(spec).local_slices(tuple(shape), rank.mesh, rank.coordinate)]
+    return part.detach().to(rank.device, getattr(torch, dtype)).contiguous().clone()
+
+
+def _tangent(row: Row, rank: ProcessRank) -> Tensor:
+    """Ones, the gradient of the loss or of the sum of the outputs; zeros where gradients add up from."""
+    kind, _, dtype, shape, spec = row
+    local = ShardingSpec.parse(spec).local_shape(tuple(shape), rank.mesh, rank.coordinate)
+    fill = 0 if kind == "accumulator" else 1
+    return torch.full(local, fill, dtype=getattr(torch, dtype), device=rank.device)
+
+
+def _whole(shard: Tensor, shape: Sequence[int], spec: str, rank: ProcessRank) -> Tensor:
+    """The whole tensor from every rank's shard."""
+    sharding = ShardingSpec.parse(spec)
+    if not sharding.axes or dist.get_world_size() == 1:
+        return shard.detach().cpu()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, shard.detach().cpu())
+    whole = torch.zeros(tuple(shape), dtype=shard.dtype)
+    for position in reversed(range(rank.mesh.size)):
+        at = sharding.local_slices(tuple(shape), rank.mesh, rank.mesh.coordinate(position))
+        whole[at] = found[position]
+    return whole

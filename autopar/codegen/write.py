@@ -1,0 +1,40 @@
+"""An emitted program as a file that runs under torchrun without autopar."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import autopar.ops  # noqa: F401  its implementations are copied
+from autopar.codegen import standalone
+from autopar.codegen.bundle import bundled
+
+
+def write(source: str, path: str | Path) -> Path:
+    """Write the program of ``source`` with everything that it calls.
+
+    Returns:
+        The path.
+    """
+    tree = ast.parse(source)
+    first = next(s for s in tree.body if isinstance(s, ast.FunctionDef))
+    lines = source.splitlines(keepends=True)
+    doc = ast.get_docstring(tree, clean=False) or ""
+    usage = (
+        "\nRun it with torch alone:\n\n"
+        f"    torchrun --nproc-per-node N {Path(path).name} --state model.pt --batch batch.pt --out out.pt\n"
+    )
+    body = "".join(lines[first.lineno - 1 :])
+    support, program = bundled(body, standalone)
+    functional = "import torch.nn.functional as F\n" if "F." in body else ""
+    text = "\n".join([
+        f'"""{doc.rstrip()}\n{usage}"""\n\n# ruff: noqa\nfrom __future__ import annotations\n',
+        f"{functional}{support.split(chr(10) * 3, 1)[0]}\n\naten = torch.ops.aten\n\n",
+        program.rstrip(),
+        "\n\n# What the program calls.\n\n",
+        support.split("\n" * 3, 1)[1],
+        '\n\nif __name__ == "__main__":\n    main(globals())\n',
+    ])  # fmt: skip
+    target = Path(path)
+    target.write_text(text)
+    return target

@@ -1,0 +1,89 @@
+"""Emitted files under torchrun, in an environment that lacks autopar."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from tests.cpu.model_checks import cluster_where_sharding_pays
+from tests.models import ZOO
+
+WITHOUT_AUTOPAR = "import sys; sys.modules['autopar'] = None\n"
+"""As sitecustomize.py: any import of autopar fails, as where it is not installed."""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def torchrun(script: Path, processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    folder = script.parent / "site"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(WITHOUT_AUTOPAR)
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
+        "--master-port", str(free_port()), str(script), *arguments,
+    ]  # fmt: skip
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def checked(name: str, processes: int, folder: Path, budget: float = 1.0, **options: object) -> autopar.Plan:
+    """The file's losses and gradients are those that the plan gives here."""
+    model, inputs = ZOO[name].made(torch.float32, 0.1)
+    wanted = {"mesh": (processes,), "cluster": cluster_where_sharding_pays(), "time_limit": 20.0, **options}
+    plan = autopar.plan(model, inputs, **wanted)
+    if budget < 1:
+        plan = autopar.plan(model, inputs, **wanted, memory_budget=int(budget * plan.peak_memory))
+    script = plan.emit(folder / "step.py")
+    torch.save(model.state_dict(), folder / "state.pt")
+    torch.save(dict(inputs), folder / "batch.pt")
+    files = [f"--{kind}={folder / f'{kind}.pt'}" for kind in ("state", "batch", "out")]
+    ran = torchrun(script, processes, *files, "--seed=7")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    expected, found = autopar.simulate(model, inputs, plan=plan, seed=7), torch.load(folder / "out.pt")
+    assert set(found["grads"]) == set(expected.grads)
+    for parameter, gradient in expected.grads.items():
+        torch.testing.assert_close(found["grads"][parameter], gradient, rtol=1e-4, atol=1e-6)
+    for buffer, value in expected.buffers.items():
+        torch.testing.assert_close(found["buffers"][buffer], value)
+    losses = [t for t in found["outputs"].values() if t.numel() == 1]
+    assert all(f"{loss.item():.6f}" in ran.stdout for loss in losses)
+    return plan
+
+
+def test_dropout_and_a_cut_vocabulary(tmp_path):
+    plan = checked("gpt2", 2, tmp_path, constraints={"transformer.wte.weight": "S0R"})
+    assert plan.specs["transformer.wte.weight"].dims[0] == (0,)
+    assert "autopar" not in {line.split()[1].split(".")[0] for line in imports(tmp_path / "step.py")}
+
+
+def imports(script: Path) -> list[str]:
+    return [line for line in script.read_text().splitlines() if line.startswith(("import ", "from "))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "processes", "budget"),
+    [("resnet", 2, 1.0), ("cnn", 2, 0.85), ("llama", 3, 1.0), ("bert", 2, 0.8), ("mixtral", 2, 1.0), ("t5", 2, 1.0),
+     ("vit", 2, 1.0), ("mlp", 2, 1.0), ("outside", 2, 1.0)],
+)  # fmt: skip
+def test_other_models_uneven_shards_recomputation_and_offloading(name, processes, budget, tmp_path):
+    checked(name, processes, tmp_path, budget)
+
+
+def test_a_job_of_another_size_is_told_what_the_file_needs(tmp_path):
+    model, inputs = ZOO["mlp"].made(torch.float32)
+    script = autopar.plan(model, inputs, mesh=(2,), cluster="cpu-2").emit(tmp_path / "step.py")
+    ran = torchrun(script, 1)
+    assert ran.returncode != 0
+    assert "This program is for 2 processes, and the job has 1" in ran.stderr
