@@ -16,7 +16,7 @@ SPREAD  = -n $(JOBS) --dist loadfile
 QUICK   = -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types layers check test test-pure test-cpu test-multiprocess test-all gpu demo zoo bench clean
+.PHONY: help venv lint types layers check test test-pure test-cpu test-multiprocess test-all gpu demo docs integrations zoo bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,14 @@ gpu: ## tests that need a GPU; each skips itself and says why where there is non
 demo: $(READY) ## train GPT-2 on two processes and on one, and compare
 	@$(BIN)/python examples/demo_gpt2.py
 
+docs: $(READY) ## the pages as HTML in docs/_build, warnings as errors
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[docs]"
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+integrations: $(READY) ## install what the examples of integrations are for; their tests skip without
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[integrations]"
+
 zoo: $(READY) ## every model of the zoo the whole way; writes docs/coverage.md
 	@$(BIN)/python -m tests.zoo --jobs $(JOBS) --page
 
@@ -77,5 +85,5 @@ bench: $(READY) ## run every benchmark
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## remove caches and build products; .venv stays
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
