@@ -50,11 +50,8 @@ class Layer:
         return self.compute_s + self.communication_s
 
     def alike(self) -> tuple[object, ...]:
-        """Layers that agree in this share a row."""
-        return (
-            folded(self.name), *sorted(self.weights.items()), self.activation, *sorted(self.actions), "",
-            *sorted(self.collectives.items()),
-        )  # fmt: skip
+        """Layers that agree in this share a row; which of them carries a bucket of collectives makes no difference."""
+        return (folded(self.name), *sorted(self.weights.items()), self.activation, *sorted(self.actions))
 
     def add(self, other: Layer) -> None:
         """Count an alike layer in."""
@@ -146,7 +143,6 @@ SHORT = {
 }  # fmt: skip
 
 
-def collective_text(collectives: Mapping[str, int], copies: int = 1) -> str:
-    """``2 AG 1 RS``, of one of the layers."""
-    each = {k: n // copies if n % copies == 0 else n for k, n in collectives.items()}
-    return " ".join(f"{n} {SHORT.get(k, k)}" for k, n in sorted(each.items()))
+def collective_text(collectives: Mapping[str, int]) -> str:
+    """``2 AG 1 RS``."""
+    return " ".join(f"{n} {SHORT.get(k, k)}" for k, n in sorted(collectives.items()))

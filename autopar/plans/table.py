@@ -65,7 +65,7 @@ def _layers(plan: Plan) -> list[str]:
     for row in rows(plan):
         copies = f"x {row.count}" if row.count > 1 else ""
         weights = " ".join(dict.fromkeys(row.weights.values()))
-        sent = collective_text(row.collectives, row.count)
+        sent = collective_text(row.collectives)
         body.append([
             row.name, copies, weights, row.activation, action_text(row.actions), sent, seconds(row.seconds),
             size(row.weight_bytes + row.held_bytes),

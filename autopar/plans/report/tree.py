@@ -27,11 +27,21 @@ class Module:
     copies: list[str] = field(default_factory=list)
 
     def each(self) -> Iterator[Layer]:
-        """Its own layer and those inside, of one copy."""
+        """Its own layer and those inside, of all copies."""
         yield from () if self.own is None else (self.own,)
         for child in self.inside.values():
-            for layer in child.each():
-                yield from (layer,) * len(child.copies)
+            yield from child.each()
+
+    def absorb(self, other: Module) -> None:
+        """Count a module that is alike in."""
+        self.copies += other.copies
+        self.count(other)
+
+    def count(self, other: Module) -> None:
+        if self.own is not None and other.own is not None:
+            self.own.add(other.own)
+        for mine, its in zip(self.inside.values(), other.inside.values(), strict=True):
+            mine.count(its)
 
     def kind(self) -> tuple[object, ...]:
         """Equal for modules that are alike but for their number."""
@@ -59,7 +69,7 @@ def _fold(module: Module) -> None:
     for name, child in module.inside.items():
         key = child.kind() if name.isdecimal() else name
         if key in kept:
-            kept[key].copies.append(name)
+            kept[key].absorb(child)
         else:
             kept[key] = child
     module.inside = {c.name: c for c in kept.values()}
@@ -106,7 +116,7 @@ def _figures(module: Module) -> str:
     found = list(module.each())
     compute, sent = sum(layer.compute_s for layer in found), sum(layer.communication_s for layer in found)
     weights, held = sum(layer.weight_bytes for layer in found), sum(layer.held_bytes for layer in found)
-    each = "of each, " if len(module.copies) > 1 else ""
+    each = "of all of them, " if len(module.copies) > 1 else ""
     time = f"{each}forward and backward: {seconds(compute)} of ops + {seconds(sent)} of collectives"
     memory = f"{each}on a device: {size(weights)} of parameters + {size(held)} kept for the backward"
     texts = number(seconds(compute + sent), time), number(size(weights + held), memory)
