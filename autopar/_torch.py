@@ -58,6 +58,7 @@ __all__ = [
     "fused_product_scatter",
     "group_name",
     "in_order",
+    "inductor",
     "joint_graph",
     "permute",
     "profiler_is_running",
@@ -232,7 +233,8 @@ def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, reduction: str, group: str, *, in_place: bool = False) -> torch.Tensor:
     """Start reducing ``x`` by sum, max or min; ``in_place`` where ``x`` may be overwritten."""
-    if in_place and not torch.compiler.is_compiling():  # Inductor finds out by itself where it may
+    tracing = torch.compiler.is_compiling() or active_fake_mode() is not None
+    if in_place and not tracing:  # Inductor finds out by itself where it may
         return _tensor(torch.ops._c10d_functional.all_reduce_(x, reduction, group))
     return _tensor(torch.ops._c10d_functional.all_reduce(x, reduction, group))
 
@@ -379,3 +381,31 @@ def _mesh_without_processes(shape: tuple[int, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), _init_backend=False, _rank=0)
+
+
+def inductor(
+    function: Callable[..., tuple[Any, ...]], inputs: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Callable[[list[Any]], Any]:  # fmt: skip
+    """``function`` as Inductor compiles it for ``inputs``; it takes them as a list, which it empties.
+
+    ``torch.compile`` would trace by Dynamo, keep the list's tensors alive and guard each call; Inductor's own entry
+    takes a graph of ATen ops.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), mode:
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+        table = {**select_decomp_table(), **decompositions}
+        graph = make_fx(function, decomposition_table=table, tracing_mode="real")(*fakes)
+    with torch.no_grad(), V.set_fake_mode(mode):
+        made: Any = compile_fx_inner(graph, fakes, is_inference=True)
+
+    def run(tensors: list[Any]) -> Any:
+        return made(tensors)
+
+    return run

@@ -89,6 +89,7 @@ def plan(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
         canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
         compare=compare, accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel,
+        backend=backend,
     )  # fmt: skip
     started = time.perf_counter()
     if progress is not None:
@@ -104,8 +105,9 @@ def plan(
 
 
 def _check_backend(backend: str) -> None:
-    if backend != "eager":
-        raise PlanError(f"There is no backend {backend!r} yet.", found=repr(backend), hint='use backend="eager".')
+    if backend not in ("eager", "inductor"):
+        hint = 'use backend="eager" or backend="inductor".'
+        raise PlanError(f"There is no backend {backend!r}.", found=repr(backend), hint=hint)
 
 
 def _world(mesh: MeshLike, cluster: Cluster) -> int:
@@ -236,6 +238,8 @@ def autoparallelize(
         plan: a Plan or the path of a saved one, to run without a search.
         source: with a plan, the path of its program as someone has edited it: what ``plan.emit`` or ``plan.source``
             gave. It runs instead, and can be stepped through in its file.
+        backend: ``"eager"``, or ``"inductor"``: forward and backward are compiled at their first call, collectives
+            included.
         accumulation_steps: backwards that make one step of the optimizer. Their gradients add up, and appear with the
             last of them; the plan decides whether each is reduced at once or all are in the end.
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
@@ -266,7 +270,7 @@ def autoparallelize(
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
             canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
-            accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel,
+            accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel, backend=backend,
             ranges=as_ranges(dynamic_shapes, shapes_of(bind(model, *as_call(meta_inputs)))),
         )  # fmt: skip
         if given is not None:
@@ -489,6 +493,9 @@ def _executable(
 ) -> Executable:
     lowered = passes.compose(passes.lower(made.program, capture.graph, made.mesh))
     functions = _edited(made, lowered, capture, rank, source) if source else _emitted(made, lowered, capture)
+    if options.backend == "inductor":
+        for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
+            functions[name] = codegen.compiled(functions[name])
     metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
     seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
     whole = frozenset(

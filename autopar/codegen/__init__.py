@@ -2,6 +2,7 @@
 
 from autopar.codegen.emit import emit, results_of
 from autopar.codegen.header import header
+from autopar.codegen.inductor import compiled
 from autopar.codegen.load import checked, load, read_edited
 
-__all__ = ["checked", "emit", "header", "load", "read_edited", "results_of"]
+__all__ = ["checked", "compiled", "emit", "header", "load", "read_edited", "results_of"]

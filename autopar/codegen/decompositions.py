@@ -1,0 +1,122 @@
+"""autopar's ops as pointwise ops and reductions, which a fusing compiler merges with their neighbours.
+
+Their eager implementations work through blocks that fit a cache and look at values; these are the same functions
+without either. What has good kernels of its own (attention, gradients of lookups) stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.contract import _contract
+from autopar.ops.random import GAMMA, MULTIPLIERS, _signed
+from autopar.ops.registration import accumulation_dtype
+
+autopar = torch.ops.autopar
+
+
+def _sumexp(x: Tensor, m: Tensor) -> Tensor:
+    dtype = accumulation_dtype(x.dtype)
+    return (x.to(dtype) - m.to(dtype).unsqueeze(-1)).exp().sum(-1)
+
+
+def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
+    local = target - offset
+    here = (local >= 0) & (local < v) & (target != ignore_index)
+    return here, local.where(here, 0)
+
+
+def _nll(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int) -> Tensor:
+    here, position = _placed(target, ignore_index, offset, x.shape[-1])
+    chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
+    return (lse - chosen).to(lse.dtype).where(here, 0)
+
+
+def _nll_backward(
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int
+) -> Tensor:
+    here, position = _placed(target, ignore_index, offset, x.shape[-1])
+    scale = grad.masked_fill(target == ignore_index, 0).to(lse.dtype).unsqueeze(-1)
+    columns = torch.arange(x.shape[-1], device=x.device)
+    chosen = (columns == position.unsqueeze(-1)) & here.unsqueeze(-1)
+    softmax = (x.to(lse.dtype) - lse.unsqueeze(-1)).exp()
+    return ((softmax - chosen.to(lse.dtype)) * scale).to(x.dtype)
+
+
+def _lookup(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:
+    local = index - offset if offset else index
+    inside = (local >= 0) & (local < weight.shape[0])
+    rows = torch.ops.aten.embedding.default(weight, local.where(inside, 0))
+    return torch.where(inside.unsqueeze(-1), rows, 0)
+
+
+def _global_index(shape: list[int], global_shape: list[int], offset: list[int], device: torch.device) -> Tensor:
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (n, start) in enumerate(zip(shape, offset, strict=True)):
+        stride = math.prod(global_shape[dim + 1 :])
+        places = (torch.arange(n, device=device) + start) * stride
+        index = index + places.view([-1] + [1] * (len(shape) - dim - 1))
+    return index.expand(shape)
+
+
+def _shifted(words: Tensor, shift: int) -> Tensor:
+    return words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))
+
+
+def _dropout(x: Tensor, seed: Tensor, *, p: float, site: int, global_shape: list[int], offset: list[int]) -> Tensor:
+    if p in (0, 1):
+        return x.clone() if p == 0 else torch.zeros_like(x)
+    index = _global_index(list(x.shape), global_shape, offset, x.device)
+    words = ((index >> 1) + 1) * GAMMA + _mixed_key(seed, site)
+    words = _shifted(words, 30) * MULTIPLIERS[0]
+    words = _shifted(words, 27) * MULTIPLIERS[1]
+    words = _shifted(words, 31)
+    # The low half of a word is an even element's, the high half an odd one's; shifts give both with their sign.
+    bits = torch.where((index & 1).bool(), words >> 32, (words << 32) >> 32)
+    keep = bits >= min(round(p * 2**32), 2**32 - 1) - 2**31
+    return torch.where(keep, x * (1 / (1 - p)), 0).contiguous()
+
+
+def _mixed_key(seed: Tensor, site: int) -> Tensor:
+    """``random.key``, out of place."""
+
+    def mixed(words: Tensor) -> Tensor:
+        words = _shifted(words, 30) * MULTIPLIERS[0]
+        return _shifted(_shifted(words, 27) * MULTIPLIERS[1], 31)
+
+    return mixed(mixed(seed.reshape(()).to(torch.int64) + GAMMA) + _signed((site + 1) * GAMMA))
+
+
+def _channels(statistic: Tensor, x: Tensor) -> Tensor:
+    return statistic.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _squared_deviation(x: Tensor, mean: Tensor) -> Tensor:
+    dtype = accumulation_dtype(torch.promote_types(x.dtype, mean.dtype))
+    return ((x.to(dtype) - _channels(mean, x)) ** 2).sum([d for d in range(x.dim()) if d != 1])
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, *, count: int
+) -> Tensor:
+    dtype = accumulation_dtype(torch.promote_types(x.dtype, mean.dtype))
+    scale = rstd.to(dtype) if weight is None else rstd.to(dtype) * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    return (x.to(dtype) * _channels(scale, x) + _channels(shift, x)).to(x.dtype)
+
+
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    autopar.contract.default: _contract,
+    autopar.sumexp.default: _sumexp,
+    autopar.nll.default: _nll,
+    autopar.nll_backward.default: _nll_backward,
+    autopar.lookup.default: _lookup,
+    autopar.dropout.default: _dropout,
+    autopar.squared_deviation.default: _squared_deviation,
+    autopar.batch_norm.default: _batch_norm,
+}

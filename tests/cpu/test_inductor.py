@@ -1,0 +1,107 @@
+"""What Inductor compiles in place of autopar's ops, and the backend on one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.codegen.decompositions import DECOMPOSITIONS
+from autopar.errors import PlanError
+from tests.models import ZOO
+
+ops = torch.ops.autopar
+
+
+def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]]:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 7), torch.randn(4, 6)
+    target = torch.tensor([[0, 9, -100, 12, 3], [8, 14, 7, 2, -100], [10, 11, 13, 6, 5]])
+    lse = x.exp().sum(-1).log()
+    image, statistic, scale = torch.randn(4, 3, 5, 2), torch.randn(3), torch.rand(3) + 0.5
+    loss = {"ignore_index": -100, "offset": 7}
+    random = {"p": 0.3, "site": 5, "global_shape": [3, 11, 15], "offset": [0, 3, 8]}
+    return {
+        "contract": (ops.contract, (x, torch.randn(9, 7), "abk,nk->abn"), {}),
+        "sumexp": (ops.sumexp, (x, x.amax(-1)), {}),
+        "nll": (ops.nll, (x, lse, target), loss),
+        "nll_backward": (ops.nll_backward, (torch.randn(3, 5), x, lse, target), loss),
+        "lookup": (ops.lookup, (weight, torch.tensor([[0, 3, 5], [7, 8, 4]])), {"offset": 4}),
+        "dropout": (ops.dropout, (x, torch.tensor(2**61 + 11)), random),
+        "dropout of nothing": (ops.dropout, (x, torch.tensor(3)), {**random, "p": 0.0}),
+        "squared_deviation": (ops.squared_deviation, (image, statistic), {}),
+        "batch_norm": (ops.batch_norm, (image, scale, statistic, statistic, scale), {"count": 40}),
+    }
+
+
+@pytest.mark.parametrize("name", examples())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_each_decomposition_is_its_op(name, dtype) -> None:
+    op, args, options = examples()[name]
+    cast = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    expected = op(*cast, **options)
+    found = DECOMPOSITIONS[op.default](*cast, **options)
+    assert found.dtype == expected.dtype
+    rough = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(found, expected, **rough)
+
+
+def test_every_decomposition_is_tried() -> None:
+    assert {op for op, _, _ in ((o.default, *_) for o, *_ in examples().values())} == set(DECOMPOSITIONS)
+
+
+def step(model: torch.nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    made = model(**inputs)
+    loss = made if isinstance(made, Tensor) else made[0] if isinstance(made, tuple) else made.loss
+    loss.sum().backward()
+    return loss.detach(), {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
+QUICK = ("mlp",)
+MODELS = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name in ("mlp", "cnn", "gpt2", "llama", "bert", "vit", "resnet")
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_step_equals_the_eager_one(name) -> None:
+    model, inputs = ZOO[name].made(torch.float32, 0.1)
+    plan = autopar.plan(model, inputs, mesh=(1,))
+    found = [
+        step(autopar.autoparallelize(copy.deepcopy(model), inputs, plan=plan, backend=backend), inputs)
+        for backend in ("eager", "inductor")
+    ]
+    (eager, eager_grads), (compiled, compiled_grads) = found
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+    for parameter, gradient in eager_grads.items():
+        torch.testing.assert_close(compiled_grads[parameter], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_takes_other_batches_and_steps() -> None:
+    model, inputs = ZOO["mlp"].made(torch.float32)
+    parallel = autopar.autoparallelize(copy.deepcopy(model), inputs, mesh=(1,), backend="inductor")
+    smaller = {k: t[:5] for k, t in inputs.items()}
+    for batch in (inputs, smaller, inputs):
+        loss, grads = step(parallel, batch)
+        model.zero_grad()
+        expected = model(**batch)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for parameter, value in model.named_parameters():
+            torch.testing.assert_close(grads[parameter], value.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(**smaller), model(**smaller))
+
+
+def test_an_unknown_backend_is_named() -> None:
+    model, inputs = ZOO["mlp"].made(torch.float32)
+    with pytest.raises(PlanError, match="There is no backend 'tensorrt'") as raised:
+        autopar.plan(model, inputs, mesh=(1,), backend="tensorrt")
+    assert "inductor" in str(raised.value)
