@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar import codegen, passes, planner
+from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_mesh, as_optimizer, canonical_names
 from autopar.errors import MeshError, PlanError
 from autopar.ir import Value
@@ -194,7 +194,8 @@ def _plan_on(
     source = codegen.emit(lowered, mesh, codegen.header(made), {**capture.unsaved, **capture.constants})
     planned.timings["capture"] = captured_s
     planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
-    return dataclasses.replace(made, source=source)
+    named = sorted({name for op in planned.program.ops for name in op.kernels})
+    return dataclasses.replace(made, source=source, kernels={name: kernels.source(name) for name in named})
 
 
 def autoparallelize(

@@ -56,6 +56,7 @@ class Op:
         wire_bytes: the bytes by which the collective is priced; 0 for local ops.
         step_s: of a decomposed op, seconds that its collective would take by itself.
         operand: of a decomposed op, the one that is gathered, or whose dim the scattered one is.
+        kernels: of ours that run it on the plan's devices, as ``autopar.kernels`` names them.
         alias: the result shares the memory of the first operand.
         bucket: of a collective that carries several tensors, the step of each, in the order of ``reads`` and
             ``writes``; they have kind, axis and reduction in common with ``step``.
@@ -76,6 +77,7 @@ class Op:
     bucket: tuple[Step, ...] = ()
     step_s: float = 0.0
     operand: int = -1
+    kernels: tuple[str, ...] = ()
 
     @property
     def is_collective(self) -> bool:

@@ -191,15 +191,17 @@ class _Printer:
         tensor, op = node.meta.get("tensor"), node.meta.get("op")
         if not isinstance(op, Op) or node.target is operator.getitem:
             return self._tensor(tensor) if isinstance(tensor, LocalTensor) else ""
-        if op.is_collective and op.step is not None:
+        if op.exchanges and op.step is not None:
             several = f"{len(op.writes)} tensors, " if len(op.writes) > 1 else ""
+            several += f"{op.step.kind} beside its product, " if op.kind == "decomposed" else ""
             where = f'axis {op.step.axis} "{self.mesh.names[op.step.axis]}"' if self._named(op.step.axis) else (
                 f"axis {op.step.axis}" if op.step.axis >= 0 else "the mesh"
             )  # fmt: skip
             return f"{several}{op.wire_bytes:,} bytes over {where}, {op.seconds * 1e6:.1f} us"
         if op.is_transfer:
             return f"{op.writes[0].bytes:,} bytes, {op.seconds * 1e6:.1f} us"
-        return self._tensor(tensor) if isinstance(tensor, LocalTensor) else ""
+        by = f", Triton kernel {op.kernels[0]}" if op.kernels else ""
+        return f"{self._tensor(tensor)}{by}" if isinstance(tensor, LocalTensor) else ""
 
     def _named(self, axis: int) -> bool:
         return 0 <= axis < len(self.mesh.names) and self.mesh.names[axis] != str(axis)

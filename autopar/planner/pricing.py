@@ -25,6 +25,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.accumulation import FLOATS
 from autopar.planner.decomposition import Decomposition, reachable
 from autopar.planner.fusion import Border, borders
+from autopar.planner.implementations import implementation
 from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
@@ -146,7 +147,7 @@ class Prices:
         outs = [m for m in node.outputs if m is not None]
         dtype = outs[0].dtype if outs else "float32"
         ops = np.array([total * executed_share(node) * o.work for o in options])
-        moved = np.array([bytes_moved(node, o, metas, self.mesh) for o in options])
+        moved = np.array([implementation(node, o, metas, self.mesh, self.cluster.device.kind)[1] for o in options])
         kind = kernel_kind(node, total)
         return np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
 

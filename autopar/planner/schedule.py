@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.planner.implementations import implementation, packing_kernels
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.pricing import Prices
 from autopar.planner.transfers import place_transfers, state_seconds, transfer_seconds
@@ -35,11 +36,12 @@ def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
 
 
 class _Way(NamedTuple):
-    """What an op with one strategy is wherever it stands: its seconds, whether its result is a view, and of each result
-    the index, global shape, spec and bytes."""
+    """What an op with one strategy is wherever it stands: its seconds, whether its result is a view, the kernels that
+    run it, and of each result the index, global shape, spec and bytes."""
 
     seconds: float
     alias: bool
+    kernels: tuple[str, ...]
     results: tuple[tuple[int, TensorMeta, ShardingSpec, int], ...]
 
 
@@ -138,15 +140,19 @@ class _Scheduler:
         key = self.graph.kinds[node.name], id(strategy)
         way = self.ways.get(key)
         if way is None:
-            seconds = 0.0
+            seconds, kernel = 0.0, ""
             if node.op != "placeholder":
+                metas = tuple(self.graph.meta(v) for v in node.inputs)
+                kernel = implementation(node, strategy, metas, self.mesh, self.prices.cluster.device.kind)[0]
                 seconds = float(self.prices.node_seconds(self.graph, node, self.d.variables[at].options)[option])
             results = tuple(
                 (i, meta, spec, local_bytes(meta, spec, self.mesh))
                 for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True))
                 if meta is not None and spec is not None
             )
-            way = self.ways[key] = _Way(seconds, node.packet in VIEWS and bool(node.inputs), results)
+            way = self.ways[key] = _Way(
+                seconds, node.packet in VIEWS and bool(node.inputs), (kernel,) if kernel else (), results
+            )
         return way
 
     def _run(
@@ -170,6 +176,7 @@ class _Scheduler:
             Op(
                 f"{node.name}{mark}", "input" if placeholder else "compute", node.name, reads, tuple(writes), phase,
                 strategy=None if placeholder else strategy, seconds=way.seconds, alias=way.alias,
+                kernels=way.kernels,
             )
         )  # fmt: skip
 
@@ -329,6 +336,7 @@ class _Scheduler:
                 name, "redistribute", value.node, (source,), (self._tensor(name, meta, after),), phase, step=step,
                 seconds=seconds, wire_bytes=0 if step.kind == "slice" else costs.sent(step.kind, priced),
                 launch_s=launch_s,
+                kernels=packing_kernels(step, after, meta, self.mesh, self.prices.cluster.device.kind),
             )
         )  # fmt: skip
         return name

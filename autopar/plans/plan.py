@@ -56,6 +56,7 @@ class Plan:
         candidates: other meshes that were planned, with their step times.
         baselines: known ways to train in parallel, completed, priced and simulated as this plan was: those that might
             have been better, or all with ``compare=True``.
+        kernels: source of each Triton kernel that the program runs on its devices, by name.
         facts: what the figures were computed from; None in plans that were saved by format 1.
     """
 
@@ -81,6 +82,7 @@ class Plan:
     baselines: tuple[BaselineRecord, ...] = ()
     host_memory: int = 0
     facts: Facts | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
     _explain: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -250,6 +252,7 @@ class Plan:
             "activations": {k: [a.action, str(a.spec), a.bytes] for k, a in self.activations.items()},
             "objective": self.objective, "lower_bound": self.lower_bound, "step_time": self.step_time,
             "peak_memory": self.peak_memory, "memory": dict(self.memory), "source": self.source,
+            "kernels": dict(self.kernels),
             "timings": dict(self.timings), "options": dict(self.options), "solver": dict(self.solver),
             "notices": list(self.notices), "candidates": [list(c) for c in self.candidates],
             "baselines": [asdict(b) for b in self.baselines], "host_memory": self.host_memory,
@@ -331,6 +334,7 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         activations={k: activation(*a) for k, a in data["activations"].items()},
         objective=data["objective"], lower_bound=data["lower_bound"], step_time=data["step_time"],
         peak_memory=data["peak_memory"], memory=data["memory"], source=data["source"], timings=data["timings"],
+        kernels=data.get("kernels", {}),
         options=data["options"], solver=data["solver"], notices=tuple(data["notices"]),
         candidates=tuple((m, s) for m, s in data["candidates"]),
         baselines=tuple(BaselineRecord(**b) for b in data.get("baselines", ())),

@@ -48,6 +48,8 @@ def _op_to(op: Op) -> dict[str, Any]:
         data["bucket"] = [_step_to(t) for t in op.bucket]
     if op.kind == "decomposed":
         data |= {"step_s": op.step_s, "operand": op.operand}
+    if op.kernels:
+        data["kernels"] = list(op.kernels)
     if op.alias:
         data["alias"] = True
     return data
@@ -85,5 +87,5 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         data["name"], data["kind"], data["node"], tuple(data["reads"]), writes, data["phase"], strategy, step,
         data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
         data.get("launch_s", 0.0), tuple(map(_step_from, data.get("bucket", ()))),
-        data.get("step_s", 0.0), data.get("operand", -1),
+        data.get("step_s", 0.0), data.get("operand", -1), tuple(data.get("kernels", ())),
     )  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +21,14 @@ from autopar.spmd import local_ranks  # noqa: E402
 from tests.kernel_checks import (  # noqa: E402
     FLOATS,
     INDICES,
+    assert_near,
     check_cross_entropy,
     check_lookup,
     check_norm,
     check_packing,
 )
 
+ROOT = Path(__file__).parents[2]
 WHOLE_NUMBERS = [torch.int64, torch.int32, torch.int16, torch.uint8]
 
 
@@ -109,6 +113,25 @@ def test_every_configuration_gives_the_same(name) -> None:
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_benchmark_compares_computes_the_same() -> None:
+    spec = importlib.util.spec_from_file_location("kernels_benchmark", ROOT / "benchmarks" / "kernels.py")
+    benchmark = sys.modules["kernels_benchmark"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    *cases, last = benchmark.cases(16, 256, 64, "cpu")
+    assert last.name.startswith("gradient of a layer norm")  # whose op takes other dtypes on a CPU
+    for case in cases:
+        ours, eager = case.ours(), case.eager(*case.args)
+        assert case.nbytes > 0
+        for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (ours, eager)), strict=False):
+            assert_near(a, b, times=4)
+
+
+def test_the_benchmark_says_what_it_lacks() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/kernels.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert torch.cuda.is_available() or "needs a GPU" in done.stdout
 
 
 # Where they run.
