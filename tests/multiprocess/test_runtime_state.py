@@ -209,9 +209,9 @@ def _materialised(kind: str, mesh: tuple[int, ...], options: dict[str, Any]) -> 
     torch.manual_seed(11)
     live = Live()
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         with live:
-            return materialize.prepare(*args)
+            return materialize.prepare(*args, **options)
 
     with mock.patch.object(api, "prepare", watched):
         model = autopar.autoparallelize(model, batch, mesh=mesh, **options)
