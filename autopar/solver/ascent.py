@@ -27,11 +27,12 @@ MANY = 0.3
 
 
 def search_from(
-    graph: Graph, choice: dict[int, int], incumbent: Incumbent, found_by: str, *, pairs: bool = True
-) -> bool:
-    """Improve a choice by local search and offer it."""
+    graph: Graph, choice: dict[int, int], incumbent: Incumbent, found_by: str, *, pairs: bool = True,
+    until: float = math.inf,
+) -> bool:  # fmt: skip
+    """Improve a choice by local search, no later than ``until`` (seconds since the start), and offer it."""
     search = Search(graph, choice)
-    search.descend(incumbent.seconds_left, pairs=pairs)
+    search.descend(lambda: min(incumbent.seconds_left(), until - incumbent.seconds()), pairs=pairs)
     return incumbent.offer(graph.expand(search.choice), found_by)
 
 
@@ -50,8 +51,13 @@ def ascend(
     boldness, stalled, found = 1.0, 0, 0
     for count in range(sweeps):
         looks = count % 8 == 1 or (count < 8 and count % 2 == 1)
-        result = dual.sweep(forward=count % 2 == 1, decode=looks or bool(len(graph.limits)))
+        result = dual.sweep(
+            forward=count % 2 == 1, decode=looks or bool(len(graph.limits)),
+            late=lambda: incumbent.seconds() > deadline,
+        )  # fmt: skip
         incumbent.raise_bound(result.lower_bound)
+        if not result.marginals:
+            break
         if looks and search_from(graph, result.choice, incumbent, "message passing", pairs=count % 16 == 1):
             found = count
         if choice_only and count - found >= LONG and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
@@ -125,6 +131,8 @@ def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array) -> 
     dual = Dual(graph, prices)
     barred = {(u, v): np.zeros(graph.neighbours[u][v].shape, dtype=bool) for u, v in graph.pairs()}
     for count in range(6):
+        if incumbent.seconds_left() < 0:
+            return 0
         result = dual.sweep(forward=count % 2 == 1, decode=False)
         incumbent.raise_bound(result.lower_bound)
         for (u, v), mask in barred.items():

@@ -117,7 +117,7 @@ class Bounds:
         graphs = [self.relaxation.ends, *self.relaxation.blocks]
         try:
             self.ends, *self.blocks = [
-                _without(graph, marginals, best + room)
+                _without(graph, marginals, best + room, lambda: incumbent.seconds() > deadline)
                 for graph, marginals, best in zip(graphs, least, bounds, strict=True)
             ]
             self.pruned = True
@@ -139,7 +139,7 @@ class Bounds:
         incumbent.raise_bound(total)
 
 
-def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float) -> Graph:
+def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float, late: Callable[[], bool]) -> Graph:
     """``graph`` without the options whose marginals (of its nodes in order) are above ``most``.
 
     Raises:
@@ -149,7 +149,7 @@ def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float) -> Gra
     for place, node in enumerate(graph.nodes()):
         left.keep(node, marginals[place] <= most)
     drop_forbidden(left)
-    reduce(left, WorkBudget(WORK))
+    reduce(left, WorkBudget(WORK, late))
     return left
 
 

@@ -6,7 +6,8 @@ uses no more at any time: then exchanging a for a' never costs, whatever the nei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,9 +20,11 @@ _FORBIDDEN = 1e200
 
 @dataclass
 class WorkBudget:
-    """How many element operations may still be spent; counted, not timed, so that runs repeat exactly."""
+    """How many element operations may still be spent; counted, not timed, so that runs repeat exactly. Only where
+    ``late`` says that there is no time left at all, reductions end where they are."""
 
     elements: float
+    late: Callable[[], bool] = field(default=lambda: False)
 
 
 def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
@@ -29,6 +32,8 @@ def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
     changed = False
     for node in graph.nodes():
         size = len(graph.costs[node])
+        if work.late():
+            break
         if size > 1 and work.elements > 0 and node not in graph.protected:
             mask = _undominated(graph, node, work)
             if not mask.all():

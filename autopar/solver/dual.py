@@ -9,7 +9,7 @@ Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,6 +22,9 @@ from autopar.solver.problem import Array
 _BARRED = 1e30
 """Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
 
+
+A_LOOK = 500
+"""Nodes of a sweep between looks at the clock."""
 
 Pushes: TypeAlias = Mapping[int, Mapping[int, Array]]
 """What each node has handed to the edge to each neighbour, by option. Any start will do, a good one saves sweeps."""
@@ -96,16 +99,22 @@ class Dual:
         for other in self.push[node]:
             self._collect(node, other)
 
-    def sweep(self, forward: bool, *, decode: bool = True) -> SweepResult:
-        """One pass; the bound after it, a choice, and for each option a bound on every choice that takes it."""
+    def sweep(self, forward: bool, *, decode: bool = True, late: Callable[[], bool] | None = None) -> SweepResult:
+        """One pass; the bound after it, a choice, and for each option a bound on every choice that takes it.
+
+        Where it gets ``late`` on the way, the bound is that from before, and choice and marginals are empty.
+        """
         order = self.order if forward else self.order[::-1]
         behind, ahead = (self.earlier, self.later) if forward else (self.later, self.earlier)
         constant = self.graph.offset - float(self.prices @ self.graph.limits)
         bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
+        bound_before = bound
         choice: dict[int, int] = {}
         marginals: dict[int, Array] = {}
         handed_least: dict[int, float] = {}
-        for node in order:
+        for count, node in enumerate(order):
+            if late is not None and count % A_LOOK == A_LOOK - 1 and late():
+                return SweepResult(bound_before, {}, {})
             if decode:
                 choice[node] = self._decode(node, behind[node], choice)
             before = float(self.theta[node].min()) + sum(handed_least[other] for other in behind[node])

@@ -90,6 +90,11 @@ class Graph:
         options = sum(len(self.costs[node]) for node in nodes)
         return len(nodes), options, sum(self.neighbours[u][v].size for u, v in self.pairs())
 
+    def node_and_option_counts(self) -> tuple[int, int]:
+        """Remaining nodes and options."""
+        nodes = self.nodes()
+        return len(nodes), sum(len(self.costs[node]) for node in nodes)
+
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def shared(self, key: tuple[object, ...], sources: tuple[Array, ...], make: Callable[[], np.ndarray]) -> np.ndarray:

@@ -15,6 +15,8 @@ import numpy as np
 from autopar.solver.graph import Graph
 from autopar.solver.problem import Array, IndexArray
 
+MAX_USAGE_ENTRIES = 4_000_000
+
 OBJECTIVE_SCALE = 1e4
 USAGE_SCALE = 1e4
 """Solvers have absolute tolerances near 1e-7, so seconds and bytes are scaled to numbers of this size."""
@@ -88,6 +90,18 @@ class IlpLimits:
 def flow_count(graph: Graph) -> int:
     """How many flow variables the model of this graph has."""
     return sum(int(np.isfinite(graph.neighbours[u][v]).sum()) for u, v in graph.pairs())
+
+
+def usage_entries(graph: Graph) -> int:
+    """How many entries the rows of usage of the model have: long lives at many times are many."""
+    return sum(
+        (row.end - row.start) * int(np.count_nonzero(row.amount)) for node in graph.nodes() for row in graph.rows[node]
+    )
+
+
+def is_small(graph: Graph, flows: int) -> bool:
+    """Whether the model has at most so many flows, and no more entries of usage than memory and time allow."""
+    return flow_count(graph) <= flows and usage_entries(graph) <= MAX_USAGE_ENTRIES
 
 
 def build(graph: Graph, magnitude: float) -> Model:

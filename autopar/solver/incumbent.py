@@ -22,7 +22,7 @@ class Incumbent:
         self.gap = gap
         self.choice: tuple[int, ...] | None = None
         self.objective = math.inf
-        self.lower_bound = -math.inf
+        self.lower_bound = 0.0  # no cost is negative
         self.found_by = ""
         self.usage_prices = UsagePrices()
         self.trace: list[TraceEntry] = []

@@ -21,7 +21,7 @@ from autopar.solver.ascent import ascend, search_from
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
 from autopar.solver.graph import Graph
-from autopar.solver.ilp import USAGE_SCALE, IlpLimits, build, flow_count
+from autopar.solver.ilp import USAGE_SCALE, IlpLimits, build, is_small
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.problem import Array, UsagePrices
 from autopar.solver.reductions import drop_forbidden, reduce
@@ -71,7 +71,7 @@ def relax(graph: Graph, incumbent: Incumbent, seconds: float) -> bool:
     """
     deadline = incumbent.seconds() + seconds
     for _ in range(ROUNDS):
-        if flow_count(graph) <= MAX_FLOWS:
+        if is_small(graph, MAX_FLOWS):
             return _relax_whole(graph, incumbent, deadline)
         if incumbent.seconds() > deadline or not _relax_some(graph, incumbent, deadline):
             return False
@@ -89,7 +89,7 @@ def _relax_whole(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
     if incumbent.choice is not None:
         for node, reduced in found.reduced.items():
             graph.keep(node, found.bound + reduced <= incumbent.cutoff())
-        reduce(graph, WorkBudget(WORK))
+        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
     return True
 
 
@@ -99,13 +99,13 @@ def _relax_some(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
         prices = ascend(graph, incumbent, SWEEPS, None, incumbent.seconds() + (deadline - incumbent.seconds()) / ROUNDS)
         incumbent.usage_prices = UsagePrices(prices.graph.times.astype(float), prices.prices)
     distance = _pass_messages(graph, incumbent, deadline)
-    if not len(graph.limits) or incumbent.choice is None:
+    if not len(graph.limits) or incumbent.choice is None or incumbent.seconds() > deadline:
         return False
     for node, option in graph.project(incumbent.choice).items():
         distance[node][option] = 0.0
     some = _restricted(graph, distance, SOME_FLOWS)
     with contextlib.suppress(InfeasibleError):
-        found = _solve(some, incumbent, deadline) if some is not None else None
+        found = _solve(some, incumbent, deadline) if some is not None and is_small(some, MAX_FLOWS) else None
         if found is not None:
             _round(found, incumbent, deadline)
             return True
@@ -118,15 +118,20 @@ def _pass_messages(graph: Graph, incumbent: Incumbent, deadline: float) -> dict[
     dual = Dual(graph, incumbent.usage_prices.at(graph.times))
     least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
     bound = -np.inf
+    choice: dict[int, int] = {}
     for count in range(SWEEPS):
-        result = dual.sweep(forward=count % 2 == 1)
+        result = dual.sweep(forward=count % 2 == 1, late=lambda: incumbent.seconds() > deadline)
+        if not result.marginals:
+            break
         bound = max(bound, result.lower_bound)
         for node, marginal in result.marginals.items():
             np.fmax(least[node], marginal, out=least[node])
+        choice = result.choice
         if incumbent.seconds() > deadline:
             break
     incumbent.raise_bound(bound)
-    search_from(graph, result.choice, incumbent, "message passing", pairs=False)
+    if choice:
+        search_from(graph, choice, incumbent, "message passing", pairs=False)
     for node, marginal in least.items():
         graph.keep(node, marginal <= incumbent.cutoff())
     options = {node: graph.options[node] for node in least}

@@ -17,8 +17,8 @@ from autopar.solver.dominance import WorkBudget
 from autopar.solver.elimination import eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.folding import Part, SolvePart, fold, solve_folded
 from autopar.solver.graph import Graph
-from autopar.solver.greedy import greedy_choice
-from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, flow_count
+from autopar.solver.greedy import frugal_choice, greedy_choice
+from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, is_small
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.neighbourhood import improve_parts
 from autopar.solver.parts import Tied
@@ -45,6 +45,13 @@ MAX_UNFOLDED_PAIRS = 500_000
 
 BLOCKS_SHARE = 0.5
 """Of the time, for the linear program of repeated blocks."""
+
+REDUCING_SHARE = 0.3
+"""Of the time, for the first reductions: huge problems leave it to messages and local search."""
+
+SEARCHING_SHARE = 0.2
+FRUGAL_SHARE = 0.2
+"""Of the time, for making a first choice better, and for finding one within the limit."""
 
 ROUNDS = 4
 SWEEPS = 200
@@ -86,7 +93,7 @@ def solve(
         incumbent.offer(choice, "warm start")
     first = greedy_choice(problem) if incumbent.choice is None else None
     if first is not None:
-        incumbent.offer(first, "greedy")
+        _offer_greedy(problem, first, incumbent)
     size: dict[str, int] = {}
     method: list[str] = []
     tied = folding(problem)
@@ -103,6 +110,17 @@ def solve(
     if not incumbent.proven() and (tied is None or _flat_is_worth_trying(incumbent)):
         _solve_flat(incumbent, backend, warm_starts, size, method)
     return _solution(incumbent, size, method)
+
+
+def _offer_greedy(problem: Problem, first: Sequence[int], incumbent: Incumbent) -> None:
+    """The greedy choice, or one that a limit allows."""
+    incumbent.offer(first, "greedy")
+    if incumbent.choice is None:
+        latest = FRUGAL_SHARE * incumbent.seconds_left()
+        cost, _ = evaluate(problem, first)
+        frugal = frugal_choice(problem, first, cost, lambda: incumbent.seconds() > latest)
+        if frugal is not None:
+            incumbent.offer(frugal, "greedy")
 
 
 def _is_limited(problem: Problem) -> bool:
@@ -144,7 +162,12 @@ def _solve_flat(
     try:
         graph = Graph(incumbent.problem)
         size.update(_sizes("", graph))
-        reduce(graph, WorkBudget(WORK))
+        latest = incumbent.seconds() + REDUCING_SHARE * max(incumbent.seconds_left(), 0.0)
+        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > latest))
+        if incumbent.choice is not None:
+            # Where time is short, a first choice made better is all that there will be.
+            late = incumbent.seconds() + SEARCHING_SHARE * max(incumbent.seconds_left(), 0.0)
+            search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
         _offer_projections(graph, incumbent, warm_starts)
         if _eliminate(graph, incumbent, AT_ONCE, method):
             return
@@ -199,6 +222,8 @@ def _pass_messages(
     """Message passing and reductions in turns, each for a share of the time left; whether anything is left to do."""
     share = 0.25 if exact else 0.9
     for _ in range(ROUNDS):
+        if incumbent.seconds_left() < 0:
+            return False
         size.update(_sizes("reduced_", graph))
         if not graph.nodes():
             incumbent.offer(graph.expand({}), "reductions")
@@ -215,7 +240,7 @@ def _pass_messages(
             method.append("message passing")
         if incumbent.proven() or incumbent.seconds_left() < 0:
             return False
-        reduce(graph, WorkBudget(WORK))
+        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds_left() < 0))
         if graph.size()[1] > 0.9 * before[1]:
             break
     return True
@@ -224,15 +249,15 @@ def _pass_messages(
 def _prove(graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int], method: list[str]) -> None:
     if incumbent.choice is not None and graph.nodes():
         bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times))
-        reduce(graph, WorkBudget(WORK))
+        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds_left() < 0))
     size.update(_sizes("reduced_", graph))
     if not graph.nodes():
         incumbent.offer(graph.expand({}), "reductions")
         incumbent.raise_bound(min(graph.offset, incumbent.objective))
         return
-    if _eliminate(graph, incumbent, MOST_ELEMENTS, method):
+    if incumbent.seconds_left() < 0 or _eliminate(graph, incumbent, MOST_ELEMENTS, method):
         return
-    if flow_count(graph) > MAX_FLOWS or incumbent.seconds_left() < 0:
+    if not is_small(graph, MAX_FLOWS) or incumbent.seconds_left() < 0:
         method.append("solving parts")
         _improve_large(graph, incumbent, backend)
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -84,14 +85,19 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class UsagePrices:
-    """Seconds a byte that the limit costs at each of ``times``; what lies between two of them is the earlier's."""
+    """Seconds a byte that the limit costs at each of ``times``, which ascend; between two of them it costs nothing."""
 
     times: Array = field(default_factory=lambda: np.zeros(0))
     prices: Array = field(default_factory=lambda: np.zeros(0))
 
     def of(self, start: int, end: int) -> float:
         """Seconds for a byte that is used while start <= t < end."""
-        return float(self.prices[(self.times >= start) & (self.times < end)].sum())
+        first, last = np.searchsorted(self.times, (start, end))
+        return float(self._sums[last] - self._sums[first]) if last > first else 0.0
+
+    @cached_property
+    def _sums(self) -> Array:
+        return np.concatenate([[0.0], np.cumsum(self.prices)])
 
     def at(self, times: IndexArray) -> Array:
         """The price at each of ``times``, 0 where none is known."""

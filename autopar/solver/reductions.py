@@ -27,13 +27,20 @@ SMALL = 10_000
 WORTHWHILE = 0.01
 """A round of dominance that drops a smaller share of the options is the last."""
 
+LARGE = 5000
+LEAST_PROGRESS = 1e-3
+"""Of a large graph's nodes and options: the other reductions that take out less are not tried another time."""
+
+
+UNLIMITED = WorkBudget(np.inf)
+
 
 def reduce(graph: Graph, work: WorkBudget) -> None:
     """Apply every reduction until nothing changes."""
     while True:
         _reduce_to_fixpoint(graph, work)
         before = graph.size(), len(graph.limits)
-        if not condense_usages(graph) or (graph.size(), len(graph.limits)) == before:
+        if work.late() or not condense_usages(graph) or (graph.size(), len(graph.limits)) == before:
             break
     graph.forget_shared()
 
@@ -43,12 +50,14 @@ def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
     while True:
         drop_forbidden(graph)
         graph.drop_loose_times()
-        if worn:
+        if worn or work.late():
             break
+        before = graph.node_and_option_counts()
         changed = absorb_separable(graph)
-        changed |= merge_determined(graph)
-        changed |= eliminate(graph)
-        if not changed:
+        changed |= merge_determined(graph, work)
+        changed |= eliminate(graph, work)
+        taken = (1 - now / max(was, 1) for was, now in zip(before, graph.node_and_option_counts(), strict=True))
+        if not changed or (before[0] > LARGE and max(taken) < LEAST_PROGRESS):
             options = graph.size()[1]
             if not drop_dominated(graph, work):
                 break
@@ -102,12 +111,14 @@ def _settle_negative(graph: Graph, node: int) -> None:
         graph.offset += least
 
 
-def merge_determined(graph: Graph) -> bool:
+def merge_determined(graph: Graph, work: WorkBudget = UNLIMITED) -> bool:
     """A node whose best option follows from one neighbour's alone, whatever the rest does, joins that neighbour."""
     changed = False
     for node in graph.nodes():
         if node in graph.protected:
             continue
+        if work.late():
+            break
         for other, matrix in sorted(graph.neighbours[node].items()):
             chosen = _determined(graph, node, matrix)
             if chosen is not None and _merge_is_small(graph, node, other):
@@ -175,13 +186,15 @@ def merge(graph: Graph, node: int, other: int, chosen: np.ndarray) -> None:
     graph.remove(node)
 
 
-def eliminate(graph: Graph) -> bool:
+def eliminate(graph: Graph, work: WorkBudget = UNLIMITED) -> bool:
     """Nodes of degree 0, 1 and 2 that use nothing are minimised out (min-plus products)."""
     changed = False
     waiting = graph.nodes()
     while waiting:
         touched: set[int] = set()
         for node in waiting:
+            if work.late():
+                return changed
             if graph.alive[node] and not graph.rows[node] and node not in graph.protected:
                 around = list(graph.neighbours[node])
                 if _eliminate_node(graph, node):

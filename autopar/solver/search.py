@@ -12,6 +12,17 @@ from autopar.solver.problem import Array
 
 _BARRED = 1e30
 
+A_LOOK = 100
+"""Moves between looks at the clock."""
+
+Late = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
+
+
+
 
 class Search:
     """A choice that only gets better: first less forbidden, then less over the limit, then cheaper."""
@@ -78,10 +89,12 @@ class Search:
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
-    def improve_nodes(self) -> bool:
+    def improve_nodes(self, late: Late = _never) -> bool:
         """Every node in turn takes its best option; whether any changed."""
         changed = False
-        for node in self.graph.nodes():
+        for count, node in enumerate(self.graph.nodes()):
+            if count % A_LOOK == A_LOOK - 1 and late():
+                break
             total = self.conditional(node)
             if self.graph.rows[node]:
                 total = total + self.overuse_price * self._overuse(node)
@@ -91,10 +104,12 @@ class Search:
                 changed = True
         return changed
 
-    def improve_pairs(self) -> bool:
+    def improve_pairs(self, late: Late = _never) -> bool:
         """Every two neighbours in turn take their best pair of options, as far as the limit allows."""
         changed = False
-        for u, v in self.graph.pairs():
+        for count, (u, v) in enumerate(self.graph.pairs()):
+            if count % A_LOOK == A_LOOK - 1 and late():
+                break
             changed |= self._improve_pair(u, v)
         return changed
 
@@ -129,9 +144,12 @@ class Search:
 
     def descend(self, seconds_left: Callable[[], float], *, pairs: bool = True, rounds: int = 20) -> None:
         """Moves of one node, then of two, until none helps."""
+        def late() -> bool:
+            return seconds_left() < 0
+
         for _ in range(rounds):
             for _ in range(rounds):
-                if seconds_left() < 0 or not self.improve_nodes():
+                if late() or not self.improve_nodes(late):
                     break
-            if not pairs or seconds_left() < 0 or not self.improve_pairs():
+            if not pairs or late() or not self.improve_pairs(late):
                 break

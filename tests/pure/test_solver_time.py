@@ -1,0 +1,150 @@
+"""Every stage ends with the clock, and what was found by then is kept; huge problems have a choice from the start."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autopar.errors import SolverError
+from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
+from autopar.solver import clock as solver_clock
+from autopar.solver.dominance import WorkBudget
+from autopar.solver.dual import Dual
+from autopar.solver.graph import Graph
+from autopar.solver.greedy import frugal_choice, greedy_choice
+from autopar.solver.reductions import reduce
+from autopar.solver.search import Search
+from benchmarks.iopddl import main, read
+from benchmarks.iopddl_instances import generate
+from tests.pure.solver_problems import problems
+from tests.pure.test_solver import hard_problem
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Path:
+    """A made-up instance of the contest's kind, with room for little but what is known to fit."""
+    path = tmp_path / "made_up.json"
+    path.write_text(json.dumps(generate(600, seed=1, room=1.02, most_options=8)))
+    return path
+
+
+@pytest.mark.parametrize("looks", [1, 3, 10, 40, 150])
+def test_whenever_time_ends_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+    """A clock that jumps far beyond the limit after so many looks: no stage goes on, none loses the warm start."""
+    problem = hard_problem(40, 6, limit_share=0.6)
+    warm = greedy_choice(problem)
+    assert warm is not None
+    first = frugal_choice(problem, warm, 1.0, lambda: False)
+    assert first is not None
+    seen = 0
+
+    def now() -> float:
+        nonlocal seen
+        seen += 1
+        return 0.0 if seen <= looks else 1e6
+
+    monkeypatch.setattr("autopar.solver.incumbent.now", now)
+    solution = solve(problem, time_limit=30.0, warm_starts=[first], gap=0.0)
+    assert evaluate(problem, solution.choice) == (solution.objective, True)
+    assert solution.objective <= evaluate(problem, first)[0]
+    assert 0 <= solution.lower_bound <= solution.objective
+    assert seen < looks + 1000
+
+
+def test_reductions_end_when_they_are_late() -> None:
+    problem = hard_problem(60, 5)
+    graph = Graph(problem)
+    before = graph.size()
+    reduce(graph, WorkBudget(1e9, late=lambda: True))
+    assert graph.size() == before
+
+
+def test_a_sweep_that_is_late_tells_the_bound_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solver.dual.A_LOOK", 5)
+    dual = Dual(Graph(hard_problem(60, 5)))
+    bound = dual.sweep(forward=False).lower_bound
+    late = dual.sweep(forward=True, late=lambda: True)
+    assert late.lower_bound == pytest.approx(bound)
+    assert (late.choice, late.marginals) == ({}, {})
+
+
+def test_a_search_that_is_late_has_changed_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solver.search.A_LOOK", 5)
+    graph = Graph(hard_problem(60, 5))
+    start = dict.fromkeys(graph.nodes(), 0)
+    search = Search(graph, start)
+    assert search.improve_nodes(lambda: True)
+    assert sum(search.choice[node] != 0 for node in graph.nodes()) <= 5
+
+
+@given(problems(limited=True))
+@settings(max_examples=60, deadline=None)
+def test_a_frugal_choice_is_within_the_limit(problem: Problem) -> None:
+    first = greedy_choice(problem)
+    if first is None or not math.isfinite(problem.limit):
+        return
+    cost = evaluate(problem, first)[0]
+    found = frugal_choice(problem, first, cost, lambda: False)
+    if found is not None:
+        assert evaluate(problem, found)[1]
+        assert evaluate(problem, found)[0] >= brute_force(problem).objective
+
+
+def test_under_a_tight_limit_there_is_a_choice_without_any_time(instance: Path) -> None:
+    problem = read(instance)
+    solution = solve(problem, time_limit=0.5)
+    assert evaluate(problem, solution.choice)[1]
+    assert solution.lower_bound >= 0
+
+
+def test_the_limit_is_kept_to_the_byte(tmp_path: Path) -> None:
+    """A tolerance on a large limit would be bytes: an instance whose cheap choice is one byte over."""
+    path, out = tmp_path / "byte.json", tmp_path / "out.json"
+    limit = 10**12
+    nodes = {"intervals": [[0, 2]], "costs": [[5, 1]], "usages": [[limit, limit + 1]]}
+    path.write_text(json.dumps({"problem": {"nodes": nodes, "edges": {"nodes": [], "costs": []}, "usage_limit": limit}}))
+    assert main([str(path), "--solution", str(out)]) == 0
+    assert json.loads(out.read_text()) == [0]
+
+
+def test_odd_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes without edges, empty lifetimes with huge usages, duplicate edges, loops, no limit; then one that has no
+    choice, which is told without an end of all."""
+    forbidden = 10**18
+    fine = {
+        "nodes": {"intervals": [[0, 1], [3, 3], [0, 2]], "costs": [[3, 2], [5, 1], [4]], "usages": [[1, 9], [], [0]]},
+        "edges": {"nodes": [[0, 1], [0, 1], [1, 0], [0, 0]],
+                  "costs": [[1, 2, 3, 4], [forbidden, 0, 0, 0], [1, 0, 0, 1], [0, 7, 7, 1]]},
+    }  # fmt: skip
+    none = {**fine, "usage_limit": 0}
+    paths = [tmp_path / "fine.json", tmp_path / "none.json"]
+    for path, problem in zip(paths, (fine, none), strict=True):
+        path.write_text(json.dumps({"problem": problem}))
+    out = tmp_path / "out.json"
+    assert main([*map(str, paths), "--solution", str(out)]) == 1
+    assert len(json.loads(out.read_text())) == 3
+    printed = capsys.readouterr()
+    assert "fine.json" in printed.out
+    assert "none.json: No choice" in printed.err
+
+
+@pytest.mark.parametrize("backend", ["PULP_CBC_CMD", "cbc", "highs", "HiGHS"])
+def test_back_ends_by_their_names(backend: str) -> None:
+    problem = hard_problem(14, 4, limit_share=0.6)
+    best = solve(problem, gap=0.0).objective
+    assert solve(problem, gap=0.0, backend=backend).objective == pytest.approx(best)
+
+
+def test_a_back_end_that_nobody_knows() -> None:
+    with pytest.raises(SolverError, match="NO_SUCH_SOLVER"):
+        solve(Problem((np.zeros(2),), (Edge(0, 0, np.zeros((2, 2))),), (Usage(0, np.zeros(2), 0, 1),)),
+              backend="NO_SUCH_SOLVER")  # fmt: skip
+
+
+def test_the_clock_can_be_hurried() -> None:
+    assert not solver_clock.hurried()
