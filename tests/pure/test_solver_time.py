@@ -107,7 +107,8 @@ def test_the_limit_is_kept_to_the_byte(tmp_path: Path) -> None:
     path, out = tmp_path / "byte.json", tmp_path / "out.json"
     limit = 10**12
     nodes = {"intervals": [[0, 2]], "costs": [[5, 1]], "usages": [[limit, limit + 1]]}
-    path.write_text(json.dumps({"problem": {"nodes": nodes, "edges": {"nodes": [], "costs": []}, "usage_limit": limit}}))
+    problem = {"nodes": nodes, "edges": {"nodes": [], "costs": []}, "usage_limit": limit}
+    path.write_text(json.dumps({"problem": problem}))
     assert main([str(path), "--solution", str(out)]) == 0
     assert json.loads(out.read_text()) == [0]
 
