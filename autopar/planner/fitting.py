@@ -27,14 +27,15 @@ def scheduled(
     d: Decisions, choice: Sequence[int], prices: Prices, options: Options, budget: float
 ) -> tuple[Program, MemoryProfile]:
     """The program of ``choice`` and its exact memory, within ``budget`` bytes where transfers can see to it."""
-    return fitted(schedule(d, choice, prices), d.graph, d.mesh, options, budget)
+    program = schedule(d, choice, prices)
+    return fitted(program, profile(program, d.graph, d.mesh, options), d.graph, d.mesh, options, budget)
 
 
 def fitted(
-    program: Program, graph: Graph, mesh: Mesh, options: Options, budget: float
+    program: Program, memory: MemoryProfile, graph: Graph, mesh: Mesh, options: Options, budget: float
 ) -> tuple[Program, MemoryProfile]:  # fmt: skip
-    """``program`` with transfers that give way to ``budget`` bytes where they must, and its exact memory."""
-    memory = profile(program, graph, mesh, options)
+    """``program``, whose exact memory is ``memory``, and its own, with transfers that give way to ``budget`` bytes
+    where they must."""
     for _ in range(ROUNDS):
         if memory.peak_bytes <= budget:
             break

@@ -16,7 +16,7 @@ from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled, timeline
 from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
-from autopar.planner.liveness import MemoryProfile
+from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
@@ -55,8 +55,9 @@ SMALLER = 0.99
 NEARLY = 1.005
 """Times the smallest usage, within which the cheapest choice is taken."""
 
-MOST_EXPOSED = 1e-3
-"""Of the step: where the forward waits longer than that for copies, more rows see to it that they hide."""
+MOST_EXPOSED = 5e-3
+EXPOSED_ROUNDS = 2
+"""Of the step: where transfers are exposed for longer than that, more rows see to it that they hide, so many times."""
 
 HOST_TIME = 10_000
 """Of the rows by which transfers hide: beyond those of memory, so that prices of rows keep their times."""
@@ -196,10 +197,13 @@ def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
 
 @dataclass
 class _Result:
+    """``wished``: as it would run, and what it would hold, if its transfers did not have to give way to the budget."""
+
     program: Program
     solution: Solution
     memory: MemoryProfile
     timings: dict[str, float]
+    wished: tuple[Program, MemoryProfile] | None = None
 
 
 @dataclass
@@ -363,6 +367,7 @@ class _Search:
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: _Result | None = None
+        turns_exposed = 0
         for turn in range(TIGHTEN_ROUNDS):
             if turn and now() > deadline:
                 break
@@ -378,14 +383,29 @@ class _Search:
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
                 result = replace(result, solution=_bounded(result.solution, bound, self.options.gap))
-                if self.hiding_parts == PARTS or not _is_exposed(result):
-                    return result if exposed is None else min(exposed, result, key=self._step_seconds)
-                exposed, self.hiding_parts = result, PARTS
+                best = result if exposed is None else min(exposed, result, key=self._step_seconds)
+                if turns_exposed == EXPOSED_ROUNDS or not self._hides_more(rows, result):
+                    return best
+                exposed, turns_exposed = best, turns_exposed + 1
+                self.say("transfers that cannot hide")
+                continue
             warm = result.solution.choice
-            self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter" if over > 0 else "copies that cannot hide")
-            if over > 0 and not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
+            self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
+            if not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
                 break
         return exposed
+
+    def _hides_more(self, rows: Rows, result: _Result) -> bool:
+        """Whether transfers of a plan that fits are exposed, and rows that say so are new: for copies to the host that
+        find no time in the forward, and for what comes back late because there is no room for it sooner."""
+        least = MOST_EXPOSED * result.solution.objective
+        parts, self.hiding_parts = self.hiding_parts, PARTS if exposed_seconds(result.program) > least else 1
+        tighter = False
+        if result.wished and self._step_seconds(result) > result.solution.objective + least:
+            program, memory = result.wished
+            tighter = rows.tighten(result.solution.choice, program, memory.timeline, self.budget)
+        self.hiding_parts = max(parts, self.hiding_parts)
+        return tighter or self.hiding_parts > parts
 
     def _step_seconds(self, result: _Result) -> float:
         return simulate_streams(result.program, self.prices.overlap).seconds
@@ -399,12 +419,13 @@ class _Search:
         solved = time.perf_counter()
         program = schedule(self.decisions, solution.choice, self.prices)
         lowered = time.perf_counter()
-        program, memory = fitted(program, self.graph, self.decisions.mesh, self.options, limit)
+        wished = program, profile(program, self.graph, self.decisions.mesh, self.options)
+        program, memory = fitted(*wished, self.graph, self.decisions.mesh, self.options, limit)
         ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
         for stage, end in ends.items():
             self.timings[stage] += end - start
             start = end
-        return _Result(program, solution, memory, self.timings)
+        return _Result(program, solution, memory, self.timings, wished)
 
     def _problem(self, rows: Rows | None, limit: float) -> Problem:
         used = rows.usages() if rows else ()
@@ -483,10 +504,6 @@ class _Search:
             hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; "
             + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
-
-
-def _is_exposed(result: _Result) -> bool:
-    return exposed_seconds(result.program) > MOST_EXPOSED * result.solution.objective
 
 
 def _bounded(solution: Solution, bound: float, gap: float) -> Solution:

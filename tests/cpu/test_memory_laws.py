@@ -21,7 +21,7 @@ from tests.pure.memory_graphs import runs_again
 QUICK = ("mlp", "gpt2")
 EXACT = [name for name, model in ZOO.items() if torch.float64 in model.dtypes]
 MODELS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EXACT]
-SHARES = (0.05, 0.4)
+SHARES = (0.02, 0.4)
 """Of the activations at the free plan's peak: what the budget is short of."""
 
 
