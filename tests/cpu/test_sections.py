@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar import spmd
+from autopar.codegen.emit import _folded
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +56,11 @@ def test_the_last_section_ends_what_is_open_and_without_a_profiler_nothing_is() 
     assert ranges(recorded) == ["up", "down"]
     spmd.section("up")
     spmd.section("")
+
+
+def test_a_long_name_alone_is_assigned_what_it_is_given() -> None:
+    """In brackets and with a comma behind it, it would be unpacked."""
+    name = "d_" + "encoder_layer3_intermediate_" * 4 + "weight"
+    scope = {"x": 1}
+    exec("def f():\n" + "\n".join(_folded(name, "x + " * 30 + "x")) + f"\n    return {name}", scope)
+    assert scope["f"]() == 31
