@@ -23,238 +23,33 @@ seconds are measured, and the bytes that it saves for the backward. ``--plot`` n
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
-import itertools
 import json
 import math
 import platform
 import re
-import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from recomputing.models import MODELS, gpt2
+from recomputing.rules import RULES, Case
+from recomputing.runs import compiled, measured
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-import autopar
-from autopar import codegen, passes, planner
+from autopar import planner
 from autopar.arguments import canonical_names
 from autopar.errors import InfeasibleError
-from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.keeping import Keeping
-from autopar.planner.objective import Objective
-from autopar.planner.predictions import make_plan
-from autopar.planner.pricing import Prices
 from autopar.planner.schedule import AGAIN
-from autopar.planner.timeline import simulate_streams
-from autopar.planner.two_stage import CheckpointSearch
-from autopar.solver import Solution
-from autopar.strategies import flops
-from autopar.tracer import Capture, ColoTracer
+from autopar.tracer import ColoTracer
 
-ONE = Mesh((1,))
 Record = dict[str, Any]
-Kept = frozenset[Value]
-
-
-class Block(nn.Module):
-    """A linear layer, its activation and a norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(width, 4 * width), nn.LayerNorm(4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.norm(nn.functional.gelu(self.up(x))))
-
-
-class Chain(nn.Module):
-    """Blocks one after the other, and a loss."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(Block(width) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.h:
-            x = block(x)
-        return x.square().mean()
-
-
-def mlp(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    return Chain(layers, 128), {"x": torch.randn(2048, 128)}
-
-
-def gpt2(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    import transformers
-
-    config = transformers.GPT2Config(
-        n_layer=layers, n_embd=128, n_head=4, vocab_size=512, n_positions=128, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    ids = torch.randint(512, (8, 128))
-    return model, {"input_ids": ids, "labels": ids}
-
-
-def llama(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=352, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=512, max_position_embeddings=128, use_cache=False,
-    )  # fmt: skip
-    ids = torch.randint(512, (8, 128))
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
-
-
-MODELS: Mapping[str, Callable[[int], tuple[nn.Module, dict[str, Tensor]]]] = {"mlp": mlp, "gpt2": gpt2, "llama": llama}
-
-
-@dataclasses.dataclass
-class Case:
-    """A model with its capture, on one device of ``cluster``."""
-
-    name: str
-    model: nn.Module
-    inputs: dict[str, Tensor]
-    cluster: Cluster
-    time_limit_s: float
-
-    @cached_property
-    def capture(self) -> Capture:
-        return ColoTracer().capture(self.model, self.inputs)
-
-    def options(self, budget: float | None = None, search: str = "joint") -> Options:
-        return Options(
-            None if budget is None else int(budget), "sgd", aliases=canonical_names(self.model),
-            time_limit_s=self.time_limit_s, search=search, device=self.cluster.device.kind,
-        )  # fmt: skip
-
-    def planned(self, budget: float | None = None) -> Planned:
-        return planner.plan_graph(self.capture.graph, ONE, self.cluster, self.options(budget), compare=False)
-
-    @cached_property
-    def search(self) -> CheckpointSearch:
-        graph, options = self.capture.graph, self.options()
-        d = decide(graph, ONE, options, resolve(graph, ONE, {}, options.aliases), recompute=True)
-        return CheckpointSearch(Objective(d, Prices(ONE, self.cluster)), options, [None] * len(d.variables))
-
-    @cached_property
-    def keeping(self) -> Keeping:
-        assert self.search.rules is not None
-        return self.search.rules
-
-    def keep(self, kept: Kept) -> Planned:
-        """The plan that keeps just these values."""
-        choice = self.keeping.choosing(kept)
-        program, memory = self.search.measured(choice)
-        solution = Solution(choice, self.search.objective.seconds(choice), 0.0, proven=False)
-        timeline = simulate_streams(program, self.search.prices.overlap)
-        return Planned(program, self.search.decisions, solution, memory, timeline)
-
-    @cached_property
-    def blocks(self) -> dict[str, int]:
-        """The block of each forward node that is in one."""
-        found: dict[str, int] = {}
-        for node in self.capture.graph.nodes:
-            inside = re.search(r"(?:^|\.)(?:h|layers)\.(\d+)(?:\.|$)", node.module)
-            if node.phase == "forward" and inside:
-                found[node.name] = int(inside.group(1))
-        return found
-
-    @cached_property
-    def outside(self) -> Kept:
-        """What is made outside of blocks, which every rule keeps."""
-        return frozenset(v for v in self.keeping.storages if v.node not in self.blocks)
-
-    def into(self, block: int) -> Kept:
-        """What a block reads of what was made before it."""
-        first = min(i for i, n in enumerate(self.capture.graph.nodes) if self.blocks.get(n.name) == block)
-        return self.keeping.crossing(first)
-
-    def inside(self, block: int) -> Kept:
-        return frozenset(v for v in self.keeping.storages if self.blocks.get(v.node) == block)
-
-
-def none(case: Case) -> Iterator[Kept]:
-    yield frozenset(case.keeping.storages)
-
-
-def blocks(case: Case) -> Iterator[Kept]:
-    yield case.outside.union(*(case.into(b) for b in set(case.blocks.values())))
-
-
-def selective(case: Case) -> Iterator[Kept]:
-    graph = case.capture.graph
-    heavy = [v for v in case.keeping.storages if _flops(case, v) > 0]
-    kept = case.outside.union(*(case.into(b) for b in set(case.blocks.values())))
-    yield kept | {v for v in heavy if graph.by_name[v.node].outputs[v.index]}
-    yield kept | {v for i, v in enumerate(heavy) if i % 2}
-
-
-def _flops(case: Case, value: Value) -> float:
-    graph = case.capture.graph
-    node = graph.by_name[value.node]
-    return flops(node, tuple(graph.meta(v) for v in node.inputs))
-
-
-def sqrt(case: Case) -> Iterator[Kept]:
-    for pieces in range(1, 3 * math.isqrt(len(case.keeping.storages)) + 1):
-        yield case.keeping.cuts(pieces)
-
-
-def torch_budget(case: Case) -> Iterator[Kept]:
-    """What takes longest for its bytes, until the share of all bytes is full."""
-    graph, seconds = case.capture.graph, case.keeping.seconds
-    size = {v: graph.meta(v).bytes for v in case.keeping.storages}
-    worth = sorted(size, key=lambda v: -seconds.get(case.keeping.position[v.node], 0.0) / max(size[v], 1))
-    for share in range(21):
-        kept, left = set[Value](), sum(size.values()) * share / 20
-        for value in worth:
-            if size[value] <= left:
-                kept.add(value)
-                left -= size[value]
-        yield frozenset(kept)
-
-
-ROTOR_MOST = 6
-"""Blocks that are told apart: beyond, neighbours are decided alike, so that all choices can be tried."""
-
-
-def rotor(case: Case) -> Iterator[Kept]:
-    order = sorted(set(case.blocks.values()))
-    stages = [order[i * len(order) // ROTOR_MOST : (i + 1) * len(order) // ROTOR_MOST] for i in range(ROTOR_MOST)]
-    stages = [s for s in stages if s]
-    into = {b: case.into(b) for b in order}
-    inside = {b: case.inside(b) for b in order}
-    for ways in itertools.product(("all", "input", "nothing"), repeat=len(stages)):
-        kept = set(case.outside)
-        for stage, way in zip(stages, ways, strict=True):
-            if way != "nothing":
-                kept |= into[stage[0]]
-            if way == "all":
-                kept |= frozenset().union(*(inside[b] | into[b] for b in stage))
-        yield frozenset(kept)
-
-
-RULES: Mapping[str, Callable[[Case], Iterator[Kept]]] = {
-    "none": none, "blocks": blocks, "selective": selective, "sqrt": sqrt, "torch": torch_budget, "rotor": rotor,
-}  # fmt: skip
 
 
 def curve(case: Case, rule: str) -> list[Planned]:
@@ -295,7 +90,7 @@ def described(plan: Planned) -> Record:
     }  # fmt: skip
 
 
-def compare(case: Case, points: int, *, measured: bool) -> list[Record]:
+def compare(case: Case, points: int, *, run: bool) -> list[Record]:
     """Rows of the table: one for each budget, from the least to that of no recomputation."""
     curves = {rule: curve(case, rule) for rule in RULES}
     free = curves["none"][0].memory.peak_bytes
@@ -307,7 +102,7 @@ def compare(case: Case, points: int, *, measured: bool) -> list[Record]:
         found = {"autopar": _ours(case, budget), **found}
         rows.append({
             "model": case.name, "budget": budget, "share": budget / free,
-            "plans": {k: described(p) | (_run(case, p) if measured else {}) for k, p in found.items() if p is not None},
+            "plans": {k: described(p) | (measured(case, p) if run else {}) for k, p in found.items() if p is not None},
         })  # fmt: skip
     return rows
 
@@ -317,65 +112,6 @@ def _ours(case: Case, budget: float) -> Planned | None:
         return case.planned(math.ceil(budget))
     except InfeasibleError:
         return None
-
-
-REPEATS = 7
-
-
-def _run(case: Case, planned: Planned) -> Record:
-    """Median seconds of real steps in this process, and the bytes that a simulated one holds at most."""
-    graph = case.capture.graph
-    lowered = passes.lower(planned.program, graph, ONE)
-    source = codegen.emit(lowered, ONE, [case.name])
-    plan = make_plan(planned, graph, ONE, case.cluster, case.options(), source, ())
-    held = autopar.simulate(case.model, case.inputs, plan=plan).peak_memory
-    model = autopar.autoparallelize(copy.deepcopy(case.model), case.inputs, plan=plan)
-    taken = []
-    for _ in range(REPEATS + 1):
-        model.zero_grad(set_to_none=True)
-        start_s = time.process_time()
-        returned = model(**case.inputs)
-        (returned if isinstance(returned, Tensor) else returned.loss).backward()
-        taken.append(time.process_time() - start_s)
-    return {"measured_s": statistics.median(taken[1:]), "measured_bytes": held}
-
-
-def compiled(case: Case) -> list[Record]:
-    """What torch.compile takes under its own budgets, without fusing: seconds, and bytes saved for the backward."""
-    import torch._dynamo
-    import torch._functorch.config as functorch
-
-    def step(model: nn.Module) -> None:
-        model.zero_grad(set_to_none=True)
-        returned = model(**case.inputs)
-        (returned if isinstance(returned, Tensor) else returned.loss).backward()
-
-    rows = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        torch._dynamo.reset()
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with functorch.patch(activation_memory_budget=share):
-            model = torch.compile(copy.deepcopy(case.model), backend="aot_eager_decomp_partition")
-            own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *case.inputs.values())}
-            step(model)
-            taken = []
-            for _ in range(REPEATS):
-                start_s = time.process_time()
-                step(model)
-                taken.append(time.process_time() - start_s)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                step(model)
-        held = sum(size for at, size in saved.items() if at not in own)
-        rows.append({
-            "model": case.name, "share": share, "measured_s": statistics.median(taken), "saved_bytes": held,
-        })  # fmt: skip
-    return rows
 
 
 def joint_gain(points: int, time_limit_s: float) -> list[Record]:
@@ -479,7 +215,7 @@ def main() -> int:
     for name in options.models:
         model, inputs = MODELS[name](options.layers)
         case = Case(name, model, inputs, cluster, options.time_limit)
-        rows += compare(case, options.points, measured=options.measure)
+        rows += compare(case, options.points, run=options.measure)
         console.print(table([r for r in rows if r["model"] == name], ("autopar", *RULES)))
         if options.measure:
             by_torch += compiled(case)
