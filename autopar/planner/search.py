@@ -152,8 +152,8 @@ def _shorter(decomposed: Planned, plan_without: Callable[[], Planned]) -> Planne
 
 
 HOPELESS = (1.01, 1.25)
-"""A step takes hardly less than its cost, unless reductions over several axes hide behind each other: of baselines that
-cost so many times our step, on one axis and on several, none is looked at."""
+"""A step takes hardly less than its cost without launches, unless reductions over several axes hide behind each other:
+of baselines that cost so many times our step, on one axis and on several, none is looked at."""
 
 ARRANGING = 4.0
 """Times what it took to list and price the decisions: so long it may take to schedule, measure and emit a program."""
@@ -253,15 +253,17 @@ class _Search:
             "chosen", self.decisions, result.solution, result.program, result.memory, self.prices, self.options
         )
         self.timings["arrange"] = time.perf_counter() - started
-        fitting = list(self._fitting(max(hopeless, own.solution.objective), deadline))
+        fitting = list(self._fitting(hopeless, deadline, own.solution.objective))
         best = settled([own, *fitting], fitting, self.options.gap)
         return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
 
-    def _fitting(self, most_s: float, deadline: float) -> Iterator[Finalist]:
-        """The baselines that fit and cost no more than ``most_s``, the cheapest first, while time is left."""
+    def _fitting(self, most_s: float, deadline: float, cost: float = 0.0) -> Iterator[Finalist]:
+        """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that
+        cost no more than ``cost``, or without their launches no more than ``most_s``."""
         for rival in self.rivals:
-            seen = "finalist" in vars(rival)
-            if rival.objective <= most_s and (seen or now() < deadline + LATE_S) and self._fits(rival):
+            hopeful = rival.objective <= cost or rival.without_launches_s <= most_s
+            seen = self.options.compare or "finalist" in vars(rival)
+            if (seen or (hopeful and now() < deadline + LATE_S)) and self._fits(rival):
                 yield rival.finalist
 
     def _fits(self, rival: Rival) -> bool:
