@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import codegen, kernels, passes, planner
-from autopar.arguments import as_bytes, as_cluster, as_mesh, as_optimizer, canonical_names
+from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
 from autopar.errors import MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
@@ -86,7 +86,7 @@ def plan(
     hardware = as_cluster(cluster)
     size = _world(mesh, hardware)
     options = Options(
-        as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
+        as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
         canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
         compare=compare, accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel,
         backend=backend,
@@ -269,7 +269,7 @@ def autoparallelize(
             given = _with_source(given, source)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         options = Options(
-            as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, dict(constraints or {}),
+            as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
             canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
             accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel, backend=backend,
             ranges=as_ranges(dynamic_shapes, shapes_of(bind(model, *as_call(meta_inputs)))),

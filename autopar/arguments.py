@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from autopar.cost_models.memory import OPTIMIZERS
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, ConstraintError, MeshError
 from autopar.mesh import Cluster, Mesh, builtin_clusters, cluster_of_device
+from autopar.sharding import ShardingSpec
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
@@ -37,6 +38,25 @@ def as_bytes(size: int | float | str | None) -> int | None:
             "memory_budget is no size.", found=repr(size), hint='write bytes, or text such as "60GiB" or "500 MB".'
         )
     return int(size)
+
+
+def as_constraints(constraints: Any) -> dict[str, str]:
+    """Specs or styles by glob; a ``ShardingSpec`` is as good as its text.
+
+    Raises:
+        ConstraintError: it is no mapping of names to specs.
+    """
+    if constraints is None:
+        return {}
+    pairs = constraints.items() if isinstance(constraints, Mapping) else [("", constraints)]
+    for name, spec in pairs:
+        if not isinstance(name, str) or not name or not isinstance(spec, (str, ShardingSpec)):
+            raise ConstraintError(
+                "Constraints are specs or styles by name.",
+                found=f"{name!r}: {spec!r}" if name else repr(spec),
+                hint='write {"lm_head.weight": "S0R", "*.c_fc.weight": "column"}.',
+            )
+    return {name: str(spec) for name, spec in pairs}
 
 
 def as_mesh(mesh: Any) -> Mesh:

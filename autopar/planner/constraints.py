@@ -7,10 +7,10 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Node, Value
 from autopar.mesh import Mesh
-from autopar.planner.styles import is_style, style_spec
+from autopar.planner.styles import STYLES, is_style, style_spec
 from autopar.sharding import ShardingSpec
 
 PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P."
@@ -36,7 +36,7 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
     for pattern, text in constraints.items():
         styled = is_style(text)
-        spec = ShardingSpec.replicated(0) if styled else ShardingSpec.parse(text)
+        spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)
         matches = _matches(pattern, names)
         if not matches:
             raise _names_nothing(pattern, names)
@@ -63,6 +63,21 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
         {str(k): s for (kind, k), (s, _) in chosen.items() if kind == "output"},
         {k: s for (kind, k), (s, _) in chosen.items() if kind == "value" and isinstance(k, Value)},
     )
+
+
+def _parsed(pattern: str, text: str) -> ShardingSpec:
+    try:
+        return ShardingSpec.parse(text)
+    except SpecError as error:
+        if text[:1] in ("R", "S", "-"):
+            raise
+        near = difflib.get_close_matches(text.partition(" ")[0], STYLES, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise SpecError(
+            f"The constraint on {pattern!r} is neither a spec nor a style.",
+            found=repr(text),
+            hint=f"{meant}Styles are {', '.join(STYLES)}; a spec has {error.hint}",
+        ) from None
 
 
 def without(graph: Graph, constraints: Mapping[str, str], aliases: Mapping[str, str], name: str) -> dict[str, str]:

@@ -120,7 +120,7 @@ def plan_graph(
     search.timings["strategies"] = listed - started
     looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
     made = Planned(
-        best.program, best.decisions, best.solution, best.memory, best.timeline, search.timings, notices,
+        best.program, best.decisions, best.arranged, best.memory, best.timeline, search.timings, notices,
         tuple(r.finalist.record(search.budget) for r in looked_at),
     )  # fmt: skip
     if options.search != "joint" or options.decomposed == "always" or not _is_decomposed(best.program):
@@ -291,7 +291,8 @@ class _Search:
             return self._all_by_checkpoints(free, deadline)
         self.say("over the budget: keep less")
         keeping, kept = self.objective, self._within_budget(deadline, KEEPING_SHARE, nearly_free=True)
-        if kept is not None and kept.solution.gap <= max(self.options.gap, NEARLY_FREE):
+        late = now() > deadline and (kept is not None or self.baseline != "")
+        if late or (kept is not None and kept.solution.gap <= max(self.options.gap, NEARLY_FREE)):
             return kept
         self.say("over the budget: keep or recompute")
         checkpoints, seeds = self._checkpoints(free), self.seeds
