@@ -14,8 +14,17 @@ from rich.table import Table
 from autopar.errors import MeshError
 from autopar.mesh import Cluster, Mesh
 
+EXAMPLES = """\
+examples:
+  autopar profile --nproc 2 cpu.toml                       two processes over gloo, on this machine
+  torchrun --nproc-per-node 8 -m autopar profile ours.toml --mesh 8
+
+The file holds latencies, bandwidths and the times of kernels. Plans for it, --cluster ours.toml, may be made anywhere.
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
     parser.add_argument("output", nargs="?", type=Path, default=Path("cluster.toml"), help="default cluster.toml")
     parser.add_argument("--nproc", type=int, metavar="N", help="launch N processes here; otherwise join, or be one")
     parser.add_argument("--backend", help="gloo or nccl; default nccl where every process has a GPU")

@@ -211,10 +211,14 @@ class Plan:
         return LocalSampler(dataset, this, self.mesh.size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def report(self, path: str | Path) -> None:
-        """Write the plan as one HTML file that opens offline: mesh, model, memory, timeline, collectives, baselines."""
+        """Write the plan as one HTML file that opens offline: mesh, model, memory, timeline, collectives, baselines.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
         from autopar.plans.report import page
 
-        Path(path).write_text(page(self), encoding="utf-8")
+        _write(path, page(self))
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the table, and the report to unfold."""
@@ -235,8 +239,12 @@ class Plan:
         return written
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json())
+        """Write the plan as JSON; docs/reference/plan-format.md describes it.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        _write(path, self.to_json())
 
     def to_json(self) -> str:
         """The canonical text: equal plans have equal text."""
@@ -268,8 +276,8 @@ class Plan:
             PlanError: the file is missing, is no plan, or is of a newer version.
         """
         try:
-            text = Path(path).read_text()
-        except OSError as error:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             hint = "give the path of a saved plan."
             raise PlanError("The plan cannot be read.", found=str(error), hint=hint) from None
         return Plan.from_json(text, str(path))
@@ -310,6 +318,13 @@ class Plan:
     def __reduce__(self) -> tuple[object, ...]:
         """As its text: what explains a plan holds the whole problem, and stays here."""
         return Plan.from_json, (self.to_json(),)
+
+
+def _write(path: str | Path, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError("The file cannot be written.", found=str(error), hint="is there such a folder?") from None
 
 
 def _no_plan(found: str) -> PlanError:

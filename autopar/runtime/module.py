@@ -150,7 +150,13 @@ class ParallelModule(nn.Module):
         return self._autopar_sums.deliver(self, self._autopar)
 
     def compare_with_prediction(self, k: int = 10) -> PredictionCheck:
-        """Predicted and measured seconds of forward and backward, of the last ``k`` steps at the time of reading."""
+        """Predicted and measured seconds of forward and backward, of the last ``k`` steps at the time of reading.
+
+        Raises:
+            AutoparError: ``k`` is no positive number.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise AutoparError("Steps are counted from 1 on.", found=repr(k), hint="model.compare_with_prediction(10)")
         return PredictionCheck(self.plan, self._autopar.clock, k, self._autopar.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar import Plan
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.planner.timeline import simulate_streams
 from autopar.plans.layers import layers, rows
 from autopar.plans.table import table
@@ -174,6 +174,8 @@ def test_figures(plan, tmp_path):
 
 def test_real_steps_are_compared_with_the_prediction():
     model = autopar.autoparallelize(Net(), IDS, mesh=(1,), cluster="cpu-2")
+    with pytest.raises(AutoparError, match="counted from 1"):
+        model.compare_with_prediction(0)
     check = model.compare_with_prediction(2)
     assert "No step was made yet" in str(check)
     for _ in range(3):
@@ -187,3 +189,14 @@ def test_real_steps_are_compared_with_the_prediction():
     with torch.no_grad():
         model(IDS)
     assert model._autopar.clock.total == 3  # a validation is no step
+
+
+def test_files_that_cannot_be_written_or_read_are_named_errors(plan, tmp_path):
+    for write in (plan.save, plan.report):
+        with pytest.raises(PlanError, match="cannot be written"):
+            write(tmp_path / "nosuch" / "file")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    for name, said in {"bytes": "cannot be read", "list.json": "no autopar plan", "nosuch": "cannot be read"}.items():
+        with pytest.raises(PlanError, match=said):
+            Plan.load(tmp_path / name)
