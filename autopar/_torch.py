@@ -51,7 +51,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "count_as_changed",
     "dtensor_like",
+    "dtensor_of",
+    "dtensor_spec",
     "find_overflow_in_every_gradient",
     "function_transforms",
     "fused_gather_product",
@@ -312,6 +315,28 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def dtensor_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: str) -> Any:
+    """What DTensor keeps of a contiguous tensor beside the shard: to find it takes longer than to wrap the shard."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, getattr(torch, dtype))
+    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """The DTensor of ``spec`` whose shard on this rank is ``local``; without gradient."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that ``tensors`` were changed in place: it cannot see what is done to a DTensor's shard."""
+    versions = [t._version + 1 for t in tensors]
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.ir import Input, Output, TensorMeta
 from autopar.mesh import Mesh
@@ -106,11 +108,13 @@ class Run:
 
 def as_dtensor(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> DTensor:
     """Wrap this rank's shard of a tensor of global ``shape``."""
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, host.device_mesh, to_placements(spec, host.mesh, shape), run_check=False,
-        shape=torch.Size(shape), stride=stride,
-    )  # fmt: skip
+    dtype = str(local.dtype).removeprefix("torch.")
+    return _torch.dtensor_of(local, _described(spec, tuple(shape), dtype, host.mesh, host.device_mesh))
+
+
+@lru_cache(maxsize=65536)
+def _described(spec: ShardingSpec, shape: tuple[int, ...], dtype: str, mesh: Mesh, device_mesh: DeviceMesh) -> Any:
+    return _torch.dtensor_spec(device_mesh, to_placements(spec, mesh, shape), shape, dtype)
 
 
 def uncast(host: Host) -> torch.autocast:

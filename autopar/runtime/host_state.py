@@ -53,7 +53,7 @@ _hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The optimizer's own hooks run after those that are for all: ours comes last of them, right before the step."""
-    if not any(map(_is_away, _parameters(optimizer))):
+    if not any(map(is_away, _parameters(optimizer))):
         return
     if optimizer in _hooked:
         _hooked[optimizer].remove()
@@ -65,40 +65,40 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Step the parameters whose state is away, and leave the others to the step that was called."""
-    step = _step_of(optimizer)
+    step = step_below_hooks(optimizer)
     if step is None:
         _warn_of_all(type(optimizer).__name__)
         _fetch(optimizer, _stepping(_parameters(optimizer)))
         return None
-    args, kwargs = _evaluated(args, kwargs)
+    args, kwargs = evaluated(args, kwargs)
     most = _chunk_bytes(optimizer)
     for group in optimizer.param_groups:
         for chunk in _chunks(_stepping(group["params"]), most):
             _fetch(optimizer, chunk)
             try:
-                step(_on(optimizer, [{**group, "params": chunk}]))
+                step(on_groups(optimizer, [{**group, "params": chunk}]))
             finally:
                 _send(optimizer, chunk)
-    others = [{**g, "params": [p for p in g["params"] if not _is_away(p)]} for g in optimizer.param_groups]
-    return (_on(optimizer, others), *args[1:]), kwargs
+    others = [{**g, "params": [p for p in g["params"] if not is_away(p)]} for g in optimizer.param_groups]
+    return (on_groups(optimizer, others), *args[1:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _step_of(optimizer) is None:
+    if step_below_hooks(optimizer) is None:
         _send_all(optimizer)
 
 
 def _send_all(optimizer: Optimizer) -> None:
-    for chunk in _chunks([p for p in _parameters(optimizer) if _is_away(p)], _chunk_bytes(optimizer)):
+    for chunk in _chunks([p for p in _parameters(optimizer) if is_away(p)], _chunk_bytes(optimizer)):
         _send(optimizer, chunk)
 
 
 def _chunk_bytes(optimizer: Optimizer) -> int:
     """Bytes of parameters that step together, as the plan counts their state."""
-    return optimizer_chunk_bytes(sum(_local(p).nbytes for p in _parameters(optimizer) if _is_away(p)))
+    return optimizer_chunk_bytes(sum(_local(p).nbytes for p in _parameters(optimizer) if is_away(p)))
 
 
-def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+def step_below_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     """The optimizer's step below its hooks; None where it may look at several parameters together."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if any(step is kind.step for kind in ALONE) else None
@@ -113,7 +113,7 @@ def _warn_of_all(name: str) -> None:
     )
 
 
-def _evaluated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def evaluated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a step with the closure's result in the closure's place: gradients come before any step."""
     named = dict(kwargs)
     closure = named.pop("closure", args[1] if len(args) > 1 else None)
@@ -124,7 +124,7 @@ def _evaluated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[
     return (args[0], lambda: loss, *args[2:]), named
 
 
-def _on(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def on_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """The same optimizer with the same state, on other groups."""
     twin = object.__new__(type(optimizer))
     twin.__dict__ = {**optimizer.__dict__, "param_groups": groups}
@@ -135,12 +135,12 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _is_away(parameter: nn.Parameter) -> bool:
+def is_away(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "_autopar_state_rank")
 
 
 def _stepping(parameters: Parameters) -> list[nn.Parameter]:
-    return [p for p in parameters if _is_away(p) and p.grad is not None]
+    return [p for p in parameters if is_away(p) and p.grad is not None]
 
 
 def _chunks(parameters: Parameters, most: int) -> Iterator[list[nn.Parameter]]:

@@ -299,7 +299,8 @@ def variant_key(model: nn.Module, call: Call, precision: str | None = None) -> A
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
     modes = tuple(m.training for m in model.modules())
-    parameters = tuple((p.requires_grad, stored_dtype(p, precision)) for p in model.parameters())
+    stored = [p.dtype if precision is None else stored_dtype(p, precision) for p in model.parameters()]
+    parameters = tuple((p.requires_grad, dtype) for p, dtype in zip(model.parameters(), stored, strict=True))
     cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
     return tensors, plain, modes, parameters, cast
 

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar import _torch
 from autopar.errors import AutoparError
+from autopar.runtime.shard_step import is_marked, step_on_shards
 
 _optim = torch.optim
 
@@ -32,13 +33,10 @@ def mark(parameter: torch.Tensor) -> None:
     _watch()
 
 
-def is_marked(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "_autopar", False))
-
-
 @functools.cache
 def _watch() -> None:
     register_optimizer_step_pre_hook(_check)
+    step_on_shards()
     _torch.find_overflow_in_every_gradient()
 
 

@@ -1,0 +1,112 @@
+"""The optimizer's step on this rank's shards, without DTensor between it and them.
+
+DTensor asks for each op on each parameter what it means for shards. An optimizer that treats every element alone does
+the same to a shard as to the whole, so a hook before its step runs that step on the shards, with the shards of
+gradients and state. State stays DTensors for all who look at it: what the step made is wrapped as the parameter is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from autopar import _torch
+from autopar.runtime.host_state import evaluated, is_away, on_groups, step_below_hooks
+
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State that belongs to no element."""
+
+OTHERWISE = ("fused", "capturable", "differentiable")
+"""Modes of a group in which the step stays as it is."""
+
+
+@cache
+def step_on_shards() -> None:
+    """From now on optimizers step on the shards of parallel models."""
+    register_optimizer_step_pre_hook(_prepare)
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Whether it belongs to a parallel model."""
+    return bool(getattr(parameter, "_autopar", False))
+
+
+_hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+
+
+def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The optimizer's own hooks run after those that are for all: ours comes last of them, right before the step."""
+    if optimizer in _hooked:
+        _hooked.pop(optimizer).remove()
+    if _applies(optimizer):
+        _hooked[optimizer] = optimizer.register_step_pre_hook(_step)
+
+
+def _applies(optimizer: Optimizer) -> bool:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    otherwise = any(group.get(mode) for group in optimizer.param_groups for mode in OTHERWISE)
+    return (
+        step_below_hooks(optimizer) is not None and not otherwise and not any(map(is_away, parameters))
+        and any(map(is_marked, parameters))
+    )  # fmt: skip
+
+
+def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Step the parameters that are cut as their gradients are, and leave the others to the step that was called."""
+    step = step_below_hooks(optimizer)
+    assert step is not None
+    args, kwargs = evaluated(args, kwargs)
+    alike = [[p for p in group["params"] if _is_cut_as_its_gradient(p)] for group in optimizer.param_groups]
+    with torch.no_grad():
+        for group, parameters in zip(optimizer.param_groups, alike, strict=True):
+            if parameters:
+                _step_group(optimizer, step, group, parameters)
+    mine = {id(p) for parameters in alike for p in parameters}
+    others = [{**g, "params": [p for p in g["params"] if id(p) not in mine]} for g in optimizer.param_groups]
+    return (on_groups(optimizer, others), *args[1:]), kwargs
+
+
+def _is_cut_as_its_gradient(p: nn.Parameter) -> bool:
+    both = isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+    return both and is_marked(p) and p.grad.placements == p.placements  # type: ignore[attr-defined]
+
+
+def _step_group(optimizer: Optimizer, step: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> None:
+    shards = [p.to_local() for p in parameters]
+    # As DTensors would be: one parameter at a time unless the user asks otherwise, which is what the plan counts.
+    own = {**group, "params": shards, "foreach": bool(group["foreach"])} if "foreach" in group else group
+    twin = on_groups(optimizer, [{**own, "params": shards}])
+    twin.state = defaultdict(dict)
+    for p, shard in zip(parameters, shards, strict=True):
+        shard.grad = p.grad.to_local()
+        if p in optimizer.state:
+            twin.state[shard] = dict(_shards_of(optimizer.state[p]))
+    try:
+        step(twin)
+    finally:
+        for p, shard in zip(parameters, shards, strict=True):
+            shard.grad = None
+            _keep(optimizer.state[p], twin.state[shard], p, shard)
+    _torch.count_as_changed(parameters)
+
+
+def _shards_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((key, value.to_local() if isinstance(value, DTensor) else value) for key, value in state.items())
+
+
+def _keep(state: dict[str, Any], made: Mapping[str, Any], p: Any, shard: Tensor) -> None:
+    """Store what the step made; what it changed in place is there."""
+    for key, value in made.items():
+        held = state.get(key)
+        if value is (held.to_local() if isinstance(held, DTensor) else held) and key in state:
+            continue
+        of_elements = isinstance(value, Tensor) and value.shape == shard.shape and key not in SCALARS
+        state[key] = _torch.dtensor_like(value, p) if of_elements else value
