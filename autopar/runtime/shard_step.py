@@ -75,8 +75,8 @@ def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _is_cut_as_its_gradient(p: nn.Parameter) -> bool:
-    both = isinstance(p, DTensor) and isinstance(p.grad, DTensor)
-    return both and is_marked(p) and p.grad.placements == p.placements  # type: ignore[attr-defined]
+    grad: Any = p.grad
+    return is_marked(p) and isinstance(p, DTensor) and isinstance(grad, DTensor) and grad.placements == p.placements
 
 
 def _step_group(optimizer: Optimizer, step: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> None:

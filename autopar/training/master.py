@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
 from autopar.runtime.accumulation import refuse_partial
-from autopar.runtime.shard_step import is_marked, mark
+from autopar.runtime.optimizers import mark
+from autopar.runtime.shard_step import is_marked
 from autopar.training.optimizers import OptimizerWrapper, parameters
 
 KEY = "master"
