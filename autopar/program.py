@@ -60,6 +60,7 @@ class Op:
         alias: the result shares the memory of the first operand.
         bucket: of a collective that carries several tensors, the step of each, in the order of ``reads`` and
             ``writes``; they have kind, axis and reduction in common with ``step``.
+        in_place: of an all-reduce that overwrites its operand, which nothing else reads.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Op:
     step_s: float = 0.0
     operand: int = -1
     kernels: tuple[str, ...] = ()
+    in_place: bool = False
 
     @property
     def is_collective(self) -> bool:

@@ -153,7 +153,7 @@ class _Builder:
         source = self._read(op.reads[0])
         before: LocalTensor = source.meta["tensor"]
         function, kwargs = spmd.step_call(step, before.spec, tensor.meta.shape, self.mesh)
-        local = {k: self._argument(v) for k, v in kwargs.items()}
+        local = {k: self._argument(v) for k, v in kwargs.items()} | ({"in_place": True} if op.in_place else {})
         name = identifier(tensor.name) + ("_launched" if op.is_collective else "")
         node = self.built.call_function(function, (self.rank, source), local, name=name)
         node.meta["op"] = op

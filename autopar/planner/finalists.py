@@ -13,6 +13,7 @@ from autopar.planner.accumulation import without_delivery
 from autopar.planner.arrange import arrange
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
+from autopar.planner.in_place import reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -59,14 +60,15 @@ class Finalist:
 
     @staticmethod
     def of(
-        name: str, d: Decisions, solution: Solution, program: Program, memory: MemoryProfile, prices: Prices,
-        options: Options,
-    ) -> Finalist:  # fmt: skip
+        name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options
+    ) -> Finalist:
         """A scheduled solution with its collectives arranged for the budget."""
 
         def profiled(arranged: Program) -> MemoryProfile:
             return profile(arranged, d.graph, d.mesh, options)
 
+        program = reduced_in_place(program, d.graph)
+        memory = profiled(program)
         deadline = time.perf_counter() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
         found = arrange(program, prices, memory, profiled, budget_bytes(prices.cluster, options), deadline)
         before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
@@ -124,8 +126,7 @@ class Rival:
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
         program = schedule(d, self.choice, prices)
-        memory = profile(program, d.graph, d.mesh, options)
-        return Finalist.of(self.name, d, solution, program, memory, prices, options)
+        return Finalist.of(self.name, d, solution, program, prices, options)
 
 
 def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> Finalist:

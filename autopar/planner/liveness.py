@@ -228,6 +228,10 @@ class _Sweep:
             return
         source, tensor, step = op.reads[0], op.writes[0], op.step
         assert step is not None
+        if op.in_place and self.layouts[source].is_contiguous:
+            self.layouts[tensor.name], self.behind[tensor.name] = self._local(tensor), self.behind[source]
+            self._live_until(tensor.name, self.wait_at[tensor.name])
+            return
         before = self.program.tensors[source].spec
         p = packing(step, before, tensor.meta, self.mesh, self.layouts[source])
         launch, wait = self.op_at[at], self.wait_at[tensor.name]

@@ -249,9 +249,7 @@ class _Search:
         started = time.perf_counter()
         hopeless = timeline(result.program, self.decisions, self.prices.overlap).seconds
         hopeless *= HOPELESS[self.decisions.mesh.ndim > 1]
-        own = Finalist.of(
-            "chosen", self.decisions, result.solution, result.program, result.memory, self.prices, self.options
-        )
+        own = Finalist.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
         self.timings["arrange"] = time.perf_counter() - started
         fitting = list(self._fitting(hopeless, deadline, own.solution.objective))
         best = settled([own, *fitting], fitting, self.options.gap)

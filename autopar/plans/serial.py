@@ -46,12 +46,11 @@ def _op_to(op: Op) -> dict[str, Any]:
         data |= {"step": _step_to(op.step), "wire_bytes": op.wire_bytes, "launch_s": op.launch_s}
     if op.bucket:
         data["bucket"] = [_step_to(t) for t in op.bucket]
+    data |= {flag: True for flag in ("alias", "in_place") if getattr(op, flag)}
     if op.kind == "decomposed":
         data |= {"step_s": op.step_s, "operand": op.operand}
     if op.kernels:
         data["kernels"] = list(op.kernels)
-    if op.alias:
-        data["alias"] = True
     return data
 
 
@@ -88,4 +87,5 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
         data.get("launch_s", 0.0), tuple(map(_step_from, data.get("bucket", ()))),
         data.get("step_s", 0.0), data.get("operand", -1), tuple(data.get("kernels", ())),
+        data.get("in_place", False),
     )  # fmt: skip

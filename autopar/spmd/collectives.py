@@ -100,12 +100,13 @@ def all_to_all(rank: Rank, x: Tensor, gather_dim: int, scatter_dim: int, axis: i
     return _launch(rank, buffer, Exchange("all_to_all", axis), unpack)
 
 
-def all_reduce(rank: Rank, x: Tensor, axis: int, reduction: Reduction = "sum") -> Pending:
-    """Reduce ``x`` over the ranks along ``axis``; booleans sum as in torch: any."""
+def all_reduce(rank: Rank, x: Tensor, axis: int, reduction: Reduction = "sum", *, in_place: bool = False) -> Pending:
+    """Reduce ``x`` over the ranks along ``axis``; booleans sum as in torch: any. ``in_place`` may overwrite ``x``."""
     buffer = _reducible(x, reduction).contiguous()
     divisor = rank.mesh.shape[axis] if reduction == "avg" else 1
     unpack = partial(_unpack_reduced, dtype=x.dtype, divisor=divisor)
-    return _launch(rank, buffer, Exchange("all_reduce", axis, _wire_reduction(reduction)), unpack)
+    exchange = Exchange("all_reduce", axis, _wire_reduction(reduction), in_place=in_place)
+    return _launch(rank, buffer, exchange, unpack)
 
 
 def reduce_scatter(rank: Rank, x: Tensor, dim: int, axis: int, reduction: Reduction = "sum") -> Pending:

@@ -80,6 +80,13 @@ def test_large_data_parallel_tensors_go_one_by_one(form, tensors, launches) -> N
     assert all(len(c.tensors) == 1 for c in plan.collectives)
 
 
+def test_gradients_that_only_their_reduction_reads_are_overwritten_by_it() -> None:
+    plan = data_parallel("DDP", 4096, 4096)
+    assert [op.in_place for op in plan.program.collectives] == [True] * 6
+    assert plan.source.count("in_place=True") == 6
+    assert autopar.Plan.from_json(plan.to_json()).program == plan.program
+
+
 class Layer(nn.Module):
     """A transformer layer, normalised before or after its parts; the heads' projections stand head by head."""
 
