@@ -186,7 +186,8 @@ class _Ways:
 
     @cached_property
     def _alone(self) -> set[int]:
-        return {i for i, op in enumerate(self.parts.fixed) if op.is_transfer or op.kind == "wait"}
+        """Ops that are more than computation."""
+        return {i for i, op in enumerate(self.parts.fixed) if op.is_transfer or op.kind in ("wait", "decomposed")}
 
     @cached_property
     def _events(self) -> list[int]:
