@@ -289,7 +289,7 @@ class _Ways:
         copied_s = sum(map(self._copied_s, ops))
         launch_s = costs.seconds(kind, 0, axis)
         return replace(
-            first, name=f"{first.name}|{len(ops)} together", bucket=steps, in_place=False,
+            first, name=f"{first.name}|{len(ops)} together", bucket=steps, in_place=False, kernels=(),
             reads=tuple(name for op in ops for name in op.reads), writes=tuple(t for op in ops for t in op.writes),
             seconds=costs.seconds(kind, size, axis) + copied_s, wire_bytes=size, launch_s=launch_s + copied_s,
         )  # fmt: skip
