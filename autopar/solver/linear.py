@@ -129,9 +129,10 @@ def _pass_messages(graph: Graph, incumbent: Incumbent, deadline: float) -> dict[
         choice = result.choice
         if incumbent.seconds() > deadline:
             break
+    if not choice:
+        return {}
     incumbent.raise_bound(bound)
-    if choice:
-        search_from(graph, choice, incumbent, "message passing", pairs=False)
+    search_from(graph, choice, incumbent, "message passing", pairs=False)
     for node, marginal in least.items():
         graph.keep(node, marginal <= incumbent.cutoff())
     options = {node: graph.options[node] for node in least}

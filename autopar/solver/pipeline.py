@@ -91,12 +91,11 @@ def solve(
     incumbent.usage_prices = usage_prices or UsagePrices()
     for choice in warm_starts:
         incumbent.offer(choice, "warm start")
-    first = greedy_choice(problem) if incumbent.choice is None else None
-    if first is not None:
-        _offer_greedy(problem, first, incumbent)
     size: dict[str, int] = {}
     method: list[str] = []
     tied = folding(problem)
+    if incumbent.choice is None:
+        _offer_greedy(problem, tied, incumbent)
     if tied is not None and chosen == "highs" and _is_limited(problem):
         method.append("linear program of blocks")
         with contextlib.suppress(InfeasibleError):
@@ -112,8 +111,12 @@ def solve(
     return _solution(incumbent, size, method)
 
 
-def _offer_greedy(problem: Problem, first: Sequence[int], incumbent: Incumbent) -> None:
-    """The greedy choice, or one that a limit allows."""
+def _offer_greedy(problem: Problem, tied: Tied | None, incumbent: Incumbent) -> None:
+    """The greedy choice, of equal blocks where there are any, or one that a limit allows."""
+    alike = greedy_choice(tied.problem) if tied is not None else None
+    first = tied.expand(alike) if tied is not None and alike is not None else greedy_choice(problem)
+    if first is None:
+        return
     incumbent.offer(first, "greedy")
     if incumbent.choice is None:
         latest = FRUGAL_SHARE * incumbent.seconds_left()

@@ -39,10 +39,13 @@ class Run:
 
 @dataclass
 class _Network:
-    """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour)."""
+    """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour) in order,
+    its neighbours in that order, and its look: a number for its label and the kinds of its edges."""
 
     labels: list[int]
     around: list[list[tuple[int, int, int]]]
+    others: list[list[int]]
+    looks: list[int]
     sizes: list[int]
     shift: dict[int, int] = field(default_factory=dict)
 
@@ -84,7 +87,13 @@ def _network(problem: Problem) -> _Network:
         around[edge.v].append((matrix, 1, edge.u))
     for entries in around:
         entries.sort()
-    return _Network(labels, around, [len(cost) for cost in problem.costs])
+    known: dict[object, int] = {}
+    looks = [
+        known.setdefault((label, tuple([(matrix, side) for matrix, side, _ in entries])), len(known))
+        for label, entries in zip(labels, around, strict=True)
+    ]
+    others = [[other for _, _, other in entries] for entries in around]
+    return _Network(labels, around, others, looks, [len(cost) for cost in problem.costs])
 
 
 def _best_shift(network: _Network) -> dict[int, int]:
@@ -101,9 +110,8 @@ def _best_shift(network: _Network) -> dict[int, int]:
 
 def _seed_classes(network: _Network) -> list[list[int]]:
     """Classes of nodes that look alike, of the size that most classes have, in the order of the nodes."""
-    classes: dict[object, list[int]] = {}
-    for node, entries in enumerate(network.around):
-        look = (network.labels[node], tuple((matrix, side) for matrix, side, _ in entries))
+    classes: dict[int, list[int]] = {}
+    for node, look in enumerate(network.looks):
         classes.setdefault(look, []).append(node)
     large = [members for members in classes.values() if len(members) >= MIN_COPIES]
     sizes = Counter(len(members) for members in large)
@@ -115,19 +123,18 @@ def _grow(network: _Network, seeds: Iterable[tuple[int, int]]) -> dict[int, int]
     shift: dict[int, int] = {}
     taken: set[int] = set()
     waiting = deque(seeds)
-    labels, around = network.labels, network.around
+    labels, around, looks, others = network.labels, network.around, network.looks, network.others
     while waiting:
         node, image = waiting.popleft()
         if node in shift or image in taken or labels[node] != labels[image]:
             continue
         shift[node] = image
         taken.add(image)
-        here, there = around[node], around[image]
-        if len(here) == len(there) and all(a[0] == b[0] and a[1] == b[1] for a, b in zip(here, there, strict=True)):
-            pairs: Iterable[tuple[int, int]] = ((a[2], b[2]) for a, b in zip(here, there, strict=True))
+        if looks[node] == looks[image]:
+            pairs: Iterable[tuple[int, int]] = zip(others[node], others[image], strict=True)
         else:
-            pairs = _common_pairs(here, there)
-        waiting.extend((p, q) for p, q in pairs if p != q and p not in shift and q not in taken)
+            pairs = _common_pairs(around[node], around[image])
+        waiting.extend([(p, q) for p, q in pairs if p != q and p not in shift and q not in taken])
     return shift
 
 
