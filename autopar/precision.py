@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def as_precision(mixed_precision: Any) -> str | None:
     raise AutoparError("mixed_precision names no precision.", found=repr(mixed_precision), hint=_HINT)
 
 
+@lru_cache(maxsize=64)
 def policy_of(precision: str | None) -> MixedPrecision:
     return MixedPrecision() if precision is None else MixedPrecision.parse(precision)
 

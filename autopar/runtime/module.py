@@ -243,7 +243,12 @@ def _drawn_seed(state: State) -> Tensor:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for table in (module._parameters, module._buffers):
+            found |= {prefix + name: tensor for name, tensor in table.items() if tensor is not None}
+    return found
 
 
 def _write_back(variant: Variant, mutations: Sequence[Any], named: Mapping[str, Tensor]) -> None:
@@ -298,9 +303,10 @@ def variant_key(model: nn.Module, call: Call, precision: str | None = None) -> A
     named = zip(call.names, call.tensors, strict=True)
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
-    modes = tuple(m.training for m in model.modules())
-    stored = [p.dtype if precision is None else stored_dtype(p, precision) for p in model.parameters()]
-    parameters = tuple((p.requires_grad, dtype) for p, dtype in zip(model.parameters(), stored, strict=True))
+    modules = list(model.modules())  # one walk: it is the longest part of a call's own cost
+    modes = tuple(m.training for m in modules)
+    found = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    parameters = tuple((p.requires_grad, stored_dtype(p, precision)) for p in found.values())
     cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
     return tensors, plain, modes, parameters, cast
 
