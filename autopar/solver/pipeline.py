@@ -46,7 +46,7 @@ MAX_UNFOLDED_PAIRS = 500_000
 BLOCKS_SHARE = 0.5
 """Of the time, for the linear program of repeated blocks."""
 
-REDUCING_SHARE = 0.3
+REDUCING_SHARE = 0.6
 """Of the time, for the first reductions: huge problems leave it to messages and local search."""
 
 SEARCHING_SHARE = 0.2
