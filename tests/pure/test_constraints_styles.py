@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.constraints import resolve
@@ -101,3 +101,22 @@ def test_a_style_and_a_spec_that_differ_contradict_each_other(graph: Graph):
     resolve(graph, MESH, {"layer.weight": "column", "layer.w*": "S1R"}, {})
     with pytest.raises(ConstraintError, match="contradict"):
         resolve(graph, MESH, {"layer.weight": "column", "layer.w*": "RS1"}, {})
+
+
+def test_a_word_that_is_neither_spec_nor_style_gets_the_style_that_was_meant():
+    with pytest.raises(SpecError, match="neither a spec nor a style") as caught:
+        resolve(linear(), MESH, {"layer.weight": "colum"}, {})
+    assert "did you mean 'column'" in caught.value.hint
+
+
+def test_a_spec_that_is_wrong_says_what_is_wrong_with_it():
+    with pytest.raises(SpecError, match="used twice"):
+        resolve(linear(), MESH, {"layer.weight": "S0S0"}, {})
+
+
+def test_equal_ops_have_equal_kinds_whatever_their_operands():
+    graph = linear()
+    again = Node("add_1", "aten.add.Tensor", (Value("add"), Value("bias")), outputs=(tensor(8, 16),))
+    kinds = Graph((*graph.nodes, again), graph.inputs, graph.outputs).kinds
+    assert kinds["add"] == kinds["add_1"]
+    assert len({kinds[n] for n in ("t", "mm", "add", "x")}) == 4

@@ -1,0 +1,46 @@
+"""Which plan is taken among the search's own and the baselines."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from autopar.planner.finalists import Finalist, settled
+from autopar.planner.liveness import MemoryProfile
+from autopar.planner.timeline import Timeline
+from autopar.program import Program
+from autopar.solver import Solution
+
+GAP = 1e-3
+
+
+def finalist(name: str, cost: float, step_s: float, *, saved_s: float = 0.0, bound: float = 0.0) -> Finalist:
+    return Finalist(
+        name, cast("Any", None), Solution((), cost, bound, proven=False), Program((), ()), MemoryProfile((1,), 0, {}),
+        Timeline((), step_s, step_s, 0.0), saved_s,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("own", "baselines", "taken"),
+    [
+        ((1.0, 1.0), [(1.1, 1.1)], "own"),
+        ((1.0, 1.0), [(1.0005, 0.9)], "0"),  # dearer within the gap, and shorter
+        ((1.2, 0.9), [(1.0, 1.0)], "0"),  # the shortest, but beaten in cost
+        ((1.0, 1.1), [(1.2, 1.0), (1.1, 1.2)], "0"),  # every one is beaten in something
+        ((1.0, 1.0), [], "own"),
+    ],
+)
+def test_no_baseline_beats_what_is_taken_where_that_can_be(own, baselines, taken):
+    known = [finalist(str(i), *figures) for i, figures in enumerate(baselines)]
+    assert settled([finalist("own", *own), *known], known, GAP).name == taken
+
+
+def test_what_arranging_saved_is_off_cost_and_bound():
+    made = finalist("own", 2.0, 1.5, saved_s=0.5, bound=1.9).arranged
+    assert (made.objective, made.lower_bound) == (1.5, pytest.approx(1.4))
+
+
+def test_a_bound_never_falls_below_nothing():
+    assert finalist("own", 2.0, 1.5, saved_s=0.5, bound=0.1).arranged.lower_bound == 0.0
