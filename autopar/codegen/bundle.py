@@ -95,7 +95,10 @@ class Bundle:
         return _replaced(statement, _source(module), changes)
 
     def _reference(self, node: ast.Name | ast.Attribute, module: ModuleType) -> str | None:
-        """What a global name, or an attribute of a module of autopar, is called here."""
+        """What a global name, an attribute of a module of autopar, or an op of autopar's is called here."""
+        if _is_own_op(node):
+            function = IMPLEMENTATIONS[f"autopar::{node.attr}"]  # type: ignore[union-attr]
+            return self.add(sys.modules[function.__module__], function.__name__)
         name = node.id if isinstance(node, ast.Name) else node.value.id  # type: ignore[attr-defined]
         statement = _statements(module).get(name)
         if statement is None:
@@ -201,7 +204,14 @@ def _global_names(statement: ast.stmt) -> list[Any]:
     return found
 
 
+def _is_own_op(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.autopar"
+
+
 def _collect(node: ast.AST, bound: frozenset[str], found: list[Any]) -> None:
+    if _is_own_op(node):
+        found.append(node)
+        return
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         if node.value.id not in bound:
             found.append(node)

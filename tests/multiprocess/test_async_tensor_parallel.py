@@ -14,6 +14,7 @@ import autopar.ops  # noqa: F401  the products are its ops
 from autopar import spmd
 from autopar.sharding.spec import chunk
 from autopar.spmd import ProcessRank
+from tests.multiprocess.test_emitted_files import checked
 from tests.multiprocess.training_models import gpt2, gradient_distance, pair, tokens
 from tests.ranks import run_ranks
 
@@ -100,3 +101,26 @@ def test_a_model_trains_on_four_processes(search) -> None:
     for found in run_ranks(4, _trains, search):
         assert found.pop("taken") > 0
         assert max(found.values()) < FLOAT, found
+
+
+def test_an_emitted_file_runs_them_without_autopar(tmp_path) -> None:
+    plan = checked("llama", 2, tmp_path, search="baseline:TP+SP", async_tensor_parallel="always")
+    assert {op.step.kind for op in plan.program.ops if op.kind == "decomposed"} == {"all_gather", "reduce_scatter"}
+
+
+def _compiled() -> dict[str, float]:
+    torch.manual_seed(0)
+    model, batch = gpt2(n_layer=1), tokens(4)
+    options: dict[str, Any] = {"search": "baseline:TP+SP", "async_tensor_parallel": "always", "backend": "inductor"}
+    reference, model = pair(model, batch, (2,), **options)
+    for module in (reference, model):
+        module(**batch).loss.backward()
+    taken = sum(op.kind == "decomposed" for op in model.plan.program.ops)
+    return {"taken": taken, "gradients": gradient_distance(model, reference)}
+
+
+@pytest.mark.slow
+def test_inductor_compiles_them(pool) -> None:
+    for found in pool.run(_compiled, timeout=300.0):
+        assert found["taken"] > 0
+        assert found["gradients"] < FLOAT * 10, found
