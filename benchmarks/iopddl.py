@@ -25,6 +25,9 @@ from autopar.solver.problem import USAGE_TOLERANCE
 
 FORBIDDEN = 1e18
 
+KEPT_BACK = 0.02
+"""Of the time limit, at most a second, for what follows the search."""
+
 
 def read(path: Path) -> Problem:
     """The problem in a file of the contest's format; equal matrices become one array."""
@@ -92,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             started = time.monotonic()
             try:
                 problem = read(path)
-                left = max(options.time_limit - (time.monotonic() - started), 0.5)
+                kept_back = min(KEPT_BACK * options.time_limit, 1.0)
+                left = max(options.time_limit - kept_back - (time.monotonic() - started), 0.5)
                 solution = solve(problem, time_limit=left, backend=backend, gap=options.gap)
             except AutoparError as error:
                 print(f"{path.name}: {error}", file=sys.stderr, flush=True)
