@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.ir import Output, Phase, TensorMeta
-from autopar.sharding import ShardingSpec, Strategy
+from autopar.mesh import Mesh
+from autopar.sharding import Halo, ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
 OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait", "decomposed"]
@@ -61,6 +62,7 @@ class Op:
         bucket: of a collective that carries several tensors, the step of each, in the order of ``reads`` and
             ``writes``; they have kind, axis and reduction in common with ``step``.
         in_place: of an all-reduce that overwrites its operand, which nothing else reads.
+        halos: of a compute op, rows that it reads of its neighbours' shards; ``seconds`` has their exchange.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Op:
     operand: int = -1
     kernels: tuple[str, ...] = ()
     in_place: bool = False
+    halos: tuple[Halo, ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -173,3 +176,15 @@ class Program:
     @property
     def collectives(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.is_collective)
+
+
+def shifted(op: Op, tensors: Mapping[str, LocalTensor], mesh: Mesh) -> tuple[tuple[Halo, int, int], ...]:
+    """The launches by which an op gets its halos: which, towards which neighbour (1 or -1), and the bytes sent."""
+    found = []
+    for h in op.halos:
+        shard = tensors[op.reads[h.operand]]
+        rows = -(-h.n // mesh.shape[h.axis])
+        for towards, count in ((1, h.before), (-1, h.after)):
+            if count:
+                found.append((h, towards, shard.bytes // rows * count))
+    return tuple(found)

@@ -5,6 +5,8 @@ Each is the same function of its (local) operands on every device and every mesh
 
 from __future__ import annotations
 
-from autopar.ops import attention, batch_norm, contract, cross_entropy, ctc, embedding, random
+from autopar.ops import attention, batch_norm, contract, convolution, cross_entropy, ctc, embedding, pooling, random
 
-__all__ = ["attention", "batch_norm", "contract", "cross_entropy", "ctc", "embedding", "random"]
+__all__ = [
+    "attention", "batch_norm", "contract", "convolution", "cross_entropy", "ctc", "embedding", "pooling", "random",
+]  # fmt: skip

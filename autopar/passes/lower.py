@@ -183,7 +183,7 @@ class _Builder:
         metas = tuple(self.graph.meta(v) for v in node.inputs)
         name, args, kwargs = localize(node, op.strategy, metas, self.mesh)
         # The same value may come in two specs as two operands, so operands go by position.
-        operands = iter(op.reads)
+        operands = iter(self._widened(op) if op.halos else op.reads)
         made = self._made_args(args, kwargs, operands)
         target = resolve_op(name)
         call = self.built.call_function(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
@@ -224,13 +224,32 @@ class _Builder:
             item = self.built.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
             self.values[tensor.name] = self._described(item, tensor)
 
+    def _widened(self, op: Op) -> list[str | fx.Node]:
+        """The op's operands; those with halos as windows, once the neighbours' rows are there."""
+        operands: list[str | fx.Node] = list(op.reads)
+        for h in op.halos:
+            own, name = self._read(op.reads[h.operand]), f"{identifier(op.name)}_{h.operand}"
+            launched = {
+                towards: self.built.call_function(
+                    spmd.shift, (self.rank, own), {"dim": h.dim, "axis": h.axis, "rows": rows, "towards": towards},
+                    name=f"{name}_{side}_launched",
+                )
+                for towards, rows, side in ((1, h.before, "before"), (-1, h.after, "after")) if rows
+            }  # fmt: skip
+            arrived = {t: self.built.call_function(spmd.wait, (p,), name=f"{name}_rows") for t, p in launched.items()}
+            along: dict[str, Any] = {"dim": h.dim, "axis": h.axis, "windows": h.windows, "n": h.n, "fill": h.fill}
+            around = (self.rank, own, arrived.get(1), arrived.get(-1))
+            operands[h.operand] = self.built.call_function(spmd.window, around, along, name=f"{name}_window")
+        return operands
+
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = tuple(self._argument(a, operands) for a in args)
         return made, {k: self._argument(v, operands) for k, v in kwargs}
 
     def _argument(self, arg: Any, operands: Any = None) -> Any:
         if isinstance(arg, Value):
-            return self._read(next(operands))
+            operand = next(operands)
+            return self._read(operand) if isinstance(operand, str) else operand
         if isinstance(arg, (LocalLength, LocalOffset)):
             return self._integer(arg)
         if isinstance(arg, (tuple, list)):

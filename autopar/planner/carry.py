@@ -9,8 +9,8 @@ from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.kernels import local_bytes
 from autopar.program import LocalTensor, Op, Program
-from autopar.sharding import ShardingSpec
-from autopar.strategies import strategies
+from autopar.sharding import Halo, ShardingSpec
+from autopar.strategies import halos, strategies
 
 
 def alike(one: Graph, other: Graph) -> bool:
@@ -35,7 +35,7 @@ def carried(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
         )
         metas |= {t.name: t.meta for t in writes}
         specs |= {t.name: t.spec for t in writes}
-        ops.append(replace(op, writes=writes))
+        ops.append(replace(op, writes=writes, halos=_halos(op, graph, mesh)))
     return replace(program, ops=tuple(ops))
 
 
@@ -47,18 +47,27 @@ def _made(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[Tensor
         return made if len(made) == len(op.writes) else None
     if op.kind == "decomposed":  # a product, and the operand that is gathered where others read it too
         return [*made, metas[op.reads[op.operand]]][: len(op.writes)] if made else None
-    return [metas[op.reads[0]] for _ in op.writes]
+    return [metas[name] for name in op.reads[: len(op.writes)]]
 
 
 def _possible(
     op: Op, graph: Graph, made: Sequence[TensorMeta], metas: dict[str, TensorMeta], specs: dict[str, ShardingSpec],
     mesh: Mesh,
 ) -> bool:  # fmt: skip
-    if op.kind == "redistribute" and op.step and not op.step.fits(specs[op.reads[0]], metas[op.reads[0]].shape, mesh):
+    steps = op.bucket or ((op.step,) if op.step is not None else ())
+    moved = zip(steps, op.reads, strict=False)
+    if op.kind == "redistribute" and not all(t.fits(specs[name], metas[name].shape, mesh) for t, name in moved):
         return False
     if not all(map(_fills, op.writes, made, [mesh] * len(made))):
         return False
     return op.strategy is None or op.strategy in _strategies(graph, graph.by_name[op.node], mesh)
+
+
+def _halos(op: Op, graph: Graph, mesh: Mesh) -> tuple[Halo, ...]:
+    if op.strategy is None or not op.halos:
+        return ()
+    node = graph.by_name[op.node]
+    return halos(node, op.strategy, tuple(graph.meta(v) for v in node.inputs), mesh) or ()
 
 
 def _strategies(graph: Graph, node: Node, mesh: Mesh) -> Sequence[object]:

@@ -21,7 +21,7 @@ from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
 from autopar.planner.packing import bucket_packing, packing
 from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
-from autopar.planner.transients import held_by_ring, local_op, transients
+from autopar.planner.transients import halo_bytes, held_by_ring, local_op, transients
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
 
@@ -277,6 +277,7 @@ class _Sweep:
         operands = tuple(self.layouts[name] for name in op.reads)
         now = self.op_at[at]
         made, aliased, self.extra[now] = self._run(node, strategy, operands, op.writes)
+        self.extra[now] += sum(halo_bytes(self.program.tensors[op.reads[h.operand]], h, self.mesh) for h in op.halos)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
             if aliased:

@@ -33,7 +33,8 @@ from autopar.planner.variables import Decisions, Handover, Variable, spec_made, 
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.solver import Edge
-from autopar.strategies import flops
+from autopar.strategies import flops, halos
+from autopar.strategies.registry import find_windows
 
 Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
@@ -149,7 +150,20 @@ class Prices:
         ops = np.array([total * executed_share(node) * o.work for o in options])
         moved = np.array([implementation(node, o, metas, self.mesh, self.cluster.device.kind)[1] for o in options])
         kind = kernel_kind(node, total)
-        return np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
+        seconds = np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
+        return seconds if find_windows(node) is None else seconds + self._exchanging(node, metas, options)
+
+    def _exchanging(self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy]) -> Array:
+        """Seconds in which neighbours send each other the rows of halos: nothing hides them."""
+        found = np.zeros(len(options))
+        for at, option in enumerate(options):
+            for h in halos(node, option, tuple(metas), self.mesh) or ():
+                meta, rows = metas[h.operand], -(-h.n // self.mesh.shape[h.axis])
+                costs = self.collectives.of(meta.dtype)
+                shard = math.prod(option.inputs[h.operand].local_shape(meta.shape, self.mesh)) * meta.itemsize
+                of_row = shard / rows
+                found[at] += sum(costs.seconds("permute", n * of_row, h.axis) for n in (h.before, h.after) if n)
+        return found
 
     def pairs(
         self, meta: TensorMeta, sources: tuple[ShardingSpec, ...], targets: tuple[ShardingSpec, ...],

@@ -20,7 +20,8 @@ from autopar.planner.transfers import place_transfers, state_seconds, transfer_s
 from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.planner.waits import place_waits
 from autopar.program import LocalTensor, Op, Program
-from autopar.sharding import ShardingSpec, Step, Strategy
+from autopar.sharding import Halo, ShardingSpec, Step, Strategy
+from autopar.strategies import halos
 
 AGAIN = "|again"
 """Marks the ops and tensors of a second run in the backward."""
@@ -43,6 +44,7 @@ class _Way(NamedTuple):
     alias: bool
     kernels: tuple[str, ...]
     results: tuple[tuple[int, TensorMeta, ShardingSpec, int], ...]
+    halos: tuple[Halo, ...] = ()
 
 
 @dataclass
@@ -150,9 +152,11 @@ class _Scheduler:
                 for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True))
                 if meta is not None and spec is not None
             )
+            metas = tuple(self.graph.meta(v) for v in node.inputs)
             way = self.ways[key] = _Way(
-                seconds, node.packet in VIEWS and bool(node.inputs), (kernel,) if kernel else (), results
-            )
+                seconds, node.packet in VIEWS and bool(node.inputs), (kernel,) if kernel else (), results,
+                halos(node, strategy, metas, self.mesh) or (),
+            )  # fmt: skip
         return way
 
     def _run(
@@ -176,7 +180,7 @@ class _Scheduler:
             Op(
                 f"{node.name}{mark}", "input" if placeholder else "compute", node.name, reads, tuple(writes), phase,
                 strategy=None if placeholder else strategy, seconds=way.seconds, alias=way.alias,
-                kernels=way.kernels,
+                kernels=way.kernels, halos=way.halos,
             )
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ def formulas(graphs: Sequence[Graph], corners: Sequence[Sizes], program: Program
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
     inputs = {t.name for op in program.ops if op.kind == "input" for t in op.writes}
     saved = [t for op in program.ops if op.phase == "forward" for t in op.writes if t.name in read - inputs]
-    sent = [program.tensors[_priced(op)] for op in program.ops if op.is_collective]
+    sent = [program.tensors[name] for op in program.ops if op.is_collective for name in _priced(op)]
     found = {
         "flops": _flops(graphs[0], lengths, symbols),
         "saved_bytes": sum(_bytes(t, of_tensor[t.name], mesh) for t in saved if program.root[t.name] == t.name),
@@ -114,7 +114,7 @@ def _lengths_of_tensors(
             present = [i for i, m in enumerate(graph.by_name[op.node].outputs) if m is not None]
             found |= {t.name: lengths[op.node, i] for t, i in zip(op.writes, present, strict=True)}
         else:
-            found |= {t.name: found[op.reads[0]] for t in op.writes}
+            found |= {t.name: found[source] for t, source in zip(op.writes, op.reads, strict=False)}
     return found
 
 
@@ -134,9 +134,9 @@ def _local(shape: Lengths, spec: ShardingSpec, mesh: Mesh) -> list[Any]:
     return made
 
 
-def _priced(op: Op) -> str:
+def _priced(op: Op) -> Sequence[str]:
     gathers = op.step is not None and op.step.kind == "all_gather"
-    return op.writes[0].name if gathers else op.reads[0]
+    return [t.name for t in op.writes] if gathers else op.reads
 
 
 def _flops(graph: Graph, lengths: Mapping[tuple[str, int], Lengths], symbols: Mapping[str, sympy.Symbol]) -> Any:

@@ -17,7 +17,8 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.contraction import terms
 from autopar.planner.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
-from autopar.sharding import Step, Strategy
+from autopar.program import LocalTensor
+from autopar.sharding import Halo, Step, Strategy
 
 SCALARS = 64
 """Bytes of the 0-dim tensors that Python numbers become on the way."""
@@ -60,6 +61,15 @@ def transients(op: LocalOp) -> int:
     """Bytes beside operands and results; 0 where nothing is known of the op."""
     formula = FORMULAS.get(op.node.packet)
     return formula(op) if formula is not None and op.operands else 0
+
+
+def halo_bytes(shard: LocalTensor, h: Halo, mesh: Mesh) -> int:
+    """While an op waits for its neighbours' rows: what is sent, what arrives, both joined with the rank's own rows,
+    the window that is taken of that, and in a gradient twice as many rows that the kernel makes."""
+    own = -(-h.n // mesh.shape[h.axis])
+    exchanged = h.before + h.after
+    rows = 2 * exchanged + (own + exchanged if exchanged else 0) + 3 * max(h.rows, own)
+    return shard.bytes // own * rows
 
 
 def local_op(

@@ -24,7 +24,7 @@ from autopar.plans.records import Action, Activation, BaselineRecord, Collective
 from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from, program_to
 from autopar.plans.table import table
-from autopar.program import Program
+from autopar.program import Program, shifted
 from autopar.sharding import ShardingSpec
 
 FORMAT_VERSION = 2
@@ -93,21 +93,25 @@ class Plan:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """One record for each launch, in the order of the program."""
+        """One record for each launch, in the order of the program; the seconds of halos are those of their op."""
         known = self.facts.names if self.facts else {}
 
         def named(tensor: str) -> str:
             value = tensor.split("|", maxsplit=1)[0]
             return known.get(value, value)
 
-        return tuple(
-            Collective(
-                op.step.kind, tuple(map(named, op.reads)), op.step.axis, op.wire_bytes, op.step_s or op.seconds,
-                op.phase,
-            )
-            for op in self.program.ops
-            if op.step is not None and op.exchanges
-        )
+        found = []
+        for op in self.program.ops:
+            if op.step is not None and op.exchanges:
+                tensors = tuple(map(named, op.reads))
+                seconds = op.step_s or op.seconds
+                found.append(Collective(op.step.kind, tensors, op.step.axis, op.wire_bytes, seconds, op.phase))
+            sent = shifted(op, self.program.tensors, self.mesh) if op.halos else ()
+            found += [
+                Collective("permute", (named(op.reads[h.operand]),), h.axis, nbytes, 0.0, op.phase)
+                for h, _, nbytes in sent
+            ]
+        return tuple(found)
 
     @property
     def offloaded_optimizer(self) -> tuple[str, ...]:

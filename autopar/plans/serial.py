@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from autopar.ir import Output, TensorMeta, Value
 from autopar.program import Arrangement, LocalTensor, Op, Program
-from autopar.sharding import ShardingSpec, Step, Strategy
+from autopar.sharding import Halo, ShardingSpec, Step, Strategy
 
 
 def program_to(program: Program) -> dict[str, Any]:
@@ -51,6 +51,11 @@ def _op_to(op: Op) -> dict[str, Any]:
         data |= {"step_s": op.step_s, "operand": op.operand}
     if op.kernels:
         data["kernels"] = list(op.kernels)
+    if op.halos:
+        data["halos"] = [
+            [h.operand, h.dim, h.axis, [list(w) for w in h.windows], h.before, h.after, h.n, str(h.fill)]
+            for h in op.halos
+        ]
     return data
 
 
@@ -87,5 +92,10 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
         data.get("launch_s", 0.0), tuple(map(_step_from, data.get("bucket", ()))),
         data.get("step_s", 0.0), data.get("operand", -1), tuple(data.get("kernels", ())),
-        data.get("in_place", False),
+        data.get("in_place", False), tuple(map(_halo_from, data.get("halos", ()))),
     )  # fmt: skip
+
+
+def _halo_from(data: Sequence[Any]) -> Halo:
+    operand, dim, axis, windows, before, after, n, fill = data
+    return Halo(operand, dim, axis, tuple((a, b) for a, b in windows), before, after, n, float(fill))

@@ -2,6 +2,7 @@
 
 from autopar.sharding.adjoint import Adjoint, adjoint_path
 from autopar.sharding.greedy import find_path, greedy_path
+from autopar.sharding.halo import Halo
 from autopar.sharding.local import LocalLength, LocalOffset, local_length
 from autopar.sharding.pareto import Line, LinearPricing, ParetoSet, pareto_set
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
@@ -13,6 +14,7 @@ from autopar.sharding.strategy import Strategy
 __all__ = [
     "Adjoint",
     "CollectivePricing",
+    "Halo",
     "Line",
     "LinearPricing",
     "LocalLength",

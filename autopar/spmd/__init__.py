@@ -25,6 +25,7 @@ from autopar.spmd.collectives import (
     step_call,
     wait,
 )
+from autopar.spmd.halos import shift, window
 from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.products import PRODUCTS, gather_product, product_scatter, simulate_product
@@ -37,6 +38,6 @@ __all__ = [
     "Results", "Transfer", "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all",
     "allocating_on_host", "apply_step", "arrived", "bucket_call", "device", "fetch", "from_placements",
     "gather_product", "host_memory", "length", "local_ranks", "offload", "offset", "permute", "product_scatter",
-    "reduce_scatter", "reduce_scatter_bucket", "resolve", "section", "simulate", "simulate_product", "simulate_step",
-    "slice_shard", "step_call", "to_placements", "wait",
+    "reduce_scatter", "reduce_scatter_bucket", "resolve", "section", "shift", "simulate", "simulate_product",
+    "simulate_step", "slice_shard", "step_call", "to_placements", "wait", "window",
 ]  # fmt: skip

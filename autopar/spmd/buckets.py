@@ -19,6 +19,7 @@ from autopar.sharding.redistribution import Step
 from autopar.sharding.spec import Reduction, ShardingSpec, chunk
 from autopar.spmd import collectives
 from autopar.spmd.collectives import Pending, _joined, _launch, _padded, _rows, step_call
+from autopar.spmd.halos import shift
 from autopar.spmd.ranks import Exchange, Rank
 
 
@@ -96,5 +97,5 @@ def _unpack_gathered(
     return tuple(_joined(row.view(row.shape[0], *s), dim, n) for row, s, dim, n in rows)
 
 
-COLLECTIVES = collectives.COLLECTIVES | {all_reduce_bucket, reduce_scatter_bucket, all_gather_bucket}
+COLLECTIVES = collectives.COLLECTIVES | {all_reduce_bucket, reduce_scatter_bucket, all_gather_bucket, shift}
 """All functions that exchange data between ranks, of one tensor or of several."""

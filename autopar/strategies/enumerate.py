@@ -13,10 +13,11 @@ from functools import lru_cache
 
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
+from autopar.sharding.halo import Halo
 from autopar.sharding.spec import Reduction, ShardingSpec, length
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.notation import Bound, Equation, bind, parse
-from autopar.strategies.registry import LinearSets, Metas, Rule, find_rule, on_change
+from autopar.strategies.registry import LinearSets, Metas, Rule, find_rule, find_windows, on_change
 
 _cache: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
 _bounds: dict[tuple[object, ...], Bound | None] = {}
@@ -87,9 +88,21 @@ def _enumerate(node: Node, metas: Metas, mesh: Mesh) -> Iterator[Strategy]:
     options = [_choices(fitted, linear, k) for k in mesh.shape]
     for axes in itertools.product(*options):
         made = _strategy(fitted, axes, linear, even, rule.reduction, mesh)
+        if made is not None and _sliding(fitted, axes) and halos(node, made, metas, mesh) is None:
+            continue
         if made is not None and (made.inputs, made.outputs) not in seen:
             seen.add((made.inputs, made.outputs))
             yield made
+
+
+def _sliding(fitted: Bound, axes: Sequence[str]) -> bool:
+    return any(a in fitted.tied for a in axes)
+
+
+def halos(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
+    """The rows that the strategy's op reads of its neighbours' shards; None where it cannot have them."""
+    find = find_windows(node)
+    return () if find is None else find(node, strategy, metas, mesh)
 
 
 def _choices(fitted: Bound, linear: LinearSets, ways: int) -> tuple[str, ...]:
@@ -103,7 +116,8 @@ def _strategy(
 ) -> Strategy | None:
     """The strategy in which mesh axis ``i`` does ``axes[i]``, or None where shapes forbid it."""
     cuts = {f: tuple(i for i, a in enumerate(axes) if a == f) for f in axes if f in fitted.sizes}
-    if not all(_fits(fitted.sizes[f], at, mesh, f in even) for f, at in cuts.items()):
+    lengths = ((n, f, at) for f, at in cuts.items() for n in (fitted.sizes[f], *fitted.tied.get(f, ())))
+    if not all(_fits(n, at, mesh, f in even) for n, f, at in lengths):
         return None
     partial_in: list[dict[int, Reduction]] = [{} for _ in fitted.inputs]
     passed: dict[int, Reduction] = {}

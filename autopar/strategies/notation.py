@@ -9,6 +9,7 @@
                when those before it have been cut down to one element
 ``1``          a dim of one element
 ``...``        any number of leading dims, aligned from the right, broadcast; ``[...]`` is never cut
+``name'``      a dim of another length that goes along with factor ``name``: both are cut, or neither
 =============  =====================================================================================
 
 ``-`` is a scalar, ``name=4`` states a size that no dim shows by itself. A factor that no output term has is a
@@ -21,13 +22,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from autopar.errors import RuleError
 from autopar.ir import TensorMeta
 
-_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*(?:=\d+)?|1(?!\w)|[\[\]()/])")
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*'?(?:=\d+)?|1(?!\w)|[\[\]()/])")
 _HINT = 'write one term an operand, as in "m k, k n -> m n".'
 
 
@@ -71,6 +72,7 @@ class Bound:
         outputs: likewise for each result; None where it is absent.
         whole: for each result, the factors it lacks and is yet not partial over.
         cuttable: the factors that a mesh axis may take, in order of appearance.
+        tied: the other lengths that are cut with a factor.
     """
 
     sizes: Mapping[str, int]
@@ -78,6 +80,7 @@ class Bound:
     outputs: tuple[tuple[tuple[str, ...], ...] | None, ...]
     whole: tuple[frozenset[str], ...]
     cuttable: tuple[str, ...]
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=65536)
@@ -142,7 +145,7 @@ class _Reader:
             token = tokens.pop(0) if tokens else ""
             self.expect(tokens, "]")
         name, _, size = token.partition("=")
-        if not name.isidentifier() or re.fullmatch(r"P\d+", name):
+        if not name.removesuffix("'").isidentifier() or re.fullmatch(r"P\d+", name):
             raise self.error(f"{token or 'the end'!r} stands where a factor's name should.")
         if bracketed:
             self.fixed.add(name)
@@ -204,9 +207,13 @@ def bind(equation: Equation, inputs: tuple[TensorMeta, ...], outputs: tuple[Tens
             hint="equal names need equal sizes; a dim of one element broadcasts.",
         ) from None
     cut = [
-        None if f is None else tuple(() if n == 1 else d for d, n in zip(f, s, strict=True))
+        None if f is None else tuple(() if n == 1 else tuple(map(_leader, d)) for d, n in zip(f, s, strict=True))
         for f, s in zip(fitted, shapes, strict=True)
     ]
+    tied: dict[str, tuple[int, ...]] = {}
+    for follower, n in sizes.items():
+        if follower != _leader(follower):
+            tied[_leader(follower)] = (*tied.get(_leader(follower), ()), n)
     fixed = {f for f in sizes if f in equation.fixed or (f.startswith(".") and "..." in equation.fixed)}
     split = len(inputs)
     return Bound(
@@ -214,8 +221,13 @@ def bind(equation: Equation, inputs: tuple[TensorMeta, ...], outputs: tuple[Tens
         tuple(c for c in cut[:split] if c is not None),
         tuple(cut[split:]),
         tuple(t.independent for t in equation.outputs),
-        tuple(f for f, n in sizes.items() if n > 1 and f not in fixed),
+        tuple(f for f, n in sizes.items() if min(n, *tied.get(f, (n,))) > 1 and f not in fixed and f == _leader(f)),
+        tied,
     )
+
+
+def _leader(factor: str) -> str:
+    return factor.removesuffix("'")
 
 
 class _MisfitError(Exception):

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, Union
 from autopar.errors import RuleError
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
+from autopar.sharding.halo import Halo
 from autopar.sharding.local import LocalLength, LocalOffset
 from autopar.sharding.spec import REDUCTIONS, Reduction
 from autopar.sharding.strategy import Strategy
@@ -26,6 +27,7 @@ LinearSets: TypeAlias = tuple[tuple[int, ...], ...]
 Notation: TypeAlias = Union[str, Callable[[Node, Metas], str]]
 Linear: TypeAlias = Union[LinearSets, Callable[[Node, Metas], LinearSets]]
 Flops: TypeAlias = Union[str, Callable[[Node, Metas], float]]
+Windows: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], Union[tuple[Halo, ...], None]]
 Lowering: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], LocalCall]
 
 
@@ -76,6 +78,7 @@ class Rule:
 
 _rules: dict[str, Rule] = {}
 _lowerings: dict[str, Lowering] = {}
+_windows: dict[str, Windows] = {}
 _on_change: list[Callable[[], None]] = []
 
 
@@ -138,6 +141,19 @@ def lowering(op: object, *, override: bool = False) -> Callable[[Lowering], Lowe
     return register
 
 
+def windows(op: object) -> Callable[[Windows], Windows]:
+    """Decorator: the function says which rows each rank reads along a dim that is cut with a factor ``name'``.
+
+    It gives nothing where the neighbours' shards do not have them: there is no such strategy then.
+    """
+
+    def register(function: Windows) -> Windows:
+        _windows[op_name(op)] = function
+        return function
+
+    return register
+
+
 def register_rule(op: object, notation: Notation, **options: Any) -> None:
     """Say how a custom op may be sharded, with a named factor for each dim.
 
@@ -173,6 +189,10 @@ def find_lowering(node: Node) -> Lowering | None:
     return _lowerings.get(node.op) or _lowerings.get(node.packet)
 
 
+def find_windows(node: Node) -> Windows | None:
+    return _windows.get(node.op) or _windows.get(node.packet)
+
+
 def registered() -> Mapping[str, Rule]:
     """Every rule, by op."""
     return dict(_rules)
@@ -187,6 +207,7 @@ def remove(op: object) -> None:
     """Forget the rule and the lowering of ``op``, if any."""
     _rules.pop(op_name(op), None)
     _lowerings.pop(op_name(op), None)
+    _windows.pop(op_name(op), None)
     _changed()
 
 

@@ -134,6 +134,26 @@ def convolution() -> Iterator[Sample]:
         grad, sizes = x(*forward.results[0].shape), [outs] if biased else None
         yield sample(aten.convolution_backward.default, grad, i, w, sizes, *options, [True, True, biased])
     yield sample(aten.convolution_backward.default, grad, i, w, None, *options, [False, True, False])
+    yield from slides()
+
+
+def slides() -> Iterator[Sample]:
+    """Kernels along a dim that is cut: with halos, without, and where rows of the result and of x do not match."""
+    cases: list[tuple[int, int, int, int, int]] = [  # rows, kernel, stride, padding, dilation
+        (6, 1, 1, 0, 1), (8, 2, 2, 0, 1), (9, 3, 1, 1, 1), (12, 3, 2, 1, 1), (13, 5, 2, 2, 1), (12, 3, 1, 2, 2),
+        (9, 3, 1, 0, 1), (12, 1, 2, 0, 1), (11, 4, 3, 1, 1),
+    ]  # fmt: skip
+    for rows, kernel, stride, padding, dilation in cases:
+        i, w, b = x(2, 3, rows, 3), x(4, 3, kernel, 2), x(4)
+        options = ([stride, 1], [padding, 1], [dilation, 1], False, [0, 0], 1)
+        forward = sample(aten.convolution.default, i, w, b, *options)
+        yield forward
+        grad = x(*forward.results[0].shape)
+        yield sample(aten.convolution_backward.default, grad, i, w, [4], *options, [True, True, True])
+    forward = sample(aten.convolution.default, x(2, 4, 8), x(4, 1, 3), None, [1], [1], [1], False, [0], 4)
+    yield forward
+    rest = ([1], [1], [1], False, [0], 4, [True, False, False])
+    yield sample(aten.convolution_backward.default, x(2, 4, 8), *forward.operands, None, *rest)
 
 
 def resampling() -> Iterator[Sample]:
@@ -152,6 +172,7 @@ def resampling() -> Iterator[Sample]:
         pool = sample(overload(f"adaptive_max_pool{n}d"), image, [2] * n)
         yield pool
         yield sample(overload(f"adaptive_max_pool{n}d_backward"), small, image, pool.results[1])
+    yield from pools()
     pool = aten.max_pool2d_with_indices.default(distinct(4, 3, 4, 4), [2, 2])
     yield sample(aten.max_unpool2d.default, *pool, [4, 4])
     yield from resizes()
@@ -163,6 +184,26 @@ def resampling() -> Iterator[Sample]:
         yield sample(overload(f"grid_sampler_{n}d_backward"), grad, image, grid, 0, 0, False, [True, True])
     yield sample(aten.im2col.default, x(2, 4, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2])
     yield sample(aten.col2im.default, x(2, 16, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2])
+
+
+def pools() -> Iterator[Sample]:
+    """Windows along rows that are cut: overlapping, padded, strided, dilated, and those whose rows stay whole."""
+    cases: list[tuple[int, int, int, int]] = [(8, 3, 2, 1), (9, 3, 1, 1), (12, 2, 2, 0), (11, 3, 2, 0), (13, 3, 2, 1)]
+    for rows, kernel, stride, padding in cases:
+        image, window = distinct(2, 2, rows, 5), ([kernel, 2], [stride, 2], [padding, 1])
+        pool = sample(aten.max_pool2d_with_indices.default, image, *window)
+        yield pool
+        grad = x(*pool.results[0].shape)
+        backward = aten.max_pool2d_with_indices_backward.default
+        yield sample(backward, grad, image, *window, [1, 1], False, pool.results[1])
+        for include, divisor in ((True, None), (False, None), (True, 3)):
+            yield sample(aten.avg_pool2d.default, image, *window, False, include, divisor)
+            yield sample(aten.avg_pool2d_backward.default, grad, image, *window, False, include, divisor)
+    wide = ([3, 3], [2, 2], [1, 1], [2, 1])
+    pool = sample(aten.max_pool2d_with_indices.default, distinct(2, 2, 13, 4), *wide)
+    yield pool
+    yield sample(backward, x(*pool.results[0].shape), *pool.operands, *wide, False, pool.results[1])
+    yield sample(aten.max_pool2d_with_indices.default, distinct(2, 2, 8, 4), [3, 3], [2, 2], [1, 1], [1, 1], True)
 
 
 def resizes() -> Iterator[Sample]:

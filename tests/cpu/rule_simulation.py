@@ -15,9 +15,10 @@ from torch import Tensor
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.sharding import ShardingSpec, Strategy
+from autopar.sharding.halo import Halo
 from autopar.sharding.local import LocalLength, LocalOffset
 from autopar.sharding.spec import length, offset
-from autopar.strategies import localize, strategies
+from autopar.strategies import halos, localize, strategies
 
 MESHES = (Mesh((2,)), Mesh((2, 2)), Mesh((3,)))
 TOLERANCE = 1e-9  # of float64, for results that are not whole numbers
@@ -93,6 +94,8 @@ def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
     ranks = [mesh.coordinate(r) for r in range(mesh.size)]
     op, args, kwargs = localize(case.node, strategy, case.metas, mesh)
     shards = [shard(t, spec, mesh) for t, spec in zip(case.operands, strategy.inputs, strict=True)]
+    for h in halos(case.node, strategy, case.metas, mesh) or ():
+        shards[h.operand] = {rank: windowed(shards[h.operand], h, rank) for rank in ranks}
     results = {}
     for rank in ranks:
         operands = iter([s[rank] for s in shards])
@@ -121,6 +124,23 @@ def shard(whole: Tensor, spec: ShardingSpec, mesh: Mesh) -> dict[tuple[int, ...]
         part = summands[tuple(rank[a] for a in summing)]
         held[rank] = part[spec.local_slices(whole.shape, mesh, rank)].contiguous()
     return held
+
+
+def windowed(held: dict[tuple[int, ...], Tensor], h: Halo, rank: tuple[int, ...]) -> Tensor:
+    """The rank's window, from its own rows and those that its neighbours send; no others are there."""
+    at, ways = rank[h.axis], len(h.windows)
+
+    def neighbour(step: int) -> Tensor:
+        return held[(*rank[: h.axis], (at + step) % ways, *rank[h.axis + 1 :])]
+
+    own, (start, stop) = held[rank], h.windows[at]
+    size = -(-h.n // ways)
+    before = neighbour(-1).narrow(h.dim, neighbour(-1).shape[h.dim] - h.before, h.before)
+    joined = torch.cat([before, own, neighbour(1).narrow(h.dim, 0, h.after)], h.dim)
+    first, last = max(start, 0), min(stop, h.n)
+    inner = joined.narrow(h.dim, first - (at * size - h.before), last - first)
+    pads = [0, 0] * (own.ndim - 1 - h.dim) + [first - start, stop - last]
+    return torch.nn.functional.pad(inner, pads, value=h.fill)
 
 
 def _split(whole: Tensor, parts: int) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError
+from tests.halo_models import Sliding, image
 from tests.multiprocess.pool import RankPool
 
 VOCABULARY, HEADS, HEAD = 257, 5, 3
@@ -103,3 +104,28 @@ def test_a_rank_alone_with_another_call_stops_all_ranks_at_once(pool: RankPool):
         assert "gradients: True on rank 0, False on rank 1" in said["gradients"][1]
     assert (first["kind"][0], second["kind"][0]) == ("RankError", "InputError")
     assert first["loss"] == second["loss"]
+
+
+def _halos() -> dict[str, Any]:
+    x = image(33, 2)
+    torch.manual_seed(0)
+    reference = Sliding().double()
+    found: dict[str, Any] = {"halos": 0, "worst": 0.0}
+    for seed in range(3):
+        torch.manual_seed(0)
+        model = autopar.autoparallelize(Sliding().double(), x, mesh=(2,), search=f"random:{seed}", time_limit=2)
+        reference.zero_grad()
+        losses = [m(x) for m in (reference, model)]
+        for loss in losses:
+            loss.backward()
+        found["halos"] += sum(bool(op.halos) for op in model.plan.program.ops)
+        pairs = zip(reference.parameters(), model.parameters(), strict=True)
+        distances = [(p.grad - q.grad.full_tensor()).abs().max().item() for p, q in pairs]
+        found["worst"] = max(found["worst"], abs((losses[0] - losses[1]).item()), *distances)
+    return found
+
+
+def test_halos_are_exchanged(pool: RankPool):
+    for found in pool.run(_halos):
+        assert found["halos"] > 3
+        assert found["worst"] < 1e-12

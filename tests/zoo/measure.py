@@ -29,7 +29,7 @@ from tests.zoo.entry import Entry
 LEAST = 0.95
 """Of the operations, and of the bytes of activations, that must be in ops that can be sharded."""
 
-MESHES = ((1,), (4,), (2, 2), (2, 2, 2))
+MESHES = ((4,), (2, 2), (2, 2, 2))
 
 
 @dataclass(frozen=True)

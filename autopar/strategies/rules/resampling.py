@@ -23,10 +23,11 @@ def _unpooled(n: int, *, indices: bool = False) -> str:
 LINEAR: LinearSets = ((0,),)
 
 for _n in (2, 3):
-    rule(f"aten.max_pool{_n}d_with_indices", _pooled(_n, results=2))
-    rule(f"aten.max_pool{_n}d_with_indices_backward", _unpooled(_n, indices=True), linear=LINEAR)
-    rule(f"aten.avg_pool{_n}d", _pooled(_n), linear=LINEAR)
-    rule(f"aten.avg_pool{_n}d_backward", _unpooled(_n), linear=LINEAR)
+    if _n == 3:  # of images see ``pooling``
+        rule("aten.max_pool3d_with_indices", _pooled(3, results=2))
+        rule("aten.max_pool3d_with_indices_backward", _unpooled(3, indices=True), linear=LINEAR)
+        rule("aten.avg_pool3d", _pooled(3), linear=LINEAR)
+        rule("aten.avg_pool3d_backward", _unpooled(3), linear=LINEAR)
     rule(f"aten._adaptive_avg_pool{_n}d", _pooled(_n), linear=LINEAR)
     rule(f"aten._adaptive_avg_pool{_n}d_backward", _unpooled(_n), linear=LINEAR)
     rule(f"aten.adaptive_max_pool{_n}d", _pooled(_n, results=2))
