@@ -87,12 +87,10 @@ class Finalist:
 
     @property
     def arranged(self) -> Solution:
-        """The solution with its cost and its bound lower by what arranging saved."""
-        s = self.solution
-        bound = min(s.lower_bound, s.objective)
-        return replace(
-            s, objective=max(s.objective - self.saved_s, 0.0), lower_bound=max(bound - self.saved_s, 0.0)
-        )  # fmt: skip
+        """The solution with its cost lower by what arranging saved. Its bound is one for programs that launch their
+        collectives one by one, and no higher than the cost."""
+        cost = max(self.solution.objective - self.saved_s, 0.0)
+        return replace(self.solution, objective=cost, lower_bound=min(self.solution.lower_bound, cost))
 
     def record(self, budget: float) -> BaselineRecord:
         """The figures that a comparison shows."""

@@ -44,8 +44,9 @@ class Plan:
         program: the local program: every op's strategy, every redistribution, in order.
         specs: of parameters, buffers, inputs, outputs, modules' outputs and graph nodes, by name.
         activations: what the backward reads of the forward, by node.
-        objective: seconds of the solver's cost; ``lower_bound`` is what no plan can beat. Both are lower by what
-            arranging the plan's collectives took off its simulated step.
+        objective: seconds of the solver's cost; ``lower_bound`` is what no plan can beat. The cost is
+            lower by what arranging the plan's collectives took off its simulated step, and the bound is for programs
+            that launch them one by one.
         step_time: seconds of a step, by simulating its compute and communication streams.
         peak_memory: bytes on the fullest device; ``memory`` is what they are at that moment.
         host_memory: the most bytes that a device's host holds for it: offloaded activations and optimizer state.
