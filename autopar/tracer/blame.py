@@ -28,6 +28,11 @@ _KNOWN = {
 }
 """What helps, by words of torch's error."""
 
+_EXPERTS = (
+    'this loop goes over the experts that were hit: call model.set_experts_implementation("grouped_mm"), or '
+    '"batched_mm", before; both are captured.'
+)
+
 _NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_dense", "tolist", "__format__")
 
 
@@ -57,7 +62,7 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     return CaptureError(
         f"{type(model).__name__} cannot be captured{f' because of {where}' if where else ''}.",
         found=f"{type(error).__name__}: {reason}",
-        hint=_hint(error),
+        hint=_EXPERTS if "expert" in where and "transformers" in where else _hint(error),
     )
 
 
