@@ -132,7 +132,9 @@ def _name_graph(
             names.of[node] = _free(_of_launch(node, names), taken) + LAUNCHED
             continue
         elif _arrives(node):
-            names.of[node] = names.of[node.args[0]].removesuffix(LAUNCHED)
+            launched = names.of[node.args[0]]
+            halo = not launched.endswith(LAUNCHED)  # rows of a neighbour, which are no tensor of the program
+            names.of[node] = _free(f"{launched}_rows", taken) if halo else launched.removesuffix(LAUNCHED)
             continue
         else:
             wanted = _of_call(node, names, last, prefix)
