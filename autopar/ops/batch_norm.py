@@ -56,7 +56,10 @@ def _batch_norm_fake(
 def _backward_reduce(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     dtype = _statistics_dtype(x, mean)
     if x.device.type == "cpu" and x.numel() and grad.dtype == x.dtype == mean.dtype == rstd.dtype:
-        # torch's kernel for the whole gradient, asked for these two sums alone, takes a single pass.
+        # torch's kernel for the whole gradient, asked for these two sums alone, takes a single pass. In four dims it is
+        # wrong where x is channels-last and grad's strides fit both layouts, as with one sample or one column.
+        if x.dim() > 3:
+            x, grad = x.flatten(2), grad.flatten(2)
         _, sum_grad_xhat, sum_grad = torch.ops.aten.native_batch_norm_backward(
             grad, x, torch.ones_like(mean), None, None, mean, rstd, True, 0.0, [False, True, True]
         )

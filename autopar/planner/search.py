@@ -127,7 +127,7 @@ def plan_graph(
         return made
     left_s = max(options.time_limit_s - (time.perf_counter() - started), options.time_limit_s * WITHOUT_SHARE)
     plain = replace(options, async_tensor_parallel=False, time_limit_s=left_s)
-    return _shorter(made, lambda: plan_graph(graph, mesh, cluster, plain, progress, compare=False))
+    return _shorter(made, lambda: plan_graph(graph, mesh, cluster, plain, progress, compare=compare))
 
 
 def _is_decomposed(program: Program) -> bool:

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -91,3 +93,21 @@ def _forward_and_backward(x, grad, mean, rstd, count):
     sums = OPS.batch_norm_backward_reduce(grad, x, mean, rstd)
     dx = OPS.batch_norm_backward_input(grad, x, None, mean, rstd, *sums, count=count)
     return OPS.batch_norm(x, None, None, mean, rstd, count=count), *sums, dx
+
+
+def test_sums_of_the_gradient_do_not_hang_on_strides() -> None:
+    """torch's kernel is wrong for tensors whose strides fit contiguous and channels-last alike."""
+    torch.manual_seed(0)
+    for shape in [(1, 2, 16, 3), (1, 16, 16, 1), (17, 5, 3, 1), (3, 5, 1, 2), (2, 3, 4, 5), (1, 8, 3, 1)]:
+        for x_order, grad_order in itertools.product(itertools.permutations(range(4)), repeat=2):
+            x, grad = (_laid_out(shape, order) for order in (x_order, grad_order))
+            mean, rstd = torch.randn(shape[1], dtype=torch.float64), torch.rand(shape[1], dtype=torch.float64)
+            sum_grad, sum_grad_xhat = torch.ops.autopar.batch_norm_backward_reduce(grad, x, mean, rstd)
+            centred = x - mean[:, None, None]
+            torch.testing.assert_close(sum_grad, grad.sum((0, 2, 3)))
+            torch.testing.assert_close(sum_grad_xhat, (centred * grad).sum((0, 2, 3)) * rstd)
+
+
+def _laid_out(shape, order):
+    """A random tensor whose dims lie in memory in ``order``."""
+    return torch.randn([shape[i] for i in order], dtype=torch.float64).permute([order.index(i) for i in range(4)])
