@@ -46,11 +46,15 @@ def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _fake(
-    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, at: int, rows: list[int], **_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, mask: list[bool], at: int,
+    rows: list[int], **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x0, x1 = rows[5 * at : 5 * at + 2]
-    bias = weight.new_empty(bias_sizes or [0])
-    return x.new_empty([*x.shape[:2], x1 - x0, *x.shape[3:]]), torch.empty_like(weight), bias
+    return (
+        x.new_empty([*x.shape[:2], x1 - x0, *x.shape[3:]] if mask[0] else [0]),
+        weight.new_empty(weight.shape if mask[1] else [0]),
+        weight.new_empty((bias_sizes or [0]) if mask[2] else [0]),
+    )
 
 
 define(

@@ -82,6 +82,28 @@ def _cases(dtype):
             (torch.randn(9, 2, 5, dtype=dtype).log_softmax(-1), LABELS, torch.tensor([9, 8]), torch.tensor([3, 2])),
             dict(blank=0, zero_infinity=True),
         ),
+        *_halo_cases(dtype),
+    ]
+
+
+def _halo_cases(dtype):
+    """Rows 2 and 3 of an image of 6 rows, with what came of the neighbours."""
+    kernel = torch.randn(3, 4, 3, 3, dtype=dtype)
+    grad, rows = torch.randn(2, 3, 4, 5, dtype=dtype), torch.randn(2, 4, 4, 5, dtype=dtype)
+    convolved = dict(stride=[1, 1], padding=[1, 1], dilation=[1, 1], groups=1, at=0, rows=[2, 4, 2, 4, 1])
+    pool = dict(kernel=[2, 2], stride=[2, 2], padding=[0, 0])
+    pooled, image = torch.randn(2, 4, 2, 3, dtype=dtype), torch.randn(2, 4, 4, 6, dtype=dtype)
+    index = torch.randint(0, 36, pooled.shape)
+    return [
+        ("convolution_rows_backward", (grad, rows, kernel), dict(bias_sizes=[3], mask=[True] * 3, **convolved)),
+        (
+            "convolution_rows_backward",
+            (grad, rows, kernel),
+            dict(bias_sizes=None, mask=[True, False, False], **convolved),
+        ),
+        ("max_pool_rows", (image,), dict(dilation=[1, 1], at=0, starts=[1], **pool)),
+        ("max_pool_rows_backward", (pooled, image, index), dict(at=0, starts=[1])),
+        ("avg_pool_rows_backward", (pooled, image), dict(include=True, divisor=None, at=0, rows=[0, 0], **pool)),
     ]
 
 
