@@ -33,8 +33,8 @@ from autopar.solver.clock import now
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
-WITHOUT_SHARE = 0.1
-"""Of the time, at least, for the plan in which no product is decomposed."""
+WITHOUT_SHARE = 0.3
+"""Of the time, what is kept for the plan in which no product is decomposed, where the search may decompose some."""
 
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
@@ -116,16 +116,21 @@ def plan_graph(
     compared = _rivals(objective, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
     arranging_s = min(ARRANGING * (priced - started), ARRANGING_SHARE * options.time_limit_s)
-    best = search.best(compared, began + options.time_limit_s - arranging_s)
+    near = objective.prices.decomposition.axes
+    may_decompose = options.search == "joint" and options.decomposed in ("near", "gains") and bool(near)
+    kept_s = options.time_limit_s * WITHOUT_SHARE if may_decompose else 0.0
+    best = search.best(compared, began + options.time_limit_s - arranging_s - kept_s)
     search.timings["strategies"] = listed - started
     looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
     made = Planned(
         best.program, best.decisions, best.arranged, best.memory, best.timeline, search.timings, notices,
         tuple(r.finalist.record(search.budget) for r in looked_at),
     )  # fmt: skip
-    if options.search != "joint" or options.decomposed == "always" or not _is_decomposed(best.program):
+    if not may_decompose or not _is_decomposed(best.program):
         return made
-    left_s = max(options.time_limit_s - (time.perf_counter() - started), options.time_limit_s * WITHOUT_SHARE)
+    left_s = options.time_limit_s - (time.perf_counter() - started)
+    if left_s < options.time_limit_s * WITHOUT_SHARE / 3:
+        return made
     plain = replace(options, async_tensor_parallel=False, time_limit_s=left_s)
     return _shorter(made, lambda: plan_graph(graph, mesh, cluster, plain, progress, compare=compare))
 
