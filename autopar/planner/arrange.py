@@ -11,7 +11,7 @@ all ranks launch in the same order.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -268,10 +268,10 @@ class _Ways:
             place = max(m.first for m in group)
             after = [of[i] for m in group for i in m.waits_for if i in of]
             if after:
-                later = [p for p in places[phase] if p > max(after)]
-                place = max(place, min(later, default=self.parts.ends[phase]))
+                known, following = places[phase], bisect_right(places[phase], max(after))
+                place = max(place, known[following] if following < len(known) else self.parts.ends[phase])
             else:
-                places[phase].append(place)
+                insort(places[phase], place)
             launches.append(_Launch(group, place))
             of.update((m.at, place) for m in group)
         return launches

@@ -85,10 +85,13 @@ class Planned:
 @collected_later()
 def plan_graph(
     graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None, *,
-    compare: bool = True,
+    compare: bool = True, known: Sequence[Rival] = (),
 ) -> Planned:  # fmt: skip
     """Plan ``graph`` on ``mesh``; with ``compare`` beside those baselines that may be better, or, with
     ``options.compare``, beside all.
+
+    Args:
+        known: baselines that are scheduled and measured already, as they would be here.
 
     Raises:
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
@@ -113,7 +116,8 @@ def plan_graph(
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
     priced = time.perf_counter()
-    compared = _rivals(objective, options) if compare else []
+    seen = {r.name for r in known}
+    compared = [*known, *(r for r in _rivals(objective, options) if r.name not in seen)] if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
     arranging_s = min(ARRANGING * (priced - started), ARRANGING_SHARE * options.time_limit_s)
     near = objective.prices.decomposition.axes
@@ -132,7 +136,8 @@ def plan_graph(
     if left_s < options.time_limit_s * WITHOUT_SHARE / 3:
         return made
     plain = replace(options, async_tensor_parallel=False, time_limit_s=left_s)
-    return _shorter(made, lambda: plan_graph(graph, mesh, cluster, plain, progress, compare=compare))
+    whole = [r for r in compared if "finalist" in vars(r) and not _is_decomposed(r.finalist.program)]
+    return _shorter(made, lambda: plan_graph(graph, mesh, cluster, plain, progress, compare=compare, known=whole))
 
 
 def _is_decomposed(program: Program) -> bool:
