@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 import autopar
 from autopar import errors
 from autopar.cli import COMMANDS, main
+from autopar.strategies.registry import registered, remove
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -37,6 +39,16 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return FENCE.findall(page.read_text())
 
 
+@pytest.fixture
+def readers_rules() -> Iterator[None]:
+    """What a page registers is forgotten after it: other tests count the rules."""
+    ours = set(registered())
+    yield
+    for op in set(registered()) - ours:
+        remove(op)
+
+
+@pytest.mark.usefixtures("readers_rules")
 @pytest.mark.parametrize("page", [p for p in PAGES if any(k in RUN for k, _ in blocks(p))], ids=name)
 def test_every_block_of_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Blocks of one page share a namespace, as a reader's session does."""
