@@ -16,11 +16,10 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.ir import Input, Output, TensorMeta
 from autopar.mesh import Mesh
-from autopar.runtime.accumulation import Sums
+from autopar.runtime.accumulation import Place, Sums
 from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
-from autopar.spmd.ranks import Rank
 
 Local = Callable[[Any, list[Any]], tuple[Any, ...]]
 
@@ -61,15 +60,9 @@ class Executable:
     accumulated: tuple[Output, ...] = ()
 
 
-class Host(Protocol):
+class Host(Place, Protocol):
     """What execution needs of the module that it runs for."""
 
-    @property
-    def rank(self) -> Rank: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def device_mesh(self) -> DeviceMesh: ...
     @property
     def local_batch(self) -> bool: ...
     @property
