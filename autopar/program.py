@@ -143,6 +143,15 @@ class Program:
         return {t.name: i for i, op in enumerate(self.ops) for t in op.writes}
 
     @cached_property
+    def first_read(self) -> Mapping[str, int]:
+        """Position of the first op that reads each tensor."""
+        first: dict[str, int] = {}
+        for i, op in enumerate(self.ops):
+            for name in op.reads:
+                first.setdefault(name, i)
+        return first
+
+    @cached_property
     def last_read(self) -> Mapping[str, int]:
         """Position of the last op that reads each tensor; results are read after the end."""
         last: dict[str, int] = {}

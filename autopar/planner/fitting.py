@@ -7,7 +7,7 @@ waits sooner. That may leave a transfer exposed, which the simulated step shows,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir import Graph
@@ -53,7 +53,7 @@ def _given_way(program: Program, timeline: Sequence[int], budget: float) -> Prog
     """Transfers that are in flight where ``timeline`` is over ``budget`` begin after that, or end before it; None where
     there are none."""
     over = [at for at in range(len(program.ops)) if timeline[at] > budget]
-    read = _first_reads(program)
+    read = program.first_read
     begun = {op.writes[0].name: at for at, op in enumerate(program.ops) if op.kind == "offload"}
     places = {
         at: place for at, op in enumerate(program.ops)
@@ -62,7 +62,7 @@ def _given_way(program: Program, timeline: Sequence[int], budget: float) -> Prog
     return replace(program, ops=tuple(_moved(program.ops, places))) if places else None
 
 
-def _place(at: int, op: Op, over: Sequence[int], read: dict[str, int], begun: dict[str, int]) -> int | None:
+def _place(at: int, op: Op, over: Sequence[int], read: Mapping[str, int], begun: Mapping[str, int]) -> int | None:
     """The position before which ``op`` should stand; None where it may stay."""
     if op.kind == "fetch":
         # What is over the budget in the reader itself is no fetch's fault: it is needed there.
@@ -81,11 +81,3 @@ def _moved(ops: Sequence[Op], places: dict[int, int]) -> list[Op]:
     return [
         each for at, op in enumerate(ops) for each in (*arriving.get(at, ()), *(() if at in places else (op,)))
     ]  # fmt: skip
-
-
-def _first_reads(program: Program) -> dict[str, int]:
-    first: dict[str, int] = {}
-    for at, op in enumerate(program.ops):
-        for name in op.reads:
-            first.setdefault(name, at)
-    return first

@@ -87,7 +87,6 @@ class Options:
         _check("outputs", self.outputs, "auto", "whole", "dtensor")
         _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "two-stage", "random", "baseline")
 
-
     @property
     def decomposed(self) -> str:
         """Which products ``planner.decomposition`` takes apart."""

@@ -109,7 +109,7 @@ def plan_graph(
     say("build")
     objective = Objective(decisions, Prices(mesh, cluster, options.backend, options.decomposed))
     search = _Search(
-            graph, objective, options, budget_bytes(cluster, options), say,
+        graph, objective, options, budget_bytes(cluster, options), say,
         lambda: decide(graph, mesh, options, forced, recompute=True),
     )  # fmt: skip
     objective.problem()

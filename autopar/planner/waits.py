@@ -26,7 +26,7 @@ def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program
     starts = {i.op: i.start_s for i in intervals if i.stream == "compute"}
     positions = [at for at, op in enumerate(program.ops) if op.name in starts]
     times = [starts[program.ops[at].name] for at in positions]
-    read = _first_reads(program)
+    read = program.first_read
     turn = next((i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input"), 0)
     waits: dict[int, list[Op]] = {}
     for at, op in enumerate(program.ops):
@@ -41,14 +41,6 @@ def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program
     if not waits:
         return program
     return replace(program, ops=tuple(each for at, op in enumerate(program.ops) for each in (*waits.get(at, ()), op)))
-
-
-def _first_reads(program: Program) -> dict[str, int]:
-    first: dict[str, int] = {}
-    for at, op in enumerate(program.ops):
-        for name in op.reads:
-            first.setdefault(name, at)
-    return first
 
 
 def _wait(op: Op) -> Op:
