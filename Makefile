@@ -64,8 +64,9 @@ test-all: check ## the slow tests too
 	@$(RUN) -m "not gpu" tests/multiprocess
 
 # Uses the machine's own Python, whose torch was built for its GPU; installs and fetches nothing.
-gpu: ## tests that need a GPU; each skips itself and says why where there is none
+gpu: ## tests that need a GPU, and kernels beside eager code and Inductor; skipped with the reason where there is none
 	@PYTHONPATH=. $(PYTHON) -m pytest -q -rs $(PYTEST) tests/gpu
+	@$(PYTHON) benchmarks/kernels.py
 
 demo: $(READY) ## train GPT-2 on two processes and on one, and compare
 	@$(BIN)/python examples/demo_gpt2.py

@@ -5,14 +5,17 @@ Everything here is known to work on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -55,6 +58,7 @@ __all__ = [
     "dtensor_like",
     "dtensor_of",
     "dtensor_spec",
+    "end_quietly",
     "find_overflow_in_every_gradient",
     "function_transforms",
     "fused_gather_product",
@@ -73,6 +77,7 @@ __all__ = [
     "symmetric_group",
     "wait",
     "whole_group",
+    "with_ends_of",
 ]
 
 
@@ -122,9 +127,12 @@ def joint_graph(
     ``aot_export_joint_with_descriptors`` is what torch's own compilers stack on; the public exporters stop at
     the forward. An output without gradient appears as None.
     """
+    import torch._functorch.config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with contextlib.ExitStack() as stack:
+        # An op by triton_op stays one op, as any custom op does: its rule and its CPU kernel go with it.
+        stack.enter_context(torch._functorch.config.patch(decompose_custom_triton_ops=False))
         joint = aot_export_joint_with_descriptors(stack, module, args, decompositions=dict(decompositions))
         graph_module = joint.graph_module
         assert isinstance(graph_module, fx.GraphModule)
@@ -136,6 +144,12 @@ def joint_graph(
         elif node.op == "output":
             outputs = [None if d is None else _output_meaning(d) for d in node.meta["desc"]]
     return graph_module, inputs, outputs
+
+
+def with_ends_of(graph: fx.Graph, old: fx.Graph) -> fx.Graph:
+    """``graph`` taking and returning what ``old`` does: how it packs them has no public name."""
+    graph.set_codegen(old._codegen)
+    return graph
 
 
 def _input_meaning(desc: Any) -> JointInput:
@@ -229,6 +243,34 @@ def _gloo_in_order(store: Any, rank: int, size: int, timeout: timedelta) -> dist
     return made
 
 
+@cache
+def end_quietly() -> None:
+    """Let gloo's threads finish before the interpreter ends; say it as often as you like.
+
+    A thread of gloo lets go of a collective's tensors a moment after it has told that the collective is done. Where the
+    interpreter is going down by then, it waits for Python's lock in vain and the process aborts, after
+    ``destroy_process_group`` too: device meshes in DTensor's caches keep groups, and so threads, alive.
+    https://github.com/pytorch/pytorch/pull/179291
+    """
+    atexit.register(idle_gloo)
+
+
+def idle_gloo(limit_s: float = 2.0) -> None:
+    """Wait, at most ``limit_s``, until no thread that runs collectives of gloo has anything to do (Linux only)."""
+    end, calm = time.monotonic() + limit_s, 0
+    while calm < 2 and time.monotonic() < end:
+        calm = 0 if any(state == "R" for state in _gloo_states()) else calm + 1
+        time.sleep(0.0005)
+
+
+def _gloo_states() -> Iterator[str]:
+    for status in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            name, _, rest = status.read_text().rpartition(") ")
+            if "gloo_runloop" in name:
+                yield rest[0]
+
+
 def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Start concatenating ``x`` of the ``size`` ranks of ``group`` along dim 0."""
     return _tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
@@ -264,6 +306,43 @@ def permute(x: torch.Tensor, sources: Sequence[int], here: int, shape: Sequence[
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Block the stream (on CPU: the thread) until ``x`` has arrived."""
     return _tensor(torch.ops._c10d_functional.wait_tensor(x))
+
+
+# Flash attention on GPUs: the public function keeps the sums of exponentials to itself, which a gradient needs.
+
+
+def flash_takes(q: torch.Tensor) -> bool:
+    """Whether torch's flash kernels for GPUs work on heads like those of ``q`` on its device."""
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(attention, logarithm of each row's sum of exponentials) of [b, h, s, d] and [b, g, t, d], h a multiple of g."""
+    q, k, v = (_dense(x) for x in (q, k, v))
+    made = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
+    return _tensor(made[0]).contiguous(), _tensor(made[1]).contiguous()
+
+
+def flash_attention_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
+    unused = [torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2)]  # seed and offset of a dropout
+    made = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *unused, scale=scale
+    )
+    dq, dk, dv = (_tensor(x).contiguous() for x in made)
+    return dq, dk, dv
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # Symmetric memory: a rank's GPU reads and writes another's over NVLink. The fused products have no public name.
@@ -305,6 +384,11 @@ def _tensor(x: Any) -> torch.Tensor:
     return x
 
 
+def keep_gpu_busy(seconds: float) -> None:
+    """Let the GPU do nothing for about so long: what is launched meanwhile then runs without gaps, and can be timed."""
+    torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]  # cycles
+
+
 def profiler_is_running() -> bool:
     """Whether ranges are recorded in this thread; to open one costs microseconds even where nobody looks."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
@@ -331,6 +415,12 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def shard_of(value: Any) -> Any:
+    """A DTensor's shard on this rank, anything else as it is; outside autograd, where ``to_local`` gives the same after
+    a look at compilers and gradients."""
+    return getattr(value, "_local_tensor", value)
 
 
 def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:
@@ -408,6 +498,15 @@ def _mesh_without_processes(shape: tuple[int, ...]) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), _init_backend=False, _rank=0)
 
 
+def defining_module(op: OpOverload) -> str:
+    """The module that registered an op with the decorator ``custom_op``; empty for all others."""
+    from torch._library.custom_ops import OPDEFS
+
+    found = OPDEFS.get(f"{op.namespace}::{op._schema.name.split('::')[1]}")
+    module = getattr(getattr(found, "_init_fn", None), "__module__", "") or ""
+    return "" if module.startswith(("torch.", "__")) else module
+
+
 def inductor(
     function: Callable[..., tuple[Any, ...]], inputs: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
@@ -426,7 +525,9 @@ def inductor(
     with torch.no_grad(), mode:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
         table = {**select_decomp_table(), **decompositions}
-        graph = make_fx(function, decomposition_table=table, tracing_mode="real")(*fakes)
+        # Inductor takes graphs without mutations: it moves an addition in place as if it were a read.
+        functional = torch.func.functionalize(function, remove="mutations")
+        graph = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
     with torch.no_grad(), V.set_fake_mode(mode):
         made: Any = compile_fx_inner(graph, fakes, is_inference=True)
 

@@ -189,9 +189,10 @@ def _plan_on(
     sized = cluster.sized(mesh.size)
     planned = planner.plan_graph(capture.graph, mesh, sized, options, progress)
     started = time.perf_counter()
-    lowered = passes.compose(passes.lower(planned.program, capture.graph, mesh))
+    lowered = passes.compose(passes.lower(planned.program, capture.graph, mesh), capture.graph)
     made = make_plan(planned, capture.graph, mesh, sized, options, "", capture.notices)
-    source = codegen.emit(lowered, mesh, codegen.header(made), {**capture.unsaved, **capture.constants})
+    constants = {**capture.unsaved, **capture.constants}
+    source = codegen.emit(lowered, mesh, codegen.header(made), constants, options.accumulation_steps)
     planned.timings["capture"] = captured_s
     planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
     named = sorted({name for op in planned.program.ops for name in op.kernels})
@@ -492,7 +493,7 @@ def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[
 def _executable(
     capture: Capture, made: Plan, options: Options, rank: Rank, source: str | Path | None
 ) -> Executable:
-    lowered = passes.compose(passes.lower(made.program, capture.graph, made.mesh))
+    lowered = passes.compose(passes.lower(made.program, capture.graph, made.mesh), capture.graph)
     functions = _edited(made, lowered, capture, rank, source) if source else _emitted(made, lowered, capture)
     if options.backend == "inductor":
         for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
@@ -512,7 +513,7 @@ def _executable(
         inference=functions["inference"],
         accumulators=tuple((i, s, capture.graph.meta(Value(i.node))) for i, s in lowered.accumulators),
         accumulate=functions.get("accumulate"),
-        accumulated=tuple(o for o, _ in lowered.accumulated),
+        accumulated=tuple(o for o, _ in lowered.accumulated), compiled=options.backend == "inductor",
     )  # fmt: skip
 
 
@@ -556,7 +557,7 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
     )  # fmt: skip
     capture = _capture(model, call, options, plan.mesh.size)
     plan = _belonging(plan, capture, call)
-    lowered = passes.compose(passes.lower(plan.program, capture.graph, plan.mesh))
+    lowered = passes.compose(passes.lower(plan.program, capture.graph, plan.mesh), capture.graph)
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)

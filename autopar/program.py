@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.ir import Output, Phase, TensorMeta
-from autopar.mesh import Mesh
 from autopar.sharding import Halo, ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
@@ -32,6 +31,24 @@ class LocalTensor:
     spec: ShardingSpec
     bytes: int
     host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective inside a compute op: rows of halos, or a summary that ranks gather.
+
+    Args:
+        kind: ``permute`` or ``all_gather``.
+        operand: position of the operand that it is about.
+        bytes: by which it is priced, as ``Op.wire_bytes``.
+        seconds: predicted; the op's have them.
+    """
+
+    kind: Literal["permute", "all_gather"]
+    operand: int
+    axis: int
+    bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +73,16 @@ class Op:
             packed and unpacked: no computation hides them.
         wire_bytes: the bytes by which the collective is priced; 0 for local ops.
         step_s: of a decomposed op, seconds that its collective would take by itself.
-        operand: of a decomposed op, the one that is gathered, or whose dim the scattered one is.
+        operand: of a decomposed op, the one that is gathered, or whose dim the scattered one is; of a sum in place, the
+            one that it overwrites.
         kernels: of ours that run it on the plan's devices, as ``autopar.kernels`` names them.
         alias: the result shares the memory of the first operand.
         bucket: of a collective that carries several tensors, the step of each, in the order of ``reads`` and
             ``writes``; they have kind, axis and reduction in common with ``step``.
-        in_place: of an all-reduce that overwrites its operand, which nothing else reads.
-        halos: of a compute op, rows that it reads of its neighbours' shards; ``seconds`` has their exchange.
+        in_place: of an all-reduce that overwrites its operand, which nothing else reads, or of a sum that overwrites
+            one of its operands, which nothing reads afterwards.
+        halos: of a compute op, rows that it reads of its neighbours' shards.
+        sent: of a compute op, the collectives inside it: ``seconds`` has theirs.
     """
 
     name: str
@@ -83,6 +103,7 @@ class Op:
     kernels: tuple[str, ...] = ()
     in_place: bool = False
     halos: tuple[Halo, ...] = ()
+    sent: tuple[Sent, ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -185,15 +206,3 @@ class Program:
     @property
     def collectives(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.is_collective)
-
-
-def shifted(op: Op, tensors: Mapping[str, LocalTensor], mesh: Mesh) -> tuple[tuple[Halo, int, int], ...]:
-    """The launches by which an op gets its halos: which, towards which neighbour (1 or -1), and the bytes sent."""
-    found = []
-    for h in op.halos:
-        shard = tensors[op.reads[h.operand]]
-        rows = -(-h.n // mesh.shape[h.axis])
-        for towards, count in ((1, h.before), (-1, h.after)):
-            if count:
-                found.append((h, towards, shard.bytes // rows * count))
-    return tuple(found)

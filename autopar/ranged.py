@@ -99,7 +99,7 @@ def _carried(made: Plan, capture: Capture) -> Plan | None:
     ends = {i.node for i in capture.graph.inputs} == {op.node for op in made.program.ops if op.kind == "input"}
     if program is None or not ends or [o for o, _ in program.results] != list(capture.graph.outputs):
         return None
-    lowered = passes.compose(passes.lower(program, capture.graph, made.mesh))
+    lowered = passes.compose(passes.lower(program, capture.graph, made.mesh), capture.graph)
     carried_over = dataclasses.replace(made, program=program, graph_digest=capture.graph.digest)
     header = [*codegen.header(carried_over), "", "The plan was made for other sizes, and carried to these."]
     source = codegen.emit(lowered, made.mesh, header, {**capture.unsaved, **capture.constants})

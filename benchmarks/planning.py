@@ -1,6 +1,7 @@
 """How long planning takes, stage by stage, and how large the problem is that the solver gets.
 
     python benchmarks/planning.py [--only llama3-8b vit-g] [--layers 8 32] [--meshes 8 32x8 8x8x8] [--repeat 3]
+    python benchmarks/planning.py --main --repeat 3 --markdown benchmarks/results/planning.md
 
 Models are those of Hugging Face on the meta device, in bfloat16 but for GPT-2 small, with the batch of ``MODELS`` on
 each device; ``--layers`` changes their depth, 0 leaves it as it is. The cluster is "dgx-h100". A budget is only kept
@@ -44,6 +45,13 @@ from autopar.tracer import Capture
 
 UNLIMITED = "1000000TB"
 STAGES = ("capture", "strategies", "build", "baselines", "solve", "lower")
+MAIN = (
+    ("llama3-8b", (8, 32, 126), ("8", "32x8")), ("llama3-8b", (0,), ("8x8x8",)), ("llama3-70b", (0,), ("8", "32x8")),
+    ("vit-g", (0,), ("8", "32x8", "8x8x8")), ("gpt3-175b", (0,), ("8", "8x8x8")),
+    ("mixtral-8x7b", (0,), ("8", "8x8x8")), ("t5-11b", (0,), ("8", "8x8x8")), ("llama3-405b", (0,), ("8", "32x8")),
+)  # fmt: skip
+"""Models, layers and meshes of the table in benchmarks/results."""
+
 NEAR = 0.01
 """The gap to which the seconds are told beside the total."""
 
@@ -159,7 +167,9 @@ def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record
     record["lower_s"] += ends_s - lowered_s
     before_s = sum(record[f"{stage}_s"] for stage in ("strategies", "build", "baselines"))
     near = (e.seconds for e in found.solution.trace if relative_gap(e.objective, e.lower_bound) <= NEAR)
+    shown_s = sum(record[f"{stage}_s"] for stage in STAGES[1:])
     return record | {
+        "finalists_s": max(ends_s - start_s - shown_s, 0.0),
         "total_s": ends_s - start_s,
         "cpu_s": cpu_end_s - cpu_start_s,
         "near_s": before_s + next(near, math.inf),
@@ -173,8 +183,8 @@ def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record
 
 
 COLUMNS = (
-    "model", "layers", "mesh", *STAGES, "total", "CPU", "to 1%", "variables", "options", "pairs", "options left", "ILP",
-    "gap", "step", "peak",
+    "model", "layers", "mesh", *STAGES, "finalists", "total", "CPU", "to 1%", "variables", "folded", "gap", "step",
+    "peak",
 )  # fmt: skip
 
 
@@ -183,13 +193,13 @@ def cells(record: Record) -> list[str]:
     head = [record["model"], str(record["layers"]), "x".join(map(str, record["mesh"]))]
     totals = [f"{record[key]:.2f}" if key in record else "-" for key in ("total_s", "cpu_s", "near_s")]
     if "error" in record:
-        return [*head, *("-" * len(STAGES)), *totals, *("-" * 8), record["error"].split("\n")[0]]
+        return [*head, *("-" * (len(STAGES) + 1)), *totals, *("-" * 4), record["error"].split("\n")[0]]
     solver = record["solver"]
     return [
         *head,
-        *(f"{record[f'{stage}_s']:.2f}" for stage in STAGES),
+        *(f"{record[f'{stage}_s']:.2f}" for stage in (*STAGES, "finalists")),
         *totals,
-        *(f"{solver.get(key, 0):,}" for key in ("nodes", "options", "pairs", "reduced_options", "ilp_variables")),
+        *(f"{solver[key]:,}" if key in solver else "-" for key in ("nodes", "folded_nodes")),
         f"{record['gap']:.2%}",
         f"{record['step_time_s'] * 1e3:.0f} ms",
         f"{record['peak_memory_bytes'] / 1e9:.1f} GB",
@@ -232,11 +242,10 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
         "",
         "Stages are seconds on the clock; `total` is all that follows capture, `CPU` those seconds of the processor,",
         "`to 1%` those after which the gap was at most 1%, at the last problem solved; medians where cases were",
-        "repeated. No memory budget was kept unless the command names one. `variables`, `options` and",
-        "`pairs` are the problem as the planner states it; `options left` is what remained of them when the solver",
-        "had last reduced it; `ILP` is the variables of the integer program, 0 where message passing needed none or",
-        "where it would have been too large (then there is a gap). `step` and `peak` are predictions for one H100,",
-        "not measurements.",
+        "repeated. `finalists` is what is no other stage: scheduling, arranging and measuring the plan and those",
+        "baselines that may be better. No memory budget was kept unless the command names one. `variables` is the",
+        "problem as the planner states it, `folded` what is left of equal blocks; a dash where the plan taken in the",
+        "end was a baseline's. `step` and `peak` are predictions for one H100, not measurements.",
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
@@ -247,6 +256,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--layers", nargs="+", type=int, default=[0], help="0, the default: the model's own")
+    parser.add_argument("--main", action="store_true", help="the cases of benchmarks/results instead")
     parser.add_argument("--meshes", nargs="+", default=["8", "32x8", "8x8x8"])
     parser.add_argument("--repeat", type=int, default=1, help="plans of each case, whose median is shown (default 1)")
     parser.add_argument("--budget", default=UNLIMITED, help="memory of a device, as 80GB (default: any)")
@@ -259,20 +269,21 @@ def main() -> int:
     records: list[Record] = []
     console = Console(width=None if sys.stdout.isatty() else 200)
     asked = Options(as_bytes(options.budget), time_limit_s=options.time_limit)
-    for model in options.only:
-        for mesh in options.meshes:
-            for layers in options.layers:
-                records.append(measure(model, layers, tuple(map(int, mesh.split("x"))), asked, options.repeat))
-                console.print("  ".join(cells(records[-1])), highlight=False)
-                if options.json:
-                    described = {"machine": machine(), "records": records}
-                    options.json.write_text(json.dumps(described, indent=1) + "\n")
+    groups = MAIN if options.main else [(model, options.layers, options.meshes) for model in options.only]
+    cases = [(model, layers, mesh) for model, depths, meshes in groups for mesh in meshes for layers in depths]
+    for model, layers, mesh in cases:
+        records.append(measure(model, layers, tuple(map(int, mesh.split("x"))), asked, options.repeat))
+        console.print("  ".join(cells(records[-1])), highlight=False)
+        if options.json:
+            described = {"machine": machine(), "records": records}
+            options.json.write_text(json.dumps(described, indent=1) + "\n")
     console.print(table(records))
     if options.markdown:
         chosen = (
             ("only", options.only), ("layers", options.layers), ("meshes", options.meshes), ("repeat", [options.repeat])
         )  # fmt: skip
         arguments = " ".join(f"--{name} {' '.join(map(str, values))}" for name, values in chosen)
+        arguments = f"--main --repeat {options.repeat}" if options.main else arguments
         options.markdown.write_text(markdown(records, arguments))
     return 0
 

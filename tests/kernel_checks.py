@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels import KERNELS
+from tests import triton_interpreter  # noqa: F401
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-12}
 """Of the largest element: rounding of the result, since kernels add in float32."""
@@ -107,20 +108,28 @@ def check_norm(
     residual = torch.randn(shape, device=device).to(dtype)
     weight = torch.randn(d, device=device).to(dtype) if scaled else None
     bias = torch.randn(d, device=device).to(dtype) if shifted else None
-    total, out, mean, rstd = made("add_norm", x, residual, weight, bias, 1e-5, centred=centred)
+    options = {"eps": 1e-5, "centred": centred}
+    wanted = ["total", "out", "wide", "rstd", *(["mean"] if centred else [])]
+    total, out, wide, rstd, *means = made("add_norm", x, residual, weight, bias, **options, results=wanted)
     assert_near(total, x.to(dtype).double() + residual.double())
+    assert torch.equal(wide, total.float())
     exact = [t.double().requires_grad_() if t is not None else None for t in (total, weight, bias)]
     expected = _norm(*exact, 1e-5, centred=centred)
     assert_near(out, expected.detach(), times=2)
-    alone = made("add_norm", total, None, weight, bias, 1e-5, centred=centred)
-    assert alone[0] is total
-    assert torch.equal(alone[1], out)
+    (alone,) = made("add_norm", total, None, weight, bias, **options, results=["out"])
+    assert torch.equal(alone, out)
+    hat, rounded = made("add_norm", total, None, weight, bias, **options, results=["hat", "out"])
+    assert_near(hat, _norm(exact[0].detach(), None, None, 1e-5, centred=centred), times=2)
+    assert_near(rounded, expected.detach(), times=4)
     grad, beside = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     expected.backward(grad.double())
-    given = mean if centred else None
-    for added in (None, beside):
+    names = ["input_gradient", "weight_gradient", "bias_gradient"]
+    for y, added in ((total, None), (total, beside), (wide, beside)):
         # Two programs for all rows, the second with fewer.
-        dx, dw, db = KERNELS["norm_backward"].launch(grad, total, weight, given, rstd, added, GROUPS=2)
+        dx, dw, db = KERNELS["norm_backward"].launch(
+            grad, y, means[0] if centred else None, rstd, weight, added, results=names, GROUPS=2
+        )
+        assert dx.dtype == dtype
         assert_near(dx, exact[0].grad + (0 if added is None else added.double()), times=4)
         if scaled:
             assert_near(dw, exact[1].grad, times=4)

@@ -39,7 +39,7 @@ autopar COMMAND --help says more.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, or 1 after an error that the user can mend."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = _parser(given).parse_args(given)
+    chosen = _parsed(given)
     chosen.given = given
     try:
         status: int = importlib.import_module(f"autopar.cli.{chosen.command}").run(chosen)
@@ -66,6 +66,18 @@ def _unforeseen(command: str, error: Exception) -> int:
     if os.environ.get("AUTOPAR_TRACEBACK"):
         traceback.print_exception(error)
     return 1
+
+
+def _parsed(given: Sequence[str]) -> argparse.Namespace:
+    """The arguments; one more word than there are places for is the option that a command names as ``last``."""
+    parser = _parser(given)
+    chosen, more = parser.parse_known_args(given)
+    last = getattr(chosen, "last", "")
+    if len(more) == 1 and not more[0].startswith("-") and last and not getattr(chosen, last):
+        setattr(chosen, last, more[0])
+    elif more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    return chosen
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

@@ -21,8 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_arguments(parser, report=False)
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "--name", default="", metavar="NAME", help="a parameter, input:NAME, output:NAME, module or node"
-    )
+        "--name", default="", metavar="NAME",
+        help="a parameter, input:NAME, output:NAME, module or node; the last word without --name is one too",
+    )  # fmt: skip
+    parser.set_defaults(last="name")
 
 
 def run(arguments: argparse.Namespace) -> int:

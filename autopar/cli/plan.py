@@ -83,8 +83,9 @@ def planned(arguments: argparse.Namespace, **more: Any) -> Any:
     from autopar import api
 
     with told() as progress:
+        options = options_of(arguments, progress)  # what is wrong with them is told before anything takes time
         model, inputs = asked_model(arguments)
-        return api.plan(model, inputs, **options_of(arguments, progress), **more)
+        return api.plan(model, inputs, **options, **more)
 
 
 def check_writable(files: Sequence[Path]) -> None:

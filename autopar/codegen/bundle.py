@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from autopar.kernels import KERNELS, alone
+from autopar.kernels.registry import factory
 from autopar.ops.registration import IMPLEMENTATIONS
 
 PACKAGE = "autopar"
 ABSENT = {"enabled": "def {name}(*tensors, **options):\n    return False"}
-"""What stands for functions of ``autopar.kernels``, whose Triton kernels are not copied: eager code runs instead."""
+"""What stands for functions of ``autopar.kernels`` where a plan runs no kernels: eager code runs instead."""
 
 
 @dataclass
@@ -30,20 +33,25 @@ class Bundle:
         definitions: source of each, in an order in which they can run.
         imports: lines for what comes from elsewhere.
         names: what each (module, name) is called here.
+        kernels: whether Triton kernels are copied.
     """
 
     definitions: list[str] = field(default_factory=list)
     imports: set[str] = field(default_factory=set)
     names: dict[tuple[str, str], str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    kernels: bool = False
 
     def add(self, module: ModuleType, name: str) -> str:
         """Copy the definition of ``name`` with all that it needs, and return its name here."""
         key = (module.__name__, name)
         if key in self.names:
             return self.names[key]
-        if module.__name__ == "autopar.kernels" or module.__name__.startswith("autopar.kernels."):
-            return self._absent(key)
+        if module.__name__ == "autopar.kernels":
+            if not self.kernels:
+                return self._absent(key)
+            self.names[key] = self.add(alone, name)
+            return self.names[key]
         statement = _statements(module).get(name)
         if statement is None:
             raise KeyError(f"{module.__name__} does not define {name}")
@@ -111,6 +119,24 @@ class Bundle:
     def _of_value(self, node: ast.Attribute, module: ModuleType, name: str) -> str:
         return f"{self.add(module, name)}.{node.attr}"
 
+    def add_kernels(self) -> None:
+        """Copy the kernels that the definitions so far launch."""
+        run = self.names.get((alone.__name__, "run"))
+        launched = {n for d in self.definitions for n in re.findall(rf'\b{run}\(\s*"(\w+)"', d)} if run else set()
+        by_module: dict[str, list[str]] = {}
+        for name in sorted(launched):
+            by_module.setdefault(KERNELS[name].module, []).append(name)
+        if not by_module:
+            return
+        self.imports |= {"import functools", "import torch"}
+        self.definitions += [factory(module, names) for module, names in sorted(by_module.items())]
+        rows = []
+        for module, names in sorted(by_module.items()):
+            for name in names:
+                configs = [f"        {config!r}," for config in KERNELS[name].configs]
+                rows += [f'    "{name}": ({module}_kernels, (', *configs, f"    ), {KERNELS[name].size!r}),"]
+        self.definitions.append("\n".join([f"{self.add(alone, 'TABLE')}.update({{", *rows, "})"]))
+
     def text(self) -> str:
         """Imports and definitions."""
         future = "from __future__ import annotations"
@@ -119,14 +145,15 @@ class Bundle:
         return "\n".join([*plain, *chosen]) + "\n\n\n" + "\n\n\n".join(self.definitions)
 
 
-def bundled(program: str, entry: ModuleType) -> tuple[str, str]:
+def bundled(program: str, entry: ModuleType, *, kernels: bool = False) -> tuple[str, str]:
     """(imports and definitions, program) of an emitted program that needs torch alone.
 
     Args:
         program: functions and tables that call ``spmd`` and custom ops by name, without their imports.
         entry: a module whose function ``main`` runs the program.
+        kernels: whether Triton kernels are copied too; without, eager code runs.
     """
-    bundle = Bundle(taken={"forward", "backward", "accumulate", "inputs", "rank"})
+    bundle = Bundle(taken={"forward", "backward", "accumulate", "inputs", "rank"}, kernels=kernels)
     tree = ast.parse(program)
     defined = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     bundle.taken |= defined
@@ -137,6 +164,7 @@ def bundled(program: str, entry: ModuleType) -> tuple[str, str]:
         pieces += [program[position:start], text]
         position = end
     bundle.add(entry, "main")
+    bundle.add_kernels()
     return bundle.text(), "".join([*pieces, program[position:]])
 
 

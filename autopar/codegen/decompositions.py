@@ -1,7 +1,8 @@
 """autopar's ops as pointwise ops and reductions, which a fusing compiler merges with their neighbours.
 
 Their eager implementations work through blocks that fit a cache and look at values; these are the same functions
-without either. What has good kernels of its own (attention, gradients of lookups) stays whole.
+without either. What has good kernels of its own (attention, gradients of lookups, the fused ops that a
+plan asks for) stays whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.contract import _contract
+from autopar.ops.interpolation import _whole, _whole_backward
 from autopar.ops.random import GAMMA, MULTIPLIERS, _signed
 from autopar.ops.registration import accumulation_dtype
 
@@ -113,10 +115,13 @@ def _batch_norm(
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     autopar.contract.default: _contract,
     autopar.sumexp.default: _sumexp,
+    autopar.rescaled.default: lambda total, own, m: total * (own.to(total.dtype) - m).exp(),
     autopar.nll.default: _nll,
     autopar.nll_backward.default: _nll_backward,
     autopar.lookup.default: _lookup,
     autopar.dropout.default: _dropout,
     autopar.squared_deviation.default: _squared_deviation,
     autopar.batch_norm.default: _batch_norm,
+    autopar.interpolate.default: _whole,
+    autopar.interpolate_backward.default: _whole_backward,
 }

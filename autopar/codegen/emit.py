@@ -11,16 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, fx
 
 from autopar import spmd
-from autopar._torch import OpOverload
-from autopar.codegen.expressions import expression, inlined, literal
+from autopar._torch import OpOverload, defining_module
+from autopar.codegen.expressions import expression, function, inlined, literal
 from autopar.codegen.names import Names, name_nodes
 from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
+from autopar.planner.garbage import collected_later
 from autopar.program import LocalTensor, Op
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered
 
 WIDTH = 120
+REGISTERS = "# registers"
+"""Follows the import of a module that is there for its ops."""
+
 BOUND = "\0"
 """Stands for a space at which no line is broken."""
 
@@ -28,9 +32,11 @@ LITERAL = 4096
 """Constants of so many elements are written into the program."""
 
 
+@collected_later()
 def emit(
-    lowered: Lowered, mesh: Mesh, header: Sequence[str], constants: Mapping[str, Tensor] | None = None
-) -> str:
+    lowered: Lowered, mesh: Mesh, header: Sequence[str], constants: Mapping[str, Tensor] | None = None,
+    micro_batches: int = 1,
+) -> str:  # fmt: skip
     """The program as a Python module with ``forward(rank, inputs)`` and ``backward(rank, inputs)``; where gradients add
     up over micro-batches, ``accumulate(rank, inputs)`` is the backward of all but the last.
 
@@ -46,7 +52,7 @@ def emit(
     parts.append(printer.function("backward", lowered.backward.graph, [], ""))
     if lowered.accumulate is not None:
         parts.append(printer.function("accumulate", lowered.accumulate.graph, [], ""))
-    parts.append(_tables(lowered, mesh, constants or {}))
+    parts.append(_tables(lowered, mesh, constants or {}, micro_batches))
     return "\n\n\n".join(parts) + "\n"
 
 
@@ -62,14 +68,22 @@ def _own_ops(graph: fx.Graph) -> Iterable[str]:
 
 def _prelude(ops: Sequence[str], lowered: Lowered) -> str:
     calls = [n for module in _modules(lowered) for n in module.graph.nodes if n.op == "call_function"]
-    functional = any(getattr(n.target, "__name__", "") in ("linear", "linear_of_transposed") for n in calls)
+    own = ("linear", "linear_of_transposed")
+    functional = any(getattr(n.target, "__name__", "") in own or function(n.target).startswith("F.") for n in calls)
     lines = ["import torch"] + (["import torch.nn.functional as F"] if functional else [])
-    lines += ["", *(["import autopar.ops  # registers the ops below"] if ops else []), "from autopar import spmd", ""]
+    lines += ["", *_imports_of_others({n.target for n in calls if isinstance(n.target, OpOverload)})]
+    lines += [*(["import autopar.ops  # registers the ops below"] if ops else []), "from autopar import spmd", ""]
     lines += ["aten = torch.ops.aten", *(f"{op} = torch.ops.autopar.{op}.default" for op in ops)]
     return "\n".join(lines)
 
 
-def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor]) -> str:
+def _imports_of_others(ops: Iterable[OpOverload]) -> list[str]:
+    """Imports of the modules that register custom ops of libraries and users."""
+    registered = {(module, str(op)) for op in ops if (module := defining_module(op))}
+    return [f"import {module}  {REGISTERS} torch.ops.{op}" for module, op in sorted(registered)]
+
+
+def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro_batches: int) -> str:
     """What goes in and comes out, by position, for those who call the program."""
 
     def described(tensor: TensorMeta, spec: ShardingSpec) -> str:
@@ -96,6 +110,10 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor]) -> st
     lines = ["# Kind, name, dtype, shape of the whole and spec of what goes in and comes out, by position."]
     lines.append(f"MESH = ({literal(tuple(mesh.shape), {})}, {literal(tuple(mesh.names), {})})")
     lines += [f"{title} = {rows(ends, nodes)}" for title, ends, nodes in tables]  # type: ignore[arg-type]
+    if lowered.accumulate is not None:
+        lines += ["# What accumulate returns, and the micro-batches of a step: the last runs backward instead."]
+        lines += ["SUMS = [", *(f'    ("{o.kind}", "{o.name}"),' for o, _ in lowered.accumulated), "]"]
+        lines.append(f"MICRO_BATCHES = {micro_batches}")
     used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
     written = {n: t for n, t in constants.items() if n in used and t.numel() <= LITERAL}
     values = [_constant(name, tensor) for name, tensor in sorted(written.items())]
@@ -127,6 +145,7 @@ class _Printer:
 
     def __init__(self, names: Names, mesh: Mesh) -> None:
         self.names, self.mesh = names.of, mesh
+        self.described: dict[tuple[TensorMeta, ShardingSpec, bool], str] = {}
 
     def function(self, name: str, graph: fx.Graph, results: Sequence[str], rest: str) -> str:
         inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "rank"]
@@ -178,9 +197,14 @@ class _Printer:
         comments = [c for c in (self._said(n) for n in (items or [node])) if c]
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
+        comments += [f"Triton kernel {k}" for k in self._kernels(node) if items]
         comment = f"  # {'; '.join(comments)}" if comments else ""
         line = f"    {left} = {right}{comment}"
         return [line] if len(line) <= WIDTH else [*_above(comment), *_folded(left, right)]
+
+    def _kernels(self, node: fx.Node) -> tuple[str, ...]:
+        op = node.meta.get("op")
+        return op.kernels[:1] if isinstance(op, Op) and not op.exchanges else ()
 
     def _comment(self, node: fx.Node) -> str:
         said = self._said(node)
@@ -207,6 +231,12 @@ class _Printer:
         return 0 <= axis < len(self.mesh.names) and self.mesh.names[axis] != str(axis)
 
     def _tensor(self, tensor: LocalTensor) -> str:
+        key = tensor.meta, tensor.spec, tensor.host
+        if key not in self.described:
+            self.described[key] = self._shape(tensor)
+        return self.described[key]
+
+    def _shape(self, tensor: LocalTensor) -> str:
         spec, whole = tensor.spec, tensor.meta.shape
         shape = ", ".join(map(str, spec.local_shape(whole, self.mesh, (0,) * self.mesh.ndim)))
         said = f"{tensor.meta.dtype}[{shape}]"
@@ -235,6 +265,8 @@ def _folded(left: str, right: str) -> list[str]:
 
 
 def _filled(text: str) -> list[str]:
+    if len(text) <= WIDTH - 8:
+        return [f"        {text.strip()}"]
     made = textwrap.wrap(_bound(text), WIDTH - 8, break_long_words=False, break_on_hyphens=False)
     return [f"        {line.replace(BOUND, ' ')}" for line in made]
 
@@ -242,7 +274,10 @@ def _filled(text: str) -> list[str]:
 def _above(comment: str) -> list[str]:
     """A comment on lines of its own."""
     said = comment.removeprefix("  # ")
-    return [f"    # {line}" for line in textwrap.wrap(said, WIDTH - 6)]
+    if said and len(said) <= WIDTH - 6:
+        return [f"    # {said}"]
+    lines = textwrap.wrap(_bound(said), WIDTH - 6, break_long_words=False)
+    return [f"    # {line.replace(BOUND, ' ')}" for line in lines]
 
 
 def _bound(text: str) -> str:
@@ -262,7 +297,7 @@ def _unpacked(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     returns = len(schema.returns) if schema is not None else 0
     op = node.meta.get("op")
-    made = len(op.writes) if isinstance(op, Op) and returns <= 1 else returns
+    made = node.meta.get("results", len(op.writes) if isinstance(op, Op) and returns <= 1 else returns)
     return items if len(items) == made else []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,20 +33,20 @@ METHODS = {
         "sum.dim_IntList", "amax.default", "amin.default", "log.default", "exp.default", "sqrt.default",
         "rsqrt.default", "abs.default", "masked_fill.Scalar", "masked_fill.Tensor", "select.int", "flatten.using_ints",
         "any.default", "any.dim", "all.default", "cumsum.default", "index_select.default", "gather.default",
-        "tanh.default", "sigmoid.default", "cos.default", "sin.default", "mean.dim", "mean.default",
+        "add_.Tensor", "tanh.default", "sigmoid.default", "cos.default", "sin.default", "mean.dim", "mean.default",
     )
 }  # fmt: skip
 
 FUNCTIONS = {
     f"aten.{op}": f"torch.{op.split('.')[0]}"
     for op in (
-        "cat.default", "stack.default", "where.self", "relu.default", "maximum.default", "minimum.default",
-        "bmm.default", "mm.default", "native_layer_norm.default", "logical_not.default", "logical_and.default",
-        "arange.default", "zeros_like.default", "ones_like.default", "full_like.default",
+        "convolution.default", "cat.default", "stack.default", "where.self", "relu.default", "maximum.default",
+        "minimum.default", "bmm.default", "mm.default", "native_layer_norm.default", "logical_not.default",
+        "logical_and.default", "arange.default", "zeros_like.default", "ones_like.default", "full_like.default",
     )
 } | {
     "aten._softmax.default": "torch._softmax", "aten._log_softmax.default": "torch._log_softmax",
-    "aten.gelu.default": "torch.nn.functional.gelu", "aten.silu.default": "torch.nn.functional.silu",
+    "aten.gelu.default": "F.gelu", "aten.silu.default": "F.silu",
 }  # fmt: skip
 
 VIEWS = frozenset({"reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand"})
@@ -54,9 +55,20 @@ VIEWS = frozenset({"reshape", "transpose", "permute", "unsqueeze", "squeeze", "e
 def inlined(node: fx.Node) -> bool:
     """Whether ``node`` is a view that is written as part of the next line, itself a view of it."""
     reader = node.next
-    views = METHODS.get(str(node.target)) in VIEWS and METHODS.get(str(reader.target)) in VIEWS
-    together = reader.meta.get("module") == node.meta.get("module")
-    return views and together and set(node.users) == {reader} and reader.args[0] is node
+    if len(node.users) != 1 or reader not in node.users or not reader.args or reader.args[0] is not node:
+        return False
+    views = _is_view(node.target) and _is_view(reader.target)
+    return views and reader.meta.get("module") == node.meta.get("module")
+
+
+@cache
+def _is_view(target: Any) -> bool:
+    return METHODS.get(str(target)) in VIEWS
+
+
+@cache
+def _name(target: Any) -> str:
+    return str(target)
 
 
 def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
@@ -68,7 +80,7 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         return literal(value, names)
 
     target, args, kwargs = node.target, list(map(text, node.args)), node.kwargs
-    name = str(target)
+    name = _name(target)
     special = _special(node, args, text)
     if special is not None:
         return special
@@ -90,6 +102,7 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     return f"{function(target)}({', '.join(args + named)})"
 
 
+@cache
 def function(target: Any) -> str:
     """How a program calls ``target``."""
     name = str(target)

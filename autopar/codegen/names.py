@@ -25,14 +25,23 @@ STEPS = {
 
 PARTS = {
     "native_layer_norm": ("", "mean", "rstd"), "native_layer_norm_backward": ("input", "weight", "bias"),
-    "_native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
+    "native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
     "native_batch_norm_backward": ("input", "weight", "bias"), "convolution_backward": ("input", "weight", "bias"),
     "attention": ("", "lse"), "attention_backward": ("query", "key", "value"),
     "max_pool2d_with_indices": ("", "indices"), "batch_norm_backward_reduce": ("sum", "weighted_sum"),
+    "softmax_statistics": ("most", "total"), "add_norm": (), "norm_backward": (),
 }  # fmt: skip
 """What the results of an op that has several are."""
 
-SHORTENED = {"linear_of_transposed": "linear", "contract": "product", "batch_norm_backward_input": "input"}
+FUSED = {
+    "total": "sum", "out": "", "mean": "mean", "rstd": "rstd", "wide": "float", "hat": "normalized",
+    "input_gradient": "input", "weight_gradient": "weight", "bias_gradient": "bias",
+}  # fmt: skip
+"""The same for ops that are asked for results."""
+
+SHORTENED = {
+    "linear_of_transposed": "linear", "add_": "add", "contract": "product", "batch_norm_backward_input": "input",
+}  # fmt: skip
 LAUNCHED = "_launched"
 """What the handle of a collective or a transfer adds to the name of what will arrive."""
 
@@ -78,14 +87,16 @@ def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
     """
     names = Names(root=_root(meaning.name for meaning, _ in lowered.inputs if meaning.kind == "parameter"))
     meanings = [meaning for meaning, _ in lowered.inputs]
-    _name_graph(lowered.forward.graph, names, meanings, set(reserved), "")
+    made = zip(_results(lowered.forward.graph), lowered.results, strict=False)
+    ends = {n: o for n, (o, _) in made if o.kind == "output" and o.name.isidentifier() and not n.meta.get("module")}
+    _name_graph(lowered.forward.graph, names, meanings, dict.fromkeys(reserved, 1), "", ends)
     for node, tensor in _tensors(lowered.forward.graph):
         names.shared.setdefault(tensor.name, names.of[node])
     fed = [None] * len(lowered.saved) + [m for m, _ in (*lowered.tangents, *lowered.accumulators)]
     for module, results in ((lowered.backward, lowered.gradients), (lowered.accumulate, lowered.accumulated)):
         if module is not None:
             finals = {node: output for node, (output, _) in zip(_results(module.graph), results, strict=True)}
-            _name_graph(module.graph, names, fed, set(reserved), "d_", finals)
+            _name_graph(module.graph, names, fed, dict.fromkeys(reserved, 1), "d_", finals)
     return names
 
 
@@ -112,7 +123,7 @@ def _is_launch(node: fx.Node) -> bool:
 
 
 def _name_graph(
-    graph: fx.Graph, names: Names, meanings: Sequence[Input | None], taken: set[str], prefix: str,
+    graph: fx.Graph, names: Names, meanings: Sequence[Input | None], taken: dict[str, int], prefix: str,
     finals: Mapping[fx.Node, Output] | None = None,
 ) -> None:  # fmt: skip
     last = {} if prefix else _last_of_modules(graph)
@@ -128,13 +139,15 @@ def _name_graph(
             wanted = _of_input(node, next(fed), names)
         elif node in names.of:
             continue
+        elif "launches" in node.meta:  # an exchange inside an op
+            module = names.short(str(node.meta["module"])) if node.meta.get("module") else ""
+            names.of[node] = _free(f"{module}_{node.meta['launches']}".lstrip("_"), taken) + LAUNCHED
+            continue
         elif _is_launch(node):
             names.of[node] = _free(_of_launch(node, names), taken) + LAUNCHED
             continue
         elif _arrives(node):
-            launched = names.of[node.args[0]]
-            halo = not launched.endswith(LAUNCHED)  # rows of a neighbour, which are no tensor of the program
-            names.of[node] = _free(f"{launched}_rows", taken) if halo else launched.removesuffix(LAUNCHED)
+            names.of[node] = names.of[node.args[0]].removesuffix(LAUNCHED)
             continue
         else:
             wanted = _of_call(node, names, last, prefix)
@@ -167,6 +180,12 @@ def _of_call(node: fx.Node, names: Names, last: Mapping[fx.Node, str], prefix: s
     if node in last:
         return f"{prefix}{names.short(last[node])}{partial}"
     kind = _kind_of_gradient(node) if prefix else _kind(node)
+    if base and "norm" in kind and PARTS.get(kind, ())[:1] == ("",):
+        kind = ""  # what a module for it makes needs no more than the module's name
+    if kind == "add" and prefix and not base and source is not None:
+        # Autograd adds up the gradients of what several modules read: named after the first of them.
+        first = names.of[source].removesuffix("_partial")
+        return f"{first}{'' if first.endswith('_sum') else '_sum'}{partial}"
     again = "_again" if isinstance(op, Op) and op.name.endswith("_again") else ""
     return prefix + "_".join(part for part in (base, kind) if part) + again + partial
 
@@ -195,7 +214,8 @@ def _of_part(node: fx.Node, source: fx.Node, names: Names) -> str:
     index = node.args[1]
     assert isinstance(index, int)
     whole = names.several.get(source, names.of[source])
-    parts = PARTS.get(_kind(source), ())
+    wanted: Any = source.kwargs.get("results")
+    parts = tuple(FUSED[name] for name in wanted) if wanted else PARTS.get(_kind(source), ())
     if _arrives(source):
         launch: Any = source.args[0]
         return _redistributed(launch.meta["op"], names, launch.args[1][index])
@@ -235,12 +255,14 @@ def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
     return {node: module for module, node in last.items()}
 
 
-def _free(wanted: str, taken: set[str]) -> str:
+def _free(wanted: str, taken: dict[str, int]) -> str:
+    """``wanted``, or with the next number that nobody has. ``taken``: names, and the last number of each that was."""
     if keyword.iskeyword(wanted) or wanted in RESERVED:
         wanted += "_"
-    name, count = wanted, 1
+    name, count = wanted, taken.get(wanted, 1)
     while name in taken:
         count += 1
         name = f"{wanted}_{count}"
-    taken.add(name)
+    taken[wanted] = count
+    taken.setdefault(name, 1)
     return name

@@ -32,7 +32,8 @@ def main(program: Mapping[str, Any]) -> None:
     """
     parser = argparse.ArgumentParser(description=program["__doc__"], formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--state", help="file of torch.save(model.state_dict(), ...); else random values")
-    parser.add_argument("--batch", help="file of torch.save({name: tensor}, ...), the whole batch; else random values")
+    what = "the whole batch; micro-batches one after the other" if "SUMS" in program else "the whole batch"
+    parser.add_argument("--batch", help=f"file of torch.save({{name: tensor}}, ...), {what}; else random values")
     parser.add_argument("--out", help="write outputs, gradients and buffers here, whole, from rank 0")
     parser.add_argument("--seed", type=int, default=0, help="of dropout and of random values")
     parser.add_argument("--steps", type=int, default=1, help="steps to take; none changes the parameters")
@@ -80,24 +81,57 @@ def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:
 def step(
     program: Mapping[str, Any], rank: ProcessRank, given: Mapping[str, Tensor], seed: int
 ) -> dict[str, dict[str, Tensor]]:
-    """One forward and backward. Returns whole outputs, gradients and new buffers, by name."""
+    """Forward and backward of every micro-batch, the sum of whose losses is differentiated.
+
+    Returns:
+        Whole gradients, and whole outputs and new buffers of the last micro-batch, by name.
+    """
+    count = program.get("MICRO_BATCHES", 1)
+    held = {**program["CONSTANTS"], **given}
+    sums: dict[str, Tensor] = {}
     with torch.no_grad():
-        fed = [_fed(row, rank, {**program["CONSTANTS"], **given}, seed) for row in program["INPUTS"]]
-        made = program["forward"](rank, fed)
-        results = made[: len(program["OUTPUTS"])]
-        back = [*made[len(results) :]]
-        del made
-        whole = [_whole(t, row[3], row[4], rank) for t, row in zip(results, program["OUTPUTS"], strict=True)]
-        back += [_tangent(row, rank) for row in program["TANGENTS"]]
+        for number in range(count - 1):
+            _, buffers, back = _forward(program, rank, {**held, **_part(program, given, number)}, seed + number, sums)
+            made = zip(program["SUMS"], program["accumulate"](rank, back), strict=True)
+            sums = {name: t for (kind, name), t in made if kind == "accumulator"}
+            held |= buffers
+        held |= _part(program, given, count - 1)
+        outputs, buffers, back = _forward(program, rank, held, seed + count - 1, sums)
         gradients = program["backward"](rank, back)
         grads = {
             name: _whole(t, shape, spec, rank)
             for t, (kind, name, _, shape, spec) in zip(gradients, program["GRADIENTS"], strict=True)
             if kind == "gradient"
         }
+    return {"outputs": outputs, "grads": grads, "buffers": buffers}
+
+
+def _part(program: Mapping[str, Any], given: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """What a micro-batch takes of inputs that were given for all of them, one after the other along dim 0."""
+    count, found = program.get("MICRO_BATCHES", 1), {}
+    for kind, name, _, shape, _ in program["INPUTS"]:
+        whole = given.get(name) if kind == "input" else None
+        if whole is not None and count > 1 and len(shape) and tuple(whole.shape) == (count * shape[0], *shape[1:]):
+            found[name] = whole[number * shape[0] : (number + 1) * shape[0]]
+    return found
+
+
+def _forward(
+    program: Mapping[str, Any], rank: ProcessRank, held: Mapping[str, Tensor], seed: int, sums: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+    """Whole outputs, whole new buffers, and what the backward takes; ``sums`` goes into that."""
+    made = program["forward"](rank, [_fed(row, rank, held, seed) for row in program["INPUTS"]])
+    results = made[: len(program["OUTPUTS"])]
+    back = [*made[len(results) :]]
+    del made
+    whole = [_whole(t, row[3], row[4], rank) for t, row in zip(results, program["OUTPUTS"], strict=True)]
     rows = [(row[0], row[1], t) for row, t in zip(program["OUTPUTS"], whole, strict=True)]
+    back += [
+        sums.pop(row[1]) if row[0] == "accumulator" and row[1] in sums else _tangent(row, rank)
+        for row in program["TANGENTS"]
+    ]
     outputs = {name: t for kind, name, t in rows if kind == "output"}
-    return {"outputs": outputs, "grads": grads, "buffers": {name: t for kind, name, t in rows if kind == "mutation"}}
+    return outputs, {name: t for kind, name, t in rows if kind == "mutation"}, back
 
 
 def _fed(

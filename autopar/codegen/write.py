@@ -8,10 +8,11 @@ from pathlib import Path
 import autopar.ops  # noqa: F401  its implementations are copied
 from autopar.codegen import standalone
 from autopar.codegen.bundle import bundled
+from autopar.codegen.emit import REGISTERS
 
 
-def write(source: str, path: str | Path) -> Path:
-    """Write the program of ``source`` with everything that it calls.
+def write(source: str, path: str | Path, *, kernels: bool = False) -> Path:
+    """Write the program of ``source`` with everything that it calls, Triton ``kernels`` too where it runs some.
 
     Returns:
         The path.
@@ -25,8 +26,9 @@ def write(source: str, path: str | Path) -> Path:
         f"    torchrun --nproc-per-node N {Path(path).name} --state model.pt --batch batch.pt --out out.pt\n"
     )
     body = "".join(lines[first.lineno - 1 :])
-    support, program = bundled(body, standalone)
+    support, program = bundled(body, standalone, kernels=kernels)
     functional = "import torch.nn.functional as F\n" if "F." in body else ""
+    functional += "".join(line for line in lines[: first.lineno] if REGISTERS in line and "autopar" not in line)
     text = "\n".join([
         f'"""{doc.rstrip()}\n{usage}"""\n\n# ruff: noqa\nfrom __future__ import annotations\n',
         f"{functional}{support.split(chr(10) * 3, 1)[0]}\n\naten = torch.ops.aten\n\n",

@@ -9,11 +9,12 @@ from autopar.cost_models.memory import (
     optimizer_state_bytes,
     optimizer_step_bytes,
     optimizer_steps_alone,
+    optimizer_table_bytes,
     optimizer_takes_whole,
 )
 
 __all__ = [
     "KINDS", "CollectiveCosts", "ComputeCosts", "ComputeKind", "largest_chunk_bytes", "optimizer_chunk_bytes",
     "optimizer_mode", "optimizer_scalar_bytes", "optimizer_state_bytes", "optimizer_step_bytes",
-    "optimizer_steps_alone", "optimizer_takes_whole",
+    "optimizer_steps_alone", "optimizer_table_bytes", "optimizer_takes_whole",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ class OptimizerState:
         bytes_per_element: of state whose width does not follow the parameter's dtype.
         block: elements that share one float32 scale for each of ``bytes_per_element``; 0 for none.
         narrow_from: elements from which on state is as narrow as that; below it is float32.
+        tables: bytes that all narrow state shares, of what its codes stand for.
         factored: one more second moment, kept as the sums of rows and columns where the parameter is a matrix.
         scalars: 0-dim float32 tensors of state.
         foreach: temporaries of the step that takes all parameters at once, in tensors as large as each.
@@ -38,6 +39,7 @@ class OptimizerState:
     bytes_per_element: int = 0
     block: int = 0
     narrow_from: int = 0
+    tables: int = 0
     factored: bool = False
     scalars: int = 1
     foreach: float = 1
@@ -48,7 +50,9 @@ class OptimizerState:
 
 
 _ADAM = OptimizerState(2, (("amsgrad", 1),), loop=(2, 1))
-_EIGHT_BIT = OptimizerState(bytes_per_element=2, block=256, narrow_from=4096, scalars=0, foreach=0, loop=(0, 0))
+_EIGHT_BIT = OptimizerState(
+    bytes_per_element=2, block=256, narrow_from=4096, tables=2048, scalars=0, foreach=0, loop=(1, 0)
+)
 
 OPTIMIZERS: Mapping[str, OptimizerState] = {
     "adam": _ADAM,
@@ -151,6 +155,14 @@ def optimizer_scalar_bytes(optimizer: Any) -> int:
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         return 0
     return 4 * _find(optimizer)[0].scalars
+
+
+def optimizer_table_bytes(optimizer: Any, numels: Sequence[int]) -> int:
+    """Bytes of state that parameters of ``numels`` elements share."""
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
+        return 0
+    state = _find(optimizer)[0]
+    return state.tables if any(n >= state.narrow_from for n in numels) else 0
 
 
 def optimizer_mode(optimizer: Any, device: str = "cuda") -> str:

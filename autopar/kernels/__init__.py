@@ -6,7 +6,8 @@ knows them by name, says where they run, and gives their source.
 
 from __future__ import annotations
 
+from autopar.kernels import alone
 from autopar.kernels.dispatch import enabled, forced, run
 from autopar.kernels.registry import KERNELS, Kernel, source
 
-__all__ = ["KERNELS", "Kernel", "enabled", "forced", "run", "source"]
+__all__ = ["KERNELS", "Kernel", "alone", "enabled", "forced", "run", "source"]

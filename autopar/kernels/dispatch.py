@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from autopar._torch import FakeTensor
+from autopar.kernels.devices import config_size, launch_seconds, takes
 from autopar.kernels.registry import KERNELS, Config, Kernel
 from autopar.kernels.tuning import Tuning
-
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
-
-REPEATS = 5
-"""Timings of a configuration, of which the least counts."""
 
 _forced: ContextVar[bool] = ContextVar("kernels_forced", default=False)
 
@@ -45,8 +40,7 @@ def enabled(*tensors: Tensor, integers: bool = False) -> bool:
         return False
     if any(isinstance(t, FakeTensor) for t in tensors):
         return False
-    known = DTYPES | INTEGERS if integers else DTYPES
-    return _installed() and all(t.dtype in known for t in tensors)
+    return _installed() and takes(tensors, integers=integers)
 
 
 def run(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -65,36 +59,12 @@ def _config(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
     if not first.is_cuda:
         return kernel.configs[0]
     measuring = not torch.cuda.is_current_stream_capturing()
-    size = " ".join(f"{_size(args[i])} {args[i].dtype}" for i in kernel.size)
+    size = " ".join(config_size(args[i]) for i in kernel.size)
     return _tuning(first.device.index or 0).best(
-        kernel, size, (lambda config: _seconds(kernel, args, {**kwargs, **config})) if measuring else None
+        kernel, size, (lambda config: launch_seconds(kernel.launch, args, {**kwargs, **config})) if measuring else None
     )
 
 
 @cache
 def _tuning(device: int) -> Tuning:
     return Tuning(torch.cuda.get_device_name(device))
-
-
-def _size(x: Tensor) -> str:
-    """Rows to the next power of two, and the length of one: sizes of the same text share a configuration."""
-    last = x.shape[-1] if x.ndim else 1
-    rows = x.numel() // max(last, 1)
-    return f"2^{max(rows - 1, 0).bit_length()}x{last}"
-
-
-def _seconds(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The least of a few timings; a configuration that the device cannot run takes for ever."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    best = float("inf")
-    try:
-        kernel.launch(*args, **kwargs)
-        for _ in range(REPEATS):
-            start.record()
-            kernel.launch(*args, **kwargs)
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) / 1e3)
-    except Exception:  # noqa: BLE001  out of shared memory, registers or a compiler's patience, by many names
-        return float("inf")
-    return best

@@ -11,14 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST = 65536
-"""Elements of a row, which has to fit into one program's registers."""
-
 
 @triton.jit
 def add_norm_kernel(
-    x, residual, weight, bias, total, out, mean, rstd, d, stride, eps, ADD: tl.constexpr, SCALED: tl.constexpr,
-    SHIFTED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, bias, total, out, mean, rstd, wide, hat, d, stride, eps, ADD: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr, HAT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -31,6 +29,8 @@ def add_norm_kernel(
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * d + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
+    if WIDE:
+        tl.store(wide + row * d + column, value, mask=inside)
     if CENTRED:
         centre = tl.sum(value, 0) / d
         value = tl.where(inside, value - centre, 0.0)
@@ -38,6 +38,10 @@ def add_norm_kernel(
     scale = 1 / tl.sqrt(tl.sum(value * value, 0) / d + eps)
     tl.store(rstd + row, scale)
     value = value * scale
+    if HAT:
+        rounded_hat = value.to(hat.dtype.element_ty)
+        tl.store(hat + row * d + column, rounded_hat, mask=inside)
+        value = rounded_hat.to(tl.float32)
     if SCALED:
         value = value * tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     if SHIFTED:
@@ -46,29 +50,41 @@ def add_norm_kernel(
 
 
 def add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    eps: float, *, centred: bool, num_warps: int = 8,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, *,
+    eps: float, centred: bool, results: list[str], num_warps: int = 8,
 ):
-    """(y = x + residual, norm(y) * weight + bias, mean, 1 / deviation): of the last dim; y is x without a residual.
+    """The ``results`` of a norm of the last dim of y = x + residual, in their order; y is x without a residual.
+
+    "total" is y, "wide" y in float32, "out" the norm times weight plus bias, "hat" that before both, to which "out" is
+    then rounded too, "mean" and "rstd" the statistics, [..., 1] in float32.
 
     Args:
         x: [..., d], also in another dtype than ``residual``, whose the sum is.
-        centred: layer norm; else RMS norm, whose mean comes empty.
+        centred: layer norm; else RMS norm, which has no mean.
     """
     d = x.shape[-1]
-    flat = x.reshape(-1, d)
+    flat = x.reshape(x.shape[:-1].numel(), d)
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     like = x if residual is None else residual
-    total = x if residual is None else torch.empty(x.shape, dtype=like.dtype, device=x.device)
-    out = torch.empty(x.shape, dtype=like.dtype, device=x.device)
-    mean, rstd = (torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2))
-    if out.numel():
-        add_norm_kernel[(len(flat),)](
-            flat, like.contiguous(), like if weight is None else weight, like if bias is None else bias, total, out,
-            mean, rstd, d, flat.stride(0), eps, ADD=residual is not None, SCALED=weight is not None,
-            SHIFTED=bias is not None, CENTRED=centred, BLOCK=triton.next_power_of_2(d), num_warps=num_warps,
+    row = ("mean", "rstd")
+    needed = ["out", "rstd", *(["mean"] if centred else []), *(["total"] if residual is not None else [])]
+    made = {
+        name: torch.empty(
+            (*x.shape[:-1], 1) if name in row else x.shape,
+            dtype=torch.float32 if name in (*row, "wide") else like.dtype, device=x.device,
         )
-    return total, out, mean, rstd
+        for name in dict.fromkeys([*results, *needed])
+    }
+    if made["out"].numel():
+        out = made["out"]
+        add_norm_kernel[(len(flat),)](
+            flat, like.contiguous(), like if weight is None else weight, like if bias is None else bias,
+            made.get("total", out), out, made.get("mean", out), made["rstd"], made.get("wide", out),
+            made.get("hat", out), d, flat.stride(0), eps, ADD=residual is not None, SCALED=weight is not None,
+            SHIFTED=bias is not None, CENTRED=centred, WIDE="wide" in made, HAT="hat" in made,
+            BLOCK=triton.next_power_of_2(d), num_warps=num_warps,
+        )
+    return [made[name] for name in results]
 
 
 @triton.jit
@@ -106,22 +122,32 @@ def norm_backward_kernel(
 
 
 def norm_backward(
-    grad: torch.Tensor, y: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor,
-    beside: torch.Tensor | None, *, GROUPS: int = 256, num_warps: int = 8,
+    grad: torch.Tensor, y: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, weight: torch.Tensor | None,
+    beside: torch.Tensor | None, *, results: list[str], GROUPS: int = 256, num_warps: int = 8,
 ):
-    """(gradient of y, plus ``beside``; of the weight; of the bias). Without ``mean`` it is that of an RMS norm."""
+    """The ``results``, in their order: "input_gradient" of y, plus ``beside``, "weight_gradient", "bias_gradient".
+
+    Without ``mean`` it is that of an RMS norm. ``y`` may be in a wider dtype than ``grad``, in which the result is.
+    """
     d = y.shape[-1]
     n = y.numel() // max(d, 1)
     groups = max(1, min(GROUPS, n))
     each = -(-n // groups)
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dtype = grad.dtype if weight is None else weight.dtype
+    dx = torch.empty(y.shape, dtype=grad.dtype, device=y.device)
     dweight, dbias = (torch.empty((groups, d), dtype=torch.float32, device=y.device) for _ in range(2))
     if not y.numel():
-        return dx, dweight.new_zeros(d).to(y.dtype), dbias.new_zeros(d).to(y.dtype)
+        dweight.zero_()
+        dbias.zero_()
+        return _wanted(dx, dweight, dbias, dtype, results)
     norm_backward_kernel[(groups,)](
         grad.contiguous(), y.contiguous(), y if weight is None else weight, rstd if mean is None else mean, rstd,
         y if beside is None else beside.contiguous(), dx, dweight, dbias, n, d, each, ADD=beside is not None,
         SCALED=weight is not None, CENTRED=mean is not None, BLOCK=triton.next_power_of_2(d), num_warps=num_warps,
     )
-    dtype = y.dtype if weight is None else weight.dtype
-    return dx, dweight.sum(0).to(dtype), dbias.sum(0).to(dtype)
+    return _wanted(dx, dweight, dbias, dtype, results)
+
+
+def _wanted(dx, dweight, dbias, dtype, results):
+    sums = {"weight_gradient": dweight, "bias_gradient": dbias}
+    return [sums[name].sum(0).to(dtype) if name in sums else dx for name in results]

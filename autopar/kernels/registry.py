@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import itertools
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -66,22 +67,46 @@ KERNELS: Mapping[str, Kernel] = {
 @cache
 def source(name: str) -> str:
     """Python of one kernel: imports, the kernel, its launching function and what these call. It runs by itself."""
-    kernel = KERNELS[name]
-    text = (files("autopar.kernels") / f"{kernel.module}.py").read_text()
-    tree = ast.parse(text)
+    module = KERNELS[name].module
+    text, tree = _parsed(module)
+    head = f'"""Kernel {name} of autopar.\n\n{ast.get_docstring(tree) or ""}\n"""'
+    imports = "\n".join(_text(text, node) for node in tree.body if isinstance(node, _IMPORT))
+    return "\n\n\n".join([f"{head}\n{imports}", *_definitions(module, [name])]) + "\n"
+
+
+def factory(module: str, names: Sequence[str]) -> str:
+    """Python of a function that defines kernels of one module when it is first called, and returns them by name."""
+    said = (ast.get_docstring(_parsed(module)[1]) or "").splitlines()[0]
+    lines = [
+        "@functools.cache", f"def {module}_kernels():", f'    """{said}"""', "    global triton, tl",
+        "    import triton", "    import triton.language as tl", "",
+    ]  # fmt: skip
+    body = textwrap.indent("\n\n".join(_definitions(module, names)), "    ")
+    named = ", ".join(f'"{n}": {n}' for n in names)
+    return "\n".join([*lines, body, "", f"    return {{{named}}}"])
+
+
+@cache
+def _parsed(module: str) -> tuple[str, ast.Module]:
+    text = (files("autopar.kernels") / f"{module}.py").read_text()
+    return text, ast.parse(text)
+
+
+def _definitions(module: str, names: Sequence[str]) -> list[str]:
+    """The source of functions of a module and of all of it that they call, in its order."""
+    text, tree = _parsed(module)
     defined = {n: node for node in tree.body for n in _names(node)}
-    needed, ahead = {name}, [name]
+    needed, ahead = set(names), list(names)
     while ahead:
         for used in ast.walk(defined[ahead.pop()]):
             if isinstance(used, ast.Name) and used.id in defined and used.id not in needed:
                 needed.add(used.id)
                 ahead.append(used.id)
-    lines = text.splitlines()
-    kept = [node for node in tree.body if isinstance(node, _IMPORT) or needed & set(_names(node))]
-    head = f'"""Kernel {name} of autopar.\n\n{ast.get_docstring(tree) or ""}\n"""'
-    parts = [(isinstance(n, _IMPORT), "\n".join(lines[_first(n) - 1 : n.end_lineno])) for n in kept]
-    imports = "\n".join(p for is_import, p in parts if is_import)
-    return "\n\n\n".join([f"{head}\n{imports}", *(p for is_import, p in parts if not is_import)]) + "\n"
+    return [_text(text, node) for node in tree.body if needed & set(_names(node))]
+
+
+def _text(text: str, node: ast.stmt) -> str:
+    return "\n".join(text.splitlines()[_first(node) - 1 : node.end_lineno])
 
 
 def _names(node: ast.stmt) -> tuple[str, ...]:

@@ -1,18 +1,21 @@
 """Block sizes measured once on a device and kept on disk.
 
 The file's key is made of all that a measurement depends on: this package's version, triton's, the device and the text
-of the kernel. A file that cannot be read, or was written under another key, counts as empty: it is a cache.
+of the kernel. A file that cannot be read, or was written under another key, counts as empty: it is a cache. Of several
+processes that share it one measures while the others wait, so that all take the same: sums in another order round
+differently, and replicas would drift apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,9 +48,12 @@ class Tuning:
             return known[key]
         if measure is None:
             return kernel.configs[0]
-        seconds = [measure(config) for config in kernel.configs]
-        known[key] = kernel.configs[seconds.index(min(seconds))]
-        self._store(known)
+        with _alone(self.path):
+            known |= read(self.path, self._version)
+            if known.get(key) not in kernel.configs:
+                seconds = [measure(config) for config in kernel.configs]
+                known[key] = kernel.configs[seconds.index(min(seconds))]
+                self._store(known)
         return known[key]
 
     def _load(self) -> dict[str, Config]:
@@ -68,6 +74,17 @@ class Tuning:
             with os.fdopen(handle, "w") as file:
                 json.dump({"version": self._version, "configs": merged}, file, indent=1, sort_keys=True)
             Path(name).replace(self.path)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process that shares the file is in here; where no file can be locked, at once."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
+        yield
 
 
 def read(path: Path, wanted: str) -> dict[str, Config]:

@@ -5,8 +5,25 @@ Each is the same function of its (local) operands on every device and every mesh
 
 from __future__ import annotations
 
-from autopar.ops import attention, batch_norm, contract, convolution, cross_entropy, ctc, embedding, pooling, random
+from autopar.ops import (
+    along,
+    attention,
+    batch_norm,
+    contract,
+    convolution,
+    cross_entropy,
+    ctc,
+    embedding,
+    grouped,
+    indexing,
+    interpolation,
+    norms,
+    pooling,
+    random,
+    statistics,
+)
 
 __all__ = [
-    "attention", "batch_norm", "contract", "convolution", "cross_entropy", "ctc", "embedding", "pooling", "random",
+    "along", "attention", "batch_norm", "contract", "convolution", "cross_entropy", "ctc", "embedding",
+    "grouped", "indexing", "interpolation", "norms", "pooling", "random", "statistics",
 ]  # fmt: skip

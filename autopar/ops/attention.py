@@ -2,8 +2,8 @@
 
 q is [b, h, s, d], k [b, g, t, d], v [b, g, t, d_v]; head i of the queries reads head i // (h / g) of k and v. In causal
 attention query i may read key j when i >= j, counted in the global tensors. A row that may read nothing gives zeros,
-its gradients are zeros, and its lse is 0. On a CPU torch's flash kernel does what it can; the rest, and all on other
-devices, goes block by block over the queries with the formulas of Dao et al. 2022 (FlashAttention, appendix B).
+its gradients are zeros, and its lse is 0. Torch's flash kernels, of the CPU and of GPUs, do what they can; the rest
+goes block by block over the queries with the formulas of Dao et al. 2022 (FlashAttention, appendix B).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import _torch
 from autopar.errors import AutoparError
-from autopar.ops.random import keep_mask
+from autopar.ops.exponential import exp_
+from autopar.ops.random import keep_scale
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
 # Scores held at a time: on a CPU near the size of its caches, elsewhere as many as keep the device busy.
@@ -43,6 +45,12 @@ class _Attention:
         full = q.numel() > 0 and k.numel() > 0
         return q.device.type == "cpu" and full and not self.dropout_p and q.shape[-1] == v.shape[-1]
 
+    def gpu_flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether torch's flash kernel for GPUs computes this: rows of whole squares where it is causal."""
+        plain = self.mask is None and not self.dropout_p and v.shape[-1] == q.shape[-1] and k.numel() * q.numel() > 0
+        square = q.shape[2] == k.shape[2] and self.offset[2] == self.offset[3]
+        return plain and (square or not self.is_causal) and _torch.flash_takes(q)
+
     def flash_mask(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
         """The additive mask that the kernel takes, and whether it is causal by itself."""
         mask = self.mask
@@ -65,13 +73,13 @@ class _Attention:
 
     def scores(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
         """[b, h, rows, t] in the accumulation dtype; -inf where attention is forbidden."""
-        scores = _by_group(q[:, :, rows], k) @ k.transpose(-1, -2)
-        scores = scores.view(q.shape[0], q.shape[1], rows.stop - rows.start, k.shape[2]).mul_(self.scale)
+        scores = _by_group(q[:, :, rows] * self.scale, k) @ k.transpose(-1, -2)
+        scores = scores.view(q.shape[0], q.shape[1], rows.stop - rows.start, k.shape[2])
         if self.mask is not None:
             mask = self.mask[..., rows, :] if self.mask.dim() > 1 and self.mask.shape[-2] > 1 else self.mask
-            scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
+            scores.add_(_added(mask, scores.dtype) if mask.dtype == torch.bool else mask)
         if self.is_causal:
-            scores.masked_fill_(~self._causal(rows, k.shape[2], q.device), -math.inf)
+            scores.add_(_added(self._causal(rows, k.shape[2], q.device), scores.dtype))
         return scores
 
     def keep(self, weights: Tensor, rows: slice) -> Tensor | None:
@@ -80,16 +88,19 @@ class _Attention:
             return None
         assert self.seed is not None
         b, h, first, t = self.offset
-        keep = keep_mask(
-            self.seed,
-            self.site,
-            self.dropout_p,
-            self.global_shape,
-            list(weights.shape),
-            [b, h, first + rows.start, t],
-            weights.device,
-        )
-        return keep.to(weights.dtype).mul_(1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0)
+        place = [b, h, first + rows.start, t]
+        return keep_scale(self.seed, self.site, self.dropout_p, self.global_shape, place, weights)
+
+
+def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """-inf where attention is forbidden, else 0. To add it is much cheaper on a CPU than to fill by a mask."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """As torch's kernels read it: they take the elements of a row to lie side by side, and that for CPUs does not
+    look."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
@@ -132,9 +143,12 @@ def _attention(
     if attention.flash(q, k, v):
         additive, causal = attention.flash_mask(q, k)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=additive, scale=attention.scale
+            *map(_in_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
         )
         return out.contiguous(), lse.contiguous()
+    if attention.gpu_flash(q, k, v):
+        q, k, v = map(_in_rows, (q, k, v))
+        return _torch.flash_attention(q, k, v, causal=attention.is_causal, scale=attention.scale)
     return _forward(attention, q, k, v)
 
 
@@ -149,7 +163,7 @@ def _forward(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
         scores = attention.scores(q, k, rows)
         highest = scores.amax(-1, keepdim=True)
         highest.masked_fill_(highest == -math.inf, 0)
-        weights = scores.sub_(highest).exp_()
+        weights = exp_(scores.sub_(highest))
         total = weights.sum(-1, keepdim=True)
         empty = total == 0
         lse[:, :, rows] = (total.log() + highest).masked_fill_(empty, 0).squeeze(-1)
@@ -184,9 +198,13 @@ def _attention_backward(
     if attention.flash(q, k, v):
         additive, causal = attention.flash_mask(q, k)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=additive, scale=attention.scale
+            *map(_in_rows, (grad_out, q, k, v, out)), lse, 0.0, causal, attn_mask=additive, scale=attention.scale
         )
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    if attention.gpu_flash(q, k, v):
+        q, k, v, grad_out = map(_in_rows, (q, k, v, grad_out))
+        options = {"causal": attention.is_causal, "scale": attention.scale}
+        return _torch.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
     return _backward(attention, grad_out, q, k, v, out, lse)
 
 
@@ -198,18 +216,18 @@ def _backward(
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if min(q.numel(), k.numel()) > 0:
         for rows in _row_blocks(q, k):
-            weights = attention.scores(q, k, rows).sub_(lse[:, :, rows, None]).exp_()
+            weights = exp_(attention.scores(q, k, rows).sub_(lse[:, :, rows, None]))
             grad = grad_out[:, :, rows]
             dweights = (_by_group(grad, v) @ v.transpose(-1, -2)).view(weights.shape)
             keep = attention.keep(weights, rows)
             kept = weights
             if keep is not None:
-                kept = weights * keep
                 dweights.mul_(keep)
+                kept = keep.mul_(weights)
             dv += _by_group(kept, v).transpose(-1, -2) @ _by_group(grad, v)
-            dweights.sub_((grad * out[:, :, rows]).sum(-1, keepdim=True)).mul_(weights).mul_(attention.scale)
-            dq[:, :, rows] = (_by_group(dweights, k) @ k).view(*weights.shape[:3], k.shape[3])
-            dk += _by_group(dweights, k).transpose(-1, -2) @ _by_group(q[:, :, rows], k)
+            dweights.sub_((grad * out[:, :, rows]).sum(-1, keepdim=True)).mul_(weights)
+            dq[:, :, rows] = (_by_group(dweights, k) @ k).view(*weights.shape[:3], k.shape[3]).mul_(attention.scale)
+            dk += _by_group(dweights, k).transpose(-1, -2) @ _by_group(q[:, :, rows] * attention.scale, k)
     return dq.to(original), dk.to(original), dv.to(original)
 
 

@@ -1,11 +1,12 @@
-"""Gradient of a convolution of which each rank has some rows of the first dim of space.
+"""Convolutions of which each rank has a part of some dims of space, ``dims``.
 
-The gradient of the result comes with rows of the neighbours, those that the rank's own rows of x went into; x with the
-rows that the rank's own results came from.
+What the kernel reads of the neighbours comes with an operand, padding included. ``first`` says, for each of ``dims``,
+where the rank's own rows begin in what is computed from such a window, ``size`` how many they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,51 +17,124 @@ from autopar.ops.registration import define, once_differentiable
 aten = torch.ops.aten
 
 
+def _rows_of(x: Tensor, dims: Sequence[int], first: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Rows from ``first`` on of each of ``dims``, zeros where there are none."""
+    for dim, start, n in zip(dims, first, size, strict=True):
+        pads = [0, 0] * (x.ndim - 1 - dim) + [-start, start + n - x.shape[dim]]
+        x = torch.nn.functional.pad(x, pads)
+    return x
+
+
+def _narrowed(x: Tensor, dims: Sequence[int], first: Sequence[int], size: Sequence[int]) -> Tensor:
+    for dim, start, n in zip(dims, first, size, strict=True):
+        x = x.narrow(dim, start, n)
+    return x
+
+
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, mask: list[bool], at: int, rows: list[int],
+    dilation: list[int], groups: int, mask: list[bool], dims: list[int], first: list[int], size: list[int],
+    made_first: list[int], made_size: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x0, x1, o0, o1, g0 = rows[5 * at : 5 * at + 5]
-    whole = [0, *padding[1:]]
-    rest = (stride, whole, dilation, False, [0] * len(stride), groups)
+    """``grad`` has the rows that the rank's own rows of x went into, ``x`` those that its own results came from;
+    ``made_first``: where these results are in ``grad``."""
+    rest = (stride, padding, dilation, False, [0] * len(stride), groups)
     dx = x.new_empty(0)
     if mask[0]:
-        # As many rows of x as these rows of the gradient come from; the first of them is row ``first`` of x.
-        reach = (grad.shape[2] - 1) * stride[0] + dilation[0] * (weight.shape[2] - 1) + 1
-        like = x.new_empty([*x.shape[:2], reach, *x.shape[3:]])
-        wide = aten.convolution_backward(grad, like, weight, None, *rest, [True, False, False])[0]
-        first = g0 * stride[0] - padding[0]
-        dx = _rows_of(wide, x0 - first, x1 - first)
+        shape = list(x.shape)
+        for dim in dims:  # as many rows of x as those of the gradient come from
+            i = dim - 2
+            shape[dim] = (grad.shape[dim] - 1) * stride[i] + dilation[i] * (weight.shape[dim] - 1) + 1
+        wide = aten.convolution_backward(grad, x.new_empty(shape), weight, None, *rest, [True, False, False])[0]
+        dx = _rows_of(wide, dims, first, size)
     dw, db = weight.new_empty(0), weight.new_empty(0)
     if mask[1] or mask[2]:
-        own = grad.narrow(2, o0 - g0, o1 - o0)
+        own = _narrowed(grad, dims, made_first, made_size)
         _, dw_, db_ = aten.convolution_backward(own, x, weight, bias_sizes, *rest, [False, mask[1], mask[2]])
         dw, db = (dw if dw_ is None else dw_), (db if db_ is None else db_)
     return dx.contiguous(), dw.contiguous(), db.contiguous()
 
 
-def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
-    """Rows ``start`` to ``stop`` of dim 2, zeros where there are none."""
-    pads = [0, 0] * (x.ndim - 3) + [-start, stop - x.shape[2]]
-    return torch.nn.functional.pad(x, pads)
+def _sized(x: Tensor, dims: Sequence[int], size: Sequence[int]) -> list[int]:
+    given = dict(zip(dims, size, strict=True))
+    return [given.get(i, n) for i, n in enumerate(x.shape)]
 
 
-def _fake(
-    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, mask: list[bool], at: int,
-    rows: list[int], **_: Any,
+def _backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, mask: list[bool], dims: list[int],
+    size: list[int], **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x0, x1 = rows[5 * at : 5 * at + 2]
     return (
-        x.new_empty([*x.shape[:2], x1 - x0, *x.shape[3:]] if mask[0] else [0]),
+        x.new_empty(_sized(x, dims, size) if mask[0] else [0]),
+        weight.new_empty(weight.shape if mask[1] else [0]),
+        weight.new_empty((bias_sizes or [0]) if mask[2] else [0]),
+    )
+
+
+def _transposed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: list[int], padding: list[int], dilation: list[int],
+    output_padding: list[int], groups: int, dims: list[int], first: list[int], size: list[int],
+) -> Tensor:  # fmt: skip
+    wide = aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
+    own = _rows_of(wide, dims, first, size)
+    return (own if bias is None else own + bias.view(-1, *[1] * (x.ndim - 2))).contiguous()
+
+
+def _transposed_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: list[int], padding: list[int], dilation: list[int],
+    output_padding: list[int], groups: int, dims: list[int], first: list[int], size: list[int],
+) -> Tensor:  # fmt: skip
+    like = aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
+    return x.new_empty(_sized(like, dims, size))
+
+
+def _transposed_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, stride: list[int], padding: list[int],
+    dilation: list[int], output_padding: list[int], groups: int, mask: list[bool], dims: list[int], first: list[int],
+    size: list[int], made_first: list[int], made_size: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``grad`` has the rows that the rank's own x went into, from ``first`` on, and its own, from ``made_first`` on."""
+    dx, dw, db = x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
+    if mask[0] or mask[1]:
+        rows = _narrowed(grad, dims, first, size).contiguous()
+        rest = (stride, padding, dilation, True, output_padding, groups)
+        dx_, dw_, _ = aten.convolution_backward(rows, x, weight, None, *rest, [mask[0], mask[1], False])
+        dx, dw = (dx if dx_ is None else dx_), (dw if dw_ is None else dw_)
+    if mask[2]:
+        own = _narrowed(grad, dims, made_first, made_size)
+        db = own.sum([0, *range(2, x.ndim)])
+    return dx.contiguous(), dw.contiguous(), db.contiguous()
+
+
+def _transposed_backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, mask: list[bool], **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape if mask[0] else [0]),
         weight.new_empty(weight.shape if mask[1] else [0]),
         weight.new_empty((bias_sizes or [0]) if mask[2] else [0]),
     )
 
 
 define(
-    "convolution_rows_backward(Tensor grad, Tensor x, Tensor weight, *, SymInt[]? bias_sizes, int[] stride,"
-    " int[] padding, int[] dilation, int groups, bool[] mask, SymInt at, SymInt[] rows) -> (Tensor, Tensor, Tensor)",
+    "convolution_part_backward(Tensor grad, Tensor x, Tensor weight, *, SymInt[]? bias_sizes, int[] stride,"
+    " int[] padding, int[] dilation, int groups, bool[] mask, int[] dims, SymInt[] first, SymInt[] size,"
+    " SymInt[] made_first, SymInt[] made_size) -> (Tensor, Tensor, Tensor)",
     _backward,
-    _fake,
+    _backward_fake,
 )
-once_differentiable("convolution_rows_backward")
+define(
+    "convolution_transposed_part(Tensor x, Tensor weight, Tensor? bias, *, int[] stride, int[] padding, int[] dilation,"
+    " int[] output_padding, int groups, int[] dims, SymInt[] first, SymInt[] size) -> Tensor",
+    _transposed,
+    _transposed_fake,
+)
+define(
+    "convolution_transposed_part_backward(Tensor grad, Tensor x, Tensor weight, *, SymInt[]? bias_sizes, int[] stride,"
+    " int[] padding, int[] dilation, int[] output_padding, int groups, bool[] mask, int[] dims, SymInt[] first,"
+    " SymInt[] size, SymInt[] made_first, SymInt[] made_size) -> (Tensor, Tensor, Tensor)",
+    _transposed_backward,
+    _transposed_backward_fake,
+)
+for _name in ("convolution_part_backward", "convolution_transposed_part", "convolution_transposed_part_backward"):
+    once_differentiable(_name)

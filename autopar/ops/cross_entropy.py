@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar import kernels
+from autopar.ops.exponential import exp_
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable, without_gradient
 
 # Elements held in the accumulation dtype at a time; a CPU's caches hold as many.
@@ -40,12 +41,29 @@ def _sumexp(x: Tensor, m: Tensor) -> Tensor:
     out = torch.empty(m.shape, dtype=dtype, device=x.device)
     flat_x, flat_m, flat_out = _flat(x), m.reshape(-1, 1).to(dtype), out.view(-1)
     for rows in _blocks(flat_x):
-        torch.sum(torch.sub(flat_x[rows], flat_m[rows]).exp_(), dim=-1, out=flat_out[rows])
+        torch.sum(exp_(torch.sub(flat_x[rows], flat_m[rows])), dim=-1, out=flat_out[rows])
     return out
 
 
 def _sumexp_fake(x: Tensor, m: Tensor) -> Tensor:
     return x.new_empty(m.shape, dtype=accumulation_dtype(x.dtype))
+
+
+def _softmax_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    if kernels.enabled(x):
+        found: tuple[Tensor, Tensor] = kernels.run("statistics", x)
+        return found
+    m = x.amax(-1)
+    return m, _sumexp(x, m)
+
+
+def _softmax_statistics_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    m = x.new_empty(x.shape[:-1])
+    return m, torch.empty_like(m, dtype=accumulation_dtype(x.dtype))
+
+
+def _rescaled(total: Tensor, own: Tensor, m: Tensor) -> Tensor:
+    return (total * torch.exp(own.to(total.dtype) - m)).contiguous()
 
 
 def _place(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +104,7 @@ def _nll_backward(
     flat_x, flat_lse, flat_out = _flat(x), lse.reshape(-1, 1), _flat(out)
     for rows in _blocks(flat_x):
         place = flat_out[rows] if out.dtype == lse.dtype else torch.empty_like(flat_x[rows], dtype=lse.dtype)
-        part = torch.sub(flat_x[rows], flat_lse[rows], out=place).exp_()
+        part = exp_(torch.sub(flat_x[rows], flat_lse[rows], out=place))
         part.scatter_add_(-1, position[rows], here[rows].to(part.dtype).neg_())
         torch.mul(part, scale[rows], out=flat_out[rows])
     return out
@@ -109,6 +127,13 @@ def _nll_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 define("sumexp(Tensor x, Tensor m) -> Tensor", _sumexp, _sumexp_fake)
 without_gradient("sumexp")
+# The two in one pass over the logits, where a plan says so: the sum is that for this shard's own maximum, and becomes
+# the one for the maximum ``m`` of all ranks.
+define("softmax_statistics(Tensor x) -> (Tensor, Tensor)", _softmax_statistics, _softmax_statistics_fake)
+define(
+    "rescaled(Tensor total, Tensor own, Tensor m) -> Tensor", _rescaled,
+    lambda total, own, m: total.new_empty(total.shape),
+)  # fmt: skip
 define(
     "nll(Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset) -> Tensor", _nll, _nll_fake
 )

@@ -1,7 +1,13 @@
-"""Pooling of images of which each rank has some rows. Rows of the neighbours come with them, padding included."""
+"""Pooling of images of which each rank has a part. Rows of the neighbours come with it, padding included.
+
+Dims are those of space, of which there are as many as a kernel has: the last ones of x. ``whole`` is their lengths on
+all ranks together, ``starts`` where this rank's rows begin.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,21 +18,37 @@ from autopar.ops.registration import define, once_differentiable, without_gradie
 aten = torch.ops.aten
 
 
+def _moved(index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Places in an image of ``shape``, moved by so many rows of each dim, as places in one of shape ``into``; and
+    whether they are in it."""
+    place, inside, stride = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+    for n, step, size in reversed(list(zip(shape, by, into, strict=True))):
+        row = index % n + step
+        index = index // n
+        inside &= (row >= 0) & (row < size)
+        place += row * stride
+        stride *= size
+    return place, inside
+
+
 def _max(
-    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], at: int,
-    starts: list[int],
+    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], starts: list[int],
+    whole: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``starts``: the first row of each rank's window; indices are those of the whole image."""
-    out, index = aten.max_pool2d_with_indices(x, kernel, stride, [0, padding[1]], dilation)
-    return out.contiguous(), (index + starts[at] * x.shape[-1]).contiguous()
+    """Indices are those of the whole image."""
+    n = len(kernel)
+    pool = aten.max_pool2d_with_indices if n == 2 else aten.max_pool3d_with_indices
+    out, index = pool(x, kernel, stride, padding, dilation)
+    return out.contiguous(), _moved(index, x.shape[-n:], starts, whole)[0].contiguous()
 
 
 def _pooled_shape(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> list[int]:
-    padded = (x.shape[-2], x.shape[-1] + 2 * padding[1])
-    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(padded, dilation, kernel, stride, strict=True)]
-    return [*x.shape[:-2], *sizes]
+    n = len(kernel)
+    padded = [size + 2 * p for size, p in zip(x.shape[-n:], padding, strict=True)]
+    sizes = [(size - d * (k - 1) - 1) // s + 1 for size, d, k, s in zip(padded, dilation, kernel, stride, strict=True)]
+    return [*x.shape[:-n], *sizes]
 
 
 def _max_fake(
@@ -36,12 +58,13 @@ def _max_fake(
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
-def _max_backward(grad: Tensor, x: Tensor, index: Tensor, *, at: int, starts: list[int]) -> Tensor:
-    """``starts``: of each rank's own rows, to which alone the gradient goes."""
-    local = index - starts[at] * x.shape[-1]
-    own = (local >= 0) & (local < x.shape[-2] * x.shape[-1])
-    out = x.new_zeros([*x.shape[:-2], x.shape[-2] * x.shape[-1]])
-    out.scatter_add_(-1, local.where(own, 0).flatten(-2), grad.where(own, 0).flatten(-2))
+def _max_backward(grad: Tensor, x: Tensor, index: Tensor, *, starts: list[int], whole: list[int]) -> Tensor:
+    """The gradient goes to this rank's own rows alone."""
+    n = len(whole)
+    own = x.shape[-n:]
+    place, inside = _moved(index, whole, [-start for start in starts], own)
+    out = x.new_zeros([*x.shape[:-n], math.prod(own)])
+    out.scatter_add_(-1, place.where(inside, 0).flatten(-n), grad.where(inside, 0).flatten(-n))
     return out.view(x.shape)
 
 
@@ -51,35 +74,39 @@ def _like_x(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def _mean_backward(
     grad: Tensor, x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], include: bool,
-    divisor: int | None, at: int, rows: list[int],
+    divisor: int | None, dims: list[int], first: list[int],
 ) -> Tensor:  # fmt: skip
-    """``rows``: for each rank the first of its own rows of x, and the first of its window of the gradient."""
-    own, first = rows[2 * at : 2 * at + 2]
-    reach = (grad.shape[-2] - 1) * stride[0] + kernel[0]
-    like = x.new_empty([*x.shape[:-2], reach, x.shape[-1]])
-    wide = aten.avg_pool2d_backward(grad, like, kernel, stride, [0, padding[1]], False, include, divisor)
-    start = own - (first * stride[0] - padding[0])
-    cut = torch.nn.functional.pad(wide, [0, 0, -start, start + x.shape[-2] - reach])
-    return cut.contiguous()
+    """``first``: where the rank's own rows of each of ``dims`` are among those from which its window comes."""
+    n = len(kernel)
+    pool = aten.avg_pool2d_backward if n == 2 else aten.avg_pool3d_backward
+    shape = list(x.shape)
+    for dim in dims:
+        i = dim - (x.ndim - n)
+        shape[dim] = (grad.shape[dim] - 1) * stride[i] + kernel[i]
+    wide: Tensor = pool(grad, x.new_empty(shape), kernel, stride, padding, False, include, divisor)
+    for dim, start in zip(dims, first, strict=True):
+        pads = [0, 0] * (x.ndim - 1 - dim) + [-start, start + x.shape[dim] - wide.shape[dim]]
+        wide = torch.nn.functional.pad(wide, pads)
+    return wide.contiguous()
 
 
 define(
-    "max_pool_rows(Tensor x, *, int[] kernel, int[] stride, int[] padding, int[] dilation, SymInt at, SymInt[] starts)"
-    " -> (Tensor, Tensor)",
+    "max_pool_part(Tensor x, *, int[] kernel, int[] stride, int[] padding, int[] dilation, SymInt[] starts,"
+    " SymInt[] whole) -> (Tensor, Tensor)",
     _max,
     _max_fake,
 )
-without_gradient("max_pool_rows")
+without_gradient("max_pool_part")
 define(
-    "max_pool_rows_backward(Tensor grad, Tensor x, Tensor index, *, SymInt at, SymInt[] starts) -> Tensor",
+    "max_pool_part_backward(Tensor grad, Tensor x, Tensor index, *, SymInt[] starts, SymInt[] whole) -> Tensor",
     _max_backward,
     _like_x,
 )
-once_differentiable("max_pool_rows_backward")
+once_differentiable("max_pool_part_backward")
 define(
-    "avg_pool_rows_backward(Tensor grad, Tensor x, *, int[] kernel, int[] stride, int[] padding, bool include,"
-    " int? divisor, SymInt at, SymInt[] rows) -> Tensor",
+    "avg_pool_part_backward(Tensor grad, Tensor x, *, int[] kernel, int[] stride, int[] padding, bool include,"
+    " int? divisor, int[] dims, SymInt[] first) -> Tensor",
     _mean_backward,
     _like_x,
 )
-once_differentiable("avg_pool_rows_backward")
+once_differentiable("avg_pool_part_backward")

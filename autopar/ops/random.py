@@ -21,7 +21,7 @@ from autopar.errors import AutoparError
 from autopar.ops.registration import define, differentiate
 
 # Elements hashed at a time. On a CPU the 64-bit words of a block stay in the second-level cache.
-CPU_BLOCK = 1 << 16
+CPU_BLOCK = 1 << 17
 BLOCK = 1 << 26
 # Significant bits of each dtype: with more, the numbers next to 1 would round up to it.
 SIGNIFICANT_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 32}
@@ -37,22 +37,40 @@ GAMMA = _signed(0x9E3779B97F4A7C15)
 MULTIPLIERS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
-def _xor_shift_(x: Tensor, shift: int) -> Tensor:
+def _xor_shift_(x: Tensor, shift: int, scratch: Tensor) -> Tensor:
     """In place, x ^ (x >> shift) of unsigned words."""
-    return x.bitwise_xor_(torch.bitwise_right_shift(x, shift).bitwise_and_((1 << (64 - shift)) - 1))
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
 
 
-def mix_(x: Tensor) -> Tensor:
-    """splitmix64's finalizer, in place on int64 words, with one temporary."""
-    _xor_shift_(x, 30).mul_(MULTIPLIERS[0])
-    _xor_shift_(x, 27).mul_(MULTIPLIERS[1])
-    return _xor_shift_(x, 31)
+def mix_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """splitmix64's finalizer, in place on int64 words; ``scratch`` is of their shape, and overwritten."""
+    scratch = torch.empty_like(x) if scratch is None else scratch
+    _xor_shift_(x, 30, scratch).mul_(MULTIPLIERS[0])
+    _xor_shift_(x, 27, scratch).mul_(MULTIPLIERS[1])
+    return _xor_shift_(x, 31, scratch)
 
 
 def key(seed: Tensor, site: int) -> Tensor:
     """Where the sequence of (seed, site) starts: an int64 scalar. Both are mixed, so that neighbours are unrelated."""
+    if seed.device.type == "cpu" and active_fake_mode() is None:
+        return torch.tensor(_key_of(int(seed), site))
     words = mix_(seed.detach().reshape(()).to(torch.int64) + GAMMA)
     return mix_(words + _signed((site + 1) * GAMMA))
+
+
+@functools.lru_cache(maxsize=1024)
+def _key_of(seed: int, site: int) -> int:
+    """``key`` of a number: a dozen ops on one element take longer than a block of them."""
+    return _signed(_mixed(_mixed(seed + GAMMA) + (site + 1) * GAMMA))
+
+
+def _mixed(word: int) -> int:
+    mask = (1 << 64) - 1
+    word &= mask
+    word = ((word ^ (word >> 30)) * MULTIPLIERS[0]) & mask
+    word = ((word ^ (word >> 27)) * MULTIPLIERS[1]) & mask
+    return word ^ (word >> 31)
 
 
 def _multiples(count: int, device: torch.device) -> Tensor:
@@ -95,10 +113,16 @@ def _runs(
     return starts, length, None if odd else first % 2
 
 
-def _bits_of_runs(state: Tensor, starts: Tensor, length: int, parity: int | None) -> Tensor:
-    """32 random bits for each element of runs of equal length: int32 [runs, length], uniform over all of int32."""
-    words = (starts >> 1).mul_(GAMMA).add_(state)[:, None] + _multiples(length // 2 + 1, starts.device)
-    halves = mix_(words).view(torch.int32)
+def _bits_of_runs(state: Tensor, starts: Tensor, length: int, parity: int | None, words: Tensor) -> Tensor:
+    """32 random bits for each element of runs of equal length: int32 [runs, length], uniform over all of int32.
+
+    Args:
+        words: int64 [2, at least runs * (length // 2 + 1)], overwritten; the bits are a view of it.
+    """
+    shape = (len(starts), length // 2 + 1)
+    drawn, scratch = (part[: shape[0] * shape[1]].view(shape) for part in words.unbind())
+    torch.add((starts >> 1).mul_(GAMMA).add_(state)[:, None], _multiples(shape[1], starts.device), out=drawn)
+    halves = mix_(drawn, scratch).view(torch.int32)
     if parity is not None:
         return halves[:, parity : parity + length]
     odd = starts.bitwise_and(1).bool()
@@ -116,30 +140,43 @@ def random_bits(
     """32 random bits for each element of a local tensor, by blocks.
 
     Yields:
-        A slice of the flattened local tensor and its bits: int32 [elements], uniform over all of int32.
+        A slice of the flattened local tensor and its bits, which the next block overwrites: int32 [runs, elements of a
+        run], uniform over all of int32.
     """
     if math.prod(shape) == 0:
         return
     state = key(seed, site).to(device)
     starts, length, parity = _runs(global_shape, shape, offset, device)
     block = CPU_BLOCK if device.type == "cpu" else BLOCK
-    if length <= block:
-        rows = block // length
-        for row in range(0, len(starts), rows):
-            bits = _bits_of_runs(state, starts[row : row + rows], length, parity)
-            yield slice(row * length, (row + len(bits)) * length), bits.reshape(-1)
-        return
-    for row in range(len(starts)):
-        for column in range(0, length, block):
-            width = min(block, length - column)
+    rows, width = (min(block // length, len(starts)), length) if length <= block else (1, block)
+    words = torch.empty(2, rows * (width // 2 + 1), dtype=torch.int64, device=device)
+    for row in range(0, len(starts), rows):
+        for column in range(0, length, width):
+            wide = min(width, length - column)
             start_parity = None if parity is None else (parity + column) % 2
-            bits = _bits_of_runs(state, starts[row : row + 1] + column, width, start_parity)
-            yield slice(row * length + column, row * length + column + width), bits[0]
+            bits = _bits_of_runs(state, starts[row : row + rows] + column, wide, start_parity, words)
+            first = row * length + column
+            yield slice(first, first + bits.numel()), bits
 
 
-def keeps(bits: Tensor, p: float) -> Tensor:
-    """Which elements a dropout of probability ``p`` keeps, exact to 2^-32."""
-    return bits >= min(round(p * 2**32), 2**32 - 1) - 2**31
+def _threshold(p: float) -> int:
+    """The least of the int32 bits that a dropout of probability ``p`` keeps, exact to 2^-32."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def _kept_bits_(bits: Tensor, p: float) -> Tensor:
+    """In place, all ones in the int32 of an element that is kept and zero in the others: to take numbers' bits with.
+
+    Comparisons give booleans, and these cost a CPU more to make and to multiply by than all else here.
+    """
+    least = _threshold(p)
+    if least == -(2**31):
+        return bits.fill_(-1)
+    return torch.sub(least - 1, bits.clamp_(least - 1, least), out=bits)
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size, where the bits of numbers are looked at."""
 
 
 def keep_mask(
@@ -154,19 +191,35 @@ def keep_mask(
     """Which elements of the local tensor, bool of its shape, ``dropout`` would keep."""
     mask = torch.empty(math.prod(shape), dtype=torch.bool, device=device)
     for part, bits in random_bits(seed, site, global_shape, shape, offset, device):
-        mask[part] = keeps(bits, p)
+        torch.ge(bits, _threshold(p), out=mask[part].view(bits.shape))
     return mask.view(*shape)
+
+
+def keep_scale(
+    seed: Tensor, site: int, p: float, global_shape: Sequence[int], offset: Sequence[int], like: Tensor
+) -> Tensor:
+    """What ``dropout`` multiplies a tensor like ``like`` by: 1 / (1 - p) where it keeps, else 0."""
+    out = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+    if p < 1:
+        integers = INTEGERS[out.element_size()]
+        scale = torch.full((), 1 / (1 - p), dtype=like.dtype, device=like.device).view(integers)
+        for part, bits in random_bits(seed, site, global_shape, list(like.shape), offset, like.device):
+            kept = _kept_bits_(bits, p).to(integers)
+            torch.bitwise_and(kept, scale, out=out[part].view(integers).view(bits.shape))
+    return out.view(like.shape)
 
 
 def _dropout(x: Tensor, seed: Tensor, *, p: float, site: int, global_shape: list[int], offset: list[int]) -> Tensor:
     if p == 0:
         return x.clone(memory_format=torch.contiguous_format)
-    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if p == 1:
-        return out
-    flat_x, flat_out = x.reshape(-1), out.view(-1)
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    flat_x, flat_out, integers = x.reshape(-1), out.view(-1), INTEGERS[x.element_size()]
     for part, bits in random_bits(seed, site, global_shape, list(x.shape), offset, x.device):
-        torch.mul(flat_x[part], keeps(bits, p), out=flat_out[part]).mul_(1 / (1 - p))
+        kept, source = _kept_bits_(bits, p).to(integers), flat_x[part].view(integers).view(bits.shape)
+        torch.bitwise_and(source, kept, out=flat_out[part].view(integers).view(bits.shape))
+        flat_out[part].mul_(1 / (1 - p))
     return out
 
 
@@ -191,7 +244,7 @@ def _uniform(
     significant = SIGNIFICANT_BITS[dtype]
     for part, bits in random_bits(seed, site, global_shape, shape, offset, seed.device):
         # The signed shift keeps the upper bits as they are; adding half the range makes them unsigned.
-        upper = (bits >> (32 - significant)).to(torch.float64).add_(2.0 ** (significant - 1))
+        upper = (bits.reshape(-1) >> (32 - significant)).to(torch.float64).add_(2.0 ** (significant - 1))
         out[part] = upper.mul_(2.0**-significant).to(dtype)
     return out.view(*shape)
 

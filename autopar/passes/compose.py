@@ -18,7 +18,9 @@ from torch import fx
 from torch.nn import functional
 
 from autopar._torch import LazyGraphModule
+from autopar.ir import Graph
 from autopar.ops.contract import parse
+from autopar.passes.fuse import fuse
 from autopar.program import LocalTensor
 from autopar.spmd import Lowered
 
@@ -28,8 +30,9 @@ autopar = torch.ops.autopar
 FUSED_BATCH_NORM = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default)
 
 
-def compose(lowered: Lowered) -> Lowered:
-    """The same local program with composed ops."""
+def compose(lowered: Lowered, graph: Graph) -> Lowered:
+    """The same local program, of ``graph``, with composed ops, first those that the plan gives to kernels of ours."""
+    lowered = fuse(lowered, graph)
     before = lowered.accumulate
     return replace(
         lowered, forward=_composed(lowered.forward), backward=_composed(lowered.backward),
@@ -39,11 +42,7 @@ def compose(lowered: Lowered) -> Lowered:
 
 def _composed(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    results = graph.graph_copy(module.graph, copies)
-    for node, copied in copies.items():
-        copied.meta = dict(node.meta)
-    graph.output(results)
+    graph.output(graph.graph_copy(module.graph, {}))
     for node in list(graph.nodes):
         pattern = _PATTERNS.get(node.target)
         if pattern is not None and not node._erased:

@@ -13,10 +13,7 @@ from autopar.spmd import Lowered
 def forward_only(lowered: Lowered) -> Lowered:
     """``forward(rank, *inputs) -> results``, without the saved tensors and the ops that only they need."""
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    results = graph.graph_copy(lowered.forward.graph, copies)
-    for node, copied in copies.items():
-        copied.meta = dict(node.meta)
+    results = graph.graph_copy(lowered.forward.graph, {})
     assert isinstance(results, tuple)
     graph.output(results[: len(lowered.results)])
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))

@@ -21,12 +21,14 @@ from autopar._torch import LazyGraphModule
 from autopar.ir import Graph, Output, Phase, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
+from autopar.planner.garbage import collected_later
 from autopar.program import LocalTensor, Op, Program
-from autopar.sharding import LocalLength, LocalOffset, ShardingSpec, local_length
+from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
 from autopar.spmd import Lowered
-from autopar.strategies import localize
+from autopar.strategies import Combine, Gathered, Operand, combine, localize
 
 
+@collected_later()
 def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     """Translate ``program``, a plan for ``graph``, op by op."""
     last = _lower(program, graph, mesh)
@@ -119,6 +121,17 @@ class _Builder:
         self.built.lint()
         return LazyGraphModule(torch.nn.Module(), self.built)
 
+    def _call(
+        self, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, name: str | None = None
+    ) -> fx.Node:  # fmt: skip
+        """A call at the end of the graph. Arguments are set afterwards: fx then doesn't look for symbols in them, which
+        takes longer than all the rest."""
+        node = self.built.call_function(target, name=name)
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
+        return node
+
     def _described(self, node: fx.Node, tensor: LocalTensor) -> fx.Node:
         node.meta["tensor"] = tensor
         return node
@@ -131,17 +144,17 @@ class _Builder:
     def _wait(self, pending: fx.Node, name: str) -> None:
         op: Op = pending.meta["op"]
         if op.bucket:
-            waited = self.built.call_function(spmd.wait, (pending,), name=identifier(op.name))
+            waited = self._call(spmd.wait, (pending,), name=identifier(op.name))
             for i, tensor in enumerate(op.writes):
                 self.pending.pop(tensor.name, None)
                 self._item(waited, i, tensor)
             return
         function = spmd.arrived if op.is_transfer else spmd.wait
-        waited = self.built.call_function(function, (pending,), name=identifier(name))
+        waited = self._call(function, (pending,), name=identifier(name))
         self.values[name] = self._described(waited, pending.meta["tensor"])
 
     def _item(self, several: fx.Node, index: int, tensor: LocalTensor) -> None:
-        item = self.built.call_function(operator.getitem, (several, index), name=identifier(tensor.name))
+        item = self._call(operator.getitem, (several, index), name=identifier(tensor.name))
         self.values[tensor.name] = self._described(item, tensor)
 
     def _redistribute(self, op: Op) -> None:
@@ -155,7 +168,7 @@ class _Builder:
         function, kwargs = spmd.step_call(step, before.spec, tensor.meta.shape, self.mesh)
         local = {k: self._argument(v) for k, v in kwargs.items()} | ({"in_place": True} if op.in_place else {})
         name = identifier(tensor.name) + ("_launched" if op.is_collective else "")
-        node = self.built.call_function(function, (self.rank, source), local, name=name)
+        node = self._call(function, (self.rank, source), local, name=name)
         node.meta["op"] = op
         self._described(node, tensor)
         (self.pending if op.is_collective else self.values)[tensor.name] = node
@@ -166,14 +179,14 @@ class _Builder:
         shapes = [tensor.meta.shape for tensor in op.writes]
         function, kwargs = spmd.bucket_call(op.bucket, specs, shapes, self.mesh)
         local = {k: self._argument(v) for k, v in kwargs.items()}
-        node = self.built.call_function(function, (self.rank, sources), local, name=f"{identifier(op.name)}_launched")
+        node = self._call(function, (self.rank, sources), local, name=f"{identifier(op.name)}_launched")
         node.meta["op"] = op
         self.pending.update((tensor.name, node) for tensor in op.writes)
 
     def _transfer(self, op: Op) -> None:
         function, tensor = spmd.offload if op.kind == "offload" else spmd.fetch, op.writes[0]
         name = f"{identifier(tensor.name)}_launched"
-        node = self.built.call_function(function, (self.rank, self._read(op.reads[0])), name=name)
+        node = self._call(function, (self.rank, self._read(op.reads[0])), name=name)
         node.meta["op"] = op
         self.pending[tensor.name] = self._described(node, tensor)
 
@@ -181,12 +194,15 @@ class _Builder:
         node = self.graph.by_name[op.node]
         assert op.strategy is not None
         metas = tuple(self.graph.meta(v) for v in node.inputs)
-        name, args, kwargs = localize(node, op.strategy, metas, self.mesh)
+        heard = combine(node, op.strategy, metas, self.mesh)
+        name, args, kwargs = self._heard(op, heard) if heard else localize(node, op.strategy, metas, self.mesh)
         # The same value may come in two specs as two operands, so operands go by position.
         operands = iter(self._widened(op) if op.halos else op.reads)
         made = self._made_args(args, kwargs, operands)
         target = resolve_op(name)
-        call = self.built.call_function(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
+        if op.in_place:
+            made, target = (made[0][op.operand :] + made[0][: op.operand], {}), torch.ops.aten.add_.Tensor
+        call = self._call(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
         call.meta |= {"op": op, "module": node.module}
         if len(node.outputs) == 1 and not _returns_list(target):
             self.values[op.writes[0].name] = self._described(call, op.writes[0])
@@ -215,32 +231,70 @@ class _Builder:
             given["dim"] = inputs.split(",")[operand].index(out[step.dim])
         operands = tuple(self._read(name) for name in op.reads)
         name = identifier(op.name) if kept else identifier(first.name)
-        call = self.built.call_function(function, (self.rank, *operands), given, name=name)
+        call = self._call(function, (self.rank, *operands), given, name=name)
         call.meta |= {"op": op, "module": node.module}
         if not kept:
             self.values[first.name] = self._described(call, first)
             return
         for index, tensor in enumerate(op.writes):
-            item = self.built.call_function(operator.getitem, (call, index), name=identifier(tensor.name))
+            item = self._call(operator.getitem, (call, index), name=identifier(tensor.name))
             self.values[tensor.name] = self._described(item, tensor)
 
     def _widened(self, op: Op) -> list[str | fx.Node]:
-        """The op's operands; those with halos as windows, once the neighbours' rows are there."""
+        """The op's operands; those with halos as windows, once the neighbours' rows are there: dim after dim, so that
+        the corners of a window that is cut along two come by way of a neighbour."""
         operands: list[str | fx.Node] = list(op.reads)
         for h in op.halos:
-            own, name = self._read(op.reads[h.operand]), f"{identifier(op.name)}_{h.operand}"
+            before = operands[h.operand]
+            own = self._read(before) if isinstance(before, str) else before
+            name = f"{identifier(op.name)}_{h.operand}"
             launched = {
-                towards: self.built.call_function(
+                towards: self._call(
                     spmd.shift, (self.rank, own), {"dim": h.dim, "axis": h.axis, "rows": rows, "towards": towards},
                     name=f"{name}_{side}_launched",
                 )
                 for towards, rows, side in ((1, h.before, "before"), (-1, h.after, "after")) if rows
             }  # fmt: skip
-            arrived = {t: self.built.call_function(spmd.wait, (p,), name=f"{name}_rows") for t, p in launched.items()}
+            for towards, launch in launched.items():
+                side = "rows_before" if towards > 0 else "rows_after"
+                launch.meta |= {"launches": side, "module": self.graph.by_name[op.node].module}
+            arrived = {t: self._call(spmd.wait, (p,), name=f"{name}_rows") for t, p in launched.items()}
             along: dict[str, Any] = {"dim": h.dim, "axis": h.axis, "windows": h.windows, "n": h.n, "fill": h.fill}
             around = (self.rank, own, arrived.get(1), arrived.get(-1))
-            operands[h.operand] = self.built.call_function(spmd.window, around, along, name=f"{name}_window")
+            operands[h.operand] = self._call(spmd.window, around, along, name=f"{name}_window")
         return operands
+
+    def _heard(self, op: Op, told: Combine) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """The op, once the ranks have told each other the summaries of their shards."""
+        name, name_of = told.summary[0], identifier(op.name)
+
+        def given(arg: Any) -> Any:
+            return self._read(op.reads[arg.position]) if isinstance(arg, Operand) else self._argument(arg)
+
+        args, kwargs = tuple(map(given, told.summary[1])), {k: given(v) for k, v in told.summary[2]}
+        made = self._call(resolve_op(name), args, kwargs, name=f"{name_of}_summary")
+        made.meta["module"] = self.graph.by_name[op.node].module
+        several = len(told.told) > 1
+        heard = []
+        for i in range(len(told.told)):
+            part = self._call(operator.getitem, (made, i), name=f"{name_of}_told{i}") if several else made
+            stacked, length = self._call(resolve_op("aten.unsqueeze.default"), (part, 0)), 1
+            stacked.meta["module"] = made.meta["module"]
+            for axis in reversed(told.axes):
+                length *= self.mesh.shape[axis]
+                along: dict[str, Any] = {"dim": 0, "axis": axis, "length": length}
+                launched = self._call(
+                    spmd.all_gather, (self.rank, stacked), along, name=f"{name_of}_summary_launched"
+                )
+                launched.meta |= {"launches": "summaries", "module": made.meta["module"]}
+                stacked = self._call(spmd.wait, (launched,), name=f"{name_of}_summaries")
+            heard.append(stacked)
+
+        def finished(arg: Any) -> Any:
+            return heard[arg.index] if isinstance(arg, Gathered) else given(arg)
+
+        name, args, kwargs_ = told.finish
+        return name, tuple(map(finished, args)), tuple((k, finished(v)) for k, v in kwargs_)
 
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         made = tuple(self._argument(a, operands) for a in args)
@@ -250,7 +304,7 @@ class _Builder:
         if isinstance(arg, Value):
             operand = next(operands)
             return self._read(operand) if isinstance(operand, str) else operand
-        if isinstance(arg, (LocalLength, LocalOffset)):
+        if isinstance(arg, (LocalChoice, LocalLength, LocalOffset)):
             return self._integer(arg)
         if isinstance(arg, (tuple, list)):
             return [self._argument(a, operands) for a in arg]
@@ -260,18 +314,20 @@ class _Builder:
             return complex(arg.removeprefix("complex:"))
         return arg
 
-    def _integer(self, arg: LocalLength | LocalOffset) -> fx.Node:
+    def _integer(self, arg: LocalChoice | LocalLength | LocalOffset) -> fx.Node:
         """An integer that differs between ranks, computed once."""
-        if arg not in self._integers:
+        if arg not in self._integers and isinstance(arg, LocalChoice):
+            self._integers[arg] = self._call(spmd.choice, (self.rank, arg.values, arg.axis))
+        elif arg not in self._integers and not isinstance(arg, LocalChoice):
             function = spmd.length if isinstance(arg, LocalLength) else spmd.offset
-            self._integers[arg] = self.built.call_function(function, (self.rank, arg.n, arg.axes))
+            self._integers[arg] = self._call(function, (self.rank, arg.n, arg.axes))
         return self._integers[arg]
 
     def _with_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Ops that make a tensor from nothing make it on the rank's device."""
         if not _makes(target):
             return kwargs
-        return {**kwargs, "device": self.built.call_function(spmd.device, (self.rank,))}
+        return {**kwargs, "device": self._call(spmd.device, (self.rank,))}
 
 
 @cache
@@ -289,6 +345,7 @@ def _returns_list(target: Any) -> bool:
     return schema is not None and len(schema.returns) == 1 and str(schema.returns[0].type).startswith("List")
 
 
+@cache
 def resolve_op(name: str) -> Any:
     """``"aten.mm.default"`` as the callable."""
     found: Any = torch.ops

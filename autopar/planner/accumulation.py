@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
+from autopar.planner.kernels import VIEWS
 from autopar.program import Op, Program
 
 
@@ -73,6 +74,25 @@ def _accumulating(graph: Graph) -> Graph:
         outputs.append(Output(Value(total), output.kind, output.name))
     nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
     return Graph(nodes, tuple(inputs), tuple(outputs), graph.name)
+
+
+def widened(graph: Graph, dtype: str | None) -> frozenset[Value]:
+    """Gradients that ranks may not add up before they are cast to ``dtype``, in which they are to be reduced."""
+    if dtype is None:
+        return frozenset()
+    sums = (graph.by_name[o.value.node] for o in graph.outputs if is_gradient(o))
+    casts = (made for n in sums for made in (n, *(graph.by_name[v.node] for v in n.inputs)))
+    found: set[Value] = set()
+    for cast in casts:
+        if cast.packet == "aten._to_copy" and graph.meta(Value(cast.name)).dtype == dtype:
+            found |= {v for v in cast.inputs if graph.meta(v).dtype != dtype}
+    ahead = list(found)
+    while ahead:
+        made = graph.by_name[ahead.pop().node]
+        if made.packet in VIEWS and made.phase == "backward":
+            ahead += made.inputs[:1]
+            found |= {*made.inputs[:1]}
+    return frozenset(found)
 
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -156,6 +156,10 @@ class Restrictions:
         return self._tensor[axes]
 
     def _can_cut(self, node: Node, factor: str, axes: tuple[int, ...]) -> bool:
+        """Whether ranks can each take a part of ``factor`` without hearing of each other."""
+        rule = self.flow.rules[node.name]
+        if rule is not None and factor in rule.combined:
+            return False
         variable = self.decisions.variables[self.decisions.index[node.name]]
         return any(all(o.axes[a] == factor for a in axes) for o in variable.options)
 

@@ -16,6 +16,7 @@ from autopar.cost_models import optimizer_steps_alone, optimizer_takes_whole
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner import rematerialize
+from autopar.planner.accumulation import widened
 from autopar.planner.constraints import Forced
 from autopar.planner.options import Options
 from autopar.planner.pricing import moved_state_bytes
@@ -38,7 +39,10 @@ from autopar.strategies import strategies
 
 def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
     """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
-    d = Decisions(graph, mesh, recomputes=recompute, accumulation_steps=options.accumulation_steps)
+    d = Decisions(
+        graph, mesh, recomputes=recompute, accumulation_steps=options.accumulation_steps,
+        widened=widened(graph, options.dtype_of("reduce")),
+    )  # fmt: skip
     ways: dict[int, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -13,7 +13,7 @@ product; in the program, on one op that does both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -249,6 +249,7 @@ class _Pairs:
             for name in op.reads:
                 readers.setdefault(name, []).append(at)
         results = {name for _, name in self.program.results}
+        delivered = self._delivered(results, readers)
         for place, op in enumerate(self.program.ops):
             step = op.step
             if op.kind != "redistribute" or step is None or step.axis not in self.prices.axes:
@@ -259,8 +260,19 @@ class _Pairs:
                 continue
             if step.kind == "all_gather" and self.graph.by_name[op.node].op != "placeholder":
                 yield from self._gather(op, place, read_at, kept=len(read_at) > 1 or name in results)
-            elif step.kind == "reduce_scatter" and step.reduction == "sum" and results.isdisjoint({name, op.reads[0]}):
+            elif step.kind == "reduce_scatter" and step.reduction == "sum" and name not in delivered:
                 yield from self._scatter(op, place) if readers[op.reads[0]] == [place] else ()
+
+    def _delivered(self, results: set[str], readers: Mapping[str, Sequence[int]]) -> set[str]:
+        """What is only redistributed until the program ends, as gradients are: that hides behind all that follows, so
+        the problem prices no pair for it."""
+        found = set(results)
+        for op in reversed(self.program.ops):
+            if op.kind == "redistribute":
+                then = [self.program.ops[at] for at in readers.get(op.writes[0].name, ())]
+                if then and all(r.kind == "redistribute" and r.writes[0].name in found for r in then):
+                    found.add(op.writes[0].name)
+        return found
 
     def _gather(self, op: Op, place: int, readers: Sequence[int], *, kept: bool) -> Iterator[tuple[int, int, Op]]:
         product = self.program.ops[readers[0]]

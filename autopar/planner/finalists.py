@@ -10,10 +10,11 @@ from functools import cached_property
 
 from autopar.mesh import Cluster
 from autopar.planner.accumulation import without_delivery
-from autopar.planner.arrange import arrange
+from autopar.planner.arrange import ALIKE, arrange
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
-from autopar.planner.in_place import reduced_in_place
+from autopar.planner.deferral import deferred
+from autopar.planner.in_place import added_in_place, reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -45,10 +46,7 @@ def budget_bytes(cluster: Cluster, options: Options) -> float:
 class Finalist:
     """A complete plan. ``name`` is the baseline's, or ``chosen`` for the search's own. Seconds and bytes.
 
-    Args:
-        solution: as it was found, with collectives launched one by one.
-        saved_s: what arranging them took off the simulated step.
-    """
+    ``solution`` has the cost of collectives that are launched one by one."""
 
     name: str
     decisions: Decisions
@@ -56,25 +54,39 @@ class Finalist:
     program: Program
     memory: MemoryProfile
     timeline: Timeline
-    saved_s: float = 0.0
 
     @staticmethod
-    def of(
-        name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options
-    ) -> Finalist:
+    def of(name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options) -> Finalist:
         """A scheduled solution with its collectives arranged for the budget."""
 
         def profiled(arranged: Program) -> MemoryProfile:
             return profile(arranged, d.graph, d.mesh, options)
 
-        program = reduced_in_place(program, d.graph)
-        memory = profiled(program)
+        program = added_in_place(reduced_in_place(program, d.graph), d.graph)
         deadline = time.perf_counter() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
-        found = arrange(program, prices, memory, profiled, budget_bytes(prices.cluster, options), deadline)
-        before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
+        found = arrange(program, prices, profiled, budget_bytes(prices.cluster, options), deadline)
+        before, after = found.before, found.timeline
+        if d.accumulation_steps > 1:
+            before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
         if after.seconds < before.seconds:
-            return Finalist(name, d, solution, found.program, found.memory, after, before.seconds - after.seconds)
+            return Finalist(name, d, solution, found.program, found.memory, after)
+        memory = found.memory if found.program is program else profiled(program)
         return Finalist(name, d, solution, program, memory, before)
+
+    def deferred(self, prices: Prices, options: Options) -> Finalist:
+        """With the work that nothing waits for behind the collectives that the backward waits for, where its step is
+        shorter so and it fits the budget."""
+        d, moved = self.decisions, replace(self.program, ops=deferred(self.program, self.decisions.graph))
+        if moved.ops == self.program.ops:
+            return self
+        after = timeline(moved, d, prices.overlap)
+        gained_s = self.timeline.seconds - after.seconds
+        if gained_s <= ALIKE * self.timeline.seconds:
+            return self
+        memory = profile(moved, d.graph, d.mesh, options)
+        if memory.peak_bytes > max(budget_bytes(prices.cluster, options), self.memory.peak_bytes):
+            return self
+        return replace(self, program=moved, memory=memory, timeline=after)
 
     def rank(self) -> tuple[float, float, int, int]:
         """Least step time, to a picosecond; then by cost."""
@@ -83,19 +95,12 @@ class Finalist:
     def cost(self) -> tuple[float, int, int]:
         """Least cost, then the lowest peak, then the fewest redistributions."""
         moves = sum(op.step is not None for op in self.program.ops)
-        return self.arranged.objective, self.memory.peak_bytes, moves
-
-    @property
-    def arranged(self) -> Solution:
-        """The solution with its cost lower by what arranging saved. Its bound is one for programs that launch their
-        collectives one by one, and no higher than the cost."""
-        cost = max(self.solution.objective - self.saved_s, 0.0)
-        return replace(self.solution, objective=cost, lower_bound=min(self.solution.lower_bound, cost))
+        return self.solution.objective, self.memory.peak_bytes, moves
 
     def record(self, budget: float) -> BaselineRecord:
         """The figures that a comparison shows."""
         return BaselineRecord(
-            self.name, self.arranged.objective, self.timeline.seconds, sum(op.wire_bytes for op in self.program.ops),
+            self.name, self.solution.objective, self.timeline.seconds, sum(op.wire_bytes for op in self.program.ops),
             self.memory.peak_bytes, self.memory.peak_bytes <= budget,
         )  # fmt: skip
 
@@ -119,12 +124,21 @@ class Rival:
         return self.objective - moves * max(collectives.seconds("all_reduce", 0, axis) for axis in axes)
 
     @cached_property
+    def _program(self) -> Program:
+        return schedule(self.stated.decisions, self.choice, self.stated.prices)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of its program before the collectives are arranged, which keeps to a budget that this fits."""
+        d = self.stated.decisions
+        return profile(reduced_in_place(self._program, d.graph), d.graph, d.mesh, self.options).peak_bytes
+
+    @cached_property
     def finalist(self) -> Finalist:
         """Scheduled, timed and measured."""
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        program = schedule(d, self.choice, prices)
-        return Finalist.of(self.name, d, solution, program, prices, options)
+        return Finalist.of(self.name, d, solution, self._program, prices, options)
 
 
 def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> Finalist:
@@ -133,9 +147,9 @@ def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: f
 
     The two can differ: the cost is what a bound is proven for, the simulation knows what waits for what.
     """
-    cost = min((b.arranged.objective for b in baselines), default=math.inf) * (1 + gap)
+    cost = min((b.solution.objective for b in baselines), default=math.inf) * (1 + gap)
     step_s = min((b.timeline.seconds for b in baselines), default=math.inf)
-    unbeaten = [f for f in finalists if f.arranged.objective <= cost and f.timeline.seconds <= step_s]
+    unbeaten = [f for f in finalists if f.solution.objective <= cost and f.timeline.seconds <= step_s]
     return min(unbeaten or finalists, key=Finalist.rank)
 
 

@@ -12,11 +12,12 @@ careful side. Views pass through a group as changes of index. Redistributions in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir import Graph, Node, Value
+from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.planner.kernels import VIEWS
+from autopar.sharding import Strategy
 from autopar.strategies import find_rule
 
 REDUCTIONS = frozenset(
@@ -38,11 +39,23 @@ class Border:
             has read; each group reads a tensor once.
         writes: results that someone outside the group reads, or that leave the program.
         leads: whether the op is its group's first, which pays for the launch.
+        dim: of the rows that a kernel of ours keeps in registers; 0 where rows may be cut.
     """
 
     reads: frozenset[int]
     writes: frozenset[int]
     leads: bool
+    dim: int = 0
+
+    def fits(self, node: Node, option: Strategy, metas: Sequence[TensorMeta]) -> bool:
+        """Whether the kernel has whole rows under a strategy: neither cut along the last dim nor partial sums, which
+        only the gradient of a weight may be."""
+        tensors = [*zip(metas, option.inputs, strict=True), *zip(node.outputs, option.outputs, strict=True)]
+        return all(
+            not (meta.shape[-1] == self.dim and spec.dims[-1]) and not (spec.partial and meta.numel > self.dim)
+            for meta, spec in tensors
+            if meta is not None and spec is not None and meta.shape
+        )
 
 
 def borders(graph: Graph) -> Mapping[str, Border]:

@@ -1,23 +1,34 @@
-"""Which all-reduces may overwrite their operand, instead of a copy: those of a tensor that nobody else has.
+"""Which ops may overwrite an operand instead of making new memory: all-reduces and sums of what nobody else has then.
 
-Half of what an all-reduce holds is then gone, and a copy is saved. The operand must be memory of its own, made by an op
-that surely returns no view, and be read by nothing else.
+Half of what they hold is then gone, and a copy or an allocation is saved. The operand must be memory of its own, made
+by an op that surely returns no view. An all-reduce runs beside other ops, so it must be the operand's only reader; a
+sum comes after the others, none of which may be a view of it, or still under way.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir import Graph
+from autopar.ir import Graph, Value
+from autopar.planner.kernels import VIEWS
+from autopar.planner.layouts import MAYBE_VIEWS
 from autopar.planner.movable import FLOATS, SUMMED
 from autopar.program import Op, Program
 
 MAKES_NEW = frozenset({
-    "autopar.contract", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.sum", "aten.convolution",
+    "aten.add", "autopar.contract", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.sum", "aten.convolution",
     "aten.convolution_backward", "aten.native_layer_norm_backward", "aten.embedding_dense_backward",
 })  # fmt: skip
 """Ops whose results are never views."""
+
+SUMMANDS = MAKES_NEW | {
+    "aten.mul", "aten.sub", "aten.div", "aten.relu", "aten.threshold_backward", "aten.native_layer_norm",
+    "aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_backward", "aten.max_pool2d_with_indices_backward",
+    "autopar.dropout", "autopar.batch_norm", "autopar.batch_norm_backward_input",
+}  # fmt: skip
+"""Those whose results are added to others."""
 
 
 def reduced_in_place(program: Program, graph: Graph) -> Program:
@@ -34,3 +45,50 @@ def reduced_in_place(program: Program, graph: Graph) -> Program:
         return made and readers[name] == 1 and op.writes[0].meta.dtype in FLOATS
 
     return replace(program, ops=tuple(replace(op, in_place=True) if may(op) else op for op in program.ops))
+
+
+def added_in_place(program: Program, graph: Graph) -> Program:
+    """``program`` whose sums of two equal shapes are made in an operand where that ends there."""
+    if any(i.kind == "accumulator" for i in graph.inputs):
+        return program  # the program of other micro-batches has other results
+    readers: dict[str, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        for name in op.reads:
+            readers[name].append(op)
+    results = {name for _, name in program.results}
+
+    def ends(name: str, at: Op) -> bool:
+        writer = program.ops[program.writer[name]]
+        if name in results or writer.phase != at.phase or readers[name][-1] is not at:
+            return False
+        if writer.kind == "compute":
+            new = graph.by_name[writer.node].packet in SUMMANDS
+        else:
+            new = writer.is_collective and not writer.bucket
+        return new and all(_only_reads(r, graph) for r in readers[name])
+
+    made: list[Op] = []
+    for op in program.ops:
+        summands: Sequence[str] = op.reads if _is_sum(op, program, graph) else ()
+        operand = next((i for i, name in enumerate(summands) if ends(name, op)), None)
+        made.append(op if operand is None else replace(op, in_place=True, operand=operand))
+    return replace(program, ops=tuple(made))
+
+
+def _is_sum(op: Op, program: Program, graph: Graph) -> bool:
+    """Whether an op adds two tensors of the shape and dtype of its result; of more than one dim, as statistics are
+    small and belong to patterns."""
+    if op.kind != "compute" or op.kernels or len(op.reads) != 2 or op.reads[0] == op.reads[1]:
+        return False
+    node = graph.by_name[op.node]
+    plain = node.op == "aten.add.Tensor" and not node.kwargs and all(isinstance(a, Value) for a in node.args)
+    made, *given = op.writes[0], *(program.tensors[name] for name in op.reads)
+    return plain and len(made.meta.shape) > 1 and all(t.meta == made.meta and t.bytes == made.bytes for t in given)
+
+
+def _only_reads(op: Op, graph: Graph) -> bool:
+    """Whether an op is done with its operands once it has run, and makes memory of its own. A kernel for several ops
+    reads when the last of them would."""
+    if op.kind != "compute" or op.alias or op.kernels:
+        return False
+    return graph.by_name[op.node].packet not in VIEWS | MAYBE_VIEWS

@@ -9,10 +9,12 @@ is waited for before its first reader or where the program says so, else when it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.cost_models import optimizer_table_bytes
 from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import is_gradient, without_delivery
@@ -21,7 +23,8 @@ from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
 from autopar.planner.packing import bucket_packing, packing
 from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
-from autopar.planner.transients import halo_bytes, held_by_ring, local_op, transients
+from autopar.planner.transients import halo_bytes, held_by_ring, interpolation_bytes, local_op, told_bytes, transients
+from autopar.planner.unequal import unequal_ranks
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
 
@@ -50,11 +53,20 @@ class MemoryProfile:
 
 def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
     """Bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
-    last = _Sweep(program, graph, mesh, options).run()
+    last = _fullest(program, graph, mesh, options)
     if options.accumulation_steps == 1:
         return last
     other = without_delivery(program, graph)
-    return _most(last, program, _Sweep(other, graph, mesh, options, steps=False).run(), other)
+    return _most(last, program, _fullest(other, graph, mesh, options, steps=False), other)
+
+
+def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, steps: bool = True) -> MemoryProfile:
+    """The most that any rank holds during each op, and the kinds on the one that is fullest of all."""
+    found = [
+        _Sweep(program, graph, mesh, options, steps, at=coordinate).run() for coordinate in unequal_ranks(program, mesh)
+    ]
+    fullest = max(found, key=lambda p: p.peak_bytes)
+    return replace(fullest, timeline=tuple(map(max, zip(*(p.timeline for p in found), strict=True))))
 
 
 def _most(last: MemoryProfile, program: Program, before: MemoryProfile, other: Program) -> MemoryProfile:
@@ -76,7 +88,8 @@ def history(
     """For each kind of memory, ``(position, bytes)`` from which op of the program on how much is held of it: at each
     position what is held at the fullest moment there."""
     fullest: dict[int, dict[str, int]] = {}
-    _Sweep(program, graph, mesh, options, fullest=fullest).run()
+    for coordinate in unequal_ranks(program, mesh):
+        _Sweep(program, graph, mesh, options, at=coordinate, fullest=fullest).run()
     points: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
     now = dict.fromkeys(KINDS, 0)
     for at, held in sorted(fullest.items()):
@@ -107,11 +120,14 @@ class _Memory:
 
 @dataclass
 class _Sweep:
+    """One walk over the program, on the rank at coordinate ``at``."""
+
     program: Program
     graph: Graph
     mesh: Mesh
     options: Options
     steps: bool = True
+    at: tuple[int, ...] = ()
     layouts: dict[str, Layout] = field(default_factory=dict)
     memory: dict[str, _Memory] = field(default_factory=dict)
     behind: dict[str, str] = field(default_factory=dict)
@@ -194,10 +210,16 @@ class _Sweep:
             for tensor in op.writes:
                 self.layouts[tensor.name] = self._local(tensor) if op.kind == "redistribute" else self._kept(op, tensor)
                 if not tensor.host:
-                    self._new(tensor.name, tensor.bytes, self.op_at[at])
+                    self._new(tensor.name, self._bytes(tensor), self.op_at[at])
+
+    def _shape(self, tensor: LocalTensor) -> tuple[int, ...]:
+        return tensor.spec.local_shape(tensor.meta.shape, self.mesh, self.at if any(self.at) else None)
+
+    def _bytes(self, tensor: LocalTensor) -> int:
+        return math.prod(self._shape(tensor)) * tensor.meta.itemsize if any(self.at) else tensor.bytes
 
     def _local(self, tensor: LocalTensor) -> Layout:
-        return contiguous(tuple(tensor.spec.local_shape(tensor.meta.shape, self.mesh)))
+        return contiguous(self._shape(tensor))
 
     def _kept(self, op: Op, tensor: LocalTensor) -> Layout:
         """Transfers keep strides."""
@@ -211,11 +233,11 @@ class _Sweep:
         if meaning.kind == "tangent":
             start, end = self.op_at.get(self.backward, 0), self.wait_end
             whole = given_whole(self.graph, tensor.meta, self.options)
-            self._new(name, tensor.bytes, start, start if whole and cut else end)
+            self._new(name, self._bytes(tensor), start, start if whole and cut else end)
             if whole and cut:  # autograd holds the caller's gradient, of which the program takes a part
                 self._new(f"{name}|given", tensor.meta.bytes, start, end)
         elif meaning.kind == "accumulator" or (meaning.kind == "input" and cut and self.options.batch == "global"):
-            self._new(name, tensor.bytes, 0)
+            self._new(name, self._bytes(tensor), 0)
 
     @cached_property
     def wait_end(self) -> int:
@@ -232,8 +254,7 @@ class _Sweep:
             self.layouts[tensor.name], self.behind[tensor.name] = self._local(tensor), self.behind[source]
             self._live_until(tensor.name, self.wait_at[tensor.name])
             return
-        before = self.program.tensors[source].spec
-        p = packing(step, before, tensor.meta, self.mesh, self.layouts[source])
+        p = packing(step, tensor.meta, self.mesh, self.layouts[source], self._shape(tensor))
         launch, wait = self.op_at[at], self.wait_at[tensor.name]
         self.layouts[tensor.name] = self._local(tensor)
         self.extra[launch] = p.launch
@@ -245,9 +266,8 @@ class _Sweep:
         self._new(tensor.name, p.unpacked or p.received, wait if p.unpacked else launch, wait)
 
     def _bucket(self, at: int, op: Op) -> None:
-        specs = [self.program.tensors[name].spec for name in op.reads]
         shards = [self.layouts[name] for name in op.reads]
-        p = bucket_packing(op.bucket, specs, [t.meta for t in op.writes], self.mesh, shards)
+        p = bucket_packing(op.bucket, [t.meta for t in op.writes], self.mesh, shards, [*map(self._shape, op.writes)])
         launch, wait = self.op_at[at], self.wait_at[op.writes[0].name]
         self.extra[launch] = p.launch
         self._new(f"{op.name}|sent", p.sent, launch, wait - 1)
@@ -264,20 +284,27 @@ class _Sweep:
         assert strategy is not None and step is not None
         metas = tuple(self.graph.meta(v) for v in node.inputs)
         whole = local_op(
-            node, strategy, metas, self.mesh, self.options.device, tuple(self.layouts[name] for name in op.reads)
+            node, strategy, metas, self.mesh, self.options.device, [self.layouts[name] for name in op.reads], self.at
         )
         self.extra[now] = held_by_ring(whole, step, op.operand, self.mesh.shape[step.axis])
         for tensor in op.writes:
             self.layouts[tensor.name] = self._local(tensor)
-            self._new(tensor.name, tensor.bytes, now)
+            self._new(tensor.name, self._bytes(tensor), now)
 
     def _compute(self, at: int, op: Op) -> None:
         node, strategy = self.graph.by_name[op.node], op.strategy
         assert strategy is not None
         operands = tuple(self.layouts[name] for name in op.reads)
         now = self.op_at[at]
+        if op.in_place:
+            name, overwritten = op.writes[0].name, op.reads[op.operand]
+            self.layouts[name], self.behind[name] = self.layouts[overwritten], self.behind[overwritten]
+            return
         made, aliased, self.extra[now] = self._run(node, strategy, operands, op.writes)
-        self.extra[now] += sum(halo_bytes(self.program.tensors[op.reads[h.operand]], h, self.mesh) for h in op.halos)
+        self.extra[now] += sum(halo_bytes(self.program.tensors[op.reads[h.operand]], h) for h in op.halos)
+        if op.halos and ("upsample" in node.op or "interpolate" in node.op):
+            self.extra[now] += interpolation_bytes(op, self.program.tensors)
+        self.extra[now] += told_bytes(op, self.program.tensors)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
             if aliased:
@@ -285,7 +312,7 @@ class _Sweep:
                     self.behind[tensor.name] = self.behind[op.reads[0]]
                     self._live_until(tensor.name, now)
             else:
-                self._new(tensor.name, tensor.bytes, now)
+                self._new(tensor.name, self._bytes(tensor), now)
 
     def _run(
         self, node: Node, strategy: Strategy, operands: tuple[Layout, ...], writes: Sequence[LocalTensor]
@@ -294,10 +321,8 @@ class _Sweep:
         key = (self.graph.kinds[node.name], id(strategy), *map(id, operands))  # all three live as long as this
         if key not in self.runs:
             metas = tuple(self.graph.meta(v) for v in node.inputs)
-            made, aliased = results(
-                node, operands, [tuple(t.spec.local_shape(t.meta.shape, self.mesh)) for t in writes]
-            )
-            one = local_op(node, strategy, metas, self.mesh, self.options.device, operands)
+            made, aliased = results(node, operands, [*map(self._shape, writes)])
+            one = local_op(node, strategy, metas, self.mesh, self.options.device, operands, self.at)
             self.runs[key] = made, aliased, transients(one)
         return self.runs[key]
 
@@ -332,7 +357,7 @@ class _Sweep:
         stored = self.parameters[parameter]
         made = self.program.tensors[name]
         if stored.dtype != made.meta.dtype:
-            size = made.bytes // made.meta.itemsize * stored.itemsize
+            size = self._bytes(made) // made.meta.itemsize * stored.itemsize
             held.last = end - 1
             self.extra[end - 1] = max(self.extra.get(end - 1, 0), size)
             self._new(f"{name}|cast", size, end)
@@ -360,7 +385,7 @@ class _Sweep:
                 if self.fullest is not None or total > best[0]:
                     now = held | {"temporaries": held["temporaries"] + extra, "step": held["step"] + step}
                     best = (total, moment.at, now) if total > best[0] else best
-                    if self.fullest is not None:
+                    if self.fullest is not None and total > sum(self.fullest.get(moment.at, {}).values()):
                         self.fullest[moment.at] = now
             for memory in freed.get(i, ()):
                 held[memory.kind] -= memory.nbytes
@@ -370,18 +395,22 @@ class _Sweep:
     def _steady(self) -> dict[str, int]:
         """What is held throughout."""
         sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+        trained: list[int] = []
         for op, tensor in self._inputs():
             meaning = self.graph.input_of[op.node]
+            if meaning.trainable:
+                trained.append(math.prod(self._shape(tensor)))
             if meaning.kind == "parameter":
-                held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options)
+                held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options, self.at)
                 sums["parameters"] += held.parameter
                 away = meaning.name in self.program.offloaded_optimizer
-                gone = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options) if away else 0
+                gone = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options, self.at) if away else 0
                 sums["optimizer"] += held.optimizer - gone
             elif meaning.kind in ("buffer", "constant"):
                 sums["buffers"] += tensor.meta.bytes
             elif meaning.kind not in ("tangent", "accumulator"):
-                sums["inputs"] += tensor.bytes if self.options.batch == "local" else tensor.meta.bytes
+                sums["inputs"] += self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
+        sums["optimizer"] += optimizer_table_bytes(self.options.optimizer, trained)
         return sums
 
     def _step(self) -> int:
@@ -393,7 +422,9 @@ class _Sweep:
             meaning = self.graph.input_of[op.node]
             if meaning.trainable:
                 (away if meaning.name in self.program.offloaded_optimizer else here).append((t.meta, t.spec))
-        return max(step_bytes(here, self.mesh, self.options), chunk_bytes(away, self.mesh, self.options))
+        return max(
+            step_bytes(here, self.mesh, self.options, self.at), chunk_bytes(away, self.mesh, self.options, self.at)
+        )
 
     def _inputs(self) -> Iterator[tuple[Op, LocalTensor]]:
         return ((op, op.writes[0]) for op in self.program.ops if op.kind == "input")

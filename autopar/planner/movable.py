@@ -22,7 +22,7 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 """What goes into buckets: of these dtypes all backends send and reduce the bits as they are."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Movable:
     """A collective and its room.
 
@@ -31,6 +31,7 @@ class Movable:
         first, last: the first and the last place at which it can be launched.
         level: of an early one, how many others it goes through until it is read; of a late one, how many went before.
         waits_for: positions of the collectives whose results it sends.
+        key: those of one key may share a launch.
     """
 
     op: Op
@@ -40,15 +41,7 @@ class Movable:
     kind: Kind
     level: int
     waits_for: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Those of one key may share a launch."""
-        step, meta = self.op.step, self.op.writes[0].meta
-        assert step is not None
-        if step.kind not in BUCKETED or step.reduction not in SUMMED or meta.dtype not in FLOATS:
-            return (self.at,)
-        return step.kind, step.axis, step.reduction, meta.dtype, self.op.phase, self.kind, self.level
+    key: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -86,8 +79,16 @@ def take_apart(program: Program) -> Parts:
             kind = "late"
         depth = after[i] if kind == "early" else level[i]
         waits_for = tuple(by[name] for name in op.reads if name in by)
-        movables.append(Movable(op, i, first[i], last[i], kind, depth, waits_for))
+        movables.append(Movable(op, i, first[i], last[i], kind, depth, waits_for, _key(op, i, kind, depth)))
     return Parts(fixed, tuple(movables), begins, ends)
+
+
+def _key(op: Op, at: int, kind: Kind, level: int) -> tuple[object, ...]:
+    step, meta = op.step, op.writes[0].meta
+    assert step is not None
+    if step.kind not in BUCKETED or step.reduction not in SUMMED or meta.dtype not in FLOATS:
+        return (at,)
+    return step.kind, step.axis, step.reduction, meta.dtype, op.phase, kind, level
 
 
 def _is_wait(op: Op, launched: set[str]) -> bool:
@@ -137,19 +138,34 @@ def together(movables: Sequence[Movable], most_bytes: int) -> Iterator[tuple[Mov
 
     A tensor of so many bytes goes by itself: its launch costs little, and copying it into a bucket would cost more.
     """
-    gathering: dict[tuple[object, ...], list[Movable]] = {}
+    gathering: dict[tuple[object, ...], _Held] = {}
     for m in movables:
         if m.op.wire_bytes >= most_bytes:
             yield (m,)
             continue
-        held = gathering.setdefault(m.key, [])
-        if held and not _joins(m, held, most_bytes):
-            yield tuple(held)
-            held.clear()
-        held.append(m)
-    yield from (tuple(held) for held in gathering.values())
+        held = gathering.get(m.key)
+        if held is not None and held.joins(m, most_bytes):
+            continue
+        if held is not None:
+            yield tuple(held.members)
+        gathering[m.key] = _Held([m], m.op.wire_bytes, m.first, m.last)
+    yield from (tuple(held.members) for held in gathering.values())
 
 
-def _joins(m: Movable, held: Sequence[Movable], most_bytes: int) -> bool:
-    first, last = max(m.first, *(h.first for h in held)), min(m.last, *(h.last for h in held))
-    return sum(h.op.wire_bytes for h in held) < most_bytes and first <= last
+@dataclass(slots=True)
+class _Held:
+    """A launch that more may join: its bytes, and the places that suit all."""
+
+    members: list[Movable]
+    size: int
+    first: int
+    last: int
+
+    def joins(self, m: Movable, most_bytes: int) -> bool:
+        """Whether it has joined."""
+        first, last = max(m.first, self.first), min(m.last, self.last)
+        if self.size >= most_bytes or first > last:
+            return False
+        self.members.append(m)
+        self.size, self.first, self.last = self.size + m.op.wire_bytes, first, last
+        return True

@@ -1,20 +1,19 @@
-"""What the search minimises: seconds of a step, of which the reductions of gradients hide behind computation.
+"""What the search minimises: seconds of a step, in which what is sent hides behind computation where it can.
 
-A gradient's reduction is launched as soon as the gradient is there, and nothing of the program waits for it. So with
-``W`` the seconds of all else (the launches of those reductions are in it), ``C`` of the backward's computation, ``A``
-of the reductions' bytes, and ``o`` the share of a collective that computation beside it is spared (see
-`planner.timeline`)::
+With ``W`` the seconds of what is in no phase (launches, and the transfers of the host), ``T[p]`` those of each path
+through a phase (see `planner.critical_paths`), ``S`` those of all that it does and ``o`` the share of a collective that
+computation beside it is spared (see `planner.timeline`)::
 
-    F(x) = W + (1 - o) (C + A) + o max(C, A)
+    F(x) = W(x) + sum over phases of (1 - o) S(x) + o max over p of T[p](x)
 
-The solver minimises sums. For every ``m`` in [0, 1] the sum that has ``(1 - m) C + m A`` in place of the maximum is
-nowhere above F, so its least value is a bound on F (a Lagrangian relaxation, Geoffrion 1974), and equals F where the
-choice hides all its reductions (m = 0) or nothing but reductions is left to wait for (m = 1).
+The solver minimises sums. For every weighting of a phase's paths that sums to 1 the weighted sum of the paths is
+nowhere above their maximum, so the least value of what is then a sum is a bound on F (a Lagrangian relaxation,
+Geoffrion 1974). It is concave in the weights, and each choice found on the way is a plane above it: cutting planes find
+the best weights (Kelley 1960), asked a little nearer to the best so far, where they are steadier (Ben-Ameur and Neto
+2007).
 
-Where gradients add up over n micro-batches, F is the mean of their seconds: a reduction comes in one of n, and hides
-beside the computation of that one. So A and its launches are divided by n, and o is where it stands before C::
-
-    F(x) = W + (1 - o / n) C + (1 - o) A / n + o / n max(C, A)
+Where gradients add up over n micro-batches, F is the mean of their seconds: the backward is one phase with its
+reductions in one of n, and one without them in the others.
 """
 
 from __future__ import annotations
@@ -23,122 +22,219 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from autopar.planner.pricing import Array, Prices, Weights, costs, edges, reduces
-from autopar.planner.variables import Decisions
-from autopar.solver import Problem, Solution, Tied, Usage, evaluate, fold
+import numpy as np
+
+from autopar.planner.critical_paths import Bucket, Group, Roles, Sections, buckets, groups, roles, sections
+from autopar.planner.pricing import Array, Prices, costs, edges
+from autopar.planner.variables import Decisions, Handover
+from autopar.solver import Problem, Run, Solution, Tied, Usage, evaluate, find_runs, fold, highest_point
 
 Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
 
-MOST_SOLVES = 4
-"""Values of m that are tried: hardly ever more than the first is needed."""
+MOST_SOLVES = 6
+"""Weightings that are tried: hardly ever more than two are needed."""
+
+STEADY = 0.25
+"""Share of the best weights so far in those that are tried next; the others are highest under all planes."""
+
+WORTH = 4.0
+"""Times the gap that was asked: weights are tried as long as they may raise the bound by so much."""
 
 
-@dataclass(frozen=True, eq=False)
+class Point(NamedTuple):
+    """A choice: the seconds that nothing hides, and those of each bucket."""
+
+    exposed_s: float
+    bucket_s: Array
+
+
+@dataclass(eq=False)
 class Objective:
-    """The objective over the variables of ``decisions``; what is made once is kept, for all who ask it."""
+    """The objective over the variables of ``decisions``; what is made once is kept, for all who ask it.
+
+    Args:
+        weights: of the paths of all phases, one after the other, to begin with; the best ones found so far.
+    """
 
     decisions: Decisions
     prices: Prices
-    _sums: dict[float, Problem] = field(default_factory=dict)
+    weights: Array = field(init=False)
+    _sums: dict[bytes, Problem] = field(default_factory=dict)
+    _tied: dict[int, tuple[Problem, Tied | None]] = field(default_factory=dict)
 
-    def problem(self, usages: tuple[Usage, ...] = (), limit: float = math.inf, m: float = 0.0) -> Problem:
-        """The sum for one ``m``."""
-        if m not in self._sums:
-            o = self.prices.overlap
-            weights = Weights(computing=1 - self._hidden * m, reducing=1 - o * (1 - m))
-            self._sums[m] = Problem(
-                costs(self.decisions, self.prices, weights), edges(self.decisions, self.prices, weights)
-            )
-        free = self._sums[m]
-        return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
+    def __post_init__(self) -> None:
+        self.weights = self._computing()
+
+    def begin_as(self, other: Objective) -> None:
+        """Begin with the weights found for a problem of the same graph, where its phases have the same sections."""
+        if self._cut == other._cut:
+            self.weights = other.weights
+
+    # The phases.
 
     @cached_property
-    def _blocks(self) -> Tied | None:
-        return fold(self.problem())
+    def _runs(self) -> tuple[Run, ...]:
+        """Equal blocks, whatever hides."""
+        return find_runs(Problem(costs(self.decisions, self.prices), edges(self.decisions, self.prices)))
+
+    @cached_property
+    def _cut(self) -> Sections:
+        return sections(self.decisions, self._runs)
+
+    @cached_property
+    def _roles(self) -> Roles:
+        return roles(self.decisions, self._cut)
+
+    @cached_property
+    def _order(self) -> dict[Bucket, int]:
+        return {bucket: i for i, bucket in enumerate(buckets(self._cut))}
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        return groups(self._cut, self.decisions.accumulation_steps)
+
+    @cached_property
+    def _plain(self) -> Array:
+        """Of a second of each bucket, what counts however it hides."""
+        plain = np.stack([(1 - self.prices.overlap) * g.share * g.works for g in self._groups])
+        return np.asarray(plain.sum(axis=0), dtype=np.float64)
+
+    @cached_property
+    def _paths(self) -> Array:
+        """The paths of all phases, by what a second of each bucket on them counts."""
+        return np.concatenate([self.prices.overlap * g.share * g.paths for g in self._groups])
+
+    @cached_property
+    def ranges(self) -> list[slice]:
+        """The paths of each phase."""
+        ends = np.cumsum([0, *(len(g.paths) for g in self._groups)]).tolist()
+        return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def _computing(self) -> Array:
+        """All weight on the paths that compute only."""
+        return np.concatenate([np.eye(len(g.paths), dtype=float)[g.computing] for g in self._groups])
+
+    # The sums.
+
+    def problem(
+        self, usages: tuple[Usage, ...] = (), limit: float = math.inf, weights: Array | None = None
+    ) -> Problem:
+        """The sum for ``weights`` of the paths, or for those to begin with."""
+        asked = self.weights if weights is None else weights
+        key = asked.tobytes()
+        if key not in self._sums:
+            counts = self._plain + asked @ self._paths
+            of = {bucket: float(counts[i]) for bucket, i in self._order.items()}
+            found = self._roles
+            self._sums[key] = Problem(
+                costs(self.decisions, self.prices, [1.0 if b is None else of[b] for b in found.variables]),
+                edges(self.decisions, self.prices, [None if b is None else (b.work, of[b]) for b in found.handovers]),
+            )
+        free = self._sums[key]
+        return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
 
     def fold(self, problem: Problem) -> Tied | None:
-        """``problem`` with repeated blocks tied together, found once for the free one."""
-        return self._blocks if problem is self.problem() else fold(problem)
+        """``problem`` with repeated blocks tied together, found once for each free one."""
+        if not any(problem is free for free in self._sums.values()):
+            return fold(problem)
+        if id(problem) not in self._tied:
+            self._tied[id(problem)] = problem, fold(problem, self._runs)
+        return self._tied[id(problem)][1]
 
     def seconds(self, choice: Sequence[int]) -> float:
         """F of a choice."""
-        hidden, _ = evaluate(self.problem(), choice)
-        return hidden + self._hidden * max(self.uncovered(choice), 0.0)
+        return self._seconds(self.point(choice))
 
-    @property
-    def _hidden(self) -> float:
-        """Of a second of the backward's computation beside reductions, the share that overlap spares."""
-        return self.prices.overlap / self.decisions.accumulation_steps
+    def path_seconds(self, choice: Sequence[int]) -> Array:
+        """Of each path, as far as what is on it can hide something."""
+        return np.asarray(self._paths @ self.point(choice).bucket_s, dtype=np.float64)
 
-    def uncovered(self, choice: Sequence[int]) -> float:
-        """``A - C`` in seconds: negative where the backward's computation can hide every reduction."""
-        reducing = math.fsum(cost.item(choice[source], choice[target]) for source, target, cost in self._reductions)
-        return reducing - math.fsum(cost.item(choice[at]) for at, cost in self._computations)
+    def _seconds(self, point: Point) -> float:
+        longest = sum(float((self._paths[r] @ point.bucket_s).max()) for r in self.ranges)
+        return point.exposed_s + float(self._plain @ point.bucket_s) + longest
+
+    def point(self, choice: Sequence[int]) -> Point:
+        """What a choice takes, by bucket."""
+        problem, found = self.problem(), self._roles
+        of: list[list[float]] = [[] for _ in self._order]
+        for bucket, seconds, option in zip(found.variables, self._seconds_of, choice, strict=True):
+            if bucket is not None:
+                of[self._order[bucket]].append(seconds.item(option))
+        for i, seconds in self._sent:
+            h, bucket = self.decisions.handovers[i], found.handovers[i]
+            assert bucket is not None
+            of[self._order[bucket]].append(seconds.item(choice[h.source], choice[h.target]))
+        bucket_s = np.array([math.fsum(s) for s in of])
+        counted = self._plain + self.weights @ self._paths
+        return Point(evaluate(problem, choice)[0] - float(counted @ bucket_s), bucket_s)
 
     @cached_property
-    def _reductions(self) -> list[tuple[int, int, Array]]:
-        """Where each gradient comes from and goes to, and the seconds of its bytes."""
-        d = self.decisions
-        stores = (h for h in d.handovers if reduces(d, h))
-        return [
-            (h.source, h.target, self.prices.reduction(d.variables[h.source], d.variables[h.target], h)[1])
-            for h in stores
-        ]
+    def _seconds_of(self) -> tuple[Array, ...]:
+        return costs(self.decisions, self.prices)
 
     @cached_property
-    def _computations(self) -> list[tuple[int, Array]]:
-        """The variables of the backward, and their seconds."""
-        priced = enumerate(zip(self.decisions.variables, self.problem().costs, strict=True))
-        return [(at, cost) for at, (v, cost) in priced if v.phase == "backward"]
+    def _sent(self) -> list[tuple[int, Array]]:
+        """Handovers that are in a bucket, and the seconds of each pair of options there."""
+        d, prices = self.decisions, self.prices
 
-    def minimize(self, asked: Problem, solve: Solve, gap: float) -> Solution:
+        def of(h: Handover, bucket: Bucket) -> Array:
+            if bucket.work == "wait":
+                return prices.waiting(d, h)
+            return prices.hideable(d.variables[h.source], d.variables[h.target], h)[1]
+
+        paired = enumerate(zip(d.handovers, self._roles.handovers, strict=True))
+        return [(i, of(h, bucket)) for i, (h, bucket) in paired if bucket is not None]
+
+    # The minimum.
+
+    def minimize(
+        self, asked: Problem, solve: Solve, gap: float, known: Sequence[Sequence[int]] = (), most: int = MOST_SOLVES
+    ) -> Solution:
         """The best choice under F within ``asked``'s usages and limit, with a bound on F.
 
-        The least sum is concave in ``m``, and each choice is a line above it: the next ``m`` is where the lines of the
-        last choices on either side cross (Kelley 1960).
-
         Args:
-            asked: the problem at m = 0.
+            asked: the problem for the weights to begin with.
             solve: a problem, from choices to begin with.
-            gap: relative, at which no more values of ``m`` are tried.
+            gap: relative, at which no more weights are tried.
+            known: choices that tell where to begin.
+            most: weights that are tried.
         """
-        found = solve(asked, ())
-        low, high = self._line(0.0, found), None
-        found = replace(found, objective=self.seconds(found.choice))
-        for _ in range(MOST_SOLVES - 1):
-            if low.slope <= 0 or found.gap <= gap:
+        points = [self.point(choice) for choice in known]
+        weights = self.weights if not points else self._towards(self._highest(points)[1])
+        best: Solution | None = None
+        bound = -math.inf
+        for turn in range(most):
+            problem = asked if weights is self.weights else self.problem(asked.usages, asked.limit, weights)
+            at = solve(problem, () if best is None else (best.choice,))
+            point = self.point(at.choice)
+            points.append(point)
+            if at.lower_bound > bound:
+                bound, self.weights = at.lower_bound, weights
+            best = _better(best, replace(at, objective=self._seconds(point)))
+            if best.objective - bound <= gap * best.objective or turn == most - 1:
                 break
-            m = 1.0 if high is None else low.crossing(high)
-            at = solve(self.problem(asked.usages, asked.limit, m), (found.choice,))
-            line = self._line(m, at)
-            found = _better(found, replace(at, objective=self.seconds(at.choice)))
-            if m == 1.0 and line.slope >= 0:
+            ceiling, highest = self._highest(points)
+            last, weights = weights, self._towards(highest)
+            if ceiling - bound <= WORTH * gap * best.objective or np.allclose(last, weights):
                 break
-            low, high = (line, high) if line.slope > 0 else (low, line)
-        proven = found.objective - found.lower_bound <= gap * found.objective
-        return replace(found, lower_bound=min(found.lower_bound, found.objective), proven=proven)
+        assert best is not None
+        bound = min(bound, best.objective)
+        return replace(best, lower_bound=bound, proven=best.objective - bound <= gap * best.objective)
 
-    def _line(self, m: float, solution: Solution) -> _Line:
-        return _Line(m, solution.objective, self._hidden * self.uncovered(solution.choice))
+    def _towards(self, weights: Array) -> Array:
+        return STEADY * self.weights + (1 - STEADY) * weights
 
-
-@dataclass(frozen=True)
-class _Line:
-    """The sum of one choice as ``m`` varies: its value at ``m``, and its slope."""
-
-    m: float
-    value: float
-    slope: float
-
-    def crossing(self, other: _Line) -> float:
-        """The ``m`` at which both have the same value; this one rises and the other falls."""
-        gap = other.value - self.value + self.slope * self.m - other.slope * other.m
-        return min(max(gap / (self.slope - other.slope), self.m), other.m)
+    def _highest(self, points: Sequence[Point]) -> tuple[float, Array]:
+        """Where the lowest of the points' sums is highest, and how high."""
+        constants = [p.exposed_s + float(self._plain @ p.bucket_s) for p in points]
+        return highest_point(constants, [self._paths @ p.bucket_s for p in points], self.ranges)
 
 
-def _better(one: Solution, other: Solution) -> Solution:
-    """The one of the least objective, with the larger bound and the seconds of both."""
-    best = other if other.objective < one.objective else one
-    return replace(best, lower_bound=max(one.lower_bound, other.lower_bound), seconds=one.seconds + other.seconds)
+def _better(best: Solution | None, other: Solution) -> Solution:
+    """The one of the least objective, with the seconds of both."""
+    if best is None:
+        return other
+    least = other if other.objective < best.objective else best
+    return replace(least, seconds=best.seconds + other.seconds)

@@ -24,17 +24,19 @@ from autopar.ir import ITEMSIZE, Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.accumulation import FLOATS
 from autopar.planner.decomposition import Decomposition, reachable
+from autopar.planner.fused import Fused
 from autopar.planner.fusion import Border, borders
 from autopar.planner.implementations import implementation
 from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
 from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
+from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.solver import Edge
-from autopar.strategies import flops, halos
-from autopar.strategies.registry import find_windows
+from autopar.strategies import combine, flops, halos
+from autopar.strategies.registry import find_combining, find_windows
 
 Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
@@ -61,8 +63,12 @@ class Prices:
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
+    _fused: dict[int, tuple[Graph, Fused]] = field(default_factory=dict)
+    _apart: dict[tuple[object, ...], tuple[Array, object]] = field(default_factory=dict)
     _weighted: dict[tuple[float, ...], tuple[Array, Array]] = field(default_factory=dict)
-    _reductions: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    _whole: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    _free: dict[int, tuple[Array, bool]] = field(default_factory=dict)
+    _hideable: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
@@ -89,26 +95,48 @@ class Prices:
             self._weighted[key] = seconds, seconds * weight
         return self._weighted[key][1]
 
-    def reduction(self, source: Variable, target: Variable, h: Handover) -> tuple[Array, Array]:
-        """Of a gradient's handover to its parameter, seconds of the launches, and those that computation can hide."""
+    def hideable(self, source: Variable, target: Variable, h: Handover) -> tuple[Array, Array]:
+        """Of a handover beside which the program computes, seconds of the launches and those that computation hides."""
         total = self.edge(source, target, h)
         key = id(total)
-        if key not in self._reductions:
+        if key not in self._hideable:
             made = [spec_made(o, h.out) for o in source.options]
             taken = [spec_read(o, h.position) for o in target.options]
             launches = np.minimum(self._moves(made, taken, h.meta, itemsize=0), total)
             bytes_s = np.where(np.isfinite(total), total, 0.0) - np.where(np.isfinite(total), launches, 0.0)
-            self._reductions[key] = launches, bytes_s
-        return self._reductions[key]
+            self._hideable[key] = launches, bytes_s
+        return self._hideable[key]
 
-    def reduction_edge(
-        self, source: Variable, target: Variable, h: Handover, weight: float, share: float = 1.0
-    ) -> Array:
-        """A gradient's handover in a ``share`` of all backwards, a second that can be hidden counted as ``weight``."""
-        launches, bytes_s = self.reduction(source, target, h)
+    def waiting(self, d: Decisions, h: Handover) -> Array:
+        """Seconds for which the program waits for a handover."""
+        source, target = d.variables[h.source], d.variables[h.target]
+        cost = self.edge(source, target, h)
+        if source.node is not None and Value(source.node.name, h.out) in d.widened:
+            return self._unreduced(source, target, h, cost)
+        return self.apart(d, h, self.decomposition.with_gains(d, h, cost))
+
+    def _unreduced(self, source: Variable, target: Variable, h: Handover, cost: Array) -> Array:
+        """``cost`` where partial sums stay what they are."""
+        if id(cost) not in self._whole:
+            made = [spec_made(o, h.out) for o in source.options]
+            taken = [spec_read(o, h.position) for o in target.options]
+            same = [[a is None or b is None or a.partial == b.partial for b in taken] for a in made]
+            self._whole[id(cost)] = cost, np.where(same, cost, math.inf)
+        return self._whole[id(cost)][1]
+
+    def waiting_edge(self, d: Decisions, h: Handover, weight: float) -> Array:
+        """Such a handover, a second counted as ``weight``. What is free stays one array, by which blocks are found."""
+        seconds = self.waiting(d, h)
+        if id(seconds) not in self._free:
+            self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
+        return seconds if self._free[id(seconds)][1] else self.weighted(seconds, weight)
+
+    def hiding_edge(self, source: Variable, target: Variable, h: Handover, weight: float, share: float) -> Array:
+        """Such a handover in a ``share`` of all micro-batches, a second that can hide counted as ``weight``."""
+        launches, bytes_s = self.hideable(source, target, h)
         key = (id(bytes_s), weight, share)
         if key not in self._weighted:
-            self._weighted[key] = bytes_s, share * (launches + weight * bytes_s)
+            self._weighted[key] = bytes_s, share * launches + weight * bytes_s
         return self._weighted[key][1]
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
@@ -122,20 +150,54 @@ class Prices:
     def _shared_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
         """One array for all nodes of equal ops."""
         metas = tuple(graph.meta(v) for v in node.inputs)
-        border = self._border(graph, node)
+        border = self.border(graph, node)
         args = node.args if not node.inputs else _shape_args(node)
         key = (node.op, args, node.kwarg("is_causal"), metas, node.outputs, id(options), border)
         if key not in self._nodes:
             self._nodes[key] = self._node_seconds(node, metas, options, border)
         return self._nodes[key]
 
-    def _border(self, graph: Graph, node: Node) -> Border | None:
-        """What the op moves inside its fused kernel, where the back end fuses and it is in one."""
+    def border(self, graph: Graph, node: Node) -> Border | None:
+        """What the op moves inside its fused kernel, where the back end, or a kernel of ours, fuses it."""
         if self.backend != "inductor":
-            return None
+            return self.fused(graph).borders.get(node.name)  # Inductor's own groups are wider
         if id(graph) not in self._borders:
             self._borders[id(graph)] = graph, borders(graph)
         return self._borders[id(graph)][1].get(node.name)
+
+    def fused(self, graph: Graph) -> Fused:
+        """The fusions by kernels of ours, none where the device runs none; with Inductor those that it cannot make."""
+        if id(graph) not in self._fused:
+            here, alone = self.cluster.device.kind == "cuda", self.backend != "inductor"
+            self._fused[id(graph)] = graph, Fused.of(graph, across=not alone) if here else Fused()
+        return self._fused[id(graph)][1]
+
+    def apart(self, d: Decisions, h: Handover, cost: Array) -> Array:
+        """``cost`` of a handover; where it leads from op to op of one kernel, also what they pay for being two: the
+        tensor is written and read."""
+        if h.kept or h.rerun or h.position < 0 or not self.fused(d.graph).inside(d, h):
+            return cost
+        source, target = d.variables[h.source], d.variables[h.target]
+        key = id(cost), id(source.options), id(target.options), h.out, h.position
+        if key not in self._apart:
+            launch_s, s_per_byte = self.compute.copy_line()
+            made = [spec_made(o, h.out) for o in source.options]
+            taken = [spec_read(o, h.position) for o in target.options]
+            between = np.array([
+                [
+                    0.0 if a is None or b is None or a == b else launch_s + s_per_byte * (
+                        local_bytes(h.meta, a, self.mesh) + local_bytes(h.meta, b, self.mesh)
+                    )
+                    for b in taken
+                ]
+                for a in made
+            ])  # fmt: skip
+            self._apart[key] = cost + between, cost
+        return self._apart[key][0]
+
+    def seconds_alone(self, graph: Graph, node: Node, option: Strategy) -> float:
+        """Of an op that is in no fused kernel."""
+        return float(self._node_seconds(node, tuple(graph.meta(v) for v in node.inputs), (option,), None)[0])
 
     def _node_seconds(
         self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy], border: Border | None
@@ -143,7 +205,11 @@ class Prices:
         if border is not None:
             moved = np.array([bytes_moved(node, o, metas, self.mesh, border.reads, border.writes) for o in options])
             launch_s, s_per_byte = self.compute.copy_line()
-            return np.asarray(moved * s_per_byte + (launch_s if border.leads else 0.0), dtype=np.float64)
+            fused = np.asarray(moved * s_per_byte + (launch_s if border.leads else 0.0), dtype=np.float64)
+            if not border.dim:
+                return fused
+            fits = [border.fits(node, o, metas) for o in options]
+            return np.where(fits, fused, self._node_seconds(node, metas, options, None))
         total = flops(node, tuple(metas))
         outs = [m for m in node.outputs if m is not None]
         dtype = outs[0].dtype if outs else "float32"
@@ -151,19 +217,40 @@ class Prices:
         moved = np.array([implementation(node, o, metas, self.mesh, self.cluster.device.kind)[1] for o in options])
         kind = kernel_kind(node, total)
         seconds = np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
-        return seconds if find_windows(node) is None else seconds + self._exchanging(node, metas, options)
+        if find_windows(node) is None and find_combining(node) is None:
+            return seconds
+        inside: Array = np.array([self._exchanging(node, metas, o) for o in options])
+        return seconds + inside
 
-    def _exchanging(self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy]) -> Array:
-        """Seconds in which neighbours send each other the rows of halos: nothing hides them."""
-        found = np.zeros(len(options))
-        for at, option in enumerate(options):
-            for h in halos(node, option, tuple(metas), self.mesh) or ():
-                meta, rows = metas[h.operand], -(-h.n // self.mesh.shape[h.axis])
-                costs = self.collectives.of(meta.dtype)
-                shard = math.prod(option.inputs[h.operand].local_shape(meta.shape, self.mesh)) * meta.itemsize
-                of_row = shard / rows
-                found[at] += sum(costs.seconds("permute", n * of_row, h.axis) for n in (h.before, h.after) if n)
-        return found
+    def sent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> tuple[Sent, ...]:
+        """The collectives inside an op: rows that neighbours send each other, and what ranks tell of their shards."""
+        found = []
+        for h in halos(node, option, tuple(metas), self.mesh) or ():
+            of_row = local_bytes(metas[h.operand], option.inputs[h.operand], self.mesh) // h.own
+            costs = self.collectives.of(metas[h.operand].dtype)
+            for rows in (h.before, h.after):
+                if rows:
+                    seconds = costs.seconds("permute", rows * of_row, h.axis)
+                    found.append(Sent("permute", h.operand, h.axis, rows * of_row, seconds))
+        told = combine(node, option, tuple(metas), self.mesh)
+        for meta in told.told if told else ():
+            nbytes, costs = meta.numel * meta.itemsize, self.collectives.of(meta.dtype)
+            for axis in reversed(told.axes if told else ()):
+                nbytes *= self.mesh.shape[axis]
+                found.append(Sent("all_gather", 0, axis, nbytes, costs.seconds("all_gather", nbytes, axis)))
+        return tuple(found)
+
+    def _exchanging(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> float:
+        """Seconds of the collectives inside an op, which nothing hides, and of what they make it do besides: join rows
+        to a window, or read the operands once more for a summary."""
+        sent = self.sent(node, metas, option)
+        if not sent:
+            return 0.0
+        launch_s, s_per_byte = self.compute.copy_line()
+        windows = {h.operand: 2 for h in halos(node, option, tuple(metas), self.mesh) or () if h.copies}
+        sizes = windows or dict.fromkeys(range(len(metas)), 1)
+        moved = sum(n * local_bytes(metas[i], option.inputs[i], self.mesh) for i, n in sizes.items())
+        return sum(s.seconds for s in sent) + len(sizes) * launch_s + moved * s_per_byte
 
     def pairs(
         self, meta: TensorMeta, sources: tuple[ShardingSpec, ...], targets: tuple[ShardingSpec, ...],
@@ -270,49 +357,42 @@ def _shape_args(node: Node) -> tuple[object, ...]:
     return tuple(a for a in node.args if not isinstance(a, (Value, tuple)))
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Of a second of the backward's computation, and of a second of the reductions of gradients beside it."""
-
-    computing: float = 1.0
-    reducing: float = 1.0
-
-
-def costs(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[Array, ...]:
-    """Seconds of every option of every variable."""
-    def of(v: Variable) -> Array:
+def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) -> tuple[Array, ...]:
+    """Seconds of every option of every variable, those of ops times the variable's weight."""
+    def of(v: Variable, weight: float) -> Array:
         if v.kind == "op" and v.node:
-            seconds = prices.node_seconds(d.graph, v.node, v.options)
-            return prices.weighted(seconds, weights.computing) if v.phase == "backward" else seconds
+            return prices.weighted(prices.node_seconds(d.graph, v.node, v.options), weight)
         if v.kind == "rerun" and v.node:
             options = d.variables[d.index[v.node.name]].options
-            return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weights.computing])
+            return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weight])
         if v.kind == "hold" and "offload" in v.actions:
             return hold_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
         if v.away:
             return state_seconds(v.away, prices.cluster.host) / d.accumulation_steps
         return np.zeros(len(v.options))
 
-    return tuple(map(of, d.variables))
+    return tuple(map(of, d.variables, weights or [1.0] * len(d.variables)))
 
 
-def edges(d: Decisions, prices: Prices, weights: Weights = Weights()) -> tuple[Edge, ...]:
-    """One edge for each handover. An op that takes one tensor twice has two edges."""
+def edges(d: Decisions, prices: Prices, weights: Sequence[tuple[str, float] | None] | None = None) -> tuple[Edge, ...]:
+    """One edge for each handover, in seconds times a weight. An op that takes one tensor twice has two.
 
-    def of(h: Handover) -> Edge:
-        ends = d.variables[h.source], d.variables[h.target]
-        if reduces(d, h):
-            cost = prices.reduction_edge(*ends, h, weights.reducing, 1 / d.accumulation_steps)
+    Args:
+        weights: for each handover whether the program waits for it or may compute beside it ("gather", "reduce"), and
+            the weight.
+    """
+
+    def of(h: Handover, weight: tuple[str, float] | None) -> Edge:
+        work, counted = weight or ("wait", 1.0)
+        if work == "wait":
+            cost = prices.waiting_edge(d, h, counted)
         else:
-            cost = prices.decomposition.with_gains(d, h, prices.edge(*ends, h))
+            ends = d.variables[h.source], d.variables[h.target]
+            cost = prices.hiding_edge(*ends, h, counted, 1 / d.accumulation_steps if work == "reduce" else 1.0)
         return Edge(h.source, h.target, cost)
 
-    return tuple(of(h) for h in d.handovers if h.source != h.target)
-
-
-def reduces(d: Decisions, h: Handover) -> bool:
-    """Whether the handover takes a gradient to its parameter: nothing in the program waits for that."""
-    return h.position < 0 and d.variables[h.source].phase == "backward" and h.source != h.target
+    weighted = zip(d.handovers, weights or [None] * len(d.handovers), strict=True)
+    return tuple(of(h, weight) for h, weight in weighted if h.source != h.target)
 
 
 @dataclass(frozen=True)
@@ -337,13 +417,21 @@ def master_of(dtype: str, options: Options) -> str | None:
     return master if dtype in FLOATS and dtype != master else None
 
 
-def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: bool, options: Options) -> StateBytes:
-    """What a parameter, its optimizer state, its gradient and the optimizer's step take on the fullest rank."""
-    numel = math.prod(spec.local_shape(meta.shape, mesh))
+def _shard(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, at: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the shard of the rank at coordinate ``at``, or of the largest."""
+    return tuple(spec.local_shape(meta.shape, mesh, at if any(at) else None))
+
+
+def state_bytes(
+    meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: bool, options: Options, at: Sequence[int] = ()
+) -> StateBytes:
+    """What a parameter, its optimizer state, its gradient and the optimizer's step take on the rank at ``at``, or on
+    the fullest."""
+    shape = _shard(meta, spec, mesh, at)
+    numel = math.prod(shape)
     held = numel * meta.itemsize
     if not trainable:
         return StateBytes(held, 0, 0, 0)
-    shape = tuple(spec.local_shape(meta.shape, mesh))
     master = master_of(meta.dtype, options)
     state = optimizer_state_bytes(options.optimizer, numel, meta.dtype, shape=shape, master_dtype=master)
     state += optimizer_scalar_bytes(options.optimizer)
@@ -356,11 +444,14 @@ def state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: boo
     return StateBytes(held, state, held, step)
 
 
-def step_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options) -> int:
-    """What the optimizer's step makes on the fullest rank, for all trained parameters in their order."""
+def step_bytes(
+    parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options, at: Sequence[int] = ()
+) -> int:
+    """What the optimizer's step makes on the rank at ``at``, or on the fullest, for all trained parameters in their
+    order."""
     by_dtype: dict[str, list[tuple[int, ...]]] = {}
     for meta, spec in parameters:
-        by_dtype.setdefault(meta.dtype, []).append(tuple(spec.local_shape(meta.shape, mesh)))
+        by_dtype.setdefault(meta.dtype, []).append(_shard(meta, spec, mesh, at))
     total = 0
     for dtype, shapes in by_dtype.items():
         numels, master = list(map(math.prod, shapes)), master_of(dtype, options)
@@ -371,18 +462,23 @@ def step_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh
     return total
 
 
-def moved_state_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, options: Options) -> int:
+def moved_state_bytes(
+    meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, options: Options, at: Sequence[int] = ()
+) -> int:  # fmt: skip
     """Of a parameter's optimizer state what the host can keep: all but the counters."""
-    held = state_bytes(meta, spec, mesh, True, options).optimizer
+    held = state_bytes(meta, spec, mesh, True, options, at).optimizer
     return held - optimizer_scalar_bytes(options.optimizer)
 
 
-def chunk_bytes(parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options) -> int:
-    """The most that parameters whose optimizer state the host keeps bring to the fullest rank while they step."""
+def chunk_bytes(
+    parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options, at: Sequence[int] = ()
+) -> int:
+    """The most that parameters whose optimizer state the host keeps bring to the rank at ``at``, or to the fullest,
+    while they step."""
     return largest_chunk_bytes([
         (
-            math.prod(spec.local_shape(meta.shape, mesh)) * meta.itemsize,
-            moved_state_bytes(meta, spec, mesh, options) + step_bytes([(meta, spec)], mesh, options),
+            math.prod(_shard(meta, spec, mesh, at)) * meta.itemsize,
+            moved_state_bytes(meta, spec, mesh, options, at) + step_bytes([(meta, spec)], mesh, options, at),
         )
         for meta, spec in parameters
     ])  # fmt: skip

@@ -1,7 +1,7 @@
 """Memory as the solver sees it: the bytes that every option holds at chosen moments of the program.
 
-The rows leave out what only lives inside one op (redistributed operands, an op's own temporaries); the exact liveness
-of the scheduled program has the last word.
+The rows leave out redistributed operands, which ``copies`` adds, and the copies that contractions and collectives make
+on the way; the exact liveness of the scheduled program has the last word.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from autopar.ir import ITEMSIZE, Graph, Phase, TensorMeta, Value
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.pricing import state_bytes
+from autopar.planner.transients import least_transients
 from autopar.planner.variables import Decisions, Variable, hold_key, spec_made
 from autopar.sharding import Strategy
 from autopar.solver import Usage
@@ -46,7 +47,22 @@ def usages(d: Decisions, options: Options, positions: Sequence[int]) -> tuple[Us
         for size, start, end in _held(d, v, options, lives, made):
             if size.any():
                 found += [Usage(i, size, t, t + 1) for t, p in enumerate(positions) if start <= p <= end]
+    for t, p in enumerate(positions):
+        found += _while_running(d, options, p, t)
     return tuple(found)
+
+
+def _while_running(d: Decisions, options: Options, place: float, time: int) -> list[Usage]:
+    """What the node at ``place`` holds beside its operands and results, while it runs."""
+    if place != int(place) or place >= len(d.graph.nodes):
+        return []
+    node = d.graph.nodes[int(place)]
+    at = d.index.get(node.name)
+    if at is None or d.variables[at].kind != "op":
+        return []
+    metas = tuple(d.graph.meta(v) for v in node.inputs)
+    held = [least_transients(node, o, metas, d.mesh, options.device) for o in d.variables[at].options]
+    return [Usage(at, np.array(held, dtype=np.float64), time, time + 1)] if any(held) else []
 
 
 def static_usages(
@@ -67,7 +83,7 @@ def static_usages(
         for size, start, end in _held(d, v, options, lives, made):
             if start <= place <= end and size.any():
                 found.append(Usage(i, size, time, time + 1))
-    return found
+    return found + _while_running(d, options, place, time)
 
 
 def _held(

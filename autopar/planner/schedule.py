@@ -13,13 +13,14 @@ from typing import Literal, NamedTuple
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.planner.fused import marked
 from autopar.planner.implementations import implementation, packing_kernels
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.pricing import Prices
 from autopar.planner.transfers import place_transfers, state_seconds, transfer_seconds
 from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.planner.waits import place_waits
-from autopar.program import LocalTensor, Op, Program
+from autopar.program import LocalTensor, Op, Program, Sent
 from autopar.sharding import Halo, ShardingSpec, Step, Strategy
 from autopar.strategies import halos
 
@@ -45,6 +46,7 @@ class _Way(NamedTuple):
     kernels: tuple[str, ...]
     results: tuple[tuple[int, TensorMeta, ShardingSpec, int], ...]
     halos: tuple[Halo, ...] = ()
+    sent: tuple[Sent, ...] = ()
 
 
 @dataclass
@@ -60,7 +62,7 @@ class _Scheduler:
     rerun: set[str] = field(default_factory=set)
     chains: list[list[Callable[[], None]]] = field(default_factory=list)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
-    ways: dict[tuple[int, int], _Way] = field(default_factory=dict)
+    ways: dict[tuple[object, ...], _Way] = field(default_factory=dict)
 
     @cached_property
     def holds(self) -> Mapping[Value, int]:
@@ -107,6 +109,7 @@ class _Scheduler:
         names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
         seconds = float(state_seconds([size for _, size in away], self.prices.cluster.host).sum())
         program = Program(place_transfers(self.ops), outputs, names, seconds)
+        program = marked(program, self.graph, self.prices, AGAIN)
         program = self.prices.decomposition.decompose(program, self.graph)
         return place_waits(program, self.prices.overlap)
 
@@ -139,7 +142,7 @@ class _Scheduler:
 
     def _way(self, node: Node, strategy: Strategy, at: int, option: int) -> _Way:
         """One for all equal ops. ``at``: the variable of which the strategy is ``option``."""
-        key = self.graph.kinds[node.name], id(strategy)
+        key = self.graph.kinds[node.name], id(strategy), self.prices.border(self.graph, node)
         way = self.ways.get(key)
         if way is None:
             seconds, kernel = 0.0, ""
@@ -155,7 +158,7 @@ class _Scheduler:
             metas = tuple(self.graph.meta(v) for v in node.inputs)
             way = self.ways[key] = _Way(
                 seconds, node.packet in VIEWS and bool(node.inputs), (kernel,) if kernel else (), results,
-                halos(node, strategy, metas, self.mesh) or (),
+                halos(node, strategy, metas, self.mesh) or (), self.prices.sent(node, metas, strategy),
             )  # fmt: skip
         return way
 
@@ -180,7 +183,7 @@ class _Scheduler:
             Op(
                 f"{node.name}{mark}", "input" if placeholder else "compute", node.name, reads, tuple(writes), phase,
                 strategy=None if placeholder else strategy, seconds=way.seconds, alias=way.alias,
-                kernels=way.kernels, halos=way.halos,
+                kernels=way.kernels, halos=way.halos, sent=way.sent,
             )
         )  # fmt: skip
 

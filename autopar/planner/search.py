@@ -17,7 +17,7 @@ from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, see
 from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile, profile
-from autopar.planner.objective import Objective
+from autopar.planner.objective import MOST_SOLVES, Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.random_plans import random_solution
@@ -28,13 +28,16 @@ from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds, h
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, peak_usage, smallest_choice, solve
+from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, evaluate, peak_usage, smallest_choice, solve
 from autopar.solver.clock import now
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
-WITHOUT_SHARE = 0.3
-"""Of the time, what is kept for the plan in which no product is decomposed, where the search may decompose some."""
+MOST_UNDER_ROWS = 3
+"""Weightings of what may hide behind what, under a budget, beginning with the best of the free problem."""
+
+SOLVE_SHARE = 0.4
+"""Of the time left, for each of several weightings."""
 
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
@@ -62,8 +65,9 @@ EXPOSED_ROUNDS = 2
 HOST_TIME = 10_000
 """Of the rows by which transfers hide: beyond those of memory, so that prices of rows keep their times."""
 
-SMALLEST_S = 5.0
-"""Seconds for each answer to how small the peak can be."""
+SMALLEST_S = 20.0
+SMALLEST_GAP = 0.01
+"""Seconds, at most, for each answer to how small the peak can be, and how good it is."""
 
 Progress = Callable[[str], None]
 
@@ -85,13 +89,10 @@ class Planned:
 @collected_later()
 def plan_graph(
     graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None, *,
-    compare: bool = True, known: Sequence[Rival] = (),
+    compare: bool = True,
 ) -> Planned:  # fmt: skip
     """Plan ``graph`` on ``mesh``; with ``compare`` beside those baselines that may be better, or, with
     ``options.compare``, beside all.
-
-    Args:
-        known: baselines that are scheduled and measured already, as they would be here.
 
     Raises:
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
@@ -116,49 +117,17 @@ def plan_graph(
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
     priced = time.perf_counter()
-    seen = {r.name for r in known}
-    compared = [*known, *(r for r in _rivals(objective, options) if r.name not in seen)] if compare else []
+    compared = _rivals(objective, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
     arranging_s = min(ARRANGING * (priced - started), ARRANGING_SHARE * options.time_limit_s)
-    near = objective.prices.decomposition.axes
-    may_decompose = options.search == "joint" and options.decomposed in ("near", "gains") and bool(near)
-    kept_s = options.time_limit_s * WITHOUT_SHARE if may_decompose else 0.0
-    best = search.best(compared, began + options.time_limit_s - arranging_s - kept_s)
+    best = search.best(compared, began + options.time_limit_s - arranging_s)
     search.timings["strategies"] = listed - started
+    best = best.deferred(objective.prices, options)
     looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
-    made = Planned(
-        best.program, best.decisions, best.arranged, best.memory, best.timeline, search.timings, notices,
+    return Planned(
+        best.program, best.decisions, best.solution, best.memory, best.timeline, search.timings, notices,
         tuple(r.finalist.record(search.budget) for r in looked_at),
     )  # fmt: skip
-    if not may_decompose or not _is_decomposed(best.program):
-        return made
-    left_s = options.time_limit_s - (time.perf_counter() - started)
-    if left_s < options.time_limit_s * WITHOUT_SHARE / 3:
-        return made
-    plain = replace(options, async_tensor_parallel=False, time_limit_s=left_s)
-    whole = [r for r in compared if "finalist" in vars(r) and not _is_decomposed(r.finalist.program)]
-    return _shorter(made, lambda: plan_graph(graph, mesh, cluster, plain, progress, compare=compare, known=whole))
-
-
-def _is_decomposed(program: Program) -> bool:
-    return any(op.kind == "decomposed" for op in program.ops)
-
-
-def _shorter(decomposed: Planned, plan_without: Callable[[], Planned]) -> Planned:
-    """A plan, or the best without decomposed products where its simulated step is shorter: the cost does not see that
-    gathers of parameters hide where they are begun ahead of need. The bound is that with them, which is over both."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said before
-        try:
-            without = plan_without()
-        except (InfeasibleError, SolverError):
-            return decomposed
-    if without.timeline.seconds >= decomposed.timeline.seconds:
-        return decomposed
-    bound = min(without.solution.lower_bound, decomposed.solution.lower_bound)
-    solution = replace(without.solution, lower_bound=bound, proven=False)
-    spent = {k: v + decomposed.timings.get(k, 0.0) for k, v in without.timings.items()}
-    return replace(without, solution=solution, timings=decomposed.timings | spent, baselines=decomposed.baselines)
 
 
 HOPELESS = (1.01, 1.25)
@@ -232,6 +201,7 @@ class _Search:
     baseline: str = ""
     hideable_s: float = math.inf
     hiding_parts: int = 1
+    free: _Result | None = None
 
     @property
     def decisions(self) -> Decisions:
@@ -275,7 +245,7 @@ class _Search:
                 yield rival.finalist
 
     def _fits(self, rival: Rival) -> bool:
-        return rival.finalist.memory.peak_bytes <= self.budget
+        return rival.peak_bytes <= self.budget
 
     def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
         """A baseline as the chosen plan, with the search's bound."""
@@ -292,7 +262,7 @@ class _Search:
         free = self._once(None, math.inf, deadline, None)
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
-        self.hideable_s = forward_seconds(free.program)
+        self.free, self.hideable_s = free, forward_seconds(free.program)
         self.bound = free.solution.lower_bound
         self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
@@ -326,7 +296,9 @@ class _Search:
 
     def _checkpoints(self, free: _Result) -> CheckpointSearch:
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
-        sharded, self.objective = self.decisions, Objective(self.with_reruns(), self.prices)
+        sharded, joint = self.decisions, Objective(self.with_reruns(), self.prices)
+        joint.begin_as(self.objective)
+        self.objective = joint
         still = sharded_as(sharded, free.solution.choice, self.decisions)
         return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
 
@@ -374,7 +346,10 @@ class _Search:
         time that is left, or, with ``nearly_free``, what is found costs clearly more than without a budget. The bound
         is that of rows that set nothing aside."""
         deadline = self._in(share, deadline)
-        rows = rows or Rows(self.decisions, self.options)
+        if rows is None:
+            rows = Rows(self.decisions, self.options)
+            if self.free is not None:
+                rows.watch(self.free.program, self.free.memory.timeline, self.budget)
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: _Result | None = None
@@ -382,9 +357,8 @@ class _Search:
         for turn in range(TIGHTEN_ROUNDS):
             if turn and now() > deadline:
                 break
-            try:
-                result = self._once(rows, self.budget, self._in(ROUND_SHARE, deadline), warm)
-            except (InfeasibleError, SolverError):  # the solver may find nothing so near to the smallest limit
+            result = self._in_rows(rows, self._in(ROUND_SHARE, deadline), warm)
+            if result is None:
                 return exposed
             if not any(rows.unseen.values()):
                 bound = max(bound, result.solution.lower_bound)
@@ -405,6 +379,20 @@ class _Search:
             if not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
                 break
         return exposed
+
+    def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> _Result | None:
+        """The best choice of ``rows``; the solver may find none near the smallest limit, and then begins with the one
+        of the smallest peak. None where that is over the budget too."""
+        try:
+            return self._once(rows, self.budget, deadline, warm)
+        except (InfeasibleError, SolverError):
+            asked, least = self._smallest_rows(rows, self.seeds if warm is None else (warm,), self.budget)
+        if not evaluate(asked, least)[1]:
+            return None
+        try:
+            return self._once(rows, self.budget, deadline, rows.own(least))
+        except (InfeasibleError, SolverError):
+            return None
 
     def _hides_more(self, rows: Rows, result: _Result) -> bool:
         """Whether transfers of a plan that fits are exposed, and rows that say so are new: for copies to the host that
@@ -455,15 +443,18 @@ class _Search:
             begin = (*best, *seeds)
             if rows:
                 problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
+            left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
             found = solve(
-                problem, time_limit=max(deadline - now(), 1.0), backend=self.options.solver,
+                problem, time_limit=max(left_s, 1.0), backend=self.options.solver,
                 gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
                 folding=self.objective.fold, progress=self._say_gap,
             )  # fmt: skip
             self.prices_of_memory = found.usage_prices
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
-        return self.objective.minimize(asked, solve_from, self.options.gap)
+        # Rows that set something aside give no bound, so the weights that are known will do.
+        known, most = ((), 1 if any(rows.unseen.values()) else MOST_UNDER_ROWS) if rows else (self.seeds, MOST_SOLVES)
+        return self.objective.minimize(asked, solve_from, self.options.gap, known, most)
 
     def _say_gap(self, found: TraceEntry) -> None:
         if math.isfinite(found.objective) and found.objective > 0:
@@ -471,43 +462,63 @@ class _Search:
             self.say(f"solve: {found.objective * 1e3:.4g} ms, gap {gap:.2%}")
 
     def _smallest(self, deadline: float) -> _Result:
-        """The plan of the smallest peak that was found, whatever the budget: so a budget that an error names works.
+        """The plan of the smallest peak that was found; where it fits the budget, the cheapest plan near it that does.
 
-        The choice of the rows' smallest peak, then rows for the peaks of its program, and again. Where one of them fits
-        the budget, the cheapest plan near it that does.
+        The way to it knows neither the budget nor what was tried before, so a budget that an error names works.
         """
-        self.hideable_s = math.inf
+        self.hideable_s, self.prices_of_memory = math.inf, UsagePrices()
+        self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
+        best = self._of_smallest_peak(rows)
+        if best.memory.peak_bytes <= self.budget:
+            return self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
+        return best
+
+    def _of_smallest_peak(self, rows: Rows) -> _Result:
+        """From the baseline of the smallest peak on: the choice of the rows' smallest peak, then rows for what its
+        program holds beyond the best so far, and again, until one fits the budget."""
         best: _Result | None = None
+        name = min(self.rivals, key=lambda r: r.peak_bytes).name if self.rivals else ""
+        for choice in seed(self.objective, self.options, name) if name else ():
+            best = self._of_choice(choice)
+            rows.tighten(choice, best.program, best.memory.timeline, best.memory.peak_bytes * SMALLER)
         for _ in range(SMALLEST_ROUNDS):
-            result = self._near_smallest(rows)
+            result = self._near_smallest(rows, () if best is None else (best.solution.choice,))
             if best is None or result.memory.peak_bytes < best.memory.peak_bytes:
                 best = result
-            if best.memory.peak_bytes <= self.budget:
-                return self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
             aim = best.memory.peak_bytes * SMALLER
+            if best.memory.peak_bytes <= self.budget:
+                break
             if not rows.tighten(result.solution.choice, result.program, result.memory.timeline, aim):
                 break
         assert best is not None
         return best
 
-    def _near_smallest(self, rows: Rows) -> _Result:
+    def _near_smallest(self, rows: Rows, known: Sequence[Sequence[int]]) -> _Result:
         """The cheapest choice whose rows are hardly higher than they have to be: cheap ones hold little besides."""
-        asked = rows.extend(self._problem(rows, math.inf))
-        choice = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
-        limit = peak_usage(asked, choice) * NEARLY
+        asked, choice = self._smallest_rows(rows, known)
         try:
-            return self._once(rows, limit, now() + SMALLEST_S, rows.own(choice))
+            return self._once(rows, peak_usage(asked, choice) * NEARLY, now() + SMALLEST_S, rows.own(choice))
         except (InfeasibleError, SolverError):
             return self._of_choice(rows.own(choice))
 
+    def _smallest_rows(
+        self, rows: Rows, known: Sequence[Sequence[int]], limit: float = math.inf
+    ) -> tuple[Problem, tuple[int, ...]]:
+        """The problem with ``rows``, and its choice of the smallest peak, states and all."""
+        asked = rows.extend(self._problem(rows, limit))
+        found = [rows.states(choice) for choice in known]
+        return asked, smallest_choice(
+            asked, SMALLEST_S, backend=self.options.solver, known=found, gap=SMALLEST_GAP
+        )
+
     def _of_choice(self, choice: Sequence[int]) -> _Result:
-        program, memory = scheduled(self.decisions, choice, self.prices, self.options, self.budget)
+        program, memory = scheduled(self.decisions, choice, self.prices, self.options, 0.0)
         solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method="smallest peak")
         return _Result(program, solution, memory, self.timings)
 
     def _infeasible(self, smallest: _Result) -> InfeasibleError:
-        least = min([smallest.memory.peak_bytes, *(r.finalist.memory.peak_bytes for r in self.rivals)])
+        least = min([smallest.memory.peak_bytes, *(r.peak_bytes for r in self.rivals)])
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
         return InfeasibleError(
             "No plan fits the memory budget.",

@@ -61,6 +61,11 @@ class Rows:
         """A choice of the extended problem as one of the decisions."""
         return tuple(choice[: len(self.decisions.variables)])
 
+    def watch(self, program: Program, timeline: Sequence[int], budget: float) -> None:
+        """Rows for the moments at which a program of other decisions is over ``budget``."""
+        for position, _ in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
+            self.unseen.setdefault(position, 0.0)
+
     def tighten(self, choice: Sequence[int], program: Program, timeline: Sequence[int], budget: float) -> bool:
         """Rows for the moments at which ``program`` is over ``budget``; whether any row is new or tighter."""
         changed = False

@@ -14,11 +14,14 @@ as long as each stream's work, and at most as long as all together.
 
 from __future__ import annotations
 
-import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 from autopar.program import Op, Program
+
+Use: TypeAlias = Literal["compute", "launch", "both", "copy"]
 
 
 @dataclass(frozen=True)
@@ -42,107 +45,169 @@ class Timeline:
     transfer_s: float = 0.0
 
 
+class Event(NamedTuple):
+    """What the streams see of an op.
+
+    Args:
+        reads, writes: names of tensors.
+        queue: the mesh axes that a collective runs over.
+    """
+
+    use: Use
+    name: str
+    phase: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    launch_s: float = 0.0
+    queue: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(op: Op) -> Event:
+        if op.is_collective or op.kind == "decomposed":
+            assert op.step is not None
+            use: Use = "launch" if op.is_collective else "both"
+            writes = tuple([t.name for t in op.writes])
+            return Event(
+                use, op.name, op.phase, op.reads, writes, op.seconds, op.launch_s, (op.step.axis, *op.step.axes)
+            )
+        if op.is_transfer:
+            return Event("copy", op.name, op.phase, op.reads, tuple([t.name for t in op.writes]), op.seconds)
+        return Event("compute", op.name, op.phase, op.reads, (), op.seconds)
+
+
 def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
     """Run ``program``'s predicted seconds on the streams.
 
     Args:
         overlap: share of a collective's time that computation beside it is spared; see `mesh.Measured`.
     """
-    streams = _Streams(1 / (2 - overlap))
-    phase = ""
-    for op in program.ops:
-        if op.kind == "input":
-            continue
-        if op.phase != phase:
-            streams.wait_for_all()
-            phase = op.phase
-        for name in op.reads:
-            streams.wait_for(name)
-        if op.is_collective:
-            streams.launch(op)
-        elif op.kind == "decomposed":
-            streams.together(op)
-        elif op.is_transfer:
-            streams.copy(op)
-        else:
-            streams.compute(op)
+    events = [Event.of(op) for op in program.ops if op.kind != "input"]
+    streams = _Streams(1 / (2 - overlap), [])
+    streams.run(events)
     streams.wait_for_all()
     streams.step(program)
-    collectives = sum(op.seconds for op in program.collectives)
-    copied = sum(op.seconds for op in program.ops if op.is_transfer) + program.state_transfer_s
-    computed = sum(op.seconds for op in program.ops if not (op.kind == "input" or op.is_collective or op.is_transfer))
-    return Timeline(tuple(streams.intervals), streams.now_s, computed, collectives, copied)
+    work: dict[Use, list[float]] = {"launch": [], "copy": [], "compute": [], "both": []}
+    for event in events:
+        work[event.use].append(event.seconds)
+    return Timeline(
+        tuple(streams.intervals or ()), streams.now_s, sum(work["compute"] + work["both"]), sum(work["launch"]),
+        sum(work["copy"]) + program.state_transfer_s,
+    )  # fmt: skip
 
 
-@dataclass
+def simulated_seconds(events: Iterable[Event], overlap: float) -> float:
+    """When the streams are done with ``events``."""
+    streams = _Streams(1 / (2 - overlap))
+    streams.run(events)
+    streams.wait_for_all()
+    return streams.now_s
+
+
+@dataclass(slots=True)
 class _Queue:
     """The collectives of one process group that are under way, and the work that the first has left."""
 
-    ops: deque[Op] = field(default_factory=deque)
+    events: deque[Event] = field(default_factory=deque)
     left_s: float = 0.0
     begun_s: float = 0.0
 
     def begin(self, at_s: float) -> None:
         """The first runs from now on; the seconds of its launch have passed."""
-        self.left_s, self.begun_s = self.ops[0].seconds - self.ops[0].launch_s, at_s
+        first = self.events[0]
+        self.left_s, self.begun_s = first.seconds - first.launch_s, at_s
 
 
-@dataclass
+@dataclass(slots=True)
 class _Streams:
     """The compute stream's clock, and what runs beside it.
 
     Args:
         rate: of computing and communicating while both are busy.
+        intervals: what ran when is added to them; None where nobody asks.
         queues: by the mesh axes that the collectives run over.
+        busy: the queues that have something under way.
         pending: the queue of each tensor that is on its way.
         copied: when each tensor whose copy was started is there.
         host_free_s: when the last of these copies ends.
     """
 
     rate: float
+    intervals: list[Interval] | None = None
     now_s: float = 0.0
-    intervals: list[Interval] = field(default_factory=list)
     queues: dict[tuple[int, ...], _Queue] = field(default_factory=dict)
+    busy: list[_Queue] = field(default_factory=list)
     pending: dict[str, _Queue] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
     host_free_s: float = 0.0
 
-    def launch(self, op: Op) -> None:
+    def run(self, events: Iterable[Event]) -> None:
+        """All events in turn."""
+        phase = ""
+        pending = self.pending
+        for event in events:
+            if event.phase != phase:
+                self.wait_for_all()
+                phase = event.phase
+            for name in event.reads:
+                if name in pending or name in self.copied:
+                    self.wait_for(name)
+            if event.use == "compute":
+                self.compute(event)
+            elif event.use == "launch":
+                self.launch(event)
+            elif event.use == "both":
+                self.together(event)
+            else:
+                self.copy(event)
+
+    def _ran(self, name: str, stream: str, start_s: float, end_s: float) -> None:
+        if self.intervals is not None:
+            self.intervals.append(Interval(name, stream, start_s, end_s))
+
+    def launch(self, event: Event) -> None:
         """The calling program pays for the launch; what is under way goes on meanwhile."""
-        assert op.step is not None
         begun_s = self.now_s
-        self._advance(op.launch_s)
-        queue = self.queues.setdefault((op.step.axis, *op.step.axes), _Queue())
-        queue.ops.append(op)
-        if len(queue.ops) == 1:
+        self._advance(event.launch_s)
+        queue = self.queues.get(event.queue)
+        if queue is None:
+            queue = self.queues[event.queue] = _Queue()
+        queue.events.append(event)
+        if len(queue.events) == 1:
+            self.busy.append(queue)
             queue.begin(begun_s)
-        self.pending.update((t.name, queue) for t in op.writes)
+        for name in event.writes:
+            self.pending[name] = queue
 
-    def copy(self, op: Op) -> None:
+    def copy(self, event: Event) -> None:
         start_s = max(self.now_s, self.host_free_s)
-        self.host_free_s = start_s + op.seconds
-        self.copied.update((t.name, self.host_free_s) for t in op.writes)
-        self.intervals.append(Interval(op.name, "host", start_s, self.host_free_s))
+        self.host_free_s = start_s + event.seconds
+        self.copied.update((name, self.host_free_s) for name in event.writes)
+        self._ran(event.name, "host", start_s, self.host_free_s)
 
-    def compute(self, op: Op) -> None:
+    def compute(self, event: Event) -> None:
         start_s = self.now_s
-        self._advance(op.seconds)
-        self.intervals.append(Interval(op.name, "compute", start_s, self.now_s))
+        if self.busy:
+            self._advance(event.seconds)
+        else:
+            self.now_s += event.seconds
+        if self.intervals is not None:
+            self.intervals.append(Interval(event.name, "compute", start_s, self.now_s))
 
-    def together(self, op: Op) -> None:
+    def together(self, event: Event) -> None:
         """A product beside its own messages, behind the collectives of its axis that are under way."""
-        assert op.step is not None
-        queue = self.queues.get((op.step.axis,))
-        while queue is not None and queue.ops:
+        queue = self.queues.get(event.queue)
+        while queue is not None and queue.events:
             self._stand(queue.left_s)
         start_s = self.now_s
-        self._advance(op.seconds)
-        self.intervals += [Interval(op.name, s, start_s, self.now_s) for s in ("compute", "communication")]
+        self._advance(event.seconds)
+        for stream in ("compute", "communication"):
+            self._ran(event.name, stream, start_s, self.now_s)
 
     def _advance(self, work_s: float) -> None:
         """The compute stream works so long, alone or beside what is under way."""
-        while work_s > 0 and (first_s := self._first_s()) < math.inf:
-            done_s = min(work_s, first_s)
+        while work_s > 0 and self.busy:
+            done_s = min(work_s, self._first_s())
             self._communicate(done_s, done_s / self.rate)
             work_s -= done_s
         self.now_s += work_s
@@ -155,8 +220,8 @@ class _Streams:
             self._stand_until(self.copied.pop(name))
 
     def wait_for_all(self) -> None:
-        while (first_s := self._first_s()) < math.inf:
-            self._stand(first_s)
+        while self.busy:
+            self._stand(self._first_s())
         self._stand_until(self.host_free_s)
         self.copied.clear()
 
@@ -164,36 +229,38 @@ class _Streams:
         """The optimizer's state that the host keeps comes and goes when all else is done."""
         if program.state_transfer_s:
             start_s, self.now_s = self.now_s, self.now_s + program.state_transfer_s
-            self.intervals.append(Interval("optimizer state", "host", start_s, self.now_s))
+            self._ran("optimizer state", "host", start_s, self.now_s)
 
     def _stand_until(self, end_s: float) -> None:
         self._stand(end_s - self.now_s)
 
     def _stand(self, seconds: float) -> None:
         """Nothing is computed for so long, while collectives go on."""
-        while (first_s := self._first_s()) <= seconds:
+        while self.busy and (first_s := self._first_s()) <= seconds:
             self._communicate(first_s, first_s)
             seconds -= first_s
         if seconds > 0:
             self._communicate(seconds, seconds)
 
     def _first_s(self) -> float:
-        """Work until the first of the collectives under way is done; inf where none is."""
-        first_s = math.inf
-        for queue in self.queues.values():
-            if queue.ops and queue.left_s < first_s:
-                first_s = queue.left_s
-        return first_s
+        """Work until the first of the collectives under way is done."""
+        busy = self.busy
+        return busy[0].left_s if len(busy) == 1 else min([queue.left_s for queue in busy])
 
     def _communicate(self, work_s: float, seconds: float) -> None:
         """``seconds`` pass, in which every queue does ``work_s`` of its first collective, and none does more."""
         self.now_s += seconds
-        for queue in self.queues.values():
+        idle = False
+        for queue in self.busy:
             queue.left_s -= work_s
-            while queue.ops and queue.left_s <= 0:
-                op = queue.ops.popleft()
-                for tensor in op.writes:
-                    self.pending.pop(tensor.name, None)
-                self.intervals.append(Interval(op.name, "communication", queue.begun_s, self.now_s))
-                if queue.ops:
+            while queue.left_s <= 0 and queue.events:
+                event = queue.events.popleft()
+                for name in event.writes:
+                    self.pending.pop(name, None)
+                self._ran(event.name, "communication", queue.begun_s, self.now_s)
+                if queue.events:
                     queue.begin(self.now_s)
+                else:
+                    idle = True
+        if idle:
+            self.busy = [queue for queue in self.busy if queue.events]

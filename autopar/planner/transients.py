@@ -17,13 +17,16 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.contraction import terms
 from autopar.planner.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
-from autopar.program import LocalTensor
+from autopar.program import LocalTensor, Op
 from autopar.sharding import Halo, Step, Strategy
 
 SCALARS = 64
 """Bytes of the 0-dim tensors that Python numbers become on the way."""
 
-BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 16), "cuda": (1 << 27, 1 << 26, 1 << 26)}
+COPIES = 4
+"""Of an operand, that an op beside summaries holds at once at most."""
+
+BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 17), "cuda": (1 << 27, 1 << 26, 1 << 26)}
 """Elements that attention, cross-entropy and random numbers work on at a time, by the kind of device; as in
 ``autopar.ops``."""
 
@@ -63,26 +66,52 @@ def transients(op: LocalOp) -> int:
     return formula(op) if formula is not None and op.operands else 0
 
 
-def halo_bytes(shard: LocalTensor, h: Halo, mesh: Mesh) -> int:
-    """While an op waits for its neighbours' rows: what is sent, what arrives, both joined with the rank's own rows,
-    the window that is taken of that, and in a gradient twice as many rows that the kernel makes."""
-    own = -(-h.n // mesh.shape[h.axis])
+def least_transients(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str) -> int:
+    """The same whatever the strides of the operands: at least so much, since what is not contiguous may be copied
+    besides. What a contraction copies hangs on strides alone."""
+    if node.packet not in FORMULAS or node.packet == "autopar.contract":
+        return 0
+    return transients(local_op(node, option, metas, mesh, device))
+
+
+def halo_bytes(shard: LocalTensor, h: Halo) -> int:
+    """While an op waits for its neighbours' rows: what is sent, what arrives, the window of these and the rank's own
+    rows, its padding, and in a gradient twice as many rows that the kernel makes."""
+    own = h.own
     exchanged = h.before + h.after
-    rows = 2 * exchanged + (own + exchanged if exchanged else 0) + 3 * max(h.rows, own)
+    rows = 2 * exchanged + 4 * max(h.rows, own) - own
     return shard.bytes // own * rows
+
+
+def interpolation_bytes(op: Op, tensors: Mapping[str, LocalTensor]) -> int:
+    """Interpolated dim by dim: rows of the wider side in the accumulation dtype, weighted and added up."""
+    sides = [*(tensors[name] for name in op.reads), *op.writes]
+    return COPIES * max(t.bytes // t.meta.itemsize * wide(t.meta.itemsize) for t in sides)
+
+
+def told_bytes(op: Op, tensors: Mapping[str, LocalTensor]) -> int:
+    """Of an op whose ranks tell each other summaries: those gathered, sent and combined, and copies of the largest
+    operand in the accumulation dtype, which its formulas make."""
+    gathered = sum(s.bytes for s in op.sent if s.kind == "all_gather")
+    if not gathered:
+        return 0
+    shards = [tensors[name] for name in op.reads]
+    return 4 * gathered + SCALARS + COPIES * max(t.bytes // t.meta.itemsize * wide(t.meta.itemsize) for t in shards)
 
 
 def local_op(
     node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str,
-    layouts: Sequence[Layout] | None = None,
+    layouts: Sequence[Layout] | None = None, at: Sequence[int] = (),
 ) -> LocalOp:  # fmt: skip
-    """``node`` on the fullest rank. ``layouts``: of its operands, contiguous where not given."""
-    shapes = [s.local_shape(m.shape, mesh) for m, s in zip(metas, option.inputs, strict=True)]
+    """``node`` on the rank at coordinate ``at``, or on the first. ``layouts``: of its operands, contiguous where not
+    given."""
+    where = at if any(at) else None
+    shapes = [s.local_shape(m.shape, mesh, where) for m, s in zip(metas, option.inputs, strict=True)]
     given = layouts if layouts is not None else [contiguous(tuple(s)) for s in shapes]
     made = [(m, s) for m, s in zip(node.outputs, option.outputs, strict=True) if m is not None and s is not None]
     return LocalOp(
         node, tuple(metas), tuple((x, m.itemsize) for x, m in zip(given, metas, strict=True)),
-        tuple((contiguous(tuple(s.local_shape(m.shape, mesh))), m.itemsize) for m, s in made),
+        tuple((contiguous(tuple(s.local_shape(m.shape, mesh, where))), m.itemsize) for m, s in made),
         any(any(axes for axes in s.dims) for s in (*option.inputs, *(s for _, s in made))), device,
     )  # fmt: skip
 
@@ -228,7 +257,7 @@ def _attention_backward(op: LocalOp) -> int:
     halves = op.operands[1][1] < 4
     converted = sum(op.operands[i][0].numel * 4 for i in (0, 1, 2, 3)) + a.b * a.h * a.s * a.e * 4 if halves else 0
     gradients = sum(x.numel * 4 for x, _ in op.results) if halves else 0
-    weights = a.block * (2 * a.wide + (2 * a.wide + 9 if a.dropout else 1))
+    weights = a.block * (2 * a.wide + (a.wide + 9 if a.dropout else 1))
     products = max(op.operands[2][0].numel, op.operands[3][0].numel) * a.wide
     return converted + gradients + weights + products + (2 * a.vectors(a.d) + 2 * a.vectors(a.e)) * a.wide + SCALARS
 
@@ -243,8 +272,15 @@ def _class_block(op: LocalOp, x: tuple[Layout, int]) -> int:
     return min(_rows_of(x[0]), max(1, BLOCKS[op.device][1] // v)) * v
 
 
+def _by_kernel(op: LocalOp, x: tuple[Layout, int]) -> bool:
+    """Whether a Triton kernel reads the logits, and makes nothing but its result."""
+    return op.device == "cuda" and x[1] <= 4 and x[0].is_contiguous
+
+
 def _sumexp(op: LocalOp) -> int:
     x = op.operands[0]
+    if _by_kernel(op, x):
+        return 0
     copy = 0 if x[0].is_contiguous else op.nbytes(x)
     narrow = op.operands[1][0].numel * 4 if op.operands[1][1] < 4 else 0
     return copy + narrow + _class_block(op, x) * wide(x[1])
@@ -252,11 +288,15 @@ def _sumexp(op: LocalOp) -> int:
 
 def _nll(op: LocalOp) -> int:
     n = _rows_of(op.operands[0][0])
+    if _by_kernel(op, op.operands[0]):
+        return 0
     return n * (9 + op.operands[0][1] + 2 * wide(op.operands[1][1])) + SCALARS
 
 
 def _nll_backward(op: LocalOp) -> int:
     x = op.operands[1]
+    if _by_kernel(op, x):
+        return 0
     part = _class_block(op, x) * 4 if x[1] < 4 else 0
     copy = 0 if x[0].is_contiguous else op.nbytes(x)
     return part + copy + _rows_of(x[0]) * (18 + 2 * wide(op.operands[0][1])) + SCALARS
@@ -292,9 +332,15 @@ def _squared_deviation(op: LocalOp) -> int:
 
 
 def _batch_norm(op: LocalOp) -> int:
-    x = op.operands[0]
-    halves = 2 * x[0].numel * 4 if x[1] < 4 else 0
-    return halves + (0 if x[0].is_contiguous else op.written) + 5 * _channels(op)
+    return _in_single_precision(op, op.operands[0]) + 5 * _channels(op)
+
+
+def _in_single_precision(op: LocalOp, x: tuple[Layout, int]) -> int:
+    """Of a half-precision operand two tensors in single precision, which are gone, or one of them, when the result is
+    made; of another the result before it is made contiguous."""
+    if x[1] < 4:
+        return max(2 * x[0].numel * 4 - op.written, x[0].numel * 4)
+    return 0 if x[0].is_contiguous else op.written
 
 
 def _batch_norm_backward_reduce(op: LocalOp) -> int:
@@ -305,17 +351,16 @@ def _batch_norm_backward_reduce(op: LocalOp) -> int:
 
 
 def _batch_norm_backward_input(op: LocalOp) -> int:
-    x = op.operands[1]
-    halves = 2 * x[0].numel * 4 if x[1] < 4 else 0
-    return halves + (0 if x[0].is_contiguous else op.written) + 6 * _channels(op)
+    return _in_single_precision(op, op.operands[1]) + 6 * _channels(op)
 
 
 def _random(op: LocalOp) -> int:
-    """Words of random bits, what they are mixed with, and the flags that they become."""
+    """Words of random bits, what they are mixed with, and the numbers or masks that they become."""
     n = op.results[0][0].numel
     block = min(n, BLOCKS[op.device][2])
     copy = 0 if op.node.packet != "autopar.dropout" or op.operands[0][0].is_contiguous else op.written
-    return copy + block * 30 + SCALARS
+    size = op.results[0][1]
+    return copy + block * (16 + (0 if op.node.packet == "autopar.dropout" and size == 4 else 14)) + SCALARS
 
 
 FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {

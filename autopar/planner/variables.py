@@ -58,6 +58,7 @@ class Decisions:
         recomputes: whether ops of the forward may run again in the backward.
         least_offloaded_bytes: smaller values are not offloaded to the host.
         accumulation_steps: micro-batches in one step of the optimizer.
+        widened: gradients that are reduced only after their cast to a wider dtype.
     """
 
     graph: Graph
@@ -68,6 +69,7 @@ class Decisions:
     recomputes: bool = False
     least_offloaded_bytes: float = math.inf
     accumulation_steps: int = 1
+    widened: frozenset[Value] = frozenset()
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
     _known: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
     _wanted: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PlanError
-from autopar.plans.report.charts import memory_points, stream_blocks
+from autopar.plans.report.charts import highest, memory_points, stream_blocks
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
@@ -26,7 +26,7 @@ def memory_figure(plan: Plan) -> Any:
     times = [p.at_s * 1e3 for p in points]
     held = [[p.held[k] / 2**30 for p in points] for k in kinds]
     axes.stackplot(times, held, labels=kinds, colors=COLOURS, step="post")
-    if plan.budget:
+    if 0 < plan.budget <= highest(plan):
         axes.axhline(plan.budget / 2**30, color="#d03a3a", linestyle="--", label="budget")
     axes.set(xlabel="ms", ylabel="GiB a device", title=f"{plan.model} on mesh {plan.mesh}")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -24,7 +24,7 @@ from autopar.plans.records import Action, Activation, BaselineRecord, Collective
 from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from, program_to
 from autopar.plans.table import table
-from autopar.program import Program, shifted
+from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
 
 FORMAT_VERSION = 2
@@ -44,9 +44,7 @@ class Plan:
         program: the local program: every op's strategy, every redistribution, in order.
         specs: of parameters, buffers, inputs, outputs, modules' outputs and graph nodes, by name.
         activations: what the backward reads of the forward, by node.
-        objective: seconds of the solver's cost; ``lower_bound`` is what no plan can beat. The cost is
-            lower by what arranging the plan's collectives took off its simulated step, and the bound is for programs
-            that launch them one by one.
+        objective: seconds of the solver's cost; ``lower_bound`` is what no plan can beat.
         step_time: seconds of a step, by simulating its compute and communication streams.
         peak_memory: bytes on the fullest device; ``memory`` is what they are at that moment.
         host_memory: the most bytes that a device's host holds for it: offloaded activations and optimizer state.
@@ -94,7 +92,7 @@ class Plan:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """One record for each launch, in the order of the program; the seconds of halos are those of their op."""
+        """One record for each launch, in the order of the program, those inside of ops too."""
         known = self.facts.names if self.facts else {}
 
         def named(tensor: str) -> str:
@@ -107,10 +105,9 @@ class Plan:
                 tensors = tuple(map(named, op.reads))
                 seconds = op.step_s or op.seconds
                 found.append(Collective(op.step.kind, tensors, op.step.axis, op.wire_bytes, seconds, op.phase))
-            sent = shifted(op, self.program.tensors, self.mesh) if op.halos else ()
             found += [
-                Collective("permute", (named(op.reads[h.operand]),), h.axis, nbytes, 0.0, op.phase)
-                for h, _, nbytes in sent
+                Collective(s.kind, (named(op.reads[s.operand]),), s.axis, s.bytes, s.seconds, op.phase)
+                for s in op.sent
             ]
         return tuple(found)
 
@@ -237,10 +234,11 @@ class Plan:
         """Write the local program as a file that runs under torchrun with torch alone: what it calls is copied into it.
 
         ``torchrun --nproc-per-node N step.py --state model.pt --batch batch.pt --out out.pt`` takes one step and writes
-        outputs and gradients; without files it takes random values.
+        outputs and gradients; without files it takes random values. Triton kernels of the plan are in it; where there
+        is no triton, and on CPUs, the eager code beside them runs.
         """
         codegen = importlib.import_module("autopar.codegen.write")  # codegen knows plans, so plans do not import it
-        written: Path = codegen.write(self.source, path)
+        written: Path = codegen.write(self.source, path, kernels=bool(self.kernels))
         return written
 
     def save(self, path: str | Path) -> None:
@@ -338,7 +336,10 @@ def _no_plan(found: str) -> PlanError:
 
 def replace_times(program: Program) -> Program:
     """The program without predicted seconds, which are no decision."""
-    ops = tuple(replace(op, seconds=0.0, launch_s=0.0) for op in program.ops)
+    def timeless(op: Op) -> Op:
+        return replace(op, seconds=0.0, launch_s=0.0, sent=tuple(replace(s, seconds=0.0) for s in op.sent))
+
+    ops = tuple(map(timeless, program.ops))
     return replace(program, ops=ops, state_transfer_s=0.0, arrangement=None)
 
 

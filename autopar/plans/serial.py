@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.ir import Output, TensorMeta, Value
-from autopar.program import Arrangement, LocalTensor, Op, Program
+from autopar.program import Arrangement, LocalTensor, Op, Program, Sent
 from autopar.sharding import Halo, ShardingSpec, Step, Strategy
 
 
@@ -47,8 +47,10 @@ def _op_to(op: Op) -> dict[str, Any]:
     if op.bucket:
         data["bucket"] = [_step_to(t) for t in op.bucket]
     data |= {flag: True for flag in ("alias", "in_place") if getattr(op, flag)}
+    if op.operand >= 0:
+        data["operand"] = op.operand
     if op.kind == "decomposed":
-        data |= {"step_s": op.step_s, "operand": op.operand}
+        data["step_s"] = op.step_s
     if op.kernels:
         data["kernels"] = list(op.kernels)
     if op.halos:
@@ -56,6 +58,8 @@ def _op_to(op: Op) -> dict[str, Any]:
             [h.operand, h.dim, h.axis, [list(w) for w in h.windows], h.before, h.after, h.n, str(h.fill)]
             for h in op.halos
         ]
+    if op.sent:
+        data["sent"] = [[s.kind, s.operand, s.axis, s.bytes, s.seconds] for s in op.sent]
     return data
 
 
@@ -93,6 +97,7 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         data.get("launch_s", 0.0), tuple(map(_step_from, data.get("bucket", ()))),
         data.get("step_s", 0.0), data.get("operand", -1), tuple(data.get("kernels", ())),
         data.get("in_place", False), tuple(map(_halo_from, data.get("halos", ()))),
+        tuple(Sent(*s) for s in data.get("sent", ())),
     )  # fmt: skip
 
 

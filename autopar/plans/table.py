@@ -36,6 +36,8 @@ def _head(plan: Plan) -> list[tuple[str, str]]:
     """Named lines above the tables."""
     kinds = ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
     bound = f"at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})"
+    if plan.lower_bound <= 0:
+        bound = "how far above the best possible was not found in the time given"
     rate = speed(plan)
     head = [
         ("step time", f"{seconds(plan.step_time)} predicted" + (f", {rate}" if rate else "")),

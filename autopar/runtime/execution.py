@@ -43,6 +43,7 @@ class Executable:
             accumulator, which the backward takes after the tangents.
         accumulate: the backward of all micro-batches but the last.
         accumulated: meaning of each of its results.
+        compiled: by Inductor, whose code allocates without the dispatcher.
     """
 
     forward: Local
@@ -58,6 +59,7 @@ class Executable:
     accumulators: tuple[tuple[Input, ShardingSpec, TensorMeta], ...] = ()
     accumulate: Local | None = None
     accumulated: tuple[Output, ...] = ()
+    compiled: bool = False
 
 
 class Host(Place, Protocol):
@@ -115,14 +117,10 @@ def uncast(host: Host) -> torch.autocast:
     return torch.autocast(host.device_mesh.device_type, enabled=False)
 
 
-def local_of(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _operand(host: Host, meaning: Input, spec: ShardingSpec, value: Any) -> Any:
     """What the program takes: this rank's shard. A copy where an input is cut, so that it does not hold the whole."""
     if meaning.kind != "input" or host.local_batch or spec.is_replicated:
-        return local_of(value)
+        return _torch.shard_of(value)
     return value[spec.local_slices(tuple(value.shape), host.mesh, host.rank.coordinate)].clone()
 
 
@@ -150,7 +148,8 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, host: Host, executable: Executable, sink: list[Any], *operands: Any) -> tuple[Any, ...]:
-        outputs, mutations, saved = forward_values(host, executable, operands, keep=True)
+        with host.marks.in_sections(), host.clock.memory.counting():
+            outputs, mutations, saved = forward_values(host, executable, operands, keep=True)
         sink.extend(mutations)
         ctx.run = Run(host, executable, operands, saved, _versions(saved, operands))
         ctx.set_materialize_grads(False)
@@ -164,7 +163,7 @@ class Step(torch.autograd.Function):
         _check_backward(run)
         given = {n: t for n, t in zip(_names(run.executable), tangents, strict=True) if t is not None}
         began = stamp(run.host.rank.device)
-        with torch.no_grad():
+        with torch.no_grad(), run.host.marks.in_sections(), run.host.clock.memory.counting():
             gradients = _gradients(run, given)
         run.host.marks.backward = (began, stamp(run.host.rank.device))
         run.host.clock.done(run.host.marks)
@@ -178,7 +177,7 @@ def _names(executable: Executable) -> list[str]:
 def _versions(saved: Sequence[Any], operands: Sequence[Any]) -> list[tuple[Tensor, int]]:
     """Changes are counted on the DTensor: ops on its shard run below autograd's counting."""
     held = {t.data_ptr() for t in saved if isinstance(t, Tensor)}
-    return [(o, o._version) for o in operands if isinstance(o, DTensor) and o.to_local().data_ptr() in held]
+    return [(o, o._version) for o in operands if isinstance(o, DTensor) and _torch.shard_of(o).data_ptr() in held]
 
 
 def _check_backward(run: Run) -> None:

@@ -34,6 +34,9 @@ ALONE = (
 )  # fmt: skip
 """Optimizers whose step treats each parameter alone."""
 
+BLOCKWISE = ("Adam8bit", "AdamW8bit")
+"""Those of bitsandbytes that do, whose blocks are then those of a shard."""
+
 Parameters = Sequence[nn.Parameter]
 
 
@@ -101,7 +104,11 @@ def _chunk_bytes(optimizer: Optimizer) -> int:
 def step_below_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     """The optimizer's step below its hooks; None where it may look at several parameters together."""
     step: Any = type(optimizer).step
-    return step.__wrapped__ if any(step is kind.step for kind in ALONE) else None
+    if any(step is kind.step for kind in ALONE):
+        return step.__wrapped__  # type: ignore[no-any-return]
+    kind = type(optimizer)
+    below = f"{kind.__module__}.".startswith("bitsandbytes.") and kind.__name__ in BLOCKWISE
+    return getattr(step, "__wrapped__", None) if below else None
 
 
 @cache

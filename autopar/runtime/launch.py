@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar import _torch
 from autopar.mesh import Mesh
 
 
@@ -36,6 +37,7 @@ def device_type(model: nn.Module) -> str:
 
 def device_mesh_for(mesh: Mesh, given: Any, model: nn.Module) -> DeviceMesh:
     """The torch DeviceMesh of ``mesh``: the user's own when they gave one."""
+    _torch.end_quietly()
     if isinstance(given, DeviceMesh):
         return given
     return init_device_mesh(device_type(model), mesh.shape, mesh_dim_names=mesh.names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -11,10 +13,19 @@ from typing import Any
 import torch
 
 from autopar.plans import Plan
+from autopar.plans.layers import REST, folded
 from autopar.plans.table import seconds, size
+from autopar.runtime.measured_memory import MemoryProbe
+from autopar.spmd.sections import timed
 
 REMEMBERED = 256
 """So many of the last steps are remembered."""
+
+IN_DETAIL = 10
+"""Of so many of them, when each module's ops ran."""
+
+SHOWN = 12
+"""So many modules are printed, those that take longest."""
 
 
 def stamp(device: torch.device) -> Any:
@@ -36,11 +47,29 @@ def between(first: Any, last: Any) -> float:
 
 @dataclass
 class Marks:
-    """One step: its forward, and its backward where there has been one."""
+    """One step: its forward, and its backward where there has been one; on the CPU also when modules' ops began."""
 
     device: torch.device
     forward: tuple[Any, Any] | None = None
     backward: tuple[Any, Any] | None = None
+    sections: list[tuple[str, float]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def in_sections(self) -> Iterator[None]:
+        """Around the program: a GPU runs behind the host, whose times would mean nothing."""
+        if self.device.type == "cpu":
+            with timed(self.sections):
+                yield
+        else:
+            yield
+
+    def by_module(self) -> Counter[str]:
+        """Seconds, modules that differ in a number alone together."""
+        found: Counter[str] = Counter()
+        for (module, began), (_, ended) in zip(self.sections, self.sections[1:], strict=False):
+            if module:
+                found[folded(module)] += ended - began  # type: ignore[assignment]
+        return found
 
 
 @dataclass
@@ -49,11 +78,16 @@ class StepClock:
 
     steps: deque[Marks] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     total: int = 0
+    memory: MemoryProbe = field(default_factory=MemoryProbe)
 
     def done(self, marks: Marks) -> None:
-        """A step whose backward has run."""
-        self.steps.append(marks)
+        """A step whose backward has run. One whose memory was counted took longer than it would."""
         self.total += 1
+        if self.memory.is_counting:
+            return
+        self.steps.append(marks)
+        if len(self.steps) > IN_DETAIL:
+            self.steps[-1 - IN_DETAIL].sections.clear()
 
 
 @dataclass(frozen=True)
@@ -72,7 +106,8 @@ class PredictionCheck:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Median seconds of forward, backward and both; bytes of the peak where the device counts them."""
+        """Median seconds of forward, backward and both; bytes of the peak. On a CPU that is the peak of one step with
+        its optimizer, the first after the comparison was asked for."""
         last = list(self.clock.steps)[-self.wanted :]
         found = {}
         if last:
@@ -80,8 +115,10 @@ class PredictionCheck:
             backward = [between(*m.backward) for m in last if m.backward]
             both = [f + b for f, b in zip(forward, backward, strict=True)]
             found = {"forward": median(forward), "backward": median(backward), "step": median(both)}
-            if self.device.type == "cuda":
-                found["peak memory"] = float(torch.cuda.max_memory_allocated(self.device))
+        if self.device.type == "cuda":
+            found["peak memory"] = float(torch.cuda.max_memory_allocated(self.device))
+        elif self.clock.memory.measured is not None:
+            found["peak memory"] = float(self.clock.memory.measured)
         return found
 
     @property
@@ -93,13 +130,45 @@ class PredictionCheck:
         step = self.plan.step_time
         return {"forward": forward, "backward": step - forward, "step": step, "peak memory": self.plan.peak_memory}
 
+    @property
+    def measured_modules(self) -> dict[str, float]:
+        """Median seconds in which ops of a module ran, or waited for what they read; modules that differ in a number
+        alone are one. Empty on a GPU, where a profiler shows the same ranges, and for compiled programs."""
+        steps = [m.by_module() for m in list(self.clock.steps)[-min(self.wanted, IN_DETAIL) :] if m.sections]
+        return {name: median(s[name] for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
+
+    @property
+    def predicted_modules(self) -> dict[str, float]:
+        """The same of the plan: on the stream of computation, each op with the wait before it."""
+        found: dict[str, float] = defaultdict(float)
+        last = 0.0
+        facts = self.plan.facts
+        for at, stream, _, end in sorted(facts.intervals, key=lambda i: i[2]) if facts else ():
+            if stream == "compute" and at >= 0:
+                node = facts.nodes.get(self.plan.program.ops[at].node) if facts else None
+                found[folded(node.module) if node and node.module else REST] += end - last
+                last = end
+        return dict(found)
+
     def __str__(self) -> str:
         if not self.steps:
             return "No step was made yet: call the model and the loss's backward, then read this again."
         predicted, lines = self.predicted, [f"{'':<12}{'predicted':>12}{'measured':>12}{'ratio':>9}"]
         for name, value in self.measured.items():
-            text = size if name == "peak memory" else seconds
-            ratio = f"{value / predicted[name]:.2f} x" if predicted[name] else ""
-            lines.append(f"{name:<12}{text(predicted[name]):>12}{text(value):>12}{ratio:>9}")
+            lines.append(_line(name, predicted[name], value, size if name == "peak memory" else seconds))
         head = f"{self.plan.model} on mesh {self.plan.mesh}, planned for {self.plan.cluster}, run on {self.device.type}"
-        return "\n".join([head, f"median of {self.steps} steps of this rank", *lines])
+        return "\n".join([head, f"median of {self.steps} steps of this rank", *lines, *self._modules()])
+
+    def _modules(self) -> list[str]:
+        predicted, measured = self.predicted_modules, self.measured_modules
+        longest = sorted(measured, key=lambda name: -measured[name])[:SHOWN]
+        if not longest:
+            return []
+        width = max(map(len, longest)) + 2
+        lines = [_line(name, predicted.get(name, 0.0), measured[name], seconds, width) for name in longest]
+        return ["modules, with what they wait for", *lines]
+
+
+def _line(name: str, predicted: float, measured: float, text: Any, width: int = 12) -> str:
+    ratio = f"{measured / predicted:.2f} x" if predicted else ""
+    return f"{name:<{width}}{text(predicted):>12}{text(measured):>12}{ratio:>9}"

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar import _torch
 from autopar.errors import AutoparError, InputError
 from autopar.ir import Output
 from autopar.mesh import Mesh
@@ -30,6 +31,11 @@ from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
+
+Modules: TypeAlias = list[tuple[str, nn.Module]]
+"""Every module of a model once, with its path."""
+
+STORED = ("parameter", "buffer")
 
 MAX_VARIANTS = 16
 """Programs kept for other batch shapes and modes: with more the user is warned that each costs a compilation."""
@@ -150,13 +156,17 @@ class ParallelModule(nn.Module):
         return self._autopar_sums.deliver(self, self._autopar)
 
     def compare_with_prediction(self, k: int = 10) -> PredictionCheck:
-        """Predicted and measured seconds of forward and backward, of the last ``k`` steps at the time of reading.
+        """Predicted and measured seconds, of the last ``k`` steps at the time of reading, and peak memory.
+
+        Seconds are those of forward and backward, on a CPU also of modules. A CPU counts no memory by itself: the next
+        step with its optimizer is metered, which is slow, and left out of the seconds.
 
         Raises:
             AutoparError: ``k`` is no positive number.
         """
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise AutoparError("Steps are counted from 1 on.", found=repr(k), hint="model.compare_with_prediction(10)")
+        self._autopar.clock.memory.wanted = True
         return PredictionCheck(self.plan, self._autopar.clock, k, self._autopar.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,19 +205,22 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
 def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the compiled program as the model would be called."""
     state = model._autopar
-    call, key = _agreed_call(model, args, kwargs)
+    modules = _walk(model)
+    call, key = _agreed_call(model, args, kwargs, modules)
     with state.precision():
         variant = _variant(model, call, key)
     executable = variant.executable
-    named = _named_tensors(model)
-    values = _values(call, variant, named, state)
-    operands = [values[m.kind, m.name] for m, _ in executable.inputs]
+    named = _named_tensors(modules)
+    given = _given(call, variant, state)
+    operands = [named[m.name] if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
         state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent, model._autopar_sums,
         state.clock, Marks(state.device),
     )  # fmt: skip
     mutations: list[Any] = []
     if torch.is_grad_enabled():
+        if state.clock.memory.wanted and state.device.type == "cpu" and not executable.compiled:
+            state.clock.memory.begin(model, operands)
         began = stamp(state.device)
         outputs = list(Step.apply(host, executable, mutations, *operands))  # type: ignore[no-untyped-call]
         host.marks.forward = (began, stamp(state.device))
@@ -217,10 +230,9 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return variant.build(outputs)
 
 
-def _values(call: Call, variant: Variant, named: Mapping[str, Tensor], state: State) -> dict[tuple[str, str], Tensor]:
-    """Everything that a program can ask for, by kind and name."""
+def _given(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:
+    """What a program can ask for beside parameters and buffers, by kind and name."""
     found = {("constant", n): t.to(state.device) for n, t in variant.constants.items()}
-    found |= {("parameter", n): t for n, t in named.items()} | {("buffer", n): t for n, t in named.items()}
     for name, tensor in zip(call.names, call.tensors, strict=True):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         found["input", name] = whole.to(state.device)
@@ -242,12 +254,32 @@ def _drawn_seed(state: State) -> Tensor:
     return seed
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _walk(model: nn.Module) -> Modules:
+    """Every module once, by path, in torch's order; torch's own generators take several times as long."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+        waiting += reversed(children)
+    return found
+
+
+def _named_tensors(modules: Modules) -> dict[str, Tensor]:
+    """Parameters and buffers."""
     found: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
+    for path, module in modules:
         prefix = f"{path}." if path else ""
         for table in (module._parameters, module._buffers):
-            found |= {prefix + name: tensor for name, tensor in table.items() if tensor is not None}
+            for name, tensor in table.items():
+                if tensor is not None:
+                    found[prefix + name] = tensor
     return found
 
 
@@ -257,17 +289,19 @@ def _write_back(variant: Variant, mutations: Sequence[Any], named: Mapping[str, 
     with torch.no_grad():
         for output, value in zip(changed, mutations, strict=True):
             target = named[output.name]
-            (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
+            _torch.shard_of(target).copy_(value)
 
 
-def _agreed_call(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
+def _agreed_call(
+    model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any], modules: Modules
+) -> tuple[Call, Any]:
     """The bound call and the key of its program, which are those of every rank."""
     state = model._autopar
 
     def bound() -> tuple[Call, Any]:
         call = state.bind(model, args, kwargs)
         with state.precision():
-            key = variant_key(model, call)
+            key = variant_key(model, call, modules=modules)
         if key not in state.variants:
             check_call(state.planned, call)
         return call, key
@@ -298,14 +332,18 @@ def _variant(model: ParallelModule, call: Call, key: Any) -> Variant:
     return variants[key]
 
 
-def variant_key(model: nn.Module, call: Call, precision: str | None = None) -> Any:
-    """What a program depends on: shapes, plain arguments, which modules train, which parameters, and autocast."""
+def variant_key(model: nn.Module, call: Call, precision: str | None = None, modules: Modules | None = None) -> Any:
+    """What a program depends on: shapes, plain arguments, which modules train, which parameters, and autocast.
+
+    Args:
+        modules: of ``model``, where they are known: to find them is the longest part of a call's own cost.
+    """
     named = zip(call.names, call.tensors, strict=True)
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
-    modules = list(model.modules())  # one walk: it is the longest part of a call's own cost
-    modes = tuple(m.training for m in modules)
-    found = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    all_modules = [module for _, module in modules or _walk(model)]
+    modes = tuple(m.training for m in all_modules)
+    found = {id(p): p for m in all_modules for p in m._parameters.values() if p is not None}
     parameters = tuple((p.requires_grad, stored_dtype(p, precision)) for p in found.values())
     cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
     return tensors, plain, modes, parameters, cast

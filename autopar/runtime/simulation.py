@@ -199,7 +199,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def shard(whole: Tensor, spec: ShardingSpec, mesh: Mesh, coordinate: Sequence[int]) -> Tensor:
     """The part of ``whole`` that a rank holds. A copy where it is cut, so that it does not hold the whole."""
     part = whole[spec.local_slices(tuple(whole.shape), mesh, coordinate)]
-    return part if part.shape == whole.shape else part.clone()
+    return part if spec.is_replicated else part.clone()
 
 
 def assemble(shards: Sequence[Tensor], spec: ShardingSpec, shape: Sequence[int], mesh: Mesh) -> Tensor:

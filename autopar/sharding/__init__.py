@@ -3,7 +3,7 @@
 from autopar.sharding.adjoint import Adjoint, adjoint_path
 from autopar.sharding.greedy import find_path, greedy_path
 from autopar.sharding.halo import Halo
-from autopar.sharding.local import LocalLength, LocalOffset, local_length
+from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset, local_length
 from autopar.sharding.pareto import Line, LinearPricing, ParetoSet, pareto_set
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.sharding.priced_graph import CollectivePricing
@@ -17,6 +17,7 @@ __all__ = [
     "Halo",
     "Line",
     "LinearPricing",
+    "LocalChoice",
     "LocalLength",
     "LocalOffset",
     "ParetoSet",

@@ -36,6 +36,16 @@ class Halo:
     fill: float = 0.0
 
     @property
+    def own(self) -> int:
+        """Rows of the longest shard."""
+        return -(-self.n // len(self.windows))
+
+    @property
+    def copies(self) -> bool:
+        """Whether a window is other than the rank's own rows."""
+        return self.windows != own_rows(self.n, len(self.windows))
+
+    @property
     def rows(self) -> int:
         """Of the longest window."""
         return max(stop - start for start, stop in self.windows)
@@ -60,10 +70,18 @@ def halo(
     return Halo(operand, dim, axis, tuple(windows), before, after, n, fill)
 
 
-def cutting_axis(spec: ShardingSpec, dim: int) -> int | None:
-    """The one axis that cuts ``dim``; None where it is whole or cut by several."""
-    axes = spec.dims[dim]
-    return axes[0] if len(axes) == 1 else None
+def space_cuts(spec: ShardingSpec, shape: Sequence[int], first: int) -> tuple[tuple[int, int], ...] | None:
+    """The dims of space, from ``first`` on, that are cut, each with the axis that cuts it.
+
+    The longest dim is cut first, another only beside it and by a later axis: the other ways send more. None where the
+    spec has another of these, or several axes cut one dim.
+    """
+    longest = sorted(range(first, len(shape)), key=lambda d: -shape[d])
+    cut = [d for d in longest if spec.dims[d]]
+    axes = [spec.dims[d][0] for d in cut]
+    if any(len(spec.dims[d]) > 1 for d in cut) or cut != longest[: len(cut)] or axes != sorted(axes):
+        return None
+    return tuple(zip(cut, axes, strict=True))
 
 
 @dataclass(frozen=True)

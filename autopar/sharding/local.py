@@ -25,6 +25,14 @@ class LocalOffset:
     axes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class LocalChoice:
+    """One of ``values``, by the rank's place along mesh ``axis``."""
+
+    values: tuple[int, ...]
+    axis: int
+
+
 def local_length(n: int, axes: Sequence[int], mesh: Mesh) -> int | LocalLength:
     """Elements that each rank holds of a dim of ``n`` cut by ``axes``: a number where all ranks agree."""
     ways = ShardingSpec((tuple(axes),)).ways(mesh)

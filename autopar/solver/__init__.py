@@ -5,11 +5,14 @@ from autopar.solver.folding import fold
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice
 from autopar.solver.parts import Tied
 from autopar.solver.pipeline import solve
+from autopar.solver.planes import highest_point
 from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, UsagePrices, evaluate, peak_usage
+from autopar.solver.repetition import Run, find_runs
 
 __all__ = [
     "Edge",
     "Problem",
+    "Run",
     "Solution",
     "Tied",
     "TraceEntry",
@@ -17,7 +20,9 @@ __all__ = [
     "UsagePrices",
     "brute_force",
     "evaluate",
+    "find_runs",
     "fold",
+    "highest_point",
     "minimum_limit",
     "peak_usage",
     "smallest_choice",

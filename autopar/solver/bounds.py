@@ -16,7 +16,7 @@ from autopar.solver.incumbent import Incumbent
 from autopar.solver.parts import Parts
 from autopar.solver.pieces import Pieces
 from autopar.solver.powers import contract
-from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices
+from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices, relative_gap
 from autopar.solver.reductions import drop_forbidden, reduce
 from autopar.solver.relaxation import Coupled, Relaxation
 
@@ -25,6 +25,8 @@ SolveBound = Callable[[Problem, float], float]
 
 MAX_SWEEPS = 1000
 SWEEPS_A_LOOK = 6
+TELLING = 0.25
+"""Of the gap that was asked, what a bound may leave: raising it on takes time that nobody asked for."""
 
 AT_ONCE = 1e8
 """Element operations of a contraction that is done before anything else: a few tenths of a second."""
@@ -65,12 +67,20 @@ class Bounds:
             worth = incumbent.objective if incumbent.choice is not None else abs(bound)
             return stalled * max(worth + self.constant - bound, max(0.5 * incumbent.gap, 1e-9) * abs(worth))
 
+        def told(bound: float) -> bool:
+            return relative_gap(incumbent.objective, bound - self.constant) <= TELLING * incumbent.gap
+
         if self.pieces is None:
             middle = incumbent.seconds() + 0.4 * max(deadline - incumbent.seconds(), 0.0)
-            _ascend(self._sweep_coupled, lambda: incumbent.seconds() > middle, enough)
+            early = _ascend(self._sweep_coupled, lambda: incumbent.seconds() > middle, enough, told)
+            if told(early):
+                incumbent.raise_bound(early - self.constant)
+                return
             self.pieces = Pieces(self.relaxation, self.coupled, self.dual)
         pieces = self.pieces
-        best = _ascend(lambda forward: pieces.sweep(forward=forward), lambda: incumbent.seconds() > deadline, enough)
+        best = _ascend(
+            lambda forward: pieces.sweep(forward=forward), lambda: incumbent.seconds() > deadline, enough, told
+        )
         incumbent.raise_bound(best - self.constant)
 
     def _sweep_coupled(self, forward: bool) -> float:
@@ -153,8 +163,11 @@ def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float, late: 
     return left
 
 
-def _ascend(sweep: Callable[[bool], float], late: Callable[[], bool], enough: Callable[[float], float]) -> float:
-    """Sweep to and fro until the bound rises no more by what is enough, or it is late; the bound."""
+def _ascend(
+    sweep: Callable[[bool], float], late: Callable[[], bool], enough: Callable[[float], float],
+    told: Callable[[float], bool],
+) -> float:  # fmt: skip
+    """Sweep to and fro until the bound rises no more by what is enough, tells enough, or it is late; the bound."""
     last = best = -math.inf
     for count in range(MAX_SWEEPS):
         best = max(best, sweep(count % 2 == 1))
@@ -162,4 +175,6 @@ def _ascend(sweep: Callable[[bool], float], late: Callable[[], bool], enough: Ca
             if late() or best - last <= enough(best):
                 break
             last = best
+        if told(best):
+            break
     return best

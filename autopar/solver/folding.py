@@ -60,9 +60,10 @@ def foldable(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(run for run in runs if len(run.copies) >= LEAST_COPIES)
 
 
-def fold(problem: Problem) -> Tied | None:
-    """The problem with the blocks of each run tied together; None where that would leave most of it."""
-    runs = foldable(find_runs(problem))
+def fold(problem: Problem, known: Sequence[Run] | None = None) -> Tied | None:
+    """The problem with the blocks of each run tied together; None where that would leave most of it. ``known``: runs of
+    equal blocks, for who has found them."""
+    runs = foldable(find_runs(problem) if known is None else known)
     if sum((len(run.copies) - 2 * MARGIN - 1) * run.copies.shape[1] for run in runs) < LEAST_SAVED * len(problem.costs):
         return None
     return tie(take_apart(problem, runs, MARGIN))

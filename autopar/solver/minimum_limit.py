@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.solver import highs
+from autopar.solver.clock import now
 from autopar.solver.folding import MARGIN, foldable
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.parts import take_apart, tie
-from autopar.solver.problem import Edge, IndexArray, Problem, Usage, peak_usage
+from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage, UsagePrices, evaluate, peak_usage
 from autopar.solver.pulp_backend import solve_pulp
 from autopar.solver.repetition import find_runs
+from autopar.solver.usage import UsageTable, with_usages_priced
+
+MOST_PRICINGS = 12
+PRICING_SHARE = 0.6
+"""Of the time, for choices by prices."""
+
+CLOSE = 1e-4
+"""Relative distance from the least peak at which a choice is taken for the smallest, where none is asked for."""
 
 
 def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = "auto") -> float:
@@ -29,30 +40,102 @@ def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = 
     return peak_usage(problem, smallest_choice(problem, time_limit, backend=backend))
 
 
-def smallest_choice(problem: Problem, time_limit: float = 30.0, *, backend: str = "auto") -> tuple[int, ...]:
-    """A choice that ``minimum_limit`` is the peak usage of.
+def smallest_choice(
+    problem: Problem, time_limit: float = 30.0, *, backend: str = "auto", known: Sequence[Sequence[int]] = (),
+    gap: float = CLOSE,
+) -> tuple[int, ...]:  # fmt: skip
+    """A choice that ``minimum_limit`` is the peak usage of, to within ``gap``; none of the choices ``known`` has a
+    smaller one.
 
     Raises:
         InfeasibleError: no choice is allowed at any limit.
     """
-    from autopar.solver.pipeline import solve
-
     runs = foldable(find_runs(problem))
+    found = [tuple(c) for c in known]
     if runs:
         tied = tie(take_apart(problem, runs, MARGIN))
         with contextlib.suppress(InfeasibleError):
-            return tied.expand(smallest_choice(tied.problem, time_limit, backend=backend))
+            # Blocks of a known choice may differ, so that there need be no choice of equal blocks like it.
+            alike = [c for c in map(tied.project, found) if _is_allowed(tied.problem, c)]
+            found.append(tied.expand(_smallest(tied.problem, time_limit, backend, alike, gap)))
+            return min(found, key=lambda c: peak_usage(problem, c))
+    return _smallest(problem, time_limit, backend, found, gap)
+
+
+def _is_allowed(problem: Problem, choice: Sequence[int]) -> bool:
+    return math.isfinite(evaluate(problem, choice)[0])
+
+
+def _smallest(
+    problem: Problem, time_limit: float, backend: str, known: Sequence[tuple[int, ...]], gap: float
+) -> tuple[int, ...]:  # fmt: skip
+    """By prices of the times first, which need no integer program of the whole, then by that."""
+    deadline = now() + time_limit
     problem = _only_forbidden(problem)
-    began_with = solve(replace(problem, limit=math.inf), time_limit=time_limit, backend=backend)
-    peak = peak_usage(problem, began_with.choice)
-    lowest = _sum_of_least(problem)
-    if peak <= lowest:
-        return began_with.choice
-    result = _minimise_peak(problem, peak, IlpLimits(time_limit, 0.0), backend)
+    choice, bound = _by_prices(problem, known, PRICING_SHARE * time_limit, backend, gap)
+    peak = peak_usage(problem, choice)
+    if peak <= max(bound, _sum_of_least(problem)) * (1 + gap) or now() > deadline:
+        return choice
+    result = _minimise_peak(problem, peak, IlpLimits(deadline - now(), gap), backend)
     if result.choice is None:
-        return began_with.choice
-    choice = tuple(result.choice[node] for node in range(len(problem.costs)))
-    return min(began_with.choice, choice, key=lambda c: peak_usage(problem, c))
+        return choice
+    other = tuple(result.choice[node] for node in range(len(problem.costs)))
+    return min(choice, other, key=lambda c: peak_usage(problem, c))
+
+
+def _by_prices(
+    problem: Problem, known: Sequence[tuple[int, ...]], seconds: float, backend: str, gap: float
+) -> tuple[tuple[int, ...], float]:  # fmt: skip
+    """(a choice of small peak, bytes that no choice's peak is below).
+
+    For any shares that sum to one, the least mean usage under them is at most the least peak, and needs no limit to
+    find. Each choice on the way is a plane above that concave function (Kelley 1960); between the highest point under
+    all planes and the best shares so far lie the next ones.
+    """
+    from autopar.solver.pipeline import solve
+
+    deadline, table = now() + seconds, UsageTable(problem)
+    planes = [table.of(c) for c in known]
+    choices, bound = list(known), 0.0
+    if not len(table.times):
+        return solve(replace(problem, usages=()), time_limit=seconds, backend=backend).choice, 0.0
+    shares = best = np.full(len(table.times), 1 / len(table.times))
+    for _ in range(MOST_PRICINGS):
+        scale = max((float(p.max()) for p in planes), default=1.0) or 1.0
+        priced = with_usages_priced(problem, UsagePrices(table.times.astype(float), shares / scale))
+        found = solve(
+            priced, time_limit=max(deadline - now(), 0.5), backend=backend, gap=gap, warm_starts=choices[-2:]
+        )
+        choices.append(found.choice)
+        planes.append(table.of(found.choice))
+        if found.lower_bound * scale > bound:
+            bound, best = found.lower_bound * scale, shares
+        least = min(float(p.max()) for p in planes)
+        if least <= bound * (1 + gap) or now() > deadline:
+            break
+        shares = (best + _highest_shares(planes)) / 2
+    return min(choices, key=lambda c: float(table.of(c).max())), bound
+
+
+def _highest_shares(planes: Sequence[Array]) -> Array:
+    """The shares under which the least of the planes' means is largest."""
+    import pulp
+
+    rows, scale = len(planes[0]), max(float(p.max()) for p in planes) or 1.0
+    with warnings.catch_warnings():
+        # PuLP 3.3 deprecates for 4.0 what earlier versions only have.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = pulp.LpProblem("shares", pulp.LpMaximize)
+        top = pulp.LpVariable("top")
+        shares = [pulp.LpVariable(f"share_{i}", 0.0, 1.0) for i in range(rows)]
+        model += top
+        model += pulp.lpSum(shares) == 1
+        for used in planes:
+            model += top - pulp.lpSum(float(u) / scale * s for u, s in zip(used, shares, strict=True)) <= 0
+        model.solve(pulp.HiGHS(msg=False) if highs.is_installed() else pulp.PULP_CBC_CMD(msg=False))
+    found = np.array([max(float(s.value() or 0.0), 0.0) for s in shares])
+    shares_found: Array = found / found.sum()
+    return shares_found
 
 
 def _only_forbidden(problem: Problem) -> Problem:

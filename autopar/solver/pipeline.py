@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import highs, linear
-from autopar.solver.ascent import ascend, bar_superfluous_pairs, search_from
+from autopar.solver.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
 from autopar.solver.blocks_linear import relax_blocks
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.elimination import eliminate_all, factors_of, find_order, sizes_of
@@ -22,7 +22,7 @@ from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, is_small
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.neighbourhood import improve_parts
 from autopar.solver.parts import Tied
-from autopar.solver.problem import Problem, Solution, TraceEntry, UsagePrices, evaluate
+from autopar.solver.problem import Problem, Solution, TraceEntry, UsagePrices, evaluate, relative_gap
 from autopar.solver.pulp_backend import check_solver, solve_pulp
 from autopar.solver.reductions import reduce
 from autopar.solver.search import Search
@@ -243,6 +243,8 @@ def _pass_messages(
             method.append("message passing")
         if incumbent.proven() or incumbent.seconds_left() < 0:
             return False
+        if not exact and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
+            return True
         reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds_left() < 0))
         if graph.size()[1] > 0.9 * before[1]:
             break

@@ -13,6 +13,7 @@ from autopar.spmd.collectives import (
     all_reduce,
     all_to_all,
     apply_step,
+    choice,
     device,
     length,
     offset,
@@ -36,7 +37,7 @@ from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arr
 __all__ = [
     "COLLECTIVES", "PRODUCTS", "Ends", "HostTensor", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank",
     "Results", "Transfer", "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all",
-    "allocating_on_host", "apply_step", "arrived", "bucket_call", "device", "fetch", "from_placements",
+    "allocating_on_host", "apply_step", "arrived", "bucket_call", "choice", "device", "fetch", "from_placements",
     "gather_product", "host_memory", "length", "local_ranks", "offload", "offset", "permute", "product_scatter",
     "reduce_scatter", "reduce_scatter_bucket", "resolve", "section", "shift", "simulate", "simulate_product",
     "simulate_step", "slice_shard", "step_call", "to_placements", "wait", "window",

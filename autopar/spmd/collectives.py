@@ -156,6 +156,11 @@ def offset(rank: Rank, n: int, axes: Sequence[int]) -> int:
     return sharding.offset(n, axes, rank.mesh, rank.coordinate)
 
 
+def choice(rank: Rank, values: Sequence[int], axis: int) -> int:
+    """One of ``values``, by this rank's place along ``axis``."""
+    return values[rank.coordinate[axis]]
+
+
 @lru_cache(maxsize=1024)
 def permutation(mesh: Mesh, axes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     """For each rank, whose shard it needs when axes that cut in the sequence ``axes`` are to cut in ``order``."""

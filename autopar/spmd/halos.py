@@ -31,20 +31,25 @@ def window(
     rank: Rank, x: Tensor, before: Tensor | None, after: Tensor | None, dim: int, axis: int,
     windows: Sequence[tuple[int, int]], n: int, fill: float,
 ) -> Tensor:  # fmt: skip
-    """This rank's window: its own rows ``x`` between those of its neighbours, padded beyond the dim's ends."""
+    """This rank's window, in one copy: its own rows ``x`` between those of its neighbours, padded beyond the dim's
+    ends; ``x`` itself where that is all of it."""
     at, ways = rank.coordinate[axis], rank.mesh.shape[axis]
-    size = -(-n // ways)
-    own_start = at * size
-    parts = [*([before] if before is not None else []), x, *([after] if after is not None else [])]
-    held = own_start - (before.shape[dim] if before is not None else 0)
-    joined = torch.cat(parts, dim) if len(parts) > 1 else x
+    own_start = at * -(-n // ways)
     start, stop = windows[at]
     first, last = max(start, 0), min(stop, n)
-    inner = joined.narrow(dim, first - held, last - first)
-    if (first, last) == (start, stop):
-        return inner.contiguous()
-    pads = [0, 0] * (x.ndim - 1 - dim) + [first - start, stop - last]
-    return torch.nn.functional.pad(inner, pads, value=fill if math.isfinite(fill) else _lowest(x))
+    parts, held = [], own_start - (before.shape[dim] if before is not None else 0)
+    for rows in (before, x, after):
+        if rows is not None:
+            low, high = max(first, held), min(last, held + rows.shape[dim])
+            if low < high:
+                parts.append(rows.narrow(dim, low - held, high - low))
+            held += rows.shape[dim]
+    shape, value = list(x.shape), fill if math.isfinite(fill) else _lowest(x)
+    for place, missing in ((0, first - start), (len(parts), stop - last)):
+        if missing:
+            shape[dim] = missing
+            parts.insert(place if place == 0 else len(parts), x.new_full(shape, value))
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _lowest(x: Tensor) -> float:

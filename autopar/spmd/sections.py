@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+from collections.abc import Iterator
 
 from torch.autograd.profiler import record_function
 
@@ -13,6 +16,7 @@ class _Open(threading.local):
     """The range that this thread is in: autograd runs backwards in threads of its own."""
 
     range: record_function | None = None
+    begun: list[tuple[str, float]] | None = None
 
 
 _open = _Open()
@@ -20,9 +24,22 @@ _open = _Open()
 
 def section(module: str) -> None:
     """What runs from here on belongs to ``module``, for a profiler that is running; the last section is ``""``."""
+    if _open.begun is not None:
+        _open.begun.append((module, time.perf_counter()))
     if _open.range is not None:
         _open.range.__exit__(None, None, None)
         _open.range = None
     if module and _torch.profiler_is_running():
         _open.range = record_function(module)
         _open.range.__enter__()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def timed(begun: list[tuple[str, float]]) -> Iterator[None]:
+    """In this thread, write down when each section begins; the end is one of ``""``."""
+    _open.begun = begun
+    try:
+        yield
+    finally:
+        _open.begun = None
+        begun.append(("", time.perf_counter()))

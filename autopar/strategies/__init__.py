@@ -1,17 +1,22 @@
 """Sharding rules, one line an op, and the strategies that they give on a mesh."""
 
 from autopar.strategies import rules  # noqa: F401  registers every rule
-from autopar.strategies.enumerate import bound, flops, halos, missing_rule, strategies
+from autopar.strategies.combine import Combine, Gathered, Operand
+from autopar.strategies.enumerate import bound, combine, flops, halos, missing_rule, strategies
 from autopar.strategies.localize import localize
 from autopar.strategies.notation import Bound, Equation, bind, parse
 from autopar.strategies.registry import Rule, find_rule, lowering, register_rule, registered, rule
 
 __all__ = [
     "Bound",
+    "Combine",
     "Equation",
+    "Gathered",
+    "Operand",
     "Rule",
     "bind",
     "bound",
+    "combine",
     "find_rule",
     "flops",
     "halos",

@@ -16,8 +16,9 @@ from autopar.mesh import Mesh
 from autopar.sharding.halo import Halo
 from autopar.sharding.spec import Reduction, ShardingSpec, length
 from autopar.sharding.strategy import Strategy
+from autopar.strategies.combine import Combine
 from autopar.strategies.notation import Bound, Equation, bind, parse
-from autopar.strategies.registry import LinearSets, Metas, Rule, find_rule, find_windows, on_change
+from autopar.strategies.registry import LinearSets, Metas, Rule, find_combining, find_rule, find_windows, on_change
 
 _cache: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
 _bounds: dict[tuple[object, ...], Bound | None] = {}
@@ -90,6 +91,8 @@ def _enumerate(node: Node, metas: Metas, mesh: Mesh) -> Iterator[Strategy]:
         made = _strategy(fitted, axes, linear, even, rule.reduction, mesh)
         if made is not None and _sliding(fitted, axes) and halos(node, made, metas, mesh) is None:
             continue
+        if made is not None and fitted.combined.intersection(axes) and combine(node, made, metas, mesh) is None:
+            continue
         if made is not None and (made.inputs, made.outputs) not in seen:
             seen.add((made.inputs, made.outputs))
             yield made
@@ -103,6 +106,12 @@ def halos(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Hal
     """The rows that the strategy's op reads of its neighbours' shards; None where it cannot have them."""
     find = find_windows(node)
     return () if find is None else find(node, strategy, metas, mesh)
+
+
+def combine(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+    """What the ranks tell each other before the strategy's op can be finished; None where each is on its own."""
+    find = find_combining(node)
+    return None if find is None else find(node, strategy, metas, mesh)
 
 
 def _choices(fitted: Bound, linear: LinearSets, ways: int) -> tuple[str, ...]:
@@ -201,14 +210,17 @@ def _equation(rule: Rule, node: Node, metas: Metas) -> Equation:
 def _linear(rule: Rule, node: Node, metas: Metas) -> LinearSets:
     """The rule's linear sets, without those that name an operand which is absent, or that a cast would break.
 
-    Truth values have no sum, and the sum of truncated parts is not the truncated sum.
+    Truth values have no sum, the sum of truncated parts is not the truncated sum, and numbers of eight bits are scaled
+    to what they hold.
     """
     sets = rule.linear if isinstance(rule.linear, tuple) else rule.linear(node, metas)
     results = [o for o in node.outputs if o is not None]
     truncated = not all(map(_is_real, results))
 
     def summable(position: int) -> bool:
-        if position >= len(metas) or "bool" in (metas[position].dtype, *(r.dtype for r in results)):
+        if position >= len(metas):
+            return False
+        if any(d == "bool" or d.startswith("float8") for d in (metas[position].dtype, *(r.dtype for r in results))):
             return False
         return not (truncated and _is_real(metas[position]))
 

@@ -5,6 +5,7 @@
 =============  =====================================================================================
 ``name``       a factor; a mesh axis may cut it
 ``[name]``     a factor that is never cut
+``{name}``     a factor whose ranks have to hear of each other where it is cut: see ``strategies.combine``
 ``(a b)``      one dim that is the row-major product of several factors; a factor of it can be cut evenly
                when those before it have been cut down to one element
 ``1``          a dim of one element
@@ -28,7 +29,7 @@ from functools import lru_cache
 from autopar.errors import RuleError
 from autopar.ir import TensorMeta
 
-_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*'?(?:=\d+)?|1(?!\w)|[\[\]()/])")
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*'?(?:=\d+)?|1(?!\w)|[\[\]{}()/])")
 _HINT = 'write one term an operand, as in "m k, k n -> m n".'
 
 
@@ -53,13 +54,20 @@ class Term:
 
 @dataclass(frozen=True)
 class Equation:
-    """A parsed rule. ``fixed`` are the factors that are never cut, ``stated`` the sizes given by ``name=4``."""
+    """A parsed rule.
+
+    Args:
+        fixed: the factors that are never cut.
+        stated: sizes given by ``name=4``.
+        combined: the factors whose ranks tell each other summaries where they are cut.
+    """
 
     text: str
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
     fixed: frozenset[str]
     stated: tuple[tuple[str, int], ...]
+    combined: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Bound:
         whole: for each result, the factors it lacks and is yet not partial over.
         cuttable: the factors that a mesh axis may take, in order of appearance.
         tied: the other lengths that are cut with a factor.
+        combined: the factors whose ranks tell each other summaries where they are cut.
     """
 
     sizes: Mapping[str, int]
@@ -81,6 +90,7 @@ class Bound:
     whole: tuple[frozenset[str], ...]
     cuttable: tuple[str, ...]
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    combined: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=65536)
@@ -96,7 +106,8 @@ def parse(text: str) -> Equation:
     reader = _Reader(text)
     inputs = tuple(map(reader.term, left.split(","))) if left.strip() else ()
     outputs = tuple(map(reader.term, right.split(","))) if right.strip() else ()
-    equation = Equation(text, inputs, outputs, frozenset(reader.fixed), tuple(sorted(reader.stated.items())))
+    stated = tuple(sorted(reader.stated.items()))
+    equation = Equation(text, inputs, outputs, frozenset(reader.fixed), stated, frozenset(reader.combined))
     _check_names(equation)
     return equation
 
@@ -107,6 +118,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.fixed: set[str] = set()
+        self.combined: set[str] = set()
         self.stated: dict[str, int] = {}
 
     def term(self, text: str) -> Term:
@@ -140,15 +152,16 @@ class _Reader:
         self.expect(tokens, ")")
 
     def factor(self, token: str, tokens: list[str]) -> str:
+        closing = {"[": "]", "{": "}"}.get(token)
         bracketed = token == "["
-        if bracketed:
+        if closing:
             token = tokens.pop(0) if tokens else ""
-            self.expect(tokens, "]")
+            self.expect(tokens, closing)
         name, _, size = token.partition("=")
         if not name.removesuffix("'").isidentifier() or re.fullmatch(r"P\d+", name):
             raise self.error(f"{token or 'the end'!r} stands where a factor's name should.")
-        if bracketed:
-            self.fixed.add(name)
+        if closing:
+            (self.fixed if bracketed else self.combined).add(name)
         if size and self.stated.setdefault(name, int(size)) != int(size):
             raise self.error(f"Factor {name!r} is given two sizes.")
         return name
@@ -223,6 +236,7 @@ def bind(equation: Equation, inputs: tuple[TensorMeta, ...], outputs: tuple[Tens
         tuple(t.independent for t in equation.outputs),
         tuple(f for f, n in sizes.items() if min(n, *tied.get(f, (n,))) > 1 and f not in fixed and f == _leader(f)),
         tied,
+        equation.combined,
     )
 
 

@@ -11,13 +11,14 @@ from autopar.errors import RuleError
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding.halo import Halo
-from autopar.sharding.local import LocalLength, LocalOffset
+from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
 from autopar.sharding.spec import REDUCTIONS, Reduction
 from autopar.sharding.strategy import Strategy
+from autopar.strategies.combine import Combine
 from autopar.strategies.notation import parse
 
-LocalArg: TypeAlias = Union[Any, LocalLength, LocalOffset]
-"""An ``ir.Arg`` in which ``LocalLength`` and ``LocalOffset`` may stand for integers."""
+LocalArg: TypeAlias = Union[Any, LocalChoice, LocalLength, LocalOffset]
+"""An ``ir.Arg`` in which ``LocalChoice``, ``LocalLength`` and ``LocalOffset`` may stand for integers."""
 
 LocalCall: TypeAlias = tuple[str, tuple[LocalArg, ...], tuple[tuple[str, LocalArg], ...]]
 """What a rank runs: op, args and kwargs, in the form that ``ir.Node`` has them."""
@@ -29,6 +30,7 @@ Linear: TypeAlias = Union[LinearSets, Callable[[Node, Metas], LinearSets]]
 Flops: TypeAlias = Union[str, Callable[[Node, Metas], float]]
 Windows: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], Union[tuple[Halo, ...], None]]
 Lowering: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], LocalCall]
+Combining: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], Union[Combine, None]]
 
 
 class OpName:
@@ -79,6 +81,7 @@ class Rule:
 _rules: dict[str, Rule] = {}
 _lowerings: dict[str, Lowering] = {}
 _windows: dict[str, Windows] = {}
+_combining: dict[str, Combining] = {}
 _on_change: list[Callable[[], None]] = []
 
 
@@ -154,6 +157,17 @@ def windows(op: object) -> Callable[[Windows], Windows]:
     return register
 
 
+def combining(*ops: object) -> Callable[[Combining], Combining]:
+    """Decorator: the function says how the ops run where a factor ``{name}`` is cut; None where none is."""
+
+    def register(function: Combining) -> Combining:
+        for op in ops:
+            _combining[op_name(op)] = function
+        return function
+
+    return register
+
+
 def register_rule(op: object, notation: Notation, **options: Any) -> None:
     """Say how a custom op may be sharded, with a named factor for each dim.
 
@@ -193,6 +207,10 @@ def find_windows(node: Node) -> Windows | None:
     return _windows.get(node.op) or _windows.get(node.packet)
 
 
+def find_combining(node: Node) -> Combining | None:
+    return _combining.get(node.op) or _combining.get(node.packet)
+
+
 def registered() -> Mapping[str, Rule]:
     """Every rule, by op."""
     return dict(_rules)
@@ -208,6 +226,7 @@ def remove(op: object) -> None:
     _rules.pop(op_name(op), None)
     _lowerings.pop(op_name(op), None)
     _windows.pop(op_name(op), None)
+    _combining.pop(op_name(op), None)
     _changed()
 
 

@@ -21,7 +21,17 @@ _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n\s*(.*)')
 
 
+AS_AN_OP = (
+    'make it an op, by @triton_op("mylib::name", mutates_args={}) for Triton and @custom_op for the rest (both are in '
+    "torch's library), with register_autograd for its gradient and autopar.register_rule to shard it."
+)
+
 _KNOWN = {
+    "active drivers": AS_AN_OP + ' Where there is no GPU it needs a CPU version too: op.register_kernel("cpu").',
+    "data pointer": AS_AN_OP,
+    "data is not allocated": AS_AN_OP,
+    "modified by an inplace operation": "on one device it fails too: compute a new tensor in place of changing one.",
+    "Couldn't swap": "make modules and parameters in __init__, not in forward.",
     "torch._C.Generator": "draw without a generator: the program's own numbers are one sequence from one seed, on "
     "every mesh.",
     "is not an instance of torch.nn.Parameter": "give the module itself, not torch.jit.script or trace of it.",
@@ -39,6 +49,11 @@ _NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_de
 def is_installed(file: Path) -> bool:
     """Whether a file belongs to a library, in whatever environment, and not to the user."""
     return bool({"site-packages", "dist-packages"} & set(file.parts)) or _STANDARD in file.parents
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file is autopar's own."""
+    return _OURS in file.parents
 
 
 class Line(NamedTuple):
@@ -87,7 +102,7 @@ def _hint(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str:
     """The innermost line of the user's code, else of the library that they use, else of torch's modules."""
-    lines = [line for line in _lines(error) if _OURS not in line.file.parents and line.file.name != "contextlib.py"]
+    lines = [line for line in _lines(error) if not is_ours(line.file) and line.file.name != "contextlib.py"]
     outside = [line for line in lines if _TORCH not in line.file.parents]
     own = [line for line in outside if not is_installed(line.file)]
     inside = [line for line in lines if _TORCH / "nn" in line.file.parents]

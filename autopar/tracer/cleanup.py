@@ -12,6 +12,8 @@ aten = torch.ops.aten
 
 _IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default, aten.contiguous.default}
+_CHECKS = {aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default}
+"""Of values, which only raise: taken as passed."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -21,7 +23,9 @@ def clean(module: fx.GraphModule) -> None:
     _mark_phases(graph)
     kept = _results(graph)
     for node in list(graph.nodes):
-        if node.op == "call_function" and _does_nothing(node, node in kept):
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+        elif node.op == "call_function" and _does_nothing(node, node in kept):
             source = node.args[0]
             assert isinstance(source, fx.Node)
             node.replace_all_uses_with(source)

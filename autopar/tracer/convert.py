@@ -67,7 +67,8 @@ def op_name(target: Any) -> str:
     return str(target)
 
 
-def _module_path(meta: Mapping[str, Any]) -> str:
+def module_path(meta: Mapping[str, Any]) -> str:
+    """In the user's model, of the module that a node belongs to; its own forward's for a node of the backward."""
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -105,7 +106,7 @@ def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], nam
                 kwargs=() if placeholder else kwargs,
                 outputs=_outputs(node.meta["val"]),
                 phase=node.meta["phase"],
-                module=_module_path(node.meta),
+                module=module_path(node.meta),
                 source=source_line(node.meta),
             )
         )

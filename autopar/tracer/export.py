@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +12,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch import HigherOrderOperator
+from autopar._torch import FakeTensorMode, HigherOrderOperator, OpOverload
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
 from autopar.tracer import functions
-from autopar.tracer.blame import capture_error, user_line
+from autopar.tracer.blame import AS_AN_OP, capture_error, user_line
 from autopar.tracer.checks import taken_as_passed
 from autopar.tracer.convert import source_line
 from autopar.tracer.ctc import forget_packed, without_tables
+from autopar.tracer.cutting import cut
 from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
 from autopar.tracer.normalize import CONTEXTS
+from autopar.tracer.python_state import Change, Depending, changed, kept, plain_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
-from autopar.tracer.side_effects import changed, constant_requires_grad, plain_state, set_to_new, watched
+from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
+from autopar.tracer.side_effects import constant_requires_grad, watched
+from autopar.tracer.skipping import skipping
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,12 @@ class Call:
         return self.structure.paths
 
 
+@functools.lru_cache(maxsize=64)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """Of a method that is bound."""
+    return inspect.signature(forward.__get__(object()))
+
+
 def bind(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
 ) -> Call:
@@ -55,7 +66,7 @@ def bind(
     Raises:
         InputError: the arguments do not fit the signature.
     """
-    signature = inspect.signature(forward.__get__(model) if forward is not None else model.forward)
+    signature = inspect.signature(model.forward) if forward is None else _signature(forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -108,8 +119,8 @@ class FlatModel(nn.Module):
         with constant_requires_grad(self.model):
             out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
         self.returned.differentiable = tuple(t.requires_grad for t in out)
-        self.returned.assigned = _write_in_place(self.model, before)
-        self.returned.counted = changed(plain, plain_state(self.model))
+        _write_in_place(self.model, before)
+        self.returned.changes = changed(plain, plain_state(self.model))
         return tuple(out)
 
 
@@ -118,40 +129,29 @@ class _Returned:
 
     structure: Structure | None = None
     differentiable: tuple[bool, ...] = ()
-    assigned: tuple[str, ...] = ()
-    counted: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+    changes: Mapping[str, Change] = MappingProxyType({})
 
 
 def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Buffers and plain tensor attributes of every module, by module and attribute."""
-    found: dict[tuple[str, str], Any] = {}
-    for path, module in model.named_modules():
-        found |= {(path, name): b for name, b in module._buffers.items() if b is not None}
-        found |= {(path, name): v for name, v in vars(module).items() if isinstance(v, torch.Tensor)}
-    return found
+    """Buffers of every module, by module and name."""
+    modules = model.named_modules()
+    return {(path, name): b for path, m in modules for name, b in m._buffers.items() if b is not None}
 
 
-def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
-    """Buffers that the forward replaced are written in place, which torch.export sees. Returns the plain attributes
-    that it set, which nobody sees."""
-    assigned = []
+def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> None:
+    """Buffers that the forward replaced are written in place, which torch.export sees."""
     for (path, name), new in _held(model).items():
         old, fqn = before.get((path, name)), f"{path}.{name}" if path else name
         if new is old:
             continue
-        module = model.get_submodule(path)
-        if name not in module._buffers:
-            assigned.append(fqn)
-        elif old is None or old.shape != new.shape or old.dtype != new.dtype:
+        if old is None or old.shape != new.shape or old.dtype != new.dtype:
             raise CaptureError(
                 f"The forward gives the buffer {fqn} another shape or dtype.",
                 found=f"{'nothing' if old is None else _text(old)} becomes {_text(new)}",
                 hint="give the buffer its final shape and dtype in __init__.",
             )
-        else:
-            old.copy_(new.detach())
-            module._buffers[name] = old
-    return tuple(assigned)
+        old.copy_(new.detach())
+        model.get_submodule(path)._buffers[name] = old
 
 
 def _text(tensor: torch.Tensor) -> str:
@@ -173,41 +173,62 @@ class Exported:
     returned: Structure
     differentiable: tuple[bool, ...]
     notices: tuple[str, ...] = ()
+    cut: tuple[Run, ...] = ()
 
 
-def export(model: nn.Module, call: Call) -> Exported:
+def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = False) -> Exported:
     """Export the forward of ``model``, which is on fake tensors.
+
+    Args:
+        whole: run every block, also of a run of equal ones.
 
     Raises:
         CaptureError: naming the line of the user's code where capturing stopped.
+        IrregularError: blocks that looked equal are not.
     """
+    runs = () if whole else repeated_blocks(model)
+    try:
+        return _export(model, call, mode, runs)
+    except DerivativeError:
+        raise
+    except AutoparError as error:
+        if runs:  # the user's error is the one that comes without skipping
+            raise IrregularError from error
+        raise
+
+
+def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[Run]) -> Exported:
     plain = dict(call.structure.plain)
     cached = without_caches(model) and plain.get("use_cache") is not False
-    flat = FlatModel(model, call.structure)
+    flat, overridden = FlatModel(model, call.structure), list[str]()
     try:
         with (
-            masks_as_in_eager(call.names, cached=cached), functions.opaque(),
+            masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            without_tables(), watched(), taken_as_passed() as checks,
+            without_tables(), watched(overridden), taken_as_passed() as checks, skipping(model, runs) as skipped,
         ):  # fmt: skip
-            program = torch.export.export(flat, call.tensors, strict=False)
-            counted = flat.returned.counted
-            if counted:
-                with set_to_new(model, counted):
-                    again = torch.export.export(flat, call.tensors, strict=False)
-                _refuse_counters(program, again, counted)
+            with kept(model):
+                program = torch.export.export(flat, call.tensors, strict=False)
+            changes = flat.returned.changes
+            equal = cut(skipped, program.graph) and not (skipped.cut and changes)
+            if changes and equal:
+                with kept(model):
+                    _refuse_state(program, flat, call, mode)
     except DerivativeError:
         raise
     except CaptureError as error:
         raise _located(error) from error.__cause__
     except Exception as error:
         raise capture_error(model, error) from error
+    if not equal:
+        raise IrregularError
     _refuse_functions(program.graph)
     forget_packed(program.graph)
     returned = flat.returned.structure
     assert returned is not None
-    notices = tuple(_notices(flat.returned, cached, checks))
-    return Exported(program, _output_values(program), returned, flat.returned.differentiable, notices)
+    notices = tuple(_notices(flat.returned, cached, checks, overridden))
+    values = _output_values(program)
+    return Exported(program, values, returned, flat.returned.differentiable, notices, tuple(skipped.cut))
 
 
 def run_once(model: nn.Module, call: Call) -> Exported:
@@ -217,10 +238,11 @@ def run_once(model: nn.Module, call: Call) -> Exported:
         CaptureError: it does not run on them.
     """
     cached = without_caches(model)
-    flat = FlatModel(model, call.structure)
+    flat, overridden = FlatModel(model, call.structure), list[str]()
     try:
         with (
-            refuse_python_random(lambda: flat(*call.tensors)), watched(), taken_as_passed() as checks,
+            refuse_python_random(lambda: flat(*call.tensors)), watched(overridden), taken_as_passed() as checks,
+            kept(model),
         ):  # fmt: skip
             values = flat(*call.tensors)
     except CaptureError as error:
@@ -228,7 +250,7 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     except Exception as error:
         raise capture_error(model, error) from error
     assert flat.returned.structure is not None
-    notices = _notices(flat.returned, cached, checks)
+    notices = _notices(flat.returned, cached, checks, overridden)
     return Exported(None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices))
 
 
@@ -242,6 +264,12 @@ def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
 def _refuse_functions(graph: fx.Graph) -> None:
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
+        if isinstance(node.target, HigherOrderOperator) and name.startswith("triton_kernel_wrapper"):
+            raise CaptureError(
+                "The forward launches a Triton kernel, of which a graph knows neither the results nor a gradient.",
+                found=source_line(node.meta) or name,
+                hint=AS_AN_OP,
+            )
         if isinstance(node.target, HigherOrderOperator) and name not in CONTEXTS:
             raise CaptureError(
                 f"The forward calls {name}, which takes functions, and those would need plans of their own.",
@@ -249,24 +277,54 @@ def _refuse_functions(graph: fx.Graph) -> None:
                 hint="in place of torch.cond compute both sides and choose by torch.where; unroll loops; in place of "
                 "flex_attention use scaled_dot_product_attention with a mask.",
             )
+        if isinstance(node.target, OpOverload) and _changes_arguments(node.target):
+            raise CaptureError(
+                f"The forward calls {node.target}, an op of yours that changes its arguments.",
+                found=source_line(node.meta) or str(node.target._schema),
+                hint="let the op return what it makes: @custom_op(..., mutates_args=()), with a copy of the argument "
+                "inside.",
+            )
 
 
-def _refuse_counters(
-    program: torch.export.ExportedProgram, again: torch.export.ExportedProgram, counted: Mapping[str, tuple[Any, Any]]
+def _changes_arguments(op: OpOverload) -> bool:
+    return op._schema.is_mutable and op.namespace not in ("aten", "prims", "autopar")
+
+
+def _refuse_state(
+    program: torch.export.ExportedProgram, flat: FlatModel, call: Call, mode: FakeTensorMode
 ) -> None:
-    """Numbers that the forward changes may only be for show: the program of the second call is that of the first.
+    """What the forward changes in Python may be for show, or a cache of what is always the same: else the program of
+    the second call is another.
 
     Raises:
-        CaptureError: it is another.
+        CaptureError: it is.
     """
-    first, second = ([(str(n.target), str(n.args), str(n.kwargs)) for n in p.graph.nodes] for p in (program, again))
-    if first != second:
-        name, (old, new) = next(iter(counted.items()))
+    with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
+        flat(*call.tensors)
+    changes = flat.returned.changes
+    kept_tensors = tensors_in(changes.values())
+    if kept_tensors and not any(t in data for t in kept_tensors):
+        return
+    try:
+        again = torch.export.export(flat, call.tensors, strict=False)
+    except Exception:  # noqa: BLE001  it worked in the first call
+        same = False
+    else:
+        same = _text_of(program) == _text_of(again)
+    if not same:
+        name, change = next(iter(changes.items()))
         raise CaptureError(
-            f"The forward changes {name}, a plain number, and computes with it: the program would keep one value.",
-            found=f"{old!r} becomes {new!r}",
-            hint=f"keep it as a tensor: self.register_buffer({name.rpartition('.')[2]!r}, torch.tensor({old!r})).",
+            f"The forward changes {name} and computes with it: the program would keep one value.",
+            found=str(change),
+            hint=f"keep it as a tensor, self.register_buffer({name.rpartition('.')[2]!r}, torch.tensor(...)), or pass "
+            "it as an input.",
         )
+
+
+def _text_of(program: torch.export.ExportedProgram) -> list[Any]:
+    """All that a program computes with."""
+    nodes = [(str(n.target), str(n.args), str(n.kwargs)) for n in program.graph.nodes]
+    return [nodes, [(name, str(t)) for name, t in program.constants.items()]]
 
 
 def _located(error: CaptureError) -> AutoparError:
@@ -275,11 +333,15 @@ def _located(error: CaptureError) -> AutoparError:
     return CaptureError(f"{error.what[:-1]}: {where}." if where else error.what, found=error.found, hint=error.hint)
 
 
-def _notices(returned: _Returned, cached: bool, checks: Sequence[str]) -> list[str]:
-    notices = [f"{name} is set in forward, and keeps its old value outside of it" for name in returned.assigned]
-    notices += [f"{name} changes in forward, and keeps its old value outside of it" for name in returned.counted]
+def _notices(returned: _Returned, cached: bool, checks: Sequence[str], overridden: Sequence[str]) -> list[str]:
+    notices = [f"{name} {change.verb} in forward, and keeps its old value outside of it" for name, change in
+               returned.changes.items()]  # fmt: skip
     if checks:
         notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")
+    if overridden:
+        notices.append(
+            "torch.utils.checkpoint is overridden: what is recomputed is the plan's decision, by the memory_budget"
+        )
     if cached:
         notices.append("caches for generation (past_key_values) are None in training")
     return notices

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from autopar._torch import FakeTensorMode
 from autopar.errors import CaptureError, InputError
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -52,8 +55,10 @@ def fake_copy(
             memo[id(tensor)] = fake_like(given, mode, dtype_of(tensor) if dtype_of else None)
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _constant(value, f"{name}.{key}" if name else key)
+            held = value if isinstance(value, (list, tuple, dict)) and key not in _OF_MODULES else [value]
+            for tensor in tree_leaves(held):
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                    memo[id(tensor)] = _constant(tensor, f"{name}.{key}" if name else key)
     try:
         return _as_written(copy.deepcopy(model, memo))
     except CaptureError:

@@ -74,7 +74,21 @@ def view(x: torch.Tensor | Flat, shape: Sequence[int]) -> Any:
     for lead in range(2, base.ndim + 1):
         if target == (math.prod(base.shape[:lead]), *base.shape[lead:]):
             return Flat(base, lead)
+    for lead in range(2, base.ndim if len(target) > 1 else 0):
+        if target[0] == math.prod(base.shape[:lead]):  # heads are put together by the same view, as in torch's own
+            return Flat(base.reshape((*base.shape[:lead], *target[1:])), lead)
     return NotImplemented
+
+
+def copied(x: torch.Tensor | Flat, shape: Sequence[int]) -> torch.Tensor | Flat:
+    """A copy of ``x`` where reshaping it makes one: what changes either in place must not change the other."""
+    if isinstance(x, Flat) or x.is_contiguous():
+        return x
+    try:
+        x.detach().view(_resolve(shape, x.numel()))
+    except (RuntimeError, ValueError):  # its strides allow no view
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _lead_of(flats: Sequence[Flat]) -> tuple[int, ...] | None:

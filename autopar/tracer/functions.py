@@ -62,15 +62,16 @@ def recorded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opaque() -> Iterator[None]:
+def opaque(overridden: list[str]) -> Iterator[None]:
     """While exporting: Functions become opaque ops, reentrant checkpoints run what they wrap, tensor hooks are refused.
 
-    What is recomputed is the plan's decision, so a checkpoint says nothing.
+    What is recomputed is the plan's decision; the user's own checkpoints are named in ``overridden``.
     """
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             run, _, *rest = args
+            overridden.append(getattr(run, "__qualname__", type(run).__name__))
             # As in eager, where a reentrant checkpoint sees the gradients of its inputs alone.
             with torch.set_grad_enabled(torch.is_grad_enabled() and _need_grad(rest)):
                 return run(*rest)

@@ -33,8 +33,11 @@ def cross_entropy_loss(
     else:
         scores, index = materialize((x, target))
         flat = False
-        if scores.ndim > 1:
+        if scores.ndim > 2:
             scores = scores.movedim(1, -1)
+    if not label_smoothing:
+        # The ops compute in float32 whatever they read, so a copy of the logits in it would only take memory.
+        scores = tracer.before_widening(scores)
     losses, counted = _losses(scores, index, materialize(weight), ignore_index, label_smoothing)
     dtype = _loss_dtype(base_of(x))
     if reduction not in (MEAN, SUM):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ REGISTERED = (linear_algebra, losses, random_ops)
 aten = torch.ops.aten
 
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default}
+_MAY_COPY = {aten.reshape.default, aten.flatten.using_ints}
 _NO_OPS = {
     aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg,
     aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default,
@@ -50,6 +52,11 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, tree, is_leaf=lambda x: isinstance(x, Flat))
 
 
+_WIDENS = {aten.to.dtype, aten._to_copy.default}
+_HALVES = {torch.float16, torch.bfloat16}
+_SHIFTS = {aten.slice.Tensor, aten.contiguous.default, aten.clone.default, aten.alias.default}
+"""What models do to logits between their conversion to float32 and the loss."""
+
 CONTEXTS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Ops that take a graph, which runs under another state."""
 
@@ -61,11 +68,36 @@ class Normalizing(fx.Interpreter):
         super().__init__(module)
         self.seed = seed
         self._sites = sites if sites is not None else [0]
+        self._narrow: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     def next_site(self) -> int:
         """A number for each random op, in program order."""
         self._sites[0] += 1
         return self._sites[0]
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if (n.target in _WIDENS and _only_for_losses(n)) or n.target in _SHIFTS:
+            self._remember(n.target, *self.fetch_args_kwargs_from_env(n), result)
+        return result
+
+    def before_widening(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` in the half precision from which it was converted to float32 for losses alone; else itself.
+
+        Where others read it too, gradients would be added after they are rounded.
+        """
+        return self._narrow[id(x)][1]() if id(x) in self._narrow else x
+
+    def _remember(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Where a tensor in float32 comes from half precision; it is held, so that its identity stays its own."""
+        x, made = args[0], result
+        if not isinstance(x, torch.Tensor) or not isinstance(made, torch.Tensor) or x is made:
+            return
+        if target in _WIDENS and x.dtype in _HALVES and made.dtype == torch.float32:
+            self._narrow[id(made)] = made, lambda: x
+        elif target in _SHIFTS and id(x) in self._narrow:
+            of_narrow = self._narrow[id(x)][1]
+            self._narrow[id(made)] = made, lambda: target(of_narrow(), *args[1:], **kwargs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _NO_OPS:
@@ -103,7 +135,7 @@ class Normalizing(fx.Interpreter):
         else:
             shape = args[1] if len(args) > 1 else kwargs.get("size", kwargs.get("shape"))
         if all(isinstance(n, int) for n in shape):
-            result = flat.view(x, shape)
+            result = flat.view(flat.copied(x, shape) if target in _MAY_COPY else x, shape)
             if result is not NotImplemented:
                 return result
         return flat.materialize(x).reshape(shape)
@@ -137,6 +169,14 @@ class Normalizing(fx.Interpreter):
             context = torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache)
         with context:
             return Normalizing(body, self.seed, self._sites).run(*flat.materialize(tuple(inputs)))
+
+
+def _only_for_losses(node: fx.Node) -> bool:
+    """Whether nothing but cross-entropy reads a tensor, or what is a part or a view of it."""
+    moves = _SHIFTS | _VIEWS | {aten.flatten.using_ints}
+    return all(
+        u.target is aten.cross_entropy_loss.default or (u.target in moves and _only_for_losses(u)) for u in node.users
+    )
 
 
 def _flattened(shape: tuple[int, ...], start_dim: int = 0, end_dim: int = -1) -> tuple[int, ...]:

@@ -148,6 +148,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    q, k, v, attn_mask = materialize((q, k, v, attn_mask))
     shape = q.shape
     if not 3 <= q.ndim <= 4 or k.ndim != q.ndim or v.ndim != q.ndim:
         return NotImplemented
@@ -191,6 +192,35 @@ def embedding(
     return like(indices, ops.lookup(weight, base_of(indices), offset=0, padding_idx=padding_idx))
 
 
+INTERPOLATIONS = {
+    "nearest": ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    "nearest_exact": ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    "linear": ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"),
+    "cubic": ("upsample_bicubic2d",),
+}
+
+
+def _interpolation(kind: str) -> Replacement:
+    """One op, where torch's own would be taken apart into reads at indices."""
+
+    def interpolate(tracer: Any, x: Operand, output_size: Any, *rest: Any) -> Any:
+        *align, scales = rest
+        image: torch.Tensor = materialize(x)
+        if not image.is_floating_point():
+            return NotImplemented
+        n, out = list(image.shape[2:]), output_size
+        if out is None:
+            out = [int(size * scale) for size, scale in zip(n, scales, strict=True)]
+        aligned, factors = bool(align and align[0]), list(scales or [0.0] * len(n))
+        return ops.interpolate(image, kind=kind, align=aligned, scales=factors, n=n, out=list(out))
+
+    return interpolate
+
+
+for _kind, _names in INTERPOLATIONS.items():
+    replaces(*(getattr(aten, name).vec for name in _names))(_interpolation(_kind))
+
+
 @replaces(aten.embedding_bag.padding_idx)
 def embedding_bag(
     tracer: Any, weight: torch.Tensor, indices: Operand, offsets: torch.Tensor, scale_grad_by_freq: bool = False,
@@ -212,6 +242,25 @@ def embedding_bag(
         length = torch.zeros_like(starts[:bags]).index_add(0, bag, counted.to(starts.dtype))
         total = total / length.clamp(min=1).unsqueeze(1)
     return total, bag, bag, bag
+
+
+@replaces(aten.index_put_.default)
+def put_where(
+    tracer: Any, given: Operand, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> Any:
+    """``x[mask] = token``: how many elements that are depends on values, the result by ``where`` does not."""
+    x: torch.Tensor
+    x, indices, values = materialize((given, indices, values))
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.dtype != torch.bool or accumulate or not 0 < mask.ndim <= x.ndim:
+        return NotImplemented
+    rest = x.ndim - mask.ndim
+    while values.ndim > rest and values.shape[0] == 1:
+        values = values.squeeze(0)
+    if values.ndim > rest:
+        return NotImplemented
+    spread = mask.reshape(*mask.shape, *[1] * rest)
+    return x.copy_(torch.where(spread, values.to(x.dtype), x))
 
 
 @replaces(aten.batch_norm.default)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +23,12 @@ _COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """While tracing: what follows raises, and inference mode is no_grad, whose tensors a graph can hold."""
+def watched(overridden: list[str]) -> Iterator[None]:
+    """While tracing: what follows raises, and inference mode is no_grad, whose tensors a graph can hold.
+
+    Args:
+        overridden: gets the user's own checkpoints.
+    """
     refusals: list[tuple[Any, str, str, str]] = [
         (Tensor, "backward", "calls backward", "return the loss; a gradient inside the forward is torch.autograd.grad"),
         (torch.autograd, "backward", "calls backward", "return the loss, and call backward outside"),
@@ -38,7 +42,7 @@ def watched() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, what, hint in refusals:
             stack.enter_context(mock.patch.object(owner, name, _refusing(getattr(owner, name), what, hint)))
-        stack.enter_context(mock.patch.object(hooks, "__enter__", _entered(hooks.__enter__)))
+        stack.enter_context(mock.patch.object(hooks, "__enter__", _entered(hooks.__enter__, overridden)))
         stack.enter_context(mock.patch.object(mode, "__enter__", _enter_inference))
         stack.enter_context(mock.patch.object(mode, "__exit__", _exit_inference))
         stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
@@ -59,8 +63,10 @@ def _refusing(original: Callable[..., Any], what: str, hint: str) -> Callable[..
     return refuse
 
 
-def _entered(original: Callable[..., Any]) -> Callable[..., Any]:
+def _entered(original: Callable[..., Any], overridden: list[str]) -> Callable[..., Any]:
     def enter(self: Any) -> Any:
+        if type(self).__name__ == "_checkpoint_hook":
+            overridden.append("torch.utils.checkpoint")
         own = type(self).__module__.partition(".")[0] == "torch" and type(self).__name__ != "saved_tensors_hooks"
         if not own and not _by_torch():
             raise CaptureError(
@@ -98,39 +104,6 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         found=f"an assignment to .data of {tuple(tensor.shape)}",
         hint="compute a new tensor, or change parameters outside of forward.",
     )
-
-
-Plain = dict[tuple[str, str], Any]
-
-
-def plain_state(model: nn.Module) -> Plain:
-    """Numbers and flags that modules keep as attributes, by module and attribute."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float)) and name != "training"
-    }
-
-
-def changed(before: Plain, after: Plain) -> Mapping[str, tuple[Any, Any]]:
-    """Attributes with other values than before, by full name."""
-    return {
-        f"{path}.{name}" if path else name: (old, after[path, name])
-        for (path, name), old in before.items()
-        if (path, name) in after and after[path, name] != old
-    }
-
-
-@contextlib.contextmanager
-def set_to_new(model: nn.Module, changes: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
-    """As the model is after the forward that made ``changes``."""
-    for at in (1, 0):
-        for fqn, values in changes.items():
-            path, _, name = fqn.rpartition(".")
-            setattr(model.get_submodule(path), name, values[at])
-        if at:
-            yield
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.hooks import without_lost_hooks
 from autopar.tracer.joint import Joint, joint_of, loss_of
 from autopar.tracer.random_ops import refuse_random
+from autopar.tracer.repeated import IrregularError
+from autopar.tracer.stamping import stamp
 
 OutputsMode = Literal["auto", "whole", "dtensor"]
 
@@ -73,15 +75,17 @@ class ColoTracer:
         outputs: ``"auto"`` captures the backward of the scalar loss alone when the model returns one; any other
             value captures the backward of every differentiable output.
         stored_dtype: in which a parameter or buffer is stored, where that is not its own dtype.
+        whole: run every block of the model; else some of a run of equal ones are copies of those before them.
     """
 
     def __init__(
         self, outputs: OutputsMode = "auto", *, every_tangent: bool = False,
-        stored_dtype: Callable[[torch.Tensor], torch.dtype] | None = None,
+        stored_dtype: Callable[[torch.Tensor], torch.dtype] | None = None, whole: bool = False,
     ) -> None:  # fmt: skip
         self.outputs = outputs
         self._every_tangent = every_tangent
         self._stored_dtype = stored_dtype
+        self._whole = whole
 
     def trace(self, model: nn.Module, meta_inputs: Any) -> fx.GraphModule:
         """The joint graph of ``model`` on ``meta_inputs``; ``node.meta["val"]`` on every node.
@@ -98,26 +102,23 @@ class ColoTracer:
 
     def _capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
+        if not self._whole:
+            with contextlib.suppress(IrregularError):
+                return self._captured(model, call, whole=False)
+        return self._captured(model, call, whole=True)
+
+    def _captured(self, model: nn.Module, call: Call, *, whole: bool) -> Capture:
+        """On a copy of the model, which the forward may change."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode, self._stored_dtype)
         without_lost_hooks(copied)
-        fakes = tuple(fake_like(t, mode) for t in call.tensors)
+        fakes = Call(call.structure, tuple(fake_like(t, mode) for t in call.tensors))
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
-        exported = self._forward(copied, Call(call.structure, fakes), mode)
-        returned, values = exported.returned, exported.values
-        loss = None if self._every_tangent else loss_of(returned.paths, values, exported.differentiable)
-        differentiable = _differentiable(exported, loss)
-        try:
-            with device_neutral_ops():
-                if exported.program is None:
-                    joint = joint_directly(FlatModel(copied, call.structure), fakes, seed, loss, differentiable)
-                else:
-                    joint = joint_of(exported.program, copied, fakes, seed, loss, differentiable)
-        except AutoparError:
-            raise
-        except Exception as error:
-            raise capture_error(model, error) from error
+        exported = self._forward(copied, fakes, mode, whole=whole)
+        returned = exported.returned
+        loss, differentiable, joint = self._joint(model, copied, fakes, mode, seed, exported)
+        stamp(joint, exported.cut)
         _refuse_changed(joint)
         refuse_random(joint.graph_module.graph)
         clean(joint.graph_module)
@@ -132,13 +133,48 @@ class ColoTracer:
         )  # fmt: skip
 
     @staticmethod
-    def _forward(model: nn.Module, call: Call, mode: FakeTensorMode) -> Exported:
+    def _forward(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool) -> Exported:
         """The exported forward, or, of a model that takes derivatives in it, what it returns alone."""
         try:
-            return export(model, call)
+            return export(model, call, mode, whole=whole)
         except DerivativeError:
             with mode:
                 return run_once(model, call)
+
+    def _joint(
+        self, model: nn.Module, copied: nn.Module, call: Call, mode: FakeTensorMode, seed: torch.Tensor,
+        exported: Exported,
+    ) -> tuple[int | None, tuple[int, ...], Joint]:
+        """Which output is the loss, which have tangents, and the forward with its backward."""
+        loss = None
+        if not self._every_tangent:
+            loss = loss_of(exported.returned.paths, exported.values, exported.differentiable)
+        differentiable = _differentiable(exported, loss)
+        try:
+            with device_neutral_ops():
+                if exported.program is None:
+                    flat = FlatModel(copied, call.structure)
+                    return loss, differentiable, joint_directly(flat, call.tensors, seed, loss, differentiable)
+                return loss, differentiable, joint_of(
+                    exported.program, copied, call.tensors, seed, loss, differentiable
+                )  # fmt: skip
+        except Exception as error:
+            if exported.cut:  # the user's error is the one that comes without skipping
+                raise IrregularError from error
+            if isinstance(error, AutoparError):
+                raise
+            raise _by_running(copied, call, mode, error) from error
+
+
+def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
+    """The error of the joint trace, which knows an op's module, by the line at which the model itself fails so."""
+    try:
+        with mode:
+            run_once(model, call)
+    except CaptureError as found:
+        if type(found.__cause__) is type(error):
+            return found
+    return capture_error(model, error)
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -128,7 +128,7 @@ def run(
         warnings.simplefilter("error")
         planned = planner.plan_graph(of.capture.graph, on, sized, options)
     assert not planned.notices
-    lowered = passes.compose(passes.lower(planned.program, of.capture.graph, on))
+    lowered = passes.compose(passes.lower(planned.program, of.capture.graph, on), of.capture.graph)
     outputs, rest = simulate_program(lowered, of.capture.graph, on, of.named(), seed)
     return Ran(planned, dataclasses.replace(rest, outputs=outputs))
 

@@ -33,6 +33,15 @@ def contraction() -> Iterator[Sample]:
     yield sample(aten.baddbmm.default, x(2, 1, 3), x(2, 4, 5), x(2, 5, 3))
     yield sample(aten.addmv.default, x(4), x(4, 5), x(5))
     yield from grouped()
+    yield from eight_bits()
+
+
+def eight_bits() -> Iterator[Sample]:
+    """Small integers, which eight bits hold."""
+    left, right = x(5, 32).to(torch.float8_e4m3fn), x(48, 32).to(torch.float8_e4m3fn).t()
+    one, two = torch.tensor(0.5), torch.tensor([2.0])
+    yield sample(aten._scaled_mm.default, left, right, one, two, out_dtype=torch.float32)
+    yield sample(aten._scaled_mm.default, left, right, one, one, x(48).bfloat16(), out_dtype=torch.bfloat16)
 
 
 def normalization() -> Iterator[Sample]:
@@ -150,10 +159,29 @@ def slides() -> Iterator[Sample]:
         yield forward
         grad = x(*forward.results[0].shape)
         yield sample(aten.convolution_backward.default, grad, i, w, [4], *options, [True, True, True])
+    yield from spaces()
     forward = sample(aten.convolution.default, x(2, 4, 8), x(4, 1, 3), None, [1], [1], [1], False, [0], 4)
     yield forward
     rest = ([1], [1], [1], False, [0], 4, [True, False, False])
     yield sample(aten.convolution_backward.default, x(2, 4, 8), *forward.operands, None, *rest)
+
+
+def spaces() -> Iterator[Sample]:
+    """Several dims of space cut at once, transposed convolutions, volumes."""
+    cases: list[tuple[tuple[int, ...], int, int, int, bool, int]] = [
+        # space, kernel, stride, padding, transposed, output padding
+        ((9, 8), 3, 1, 1, False, 0), ((9, 12), 3, 2, 1, False, 0), ((6, 7), 3, 1, 1, True, 0),
+        ((6, 5), 4, 2, 1, True, 0), ((7, 6), 3, 2, 1, True, 1), ((6,), 2, 2, 0, True, 0),
+        ((8, 4, 6), 3, 1, 1, False, 0), ((6, 4, 4), 3, 2, 1, True, 1),
+    ]  # fmt: skip
+    for space, kernel, stride, padding, transposed, more in cases:
+        n = len(space)
+        i, w, b = x(2, 2, *space), x(2, 2, *[kernel] * n), x(2)
+        options = ([stride] * n, [padding] * n, [1] * n, transposed, [more] * n, 1)
+        forward = sample(aten.convolution.default, i, w, b, *options)
+        yield forward
+        grad = x(*forward.results[0].shape)
+        yield sample(aten.convolution_backward.default, grad, i, w, [2], *options, [True, True, True])
 
 
 def resampling() -> Iterator[Sample]:
@@ -199,6 +227,17 @@ def pools() -> Iterator[Sample]:
         for include, divisor in ((True, None), (False, None), (True, 3)):
             yield sample(aten.avg_pool2d.default, image, *window, False, include, divisor)
             yield sample(aten.avg_pool2d_backward.default, grad, image, *window, False, include, divisor)
+    for space in ((9, 12), (8, 6, 9)):
+        n = len(space)
+        image, window = distinct(2, *space), ([3] * n, [2] * n, [1] * n)
+        pool = sample(overload(f"max_pool{n}d_with_indices"), image, *window)
+        yield pool
+        grad = x(*pool.results[0].shape)
+        yield sample(
+            overload(f"max_pool{n}d_with_indices_backward"), grad, image, *window, [1] * n, False, pool.results[1]
+        )
+        yield sample(overload(f"avg_pool{n}d"), image, *window)
+        yield sample(overload(f"avg_pool{n}d_backward"), grad, image, *window, False, True, None)
     wide = ([3, 3], [2, 2], [1, 1], [2, 1])
     pool = sample(aten.max_pool2d_with_indices.default, distinct(2, 2, 13, 4), *wide)
     yield pool
@@ -215,12 +254,30 @@ def resizes() -> Iterator[Sample]:
             yield sample(overload(name), x(*before), after[2:], *corners)
             yield sample(overload(f"{name}_backward"), x(*after), after[2:], before, *corners)
     yield sample(aten.upsample_bilinear2d.vec, x(2, 4, 3, 3), [5, 5], False, None)
+    images = (("nearest2d", ()), ("bilinear2d", (False,)), ("bilinear2d", (True,)), ("bicubic2d", (False,)))
+    for kind, corners in images:
+        for before, after in (([6, 4], [12, 8]), ([12, 9], [6, 4]), ([8, 6], [11, 9])):
+            name, shape = f"upsample_{kind}", [2, 2, *before]
+            yield sample(overload(name), x(*shape), after, *corners)
+            yield sample(overload(f"{name}_backward"), x(2, 2, *after), after, shape, *corners)
+    for kind, align in (("nearest", False), ("nearest_exact", False), ("linear", True), ("cubic", False)):
+        options = {"kind": kind, "align": align, "scales": [0.0, 1.5], "n": [8, 6], "out": [12, 9]}
+        yield sample(torch.ops.autopar.interpolate.default, x(2, 2, 8, 6), **options)
+        yield sample(torch.ops.autopar.interpolate_backward.default, x(2, 2, 12, 9), **options)
+    yield sample(aten.upsample_nearest2d.vec, x(2, 2, 6, 6), None, [2.5, 1.5])
+    yield sample(aten.upsample_bicubic2d.vec, x(2, 2, 6, 6), None, False, [2.5, 1.5])
+    yield sample(aten.upsample_linear1d_backward.default, x(2, 2, 15), [15], [2, 2, 6], False, 2.5)
 
 
 def indexing() -> Iterator[Sample]:
     yield sample(aten.embedding.default, x(7, 6), index(7, 4, 5))
     yield sample(aten.embedding_dense_backward.default, x(4, 5, 6), index(7, 4, 5), 7, -1, False)
     yield sample(aten.embedding_dense_backward.default, x(4, 5), index(3, 4), 3, 0, True)
+    table, members, starts = x(7, 6), index(7, 5), torch.tensor([0, 2])
+    bags = sample(aten._embedding_bag.default, table, members, starts, False, 2)
+    yield bags
+    rest = (*bags.results[1:], 7, False, 2, False, None)
+    yield sample(aten._embedding_bag_backward.default, x(2, 6), members, starts, *rest)
     yield sample(aten.gather.default, x(4, 7), 1, index(7, 4, 5))
     yield sample(aten.gather.default, x(4, 7), 0, index(4, 3, 5))
     yield sample(aten.gather.default, x(), 0, torch.tensor(0))
@@ -235,6 +292,9 @@ def indexing() -> Iterator[Sample]:
     yield sample(aten.index_select.default, x(4, 7), 1, torch.tensor(2))
     yield sample(aten.index_add.default, x(4, 7), 1, index(7, 5), x(4, 5))
     yield sample(aten.index_copy.default, x(4, 7), 1, torch.randperm(7)[:5], x(4, 5))
+    yield sample(aten.index_select.default, mask(5, 4), 0, index(5, 3))
+    yield sample(aten.scatter_reduce.two, x(6, 4), 0, index(6, 3, 4), x(3, 4), "sum", include_self=False)
+    yield sample(aten.index_add.default, x(7, 4), 0, index(7, 5), x(5, 4), alpha=3)
     yield sample(aten.index_fill.int_Scalar, x(4, 7), 1, index(7, 5), 2)
     yield from advanced_indexing()
     yield sample(aten.index_reduce.default, x(4, 7), 1, index(7, 5), x(4, 5), "amax")
@@ -257,6 +317,7 @@ def advanced_indexing() -> Iterator[Sample]:
         yield sample(op, a, [None, index(7, 2, 6)])
         yield sample(op, a, [index(4, 6), None, j])
         yield sample(op, a, [None, index(7, 6), j])
+    yield sample(aten.index.Tensor, a, [None, index(14, 6) - 7])
     yield sample(aten.index.Tensor, a, [mask(4)])
     once = torch.randperm(7)[:6]
     for op in (aten.index_put.default, aten._unsafe_index_put.default):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from autopar import ops  # noqa: F401  registers torch.ops.autopar
+from autopar.mesh import Mesh
+from autopar.strategies import strategies
 from tests.cpu.rule_operands import index, mask, positive, x
 from tests.cpu.rule_simulation import Sample, sample
 
@@ -71,6 +73,37 @@ def flash() -> Iterator[Sample]:
         if groups == 4:
             grad = x(2, 4, 4, 8)
             yield sample(backward, grad, q, k, v, *forward.results, 0.0, causal, attn_mask=allowed)
+    for allowed in (None, x(2, 1, 4, 6)):
+        yield sample(aten._scaled_dot_product_attention_math.default, q, x(2, 4, 6, 8), x(2, 4, 6, 8), allowed)
+    yield from gpu_kernels(aten)
+
+
+def gpu_kernels(aten: Any) -> Iterator[Sample]:
+    """torch's kernels for GPUs, in the values that they give and the shapes in which they give them."""
+    q, k, v, grad, bias = x(2, 4, 5, 8), x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 5, 8), x(2, 1, 5, 6)
+    for causal in (False, True):
+        flash = sample(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, causal)
+        yield flash
+        out, lse, state = *flash.results[:2], torch.zeros(2, dtype=torch.int64)
+        name = aten._scaled_dot_product_flash_attention_backward.default
+        yield sample(name, grad, q, k, v, out, lse, None, None, 5, 6, 0.0, causal, state, state)
+    for given in (bias, x(2, 4, 5, 6)):
+        efficient = sample(aten._scaled_dot_product_efficient_attention.default, q, k, v, given, True, 0.0, False)
+        yield efficient
+        name, asked = aten._scaled_dot_product_efficient_attention_backward.default, [True] * 4
+        saved = (out, efficient.results[1], state, state)
+        yield sample(name, grad, q, k, v, given, *saved, 0.0, asked, False)
+        fused = sample(aten._scaled_dot_product_fused_attention_overrideable.default, q, k, v, given, 0.0, False)
+        yield fused
+        name = aten._scaled_dot_product_fused_attention_overrideable_backward.default
+        rest = (None, None, 5, 6, 0.0, False, state, state)
+        yield sample(name, grad, q, k, v, given, asked, out, fused.results[1], *rest)
+        cudnn = sample(aten._scaled_dot_product_cudnn_attention.default, q, k, v, given, True, 0.0, False)
+        yield cudnn
+        name, saved = aten._scaled_dot_product_cudnn_attention_backward.default, (out, cudnn.results[1], state, state)
+        yield sample(name, grad, q, k, v, *saved, given, None, None, 5, 6, 0.0, False)
+    half = sample(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.5, False)
+    assert len(strategies(half.node, half.metas, Mesh((2,)))) == 1, "dropout by no position"
 
 
 def positional() -> Iterator[Sample]:

@@ -17,7 +17,7 @@ UNARY = """
     hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf leaky_relu logical_not mish nan_to_num
     relu relu6 round selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_erfcx special_i0
     special_i0e special_i1 special_i1e square tan tanh trunc i0 alias clone conj detach lift_fresh_copy neg positive
-    deg2rad rad2deg zeros_like ones_like
+    deg2rad rad2deg zeros_like ones_like zero
 """
 UNARY_POSITIVE = "acosh lgamma log log10 log1p log2 reciprocal rsqrt special_entr sqrt"
 UNARY_UNIT = "atanh erfinv logit special_ndtri"
@@ -74,6 +74,7 @@ def pointwise_with_arguments() -> Iterator[Sample]:
     yield sample(aten.copy.default, a, x(1, 5))
     yield sample(aten._to_copy.default, a, dtype=torch.float32)
     yield sample(aten._to_copy.default, a, dtype=torch.int64)
+    yield sample(aten._to_copy.default, a, dtype=torch.float8_e5m2)
     yield sample(aten._to_copy.default, index(5, 4, 5), dtype=torch.float64)
     yield sample(aten._to_copy.default, mask(4, 5), dtype=torch.float64)
     yield sample(aten._to_copy.default, index(2, 4, 5), dtype=torch.bool)

@@ -88,8 +88,9 @@ def joins() -> Iterator[Sample]:
 
 def reductions() -> Iterator[Sample]:
     a, d = x(4, 5, 3), distinct(4, 5)
-    for op in (aten.sum, aten.mean, aten.max, aten.min, aten.prod, aten.median):
+    for op in (aten.sum, aten.mean, aten.max, aten.min, aten.median):
         yield sample(op.default, distinct(4, 5, 3) + 1)
+    yield sample(aten.prod.default, 2.0 ** mask(4, 5, 3))
     yield sample(aten.sum.default, x())
     for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default):
         yield sample(op, a, [0, -1])
@@ -100,6 +101,8 @@ def reductions() -> Iterator[Sample]:
     for op in (aten.max, aten.min, aten.median, aten.nanmedian):
         yield sample(op.dim, d, 1)
         yield sample(op.dim, d, 0, True)
+    yield sample(aten.aminmax.default, d, dim=1)
+    yield sample(aten.aminmax.default, d, dim=0, keepdim=True)
     yield sample(aten.max.other, a, x(5, 1))
     yield sample(aten.min.other, a, x(5, 1))
     for op in (aten.argmax.default, aten.argmin.default):
@@ -115,7 +118,11 @@ def reductions() -> Iterator[Sample]:
     yield sample(aten.var.correction, a, [1], correction=1)
     yield sample(aten.std.correction, a, [1], correction=0, keepdim=True)
     yield sample(aten.var_mean.correction, a, [0, 2], correction=1, keepdim=True)
+    yield sample(aten.var.correction, unit(7), correction=0)
+    yield sample(aten.std_mean.correction, a, [0, 1])
     yield sample(aten.linalg_vector_norm.default, a)
+    for p in (1, 3, float("inf"), 0):
+        yield sample(aten.linalg_vector_norm.default, a, p, [0, 1])
     yield sample(aten.linalg_vector_norm.default, a, 2, [1], True)
     yield sample(aten.norm.ScalarOpt_dim, a, 2, [1])
     yield from along()
@@ -125,11 +132,15 @@ def along() -> Iterator[Sample]:
     a, d = x(4, 5), distinct(4, 5)
     for op in (aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin):
         yield sample(op.default, d / 4, 1)
+    for op in (aten.cummax, aten.cummin):
+        yield sample(op.default, torch.tensor([0.0, 2, 2, torch.nan, 2, torch.nan, 1]), 0)
+        yield sample(op.default, mask(6, 7).double(), 0)
     yield sample(aten.cumsum.default, a / 2, 1, dtype=torch.int64)
     yield sample(aten.sum.dim_IntList, a / 2, [1], dtype=torch.int64)
     yield sample(aten._softmax.default, a, -1, False)
     yield sample(aten._log_softmax.default, a, -1, False)
-    yield sample(aten._safe_softmax.default, a, -1)
+    yield sample(aten._safe_softmax.default, a.masked_fill(mask(4, 1), -torch.inf), -1)
+    yield sample(aten._softmax.default, (unit(3, 7) * 800).bfloat16(), -1, False)
     yield sample(aten.softmax.int, a, 0)
     yield sample(aten.log_softmax.int, a, 0)
     yield sample(aten._softmax_backward_data.default, a, unit(4, 5), 1, torch.float64)
@@ -140,6 +151,7 @@ def along() -> Iterator[Sample]:
     yield sample(aten.argsort.default, d, 0)
     yield sample(aten.topk.default, d, 2)
     yield sample(aten.topk.default, d, 3, 0)
+    yield sample(aten.topk.default, distinct(9, 2), 1, 0, False)
     yield sample(aten.glu.default, x(4, 6), 1)
     yield sample(aten.glu_backward.default, x(4, 3), x(4, 6), -1)
 
@@ -154,6 +166,9 @@ def creation() -> Iterator[Sample]:
     yield sample(aten.scalar_tensor.default, 5.0)
     yield sample(aten.eye.default, 4)
     yield sample(aten.linspace.default, 0, 1, 4)
+    yield sample(aten.logspace.default, 0, 1, 4)
+    windows = (aten.hann_window, aten.hamming_window, aten.blackman_window, aten.bartlett_window, aten.kaiser_window)
+    yield from (sample(op.default, 5) for op in windows)
     yield sample(aten.tril_indices.default, 3, 3)
     yield sample(aten.triu_indices.default, 3, 3)
     for op, args in ((aten.rand, ([4],)), (aten.randn, ([4],)), (aten.randint, (5, [4])), (aten.randperm, (5,))):

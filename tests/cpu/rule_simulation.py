@@ -16,9 +16,9 @@ from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.halo import Halo
-from autopar.sharding.local import LocalLength, LocalOffset
+from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
 from autopar.sharding.spec import length, offset
-from autopar.strategies import halos, localize, strategies
+from autopar.strategies import Combine, Gathered, Operand, combine, halos, localize, strategies
 
 MESHES = (Mesh((2,)), Mesh((2, 2)), Mesh((3,)))
 TOLERANCE = 1e-9  # of float64, for results that are not whole numbers
@@ -92,13 +92,16 @@ def check(case: Sample, meshes: Sequence[Mesh] = MESHES) -> int:
 
 def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
     ranks = [mesh.coordinate(r) for r in range(mesh.size)]
-    op, args, kwargs = localize(case.node, strategy, case.metas, mesh)
     shards = [shard(t, spec, mesh) for t, spec in zip(case.operands, strategy.inputs, strict=True)]
+    told = combine(case.node, strategy, case.metas, mesh)
+    op, args, kwargs = told.finish if told else localize(case.node, strategy, case.metas, mesh)
+    gathered = summaries(told, shards, mesh) if told else {}
     for h in halos(case.node, strategy, case.metas, mesh) or ():
         shards[h.operand] = {rank: windowed(shards[h.operand], h, rank) for rank in ranks}
     results = {}
     for rank in ranks:
-        operands = iter([s[rank] for s in shards])
+        own = [s[rank] for s in shards]
+        operands = Operands(iter(own), own, gathered.get(rank, []))
         local_args = [_local(a, operands, mesh, rank) for a in args]
         local_kwargs = {k: _local(a, operands, mesh, rank) for k, a in kwargs}
         results[rank] = _results(find_op(op)(*local_args, **local_kwargs))
@@ -112,6 +115,29 @@ def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
         for rank, piece in pieces.items():
             whole = expected[spec.local_slices(expected.shape, mesh, rank)]
             assert_same(piece, whole, f"result {index} on rank {rank}", tolerance)
+
+
+def summaries(told: Combine, shards: list[Any], mesh: Mesh) -> dict[tuple[int, ...], list[Tensor]]:
+    """What each rank hears: for each result of the summaries, those of all that tell, in row-major order."""
+    op, args, kwargs = told.summary
+    said = {}
+    for rank in map(mesh.coordinate, range(mesh.size)):
+        own = [s[rank] for s in shards]
+        operands = Operands(iter(own), own, [])
+        local = [_local(a, operands, mesh, rank) for a in args]
+        said[rank] = _results(find_op(op)(*local, **{k: _local(v, operands, mesh, rank) for k, v in kwargs}))
+        for result, expected in zip(said[rank], told.told, strict=True):
+            assert result is not None
+            assert all(n <= most for n, most in zip(result.shape, expected.shape, strict=True)), "more is told"
+            assert meta(result).dtype == expected.dtype
+    heard = {}
+    for rank in said:
+        others = []
+        for place in itertools.product(*(range(mesh.shape[a]) for a in told.axes)):
+            at = dict(zip(told.axes, place, strict=True))
+            others.append(said[tuple(at.get(a, i) for a, i in enumerate(rank))])
+        heard[rank] = [torch.stack(parts) for parts in zip(*others, strict=True)]
+    return heard
 
 
 def shard(whole: Tensor, spec: ShardingSpec, mesh: Mesh) -> dict[tuple[int, ...], Tensor]:
@@ -172,6 +198,7 @@ def tolerance_of(expected: Tensor) -> float:
     """Nothing where the result is whole numbers: their sums and products are exact in any order."""
     inexact = expected.is_floating_point() or expected.is_complex()
     parts = torch.view_as_real(expected.resolve_conj()) if expected.is_complex() else expected
+    parts = parts.float() if parts.itemsize == 1 else parts  # few ops take eight bits
     if not inexact or torch.equal(parts, parts.round()):
         return 0.0
     return TOLERANCE if parts.dtype == torch.float64 else 1e-3
@@ -208,11 +235,53 @@ def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, grad: Tensor
     return torch.einsum("tn,tkn->tk", grad, weight[expert]), torch.zeros_like(weight).index_add(0, expert, by_row)
 
 
+def attention_of(kind: str) -> Any:
+    """An attention kernel for GPUs: its results that are not counters or states of generators have values."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None = None) -> tuple[Any, ...]:
+        bias = next((a for a in rest if isinstance(a, Tensor)), None)
+        causal = [a for a in rest if isinstance(a, bool)][1 if kind in ("efficient", "cudnn") else 0]
+        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores if bias is None else scores + bias
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+        nothing = torch.zeros(2, dtype=torch.int64)
+        if kind == "efficient":
+            return out, torch.nn.functional.pad(lse, [0, -lse.shape[-1] % 32]), nothing, nothing
+        return out, lse.unsqueeze(-1) if kind == "cudnn" else lse, None, None, None, None, nothing, nothing, nothing
+
+    return forward
+
+
+def attention_backward_of(kind: str) -> Any:
+    place = {"flash": (None, 11), "efficient": (4, 11), "cudnn": (8, 14), "overrideable": (4, 13)}[kind]
+
+    def backward(*args: Any, scale: float | None = None) -> tuple[Any, ...]:
+        bias = None if place[0] is None else args[place[0]]
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (*args[1:4], *([bias] if bias is not None else []))]
+            rest = [*([True] if kind in ("efficient", "cudnn") else []), bool(args[place[1]])]
+            out = attention_of(kind)(*leaves[:3], leaves[3] if bias is not None else None, *rest, scale=scale)[0]
+        found = torch.autograd.grad(out, leaves, args[0])
+        return found if kind in ("efficient", "overrideable") else found[:3]
+
+    return backward
+
+
 # Ops that have no kernel on CPUs, or belong to another library.
 REFERENCES = {
     "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "transformers.grouped_mm_fallback.default": grouped_mm,
     "transformers.grouped_mm_fallback_backward.default": grouped_mm_backward,
+    **{
+        f"aten._scaled_dot_product_{name}{suffix}.default": of(kind)
+        for name, kind in (
+            ("flash_attention", "flash"), ("efficient_attention", "efficient"), ("cudnn_attention", "cudnn"),
+            ("fused_attention_overrideable", "overrideable"),
+        )
+        for suffix, of in (("", attention_of), ("_backward", attention_backward_of))
+    },
 }
 
 
@@ -223,12 +292,27 @@ def find_op(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), op), overload)
 
 
-def _local(arg: Any, operands: Iterator[Tensor], mesh: Mesh, rank: tuple[int, ...]) -> Any:
+@dataclass(frozen=True)
+class Operands:
+    """What a rank has: its shards in the order of the call, and by position, and what it heard of others."""
+
+    ordered: Iterator[Tensor]
+    own: Sequence[Tensor]
+    gathered: Sequence[Tensor]
+
+
+def _local(arg: Any, operands: Operands, mesh: Mesh, rank: tuple[int, ...]) -> Any:
     """The argument on one rank: operands are taken in order."""
     if isinstance(arg, Value):
-        return next(operands)
+        return next(operands.ordered)
+    if isinstance(arg, Operand):
+        return operands.own[arg.position]
+    if isinstance(arg, Gathered):
+        return operands.gathered[arg.index]
     if isinstance(arg, LocalLength):
         return length(arg.n, arg.axes, mesh, rank)
+    if isinstance(arg, LocalChoice):
+        return arg.values[rank[arg.axis]]
     if isinstance(arg, LocalOffset):
         return offset(arg.n, arg.axes, mesh, rank)
     if isinstance(arg, tuple):

@@ -120,6 +120,24 @@ def test_torchs_fused_ops_are_asked_for_the_same(monkeypatch) -> None:
     torch.testing.assert_close(columns, expected)
 
 
+def test_torchs_fused_ops_take_what_they_are_given() -> None:
+    """Without values and GPUs, in a group that only seems to have four ranks: arguments, shapes and strides."""
+    import torch.distributed._symmetric_memory
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    group = _torch.group_name(torch.distributed.group.WORLD)
+    x, w = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((4, 8, 16), (32, 16)))
+    for dim, gathered in ((0, (16, 8, 16)), (1, (4, 32, 16))):
+        product, whole = _torch.fused_gather_product(x, w.t(), dim, group, keep=True)
+        assert (product.shape, whole.shape) == ((*gathered[:2], 32), gathered)
+        alone, nothing = _torch.fused_gather_product(x, w.t(), dim, group, keep=False)
+        assert (alone.shape, nothing) == (product.shape, None)
+        part = _torch.fused_product_scatter(x, w.t(), dim, group)
+        assert part.shape == ((1, 8, 32), (4, 2, 32))[dim]
+        assert all(t.is_contiguous() for t in (product, whole, alone, part))
+
+
 # Plans.
 
 
@@ -187,10 +205,10 @@ WEIGHTS_CUT = {k: v for k, v in SEQUENCE_PARALLEL.items() if k != "*.up"}
 
 
 @cache
-def plan(wanted, cluster: str | Cluster = "dgx-h100", *, pairs: bool = True) -> autopar.Plan:
+def plan(wanted, cluster: str | Cluster = "dgx-h100", *, pairs: bool = True, tokens: int = 16384) -> autopar.Plan:
     with torch.device("meta"):
         model = nn.Sequential(*(Block(4096) for _ in range(2))).bfloat16()
-        x = torch.empty(1, 16384, 4096, dtype=torch.bfloat16)
+        x = torch.empty(1, tokens, 4096, dtype=torch.bfloat16)
     return autopar.plan(
         model, x, mesh=(8,), cluster=cluster, outputs="dtensor", async_tensor_parallel=wanted,
         constraints=SEQUENCE_PARALLEL if pairs else WEIGHTS_CUT,
@@ -222,17 +240,30 @@ def test_a_plan_without_them_is_taken_where_it_is_shorter() -> None:
     assert free.lower_bound <= free.objective
 
 
+def test_no_product_is_decomposed_beside_a_gradient_on_its_way_to_the_optimizer() -> None:
+    """Its reductions hide behind all that follows, also where the first of them scatters."""
+    with torch.device("meta"):
+        model = Block(4096).bfloat16()
+        x = torch.empty(32, 1024, 4096, dtype=torch.bfloat16, requires_grad=True)
+    ddp = autopar.plan(
+        model, x, mesh=(4, 8), cluster="dgx-h100", search="baseline:DDP", async_tensor_parallel="always"
+    )
+    kinds = [op.step.kind for op in ddp.program.ops if op.is_collective]
+    assert "reduce_scatter" in kinds
+    assert not decomposed(ddp.program)
+
+
 def test_only_nvlink_counts_by_default() -> None:
     assert not decomposed(plan("auto", "l40s-pcie").program)
 
 
 def test_a_plan_with_them_is_the_same_when_it_is_read_again() -> None:
-    made = plan("auto")
+    made = plan("always", tokens=4096)  # so few that weights are not gathered instead
     again = autopar.Plan.from_json(made.to_json())
     assert again.program == made.program
     assert "spmd.gather_product(" in made.source
     assert "spmd.product_scatter(" in made.source
-    assert again.options["async_tensor_parallel"] == "auto"
+    assert again.options["async_tensor_parallel"] == "always"
 
 
 def test_an_unknown_wish_is_an_error() -> None:

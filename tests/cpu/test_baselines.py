@@ -168,3 +168,10 @@ def test_plans_of_one_process_share_no_state():
     again = {mesh: plan_on("mlp", mesh) for mesh in ((4, 2), (2, 4))}
     for mesh, planned in alone.items():
         assert again[mesh].program == planned.program
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama", "vit"])
+def test_ranks_of_tensor_parallel_send_between_ops_and_never_inside_one(model: str) -> None:
+    """Norms and softmax see whole rows, as Megatron's do, although their rules could cut them."""
+    plan = baseline(model, "TP", (2,))
+    assert not [op.name for op in plan.program.ops if op.sent]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError
 from tests.cpu.bad_input_checks import refused
-from tests.cpu.capture_checks import captured
+from tests.cpu.capture_checks import assert_simulates, captured
 
 
 class Checked(nn.Module):
@@ -106,3 +106,25 @@ def test_a_check_of_what_is_known_still_raises() -> None:
 
     with refused(CaptureError, "three rows, please"):
         captured(Checked(body), torch.randn(4, 4))
+
+
+def test_the_checks_of_one_hot_are_taken_as_passed() -> None:
+    """As codebooks and gates use it: on newer versions of torch it asserts its range."""
+
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.encode, self.codes, self.decode = nn.Linear(4, 4), nn.Embedding(5, 4), nn.Linear(4, 4)
+            self.register_buffer("usage", torch.zeros(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.encode(x)
+            nearest = torch.cdist(z, self.codes.weight).argmin(-1)
+            self.usage.mul_(0.9).add_(nn.functional.one_hot(nearest, 5).to(x.dtype).sum(0), alpha=0.1)
+            code = self.codes(nearest)
+            loss = (code - z.detach()).square().mean() + (z - code.detach()).square().mean() / 4
+            return (self.decode(z + (code - z).detach()) - x).square().mean() + loss
+
+    for search in ("joint", "random:1"):
+        assert_simulates(Codebook().double(), torch.randn(8, 4).double(), (2, 2), search=search, time_limit=5)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -48,14 +50,56 @@ def data(m: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, m.one.weight.data * 2).mean() + m.two(x).mean()
 
 
+CALLS: list[Any] = []
+TABLES: dict[int, Tensor] = {}
+SEEN = 0
+
+
+class Run:
+    """What a script keeps beside its model."""
+
+    settings: ClassVar = {"factor": 1}
+
+
 def counts_for_show(m: Any, x: Tensor) -> Tensor:
+    global SEEN  # noqa: PLW0603  what users write
+    SEEN += 1
     m.steps += 1
+    CALLS.append(x.shape)
     return m.one(x).mean()
 
 
-@pytest.mark.parametrize("body", [in_inference, on_the_host, data, counts_for_show])
+def keeps_for_show(m: Any, x: Tensor) -> Tensor:
+    m.seen = [m.one(x)]
+    CALLS.append(m.seen[0])
+    return m.two(m.seen[0]).mean()
+
+
+def keeps_a_table(m: Any, x: Tensor) -> Tensor:
+    """What is kept is the same in each call, so that it may be computed in each."""
+    if len(x) not in TABLES:
+        TABLES[len(x)] = torch.linspace(0, 1, 4, dtype=x.dtype).cos()
+        m.steps = len(x)
+    return (m.one(x) * TABLES[len(x)] * cached_table(4)).mean()
+
+
+@functools.cache
+def cached_table(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("body", [in_inference, on_the_host, data, counts_for_show, keeps_for_show, keeps_a_table])
 def test_what_a_graph_can_hold_equals_one_device(body: Any) -> None:
-    assert_simulates(Two(body), X)
+    model = Two(body)
+    expected = body(copy.deepcopy(model), X).item()
+    CALLS.clear(), TABLES.clear(), cached_table.cache_clear()
+    before = SEEN
+    notices = captured(model, X).notices
+    assert [n for n in notices if "keeps its old value" in n] or body not in (counts_for_show, keeps_for_show)
+    assert ([], {}, before) == (CALLS, TABLES, SEEN)  # nothing of the trace is left to the user
+    assert_simulates(model, X)
+    assert body(model, X).item() == pytest.approx(expected, rel=1e-12)
+    captured(model, X)  # what that call left in the model is no harm
 
 
 def test_hooks_that_compute_are_captured() -> None:
@@ -88,6 +132,36 @@ def counts(m: Any, x: Tensor) -> Tensor:
     return m.one(x).mean() * m.steps
 
 
+def counts_in_the_file(m: Any, x: Tensor) -> Tensor:
+    global SEEN  # noqa: PLW0603  what users write
+    SEEN += 1
+    return m.one(x).mean() * SEEN
+
+
+def grows_a_list(m: Any, x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return m.one(x).mean() * len(CALLS)
+
+
+def changes_a_setting(m: Any, x: Tensor) -> Tensor:
+    Run.settings["factor"] *= 2
+    return m.one(x).mean() * Run.settings["factor"]
+
+
+def only_the_first_time(m: Any, x: Tensor) -> Tensor:
+    y = m.one(x).mean()
+    if not hasattr(m, "ready"):
+        m.ready = True
+        y = y * 2
+    return y
+
+
+def remembers(m: Any, x: Tensor) -> Tensor:
+    before = getattr(m, "before", torch.zeros_like(x))
+    m.before = m.one(x).detach()
+    return (m.before + m.two(before)).mean()
+
+
 def freezes(m: Any, x: Tensor) -> Tensor:
     m.one.weight.requires_grad_(False)
     return m.two(m.one(x)).mean()
@@ -115,6 +189,11 @@ REFUSED = {
     seeds: ("seeds torch's generator", "test_capture_side_effects.py:", "outside"),
     packs: ("packs the tensors", "test_capture_side_effects.py:", "memory_budget"),
     counts: ("changes steps", "0 becomes 1", "register_buffer('steps'"),
+    counts_in_the_file: ("SEEN", "0 becomes 1"),
+    grows_a_list: ("CALLS", "[] becomes [1]"),
+    changes_a_setting: ("Run.settings", "'factor': 2"),
+    only_the_first_time: ("ready", "nothing becomes True"),
+    remembers: ("before", "becomes a tensor (6, 4)"),
     freezes: ("one.weight", "requires_grad True becomes False"),
     writes_data: ("one.weight in place",),
     branches: ("cond", "torch.where"),
@@ -124,7 +203,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda b: b.__name__)
-def test_what_would_be_lost_is_refused(body: Any) -> None:
+def test_what_would_be_lost_is_refused(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SEEN", 0)
+    CALLS.clear()
     with refused(CaptureError, *REFUSED[body]):
         captured(Two(body), X)
 

@@ -96,6 +96,15 @@ def test_a_report_a_plan_a_program_and_a_difference(capsys, tmp_path):
     assert "def backward(rank, inputs):" in capsys.readouterr().out
 
 
+def test_explain_takes_the_name_as_the_last_word(capsys):
+    arguments = ["explain", f"{__name__}:small", "--mesh", "2", "--cluster", "cpu-2"]
+    assert main([*arguments, "0.weight"]) == 0
+    assert "0.weight" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*arguments, "0.weight", "2.weight"])
+    assert "unrecognized arguments: 0.weight 2.weight" in capsys.readouterr().err
+
+
 def test_published_models_are_known_by_name():
     assert "llama-3-405b" in presets()
     transformers = pytest.importorskip("transformers")

@@ -83,7 +83,7 @@ def test_statistics_that_ranks_reduce_stay_apart() -> None:
     of, on = subject("cnn", torch.float64), Mesh((2,))
     options = planner.Options(constraints={"input:pixel_values": "S0RRR"}, search="baseline:DDP")
     found = planner.plan_graph(of.capture.graph, on, cluster_where_sharding_pays().sized(2), options)
-    composed = passes.compose(passes.lower(found.program, of.capture.graph, on))
+    composed = passes.compose(passes.lower(found.program, of.capture.graph, on), of.capture.graph)
     called = {str(n.target) for n in composed.forward.graph.nodes}
     assert "autopar.squared_deviation.default" in called
     assert "aten._native_batch_norm_legit_functional.default" not in called

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar.codegen.decompositions import DECOMPOSITIONS
 from autopar.errors import PlanError
+from autopar.mesh import Cluster
 from tests.models import ZOO
 
 ops = torch.ops.autopar
@@ -23,16 +25,20 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
     lse = x.exp().sum(-1).log()
     image, statistic, scale = torch.randn(4, 3, 5, 2), torch.randn(3), torch.rand(3) + 0.5
     loss = {"ignore_index": -100, "offset": 7}
+    wider = {"kind": "linear", "align": False, "scales": [0.0, 0.0], "n": [5, 2], "out": [7, 6]}
     random = {"p": 0.3, "site": 5, "global_shape": [3, 11, 15], "offset": [0, 3, 8]}
     return {
         "contract": (ops.contract, (x, torch.randn(9, 7), "abk,nk->abn"), {}),
         "sumexp": (ops.sumexp, (x, x.amax(-1)), {}),
+        "rescaled": (ops.rescaled, (lse, x[..., 0], x[..., 1]), {}),
         "nll": (ops.nll, (x, lse, target), loss),
         "nll_backward": (ops.nll_backward, (torch.randn(3, 5), x, lse, target), loss),
         "lookup": (ops.lookup, (weight, torch.tensor([[0, 3, 5], [7, 8, 4]])), {"offset": 4}),
         "dropout": (ops.dropout, (x, torch.tensor(2**61 + 11)), random),
         "dropout of nothing": (ops.dropout, (x, torch.tensor(3)), {**random, "p": 0.0}),
         "squared_deviation": (ops.squared_deviation, (image, statistic), {}),
+        "interpolate": (ops.interpolate, (image,), wider),
+        "interpolate_backward": (ops.interpolate_backward, (torch.randn(4, 3, 7, 6),), wider),
         "batch_norm": (ops.batch_norm, (image, scale, statistic, statistic, scale), {"count": 40}),
     }
 
@@ -69,10 +75,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_compiled_step_equals_the_eager_one(name) -> None:
-    model, inputs = ZOO[name].made(torch.float32, 0.1)
-    plan = autopar.plan(model, inputs, mesh=(1,))
+def equals_eager(model, inputs, plan) -> None:
     found = [
         step(autopar.autoparallelize(copy.deepcopy(model), inputs, plan=plan, backend=backend), inputs)
         for backend in ("eager", "inductor")
@@ -81,6 +84,27 @@ def test_a_compiled_step_equals_the_eager_one(name) -> None:
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
     for parameter, gradient in eager_grads.items():
         torch.testing.assert_close(compiled_grads[parameter], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_step_equals_the_eager_one(name) -> None:
+    model, inputs = ZOO[name].made(torch.float32, 0.1)
+    equals_eager(model, inputs, autopar.plan(model, inputs, mesh=(1,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["recompute", "offload"])
+def test_under_a_budget_too(action) -> None:
+    """Activations computed again are compiled; a program that offloads runs as it is."""
+    model, inputs = ZOO["gpt2"].made(torch.float32, 0.1)
+    near, cluster = autopar.plan(model, inputs, mesh=(1,)), Cluster.load("cpu-2")
+    far = replace(cluster, host=replace(cluster.host, bandwidth_bytes_per_s=1.0))  # nothing goes to the host
+    plan = autopar.plan(
+        model, inputs, mesh=(1,), cluster=cluster if action == "offload" else far,
+        memory_budget=int(0.85 * near.peak_memory),
+    )  # fmt: skip
+    assert {record.action for record in plan.activations.values()} == {"keep", action}
+    equals_eager(model, inputs, plan)
 
 
 @pytest.mark.slow
@@ -105,3 +129,35 @@ def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(PlanError, match="There is no backend 'tensorrt'") as raised:
         autopar.plan(model, inputs, mesh=(1,), backend="tensorrt")
     assert "inductor" in str(raised.value)
+
+
+class Block(nn.Module):
+    """Norms behind a residual, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(16), nn.RMSNorm(16), nn.LayerNorm(16)])
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 24)])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.layers[0](x)
+        for norm, layer in zip(self.norms[:2], self.layers[:2], strict=True):
+            y = y + layer(norm(y))
+        return nn.functional.cross_entropy(self.layers[2](self.norms[2](y)), target)
+
+
+@pytest.mark.parametrize("planned_for", ["eager", "inductor"])
+def test_inductor_calls_the_kernels_that_a_plan_asks_for(planned_for) -> None:
+    """Of a plan for Inductor those between whose ops a collective may stand."""
+    model, inputs = Block(), {"x": torch.randn(8, 16), "target": torch.randint(0, 24, (8,))}
+    plan = autopar.plan(model, inputs, mesh=(1,), cluster="dgx-h100:1", backend=planned_for)
+    fused = {"add_norm", "norm_backward"}
+    assert "statistics" in plan.kernels
+    assert fused & set(plan.kernels) == (fused if planned_for == "eager" else set())
+    assert "softmax_statistics(" in plan.source
+    loss, gradients = step(autopar.autoparallelize(copy.deepcopy(model), inputs, plan=plan, backend="inductor"), inputs)
+    expected = model(**inputs)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,12 @@ def test_no_rows_and_no_columns() -> None:
     assert KERNELS["pack"].launch(torch.ones(0, 4), 1, 2).shape == (2, 0, 2)
     m, s = KERNELS["statistics"].launch(torch.ones(0, 5))
     assert m.shape == s.shape == (0,)
-    assert KERNELS["add_norm"].launch(torch.ones(0, 4), None, None, None, 1e-5, centred=True)[1].shape == (0, 4)
+    options = {"eps": 1e-5, "centred": True, "results": ["out", "mean"]}
+    out, mean = KERNELS["add_norm"].launch(torch.ones(0, 4), None, None, None, **options)
+    assert (out.shape, mean.shape) == ((0, 4), (0, 1))
+    given = torch.ones(0, 4), torch.ones(0, 4), None, torch.ones(0, 1), None, None
+    (found,) = KERNELS["norm_backward"].launch(*given, results=["weight_gradient"])
+    assert torch.equal(found, torch.zeros(4))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -103,13 +109,14 @@ def test_every_configuration_gives_the_same(name) -> None:
         "pack": ((x, 1, 3), {}), "unpack": ((x.view(5, 8, 5), 0, 38), {}), "lookup": ((x, index), {"offset": 0}),
         "lookup_backward": ((x, index), {"rows": 8, "offset": 1}), "statistics": ((x,), {}),
         "sumexp": ((x, x.amax(-1)), {}), "nll": ((x, lse, target), loss),
-        "nll_backward": ((lse, x, lse, target), loss), "add_norm": ((x, x, x[0], x[1], 1e-5), {"centred": True}),
-        "norm_backward": ((x, x, x[0], rstd, rstd, x), {}),
+        "nll_backward": ((lse, x, lse, target), loss),
+        "add_norm": ((x, x, x[0], x[1]), {"eps": 1e-5, "centred": True, "results": ["total", "out"]}),
+        "norm_backward": ((x, x, rstd, rstd, x[0], x), {"results": ["input_gradient", "weight_gradient"]}),
     }[name]  # fmt: skip
     results = []
     for config in KERNELS[name].configs:
         found = KERNELS[name].launch(*args, **kwargs, **config)
-        results.append(found if isinstance(found, tuple) else (found,))
+        results.append([found] if isinstance(found, torch.Tensor) else found)
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -124,7 +131,7 @@ def test_what_the_benchmark_compares_computes_the_same() -> None:
     for case in cases:
         ours, eager = case.ours(), case.eager(*case.args)
         assert case.nbytes > 0
-        for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (ours, eager)), strict=False):
+        for a, b in zip(*([r] if isinstance(r, torch.Tensor) else r for r in (ours, eager)), strict=False):
             assert_near(a, b, times=4)
 
 
@@ -132,6 +139,16 @@ def test_the_benchmark_says_what_it_lacks() -> None:
     done = subprocess.run([sys.executable, "benchmarks/kernels.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert torch.cuda.is_available() or "needs a GPU" in done.stdout
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "every"])
+def test_every_kernel_compiles_for_a_gpu(every, tmp_path) -> None:
+    """Down to a cubin by the compiler, which needs no GPU: what the interpreter lets through, it may refuse."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.kernel_compilation", *([] if every else ["--quick"])]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 failed" in done.stdout
 
 
 # Where they run.
@@ -234,6 +251,36 @@ def test_a_configuration_that_does_not_exist_any_more_is_measured_again(tmp_path
     tuning.best(kernel, "2^4x8", lambda config: config["BLOCK"])
     tuning.path.write_text(tuning.path.read_text().replace("128", "127"))
     assert Tuning("Some GPU", tmp_path).best(kernel, "2^4x8", lambda config: -config["BLOCK"]) == {"BLOCK": 512}
+
+
+def test_processes_that_tune_at_once_agree(tmp_path) -> None:
+    """Four ranks meet the same two kernels, each of them another configuration's friend: one measures for all."""
+    script = """
+import sys, time
+from pathlib import Path
+from autopar.kernels import KERNELS
+from autopar.kernels.tuning import Tuning
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+(folder / f"here{rank}").touch()
+while len(list(folder.glob("here*"))) < 4:
+    time.sleep(0.01)
+tuning = Tuning("Some GPU", folder)
+for name in ("nll", "lookup"):
+    def measure(config):
+        time.sleep(0.01)
+        with (folder / "measured").open("a") as file:
+            file.write(f"{name}{rank} ")
+        return KERNELS[name].configs.index(config) != rank % 3
+    print(sorted(tuning.best(KERNELS[name], "2^4x8", measure).items()))
+"""
+    commands = [[sys.executable, "-c", script, str(tmp_path), str(rank)] for rank in range(4)]
+    running = [subprocess.Popen(c, cwd=ROOT, stdout=subprocess.PIPE, text=True) for c in commands]
+    results = {process.communicate(timeout=100)[0] for process in running}
+    assert [p.returncode for p in running] == [0] * 4
+    assert len(results) == 1, results
+    measured = (tmp_path / "measured").read_text().split()
+    assert len(measured) == len(KERNELS["nll"].configs) + len(KERNELS["lookup"].configs)
+    assert len(set(measured)) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path) -> None:

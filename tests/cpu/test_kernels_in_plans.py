@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +16,28 @@ from autopar import kernels, passes, planner
 from autopar.arguments import canonical_names
 from autopar.ir import TensorMeta
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.fusions import fusions
 from autopar.planner.implementations import KERNELS, implementation
+from autopar.planner.pricing import Prices
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.strategies import strategies
-from tests.cpu.model_checks import assert_equal, cluster_where_sharding_pays, subject, tensor_parallel
+from tests.cpu.model_checks import (
+    assert_equal,
+    assert_equals_one_device,
+    cluster_where_sharding_pays,
+    run,
+    subject,
+    tensor_parallel,
+)
+from tests.models import ZOO
 
 triton = pytest.importorskip("triton")
 
+from tests import triton_interpreter  # noqa: E402, F401
 
-def cluster(device: str) -> Cluster:
-    made = cluster_where_sharding_pays().sized(2)
+
+def cluster(device: str, ranks: int = 2) -> Cluster:
+    made = cluster_where_sharding_pays().sized(ranks)
     named = dataclasses.replace(made.device, name="a CPU" if device == "cpu" else "a slow GPU")
     return dataclasses.replace(made, device=named)
 
@@ -45,7 +61,8 @@ def used(program) -> set[str]:
 def test_a_gpu_runs_kernels_for_a_cut_vocabulary_and_a_cpu_none() -> None:
     on_gpu = used(planned("llama", "cuda").program)
     # Rows of 32 elements are too short for a sort of their indices to pay.
-    assert {"lookup", "sumexp", "nll", "nll_backward"} <= on_gpu <= set(kernels.KERNELS) - {"lookup_backward"}
+    assert {"lookup", "statistics", "nll", "nll_backward", "add_norm"} <= on_gpu
+    assert on_gpu <= set(kernels.KERNELS) - {"lookup_backward", "sumexp"}
     assert not used(planned("llama", "cpu").program)
     assert not used(planned("mlp", "cuda", torch.float64).program)
 
@@ -83,27 +100,103 @@ def test_the_problem_prices_the_kernel() -> None:
     assert theirs[1] > 3 * ours[1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_program_by_kernels_is_the_eager_program(name) -> None:
-    """On the interpreter, whole steps with cut vocabularies and packed exchanges."""
+def by_kernels(lowered, of, mesh: Mesh) -> tuple[Simulation, set[str]]:
+    """A program on triton's interpreter, and which kernels were launched."""
     if not triton.knobs.runtime.interpret:
         pytest.skip("triton was imported before TRITON_INTERPRET was set")
-    of, mesh = subject(name, torch.float32), Mesh((2,))
-    plan = planned(name, "cuda")
-    lowered = passes.lower(plan.program, of.capture.graph, mesh)
-
-    def simulated() -> Simulation:
-        outputs, rest = simulate_program(lowered, of.capture.graph, mesh, of.named(), 0)
-        return dataclasses.replace(rest, outputs=outputs)
-
-    eager = simulated()
-    launched = []
-    run = kernels.run
+    launched, run_kernel = set(), kernels.run
     with kernels.forced(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "run", lambda kernel, *a, **k: launched.append(kernel) or run(kernel, *a, **k))
-        by_kernels = simulated()
-    assert set(launched) >= {"lookup", "lookup_backward", "sumexp", "nll", "nll_backward"}
-    assert_equal(by_kernels, eager, 2e-5)
+        patch.setattr(kernels, "run", lambda kernel, *a, **k: launched.add(kernel) or run_kernel(kernel, *a, **k))
+        return simulated(lowered, of, mesh), launched
+
+
+def simulated(lowered, of, mesh: Mesh) -> Simulation:
+    outputs, rest = simulate_program(lowered, of.capture.graph, mesh, of.named(), 0)
+    return dataclasses.replace(rest, outputs=outputs)
+
+
+def calls(lowered, name: str) -> int:
+    graphs = (lowered.forward.graph, lowered.backward.graph)
+    return sum(str(n.target) == f"autopar.{name}.default" for g in graphs for n in g.nodes)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float32"), ("llama", "float32"), ("llama", "bfloat16")])
+def test_a_program_by_kernels_is_the_eager_program(name, dtype) -> None:
+    """On the interpreter, whole steps with norms behind residuals, cut vocabularies and packed exchanges."""
+    of, mesh = subject(name, getattr(torch, dtype)), Mesh((2,))
+    plan = planned(name, "cuda", getattr(torch, dtype))
+    lowered = passes.lower(plan.program, of.capture.graph, mesh)
+    eager, composed = simulated(lowered, of, mesh), passes.compose(lowered, of.capture.graph)
+    found, launched = by_kernels(composed, of, mesh)
+    assert launched >= {"lookup", "lookup_backward", "statistics", "nll", "nll_backward", "add_norm", "norm_backward"}
+    # Every norm is in a kernel, but that of GPT-2 behind the embeddings, whose sum broadcasts, and the last gradient.
+    assert (calls(composed, "add_norm"), calls(composed, "norm_backward")) == {"gpt2": (4, 4), "llama": (5, 5)}[name]
+    tolerance = 2e-5 if dtype == "float32" else 3e-2
+    assert_equal(found, eager, tolerance)
+    assert_equal(simulated(composed, of, mesh), eager, tolerance)
+
+
+def test_a_cut_vocabulary_is_read_once_for_its_statistics() -> None:
+    """Each rank's sum is for its own maximum, and follows the maximum of all."""
+    of, mesh = subject("llama", torch.float32), Mesh((2,))
+    found = run(of, (2,), search="baseline:TP", cluster=cluster("cuda")).planned
+    lowered = passes.lower(found.program, of.capture.graph, mesh)
+    composed = passes.compose(lowered, of.capture.graph)
+    assert calls(composed, "rescaled") == 1
+    result, launched = by_kernels(composed, of, mesh)
+    assert "statistics" in launched and "sumexp" not in launched
+    assert_equal(result, simulated(lowered, of, mesh), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("search", ["random:1", "random:2", "random+recompute:3"])
+def test_any_plan_with_fused_ops_is_exact(name, search) -> None:
+    """Where a redistribution stands between the ops of a kernel they run, and cost, one by one."""
+    of = subject(name, torch.float32)
+    ran = run(of, (2, 2), search=search, cluster=cluster("cuda", 4))
+    assert_equals_one_device(of, ran.result, torch.float32)
+    graph, prices = of.capture.graph, Prices(Mesh((2, 2)), cluster("cuda", 4))
+    apart = 0
+    for op in ran.planned.program.ops:
+        fusion = prices.fused(graph).of_node.get(op.node) if op.kind == "compute" else None
+        if fusion is not None and fusion.kernel not in op.kernels:
+            assert op.seconds == prices.seconds_alone(graph, graph.by_name[op.node], op.strategy)
+            apart += 1
+    assert apart
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_fused_kernel_costs_one_pass_over_memory(name) -> None:
+    """What its ops read of others and write for others, and one launch; in float64 each op is by itself."""
+    graph, mesh = subject(name, torch.float32).capture.graph, Mesh((2,))
+    prices = Prices(mesh, cluster("cuda"))
+    launch_s, s_per_byte = prices.compute.copy_line()
+    found = [f for f in fusions(graph) if f.kernel != "statistics"]
+    assert {f.kernel for f in found} == {"add_norm", "norm_backward"}
+    for fusion in found:
+        nodes = [graph.by_name[n] for n in fusion.nodes]
+        whole = [strategies(n, tuple(map(graph.meta, n.inputs)), mesh)[0] for n in nodes]
+        assert all(s.is_replicated for o in whole for s in (*o.inputs, *o.outputs) if s is not None)
+        seconds = sum(float(prices.node_seconds(graph, n, (o,))[0]) for n, o in zip(nodes, whole, strict=True))
+        moved = sum(graph.meta(v).bytes for _, v in fusion.reads)
+        moved += sum(graph.meta(v).bytes for _, v in fusion.writes if _read_elsewhere(graph, fusion, v))
+        assert seconds == pytest.approx(launch_s + moved * s_per_byte)
+        alone = sum(prices.seconds_alone(graph, n, o) for n, o in zip(nodes, whole, strict=True))
+        assert seconds < alone
+    assert not fusions(subject(name, torch.float64).capture.graph)
+    assert not Prices(mesh, cluster("cpu")).fused(graph).all
+
+
+def _read_elsewhere(graph, fusion, value) -> bool:
+    return any(n.name not in fusion.nodes for n, _ in graph.consumers.get(value, ())) or any(
+        o.value == value for o in graph.outputs
+    )
+
+
+def test_the_search_pays_for_a_redistribution_inside_a_kernel() -> None:
+    """The objective is what the program takes: no handover inside a kernel is cheaper than the program's ops apart."""
+    plan = planned("gpt2", "cuda")
+    assert plan.timeline.seconds == pytest.approx(plan.solution.objective, rel=1e-3)
 
 
 def test_a_plan_shows_the_source_of_its_kernels() -> None:
@@ -117,3 +210,41 @@ def test_a_plan_shows_the_source_of_its_kernels() -> None:
     again = autopar.Plan.from_json(plan.to_json())
     assert again.kernels == plan.kernels
     assert not autopar.plan(model, torch.empty(4, 8, dtype=torch.int64), mesh=(2,), cluster="cpu-2").kernels
+
+
+DRIVER = """
+import step
+import triton_interpreter  # of tests
+
+launched = set()
+for name, (make, *rest) in step.TABLE.items():
+    step.TABLE[name] = (lambda name=name, make=make: launched.add(name) or make(), *rest)
+step.main(vars(step))
+print(*(launched or ["none"]))
+"""
+
+
+@pytest.mark.parametrize("interpreted", [False, True], ids=["eager", "by kernels"])
+def test_an_emitted_file_has_its_kernels(interpreted, tmp_path) -> None:
+    """With torch and triton alone; where neither GPU nor interpreter is there, by the eager code beside them."""
+    model, inputs = ZOO["gpt2"].made(torch.float32, 0.0)
+    plan = autopar.plan(model, inputs, mesh=(1,), cluster=cluster("cuda", 1), time_limit=10.0)
+    assert {"add_norm", "norm_backward", "statistics"} <= set(plan.kernels)
+    script = plan.emit(tmp_path / "step.py")
+    text = script.read_text()
+    assert all(f"def {name}_kernel(" in text for name in plan.kernels)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    torch.save(dict(inputs), tmp_path / "batch.pt")
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['autopar'] = None\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": paths, "MASTER_PORT": "0", "TRITON_INTERPRET": str(int(interpreted))}
+    (tmp_path / "driver.py").write_text(DRIVER)
+    files = [f"--{kind}={tmp_path / f'{kind}.pt'}" for kind in ("state", "batch", "out")]
+    command = [sys.executable, str(tmp_path / "driver.py"), *files]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    launched = set(ran.stdout.splitlines()[-1].split())
+    assert launched == (set(plan.kernels) - {"pack", "unpack"} if interpreted else {"none"})
+    expected, found = autopar.simulate(model, inputs, plan=plan), torch.load(tmp_path / "out.pt")
+    for name, gradient in expected.grads.items():
+        torch.testing.assert_close(found["grads"][name], gradient, rtol=1e-4, atol=1e-6)

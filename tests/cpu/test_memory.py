@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 
@@ -18,8 +19,10 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.runtime.meter import MemoryMeter, held_by
 from autopar.runtime.simulation import simulate_program
+from autopar.spmd.collectives import KEEPS_SENT
+from autopar.spmd.ranks import ProcessRank
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
-from tests.models import ZOO
+from tests.models import MLP, ZOO
 
 CLOSE = 1.03
 OPTIMIZERS = {
@@ -44,11 +47,31 @@ def as_first_rank_of(size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
 
 
-def parallel(name, mesh, optimizer, budget=None):
+@pytest.fixture(autouse=True)
+def what_is_sent_is_held(monkeypatch) -> None:
+    """Until it is waited for, as gloo and NCCL hold it; the messages of ``as_first_rank_of`` are over at once."""
+    sent: dict[int, torch.Tensor] = {}
+    launch, finish = ProcessRank.launch, ProcessRank.finish
+
+    def launched(self, buffer, exchange):
+        received = launch(self, buffer, exchange)
+        if exchange.kind in KEEPS_SENT:
+            sent[received.data_ptr()] = buffer
+        return received
+
+    def finished(self, received):
+        sent.pop(received.data_ptr(), None)
+        return finish(self, received)
+
+    monkeypatch.setattr(ProcessRank, "launch", launched)
+    monkeypatch.setattr(ProcessRank, "finish", finished)
+
+
+def parallel(name, mesh, optimizer, budget=None, made=None, **more):
     as_first_rank_of(math.prod(mesh))
-    model, inputs = ZOO[name].made(torch.float32)
+    model, inputs = made or ZOO[name].made(torch.float32)
     cluster = cluster_where_sharding_pays().sized(math.prod(mesh))
-    options = dict(cluster=cluster, optimizer=optimizer)
+    options = dict(cluster=cluster, optimizer=optimizer, **more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = autopar.plan(model, inputs, mesh=mesh, memory_budget=budget, time_limit=30, **options)
@@ -85,6 +108,49 @@ def assert_close(found: int, predicted: int) -> None:
 def test_a_training_step_holds_what_is_predicted(name, mesh, optimizer) -> None:
     plan, model, inputs = parallel(name, mesh, optimizer)
     assert_close(measured(model, inputs, OPTIMIZERS[optimizer](model.parameters())), plan.peak_memory)
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", [n if n in ("mlp", "cnn") else pytest.param(n, marks=pytest.mark.slow) for n in ZOO])
+def test_a_step_under_autocast_holds_what_is_predicted(name, mesh) -> None:
+    """Without an autocast around the call: it is part of what was captured."""
+    plan, model, inputs = parallel(name, mesh, "adamw", mixed_precision="bf16")
+    assert_close(measured(model, inputs, torch.optim.AdamW(model.parameters())), plan.peak_memory)
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,)], ids=str)
+def test_a_step_with_eight_bit_state_holds_what_is_predicted(mesh) -> None:
+    kind = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").optim.AdamW8bit
+    made = MLP(512), {"x": torch.randn(8, 12), "target": torch.randn(8, 12)}
+    plan, model, inputs = parallel("mlp", mesh, "adamw8bit", made=made)
+    assert_close(measured(model, inputs, kind(model.parameters())), plan.peak_memory)
+
+
+SCALARS_BYTES = 1024
+"""Of numbers that Python hands to kernels, which no plan counts."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("mlp", (2,)), *(pytest.param(n, m, marks=pytest.mark.slow) for n in ZOO for m in [(1,), (2, 2)])],
+)
+def test_inductor_holds_no_more_than_is_predicted(name, mesh) -> None:
+    """What it allocates no dispatcher sees, but the profiler of the allocator does."""
+    plan, model, inputs = parallel(name, mesh, "adamw", backend="inductor")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        train(model, inputs, optimizer)
+    meter = MemoryMeter()
+    meter.hold([*held_by(model, optimizer), *inputs.values()])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(model, inputs, optimizer)
+    found = (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    changes = [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns())]
+    assert changes
+    most = max(itertools.accumulate(changes))
+    assert most > 0
+    assert meter.held + most <= plan.peak_memory + SCALARS_BYTES
 
 
 @pytest.mark.slow
@@ -132,7 +198,7 @@ def test_torchs_tracker_counts_the_same() -> None:
 
 
 @pytest.mark.parametrize("search", ["joint", "random:0", "random+recompute:1"])
-@pytest.mark.parametrize("mesh", [(1,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize(
     "name", ["gpt2", "cnn", *(pytest.param(n, marks=pytest.mark.slow) for n in ZOO if n not in ("gpt2", "cnn"))]
 )
@@ -147,5 +213,5 @@ def test_no_rank_of_a_simulation_holds_more_than_is_predicted(name, mesh, search
     _, result = simulate_program(lowered, of.capture.graph, on, of.named(), 0)
     predicted = max(planned.memory.timeline[:-1])
     assert result.peak_memory <= predicted
-    if search == "joint":
-        assert predicted <= CLOSE * result.peak_memory
+    if not any(op.halos for op in planned.program.ops):  # what is exchanged for them is bounded
+        assert predicted <= 1.01 * result.peak_memory

@@ -128,3 +128,16 @@ def test_the_two_stage_search_says_that_other_shardings_may_fit() -> None:
     cluster = cluster_where_sharding_pays().sized(2)
     with pytest.raises(InfeasibleError, match='search="joint"'):
         planner.plan_graph(of("mlp").capture.graph, Mesh((2,)), cluster, options, compare=False)
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "cnn", "t5"))])
+def test_the_smallest_budget_that_an_error_names_works(name, mesh) -> None:
+    graph, on = of(name).capture.graph, Mesh(mesh)
+    cluster = cluster_where_sharding_pays().sized(on.size)
+    options = Options(1000, aliases=canonical_names(of(name).model), time_limit_s=6.0)
+    with pytest.raises(InfeasibleError, match="smallest budget that works") as error:
+        planner.plan_graph(graph, on, cluster, options)
+    named = int(str(error.value).partition("memory_budget=")[2].partition(";")[0])
+    plan = planner.plan_graph(graph, on, cluster, dataclasses.replace(options, memory_budget_bytes=named))
+    assert plan.memory.peak_bytes <= named

@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autopar.ops
 from autopar._torch import FakeTensorMode, joint_graph
 from autopar.errors import AutoparError
+from tests.cpu import op_cases_cut
 
 OPS = torch.ops.autopar
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -72,6 +74,9 @@ def _cases(dtype):
             (torch.randn(3, 5, dtype=statistics), x, x.logsumexp(-1).to(statistics), target),
             dict(ignore_index=-100, offset=0),
         ),
+        ("softmax_statistics", (x.transpose(0, 1),), {}),
+        ("rescaled", (mean.t(), torch.randn(4, dtype=dtype), torch.randn(4, dtype=dtype)), {}),
+        *_norm_cases(dtype, statistics),
         ("squared_deviation", (image, mean), {}),
         ("batch_norm", (image, weight, bias, mean, rstd), dict(count=18)),
         ("batch_norm", (image, None, None, mean, rstd), dict(count=18)),
@@ -83,27 +88,71 @@ def _cases(dtype):
             dict(blank=0, zero_infinity=True),
         ),
         *_halo_cases(dtype),
+        *op_cases_cut.cases(dtype),
+    ]
+
+
+def _norm_cases(dtype, statistics):
+    """A norm behind a residual, of rows of any strides, with every result."""
+    x, residual = torch.randn(3, 5, 10, dtype=dtype).transpose(0, 1), torch.randn(5, 3, 10, dtype=dtype)
+    weight, bias = torch.randn(10, dtype=dtype), torch.randn(10, dtype=dtype)
+    rows = torch.rand(5, 3, 1, dtype=statistics)
+    results = ["total", "out", "mean", "rstd", "wide", "hat"]
+    gradients = ["input_gradient", "weight_gradient", "bias_gradient"]
+    return [
+        ("add_norm", (x, residual, weight, bias), dict(eps=1e-5, centred=True, results=results)),
+        ("add_norm", (x, None, None, None), dict(eps=1e-5, centred=False, results=["out", "rstd"])),
+        ("norm_backward", (x, residual, rows, rows, weight, residual), dict(results=gradients)),
+        ("norm_backward", (x, residual, None, rows, None, None), dict(results=gradients[:1])),
     ]
 
 
 def _halo_cases(dtype):
     """Rows 2 and 3 of an image of 6 rows, with what came of the neighbours."""
-    kernel = torch.randn(3, 4, 3, 3, dtype=dtype)
+    kernel, small = torch.randn(3, 4, 3, 3, dtype=dtype), torch.randn(4, 3, 3, 2, dtype=dtype)
     grad, rows = torch.randn(2, 3, 4, 5, dtype=dtype), torch.randn(2, 4, 4, 5, dtype=dtype)
-    convolved = dict(stride=[1, 1], padding=[1, 1], dilation=[1, 1], groups=1, at=0, rows=[2, 4, 2, 4, 1])
+    convolved = dict(stride=[1, 1], padding=[0, 1], dilation=[1, 1], groups=1, dims=[2], first=[2], size=[2])
+    made = dict(made_first=[1], made_size=[2])
+    back = dict(stride=[2, 1], padding=[0, 1], dilation=[1, 1], output_padding=[0, 0], groups=1, dims=[2])
     pool = dict(kernel=[2, 2], stride=[2, 2], padding=[0, 0])
     pooled, image = torch.randn(2, 4, 2, 3, dtype=dtype), torch.randn(2, 4, 4, 6, dtype=dtype)
+    wide = torch.randn(2, 3, 9, 4, dtype=dtype)
+    volume = torch.randn(2, 4, 4, 4, dtype=dtype)
     index = torch.randint(0, 36, pooled.shape)
+    resized = dict(n=[4, 6], out=[6, 9], scales=[0.0, 1.5])
+    cube = dict(kind="linear", align=False, n=[4] * 3, out=[3] * 3, scales=[0.0] * 3)
     return [
-        ("convolution_rows_backward", (grad, rows, kernel), dict(bias_sizes=[3], mask=[True] * 3, **convolved)),
-        (
-            "convolution_rows_backward",
-            (grad, rows, kernel),
-            dict(bias_sizes=None, mask=[True, False, False], **convolved),
+        ("interpolate", (volume.unsqueeze(0),), cube),
+        ("interpolate_backward", (image,), dict(kind="cubic", align=True, n=[5, 5], out=[4, 6], scales=[0.0] * 2)),
+        *(
+            (name, (image,), dict(kind=kind, align=align, **resized, **rows))
+            for kind, align in (("nearest", False), ("nearest_exact", False), ("linear", True), ("cubic", False))
+            for name, rows in (
+                ("interpolate", {}),
+                ("interpolate_part", dict(start=[0, 0], first=[2, 0], size=[3, 9])),
+                ("interpolate_part_backward", dict(start=[1, 0], first=[2, 0], size=[2, 6])),
+            )
         ),
-        ("max_pool_rows", (image,), dict(dilation=[1, 1], at=0, starts=[1], **pool)),
-        ("max_pool_rows_backward", (pooled, image, index), dict(at=0, starts=[1])),
-        ("avg_pool_rows_backward", (pooled, image), dict(include=True, divisor=None, at=0, rows=[0, 0], **pool)),
+        ("convolution_part_backward", (grad, rows, kernel), dict(bias_sizes=[3], mask=[True] * 3, **convolved, **made)),
+        (
+            "convolution_part_backward",
+            (grad, rows, kernel),
+            dict(bias_sizes=None, mask=[True, False, False], **convolved, **made),
+        ),
+        ("convolution_transposed_part", (rows, small, torch.randn(3, dtype=dtype)), dict(first=[1], size=[6], **back)),
+        (
+            "convolution_transposed_part_backward",
+            (wide, torch.randn(2, 4, 3, 5, dtype=dtype), small),
+            dict(bias_sizes=[3], mask=[True] * 3, first=[1], size=[7], **back, **made),
+        ),
+        ("max_pool_part", (image,), dict(dilation=[1, 1], starts=[1, 0], whole=[6, 6], **pool)),
+        (
+            "max_pool_part",
+            (volume,),
+            dict(kernel=[2] * 3, stride=[1] * 3, padding=[0] * 3, dilation=[1] * 3, starts=[1, 0, 2], whole=[6] * 3),
+        ),
+        ("max_pool_part_backward", (pooled, image, index), dict(starts=[1, 0], whole=[6, 6])),
+        ("avg_pool_part_backward", (pooled, image), dict(include=True, divisor=None, dims=[2], first=[0], **pool)),
     ]
 
 
@@ -116,6 +165,7 @@ GRADIENT = {
     "nll": (0,),
     "batch_norm": (0, 1, 2),
     "ctc": (0,),
+    "interpolate": (0,),
 }
 NAMES = [name for name, _, _ in _cases(torch.float64)]
 IDS = [f"{name}-{number}" for number, name in enumerate(NAMES)]
@@ -167,7 +217,7 @@ def test_fake_results_have_the_shapes_strides_and_dtypes_of_real_ones(number, dt
     name, args, options = _cases(dtype)[number]
     real = getattr(OPS, name)(*args, **options)
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
         fake = getattr(OPS, name)(*fakes, **options)
     assert _strides(fake) == _strides(real)
     assert all(torch.empty(shape).stride() == stride for shape, stride, _ in _strides(real))
@@ -175,13 +225,14 @@ def test_fake_results_have_the_shapes_strides_and_dtypes_of_real_ones(number, dt
 
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=IDS)
 def test_operands_are_left_as_they_were(number):
-    name, args, options = _cases(torch.float64)[number]
+    name, given, options = _cases(torch.float64)[number]
+    args = tree_leaves(given)
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-    results = getattr(OPS, name)(*args, **options)
+    results = getattr(OPS, name)(*given, **options)
     for a, b in zip(args, before, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     storages = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)} - {0}
-    results = results if isinstance(results, tuple) else (results,)
+    results = tree_leaves(results)
     assert not any(r.untyped_storage().data_ptr() in storages for r in results)
 
 
@@ -226,7 +277,7 @@ def test_second_derivatives_are_refused(number):
     name, (grad, *args), options = _cases(torch.float64)[number]
     result = getattr(OPS, name)(grad.requires_grad_(), *args, **options)
     with pytest.raises(AutoparError, match="first derivatives only"):
-        (result[0] if isinstance(result, tuple) else result).sum().backward()
+        (result[0] if isinstance(result, tuple | list) else result).sum().backward()
 
 
 class _Model(torch.nn.Module):

@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autopar import _torch
+from autopar._torch import FakeTensorMode
 from autopar.errors import AutoparError
 from autopar.ops import attention as module
 from autopar.ops.random import keep_mask
@@ -53,11 +55,26 @@ def _assert_equal(found, expected, operands, **tolerance):
         torch.testing.assert_close(a, b, **tolerance)
 
 
-@pytest.fixture(params=["kernel", "formulas", "formulas in blocks"])
+@pytest.fixture(params=["kernel", "a GPU's kernel", "formulas", "formulas in blocks"])
 def path(request, monkeypatch):
-    """The same results by torch's flash kernel and by the formulas, all queries at once or two at a time."""
+    """The same results by torch's flash kernel, by what a GPU would do, and by the formulas, all queries at once or two
+    at a time. The GPU's kernel is played by the CPU's, and takes what that of a GPU takes: causal squares, no masks."""
     if request.param != "kernel":
         monkeypatch.setattr(module._Attention, "flash", lambda *_: False)
+    if request.param == "a GPU's kernel":
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+        def attention(q, k, v, *, causal, scale):
+            assert q.shape[2] == k.shape[2] or not causal
+            return tuple(x.contiguous() for x in forward(q, k, v, 0.0, causal, scale=scale))
+
+        def gradients(grad, q, k, v, out, lse, *, causal, scale):
+            return tuple(x.contiguous() for x in backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale))
+
+        monkeypatch.setattr(_torch, "flash_takes", lambda q: True)
+        monkeypatch.setattr(_torch, "flash_attention", attention)
+        monkeypatch.setattr(_torch, "flash_attention_backward", gradients)
     if request.param == "formulas in blocks":
         monkeypatch.setattr(module, "CPU_SCORES", 2 * B * H * T)
     return request.param
@@ -250,3 +267,42 @@ def test_operands_that_do_not_fit_are_refused():
         OPS.attention(
             q, k, v, None, None, is_causal=False, scale=1.0, dropout_p=0.1, site=0, global_shape=[1] * 4, offset=[0] * 4
         )
+
+
+@pytest.mark.parametrize("g", [2, 8])
+def test_a_gpus_flash_kernel_is_called_as_torch_declares_it(g):
+    """Without values, since there is no GPU: names, order and dtypes of arguments, shapes and strides of results."""
+    q, grad = (torch.empty(2, 16, 8, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    k, v = (torch.empty(2, 16, g, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    out, lse = _torch.flash_attention(q, k, v, causal=True, scale=0.1)
+    gradients = _torch.flash_attention_backward(grad, q, k, v, out, lse, causal=True, scale=0.1)
+    assert (out.shape, lse.shape, lse.dtype) == ((2, 8, 16, 64), (2, 8, 16), torch.float32)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    assert all(x.is_contiguous() for x in (out, lse, *gradients))
+    names = [a.name for a in torch.ops.aten._scaled_dot_product_flash_attention_backward.default._schema.arguments]
+    assert names == [
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+        "dropout_p", "is_causal", "philox_seed", "philox_offset", "scale",
+    ]  # fmt: skip
+
+
+def test_a_gpus_flash_kernel_takes_half_precision_only():
+    assert not _torch.flash_takes(torch.ones(1, 1, 4, 8))
+    with FakeTensorMode():
+        on_gpu = [torch.empty(1, 1, 4, d, device="cuda", dtype=t) for d, t in ((8, torch.float32), (7, torch.bfloat16))]
+        assert not any(map(_torch.flash_takes, on_gpu))
+
+
+def test_rows_that_do_not_lie_side_by_side():
+    """As convolutions make them, with channels before places: the kernel would read beyond the rows."""
+    made = torch.randn(2, 3, 4, 8, 16, dtype=torch.float64).transpose(-1, -2).unbind(1)
+    assert all(x.stride(-1) != 1 for x in made)
+    leaves = [x.detach().requires_grad_() for x in made]
+    q, k, v = leaves
+    options = dict(is_causal=False, scale=0.5, dropout_p=0.0, site=0, global_shape=[2, 4, 16, 16], offset=[0, 0, 0, 0])
+    out, _ = torch.ops.autopar.attention(q, k, v, None, None, **options)
+    expected = (q @ k.mT * 0.5).softmax(-1) @ v
+    torch.testing.assert_close(out, expected)
+    for grad in (torch.randn(2, 4, 8, 16, dtype=torch.float64).mT, torch.ones((), dtype=torch.float64).expand_as(out)):
+        found, wanted = (torch.autograd.grad(o, leaves, grad, retain_graph=True) for o in (out, expected))
+        torch.testing.assert_close(found, wanted)

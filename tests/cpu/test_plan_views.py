@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,8 +166,10 @@ def test_a_loaded_plan_says_what_it_knows(plan):
 
 def test_figures(plan, tmp_path):
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
-    memory, timeline = plan.memory_figure(), plan.timeline_figure()
+    near = replace(plan, options={**plan.options, "memory_budget_bytes": 2 * plan.peak_memory})
+    memory, timeline = near.memory_figure(), plan.timeline_figure()
     assert [t.get_text() for t in memory.axes[0].get_legend().get_texts()][-1] == "budget"
+    assert plan.memory_figure().axes[0].get_ylim()[1] * 2**30 < 4 * plan.peak_memory  # not a stripe below 80 GB
     assert next(t.get_text() for t in timeline.axes[0].get_yticklabels()) == "compute"
     memory.savefig(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 5000
@@ -178,17 +181,41 @@ def test_real_steps_are_compared_with_the_prediction():
         model.compare_with_prediction(0)
     check = model.compare_with_prediction(2)
     assert "No step was made yet" in str(check)
-    for _ in range(3):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
         model(IDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     assert check.steps == 2
     found = check.measured
     assert found["step"] == pytest.approx(found["forward"] + found["backward"], rel=0.5)
     assert 0 < found["forward"] < 60
     assert check.predicted["step"] == model.plan.step_time
     assert "ratio" in str(check)
+    modules = check.measured_modules
+    assert {"blocks.*.up", "blocks.*.down"} <= modules.keys() <= check.predicted_modules.keys()
+    for step in model._autopar.clock.steps:  # its modules' seconds are within its own
+        took = sum(end - begun for begun, end in (step.forward, step.backward))
+        assert 0 < sum(step.by_module().values()) <= took
+    assert sum(check.predicted_modules.values()) == pytest.approx(model.plan.step_time, rel=0.05)
+    assert "blocks.*.up" in str(check)
     with torch.no_grad():
         model(IDS)
-    assert model._autopar.clock.total == 3  # a validation is no step
+    assert model._autopar.clock.total == 4  # a validation is no step
+
+
+def test_the_memory_of_a_real_step_is_that_of_the_plan():
+    model = autopar.autoparallelize(Net(), IDS, mesh=(1,), cluster="cpu-2")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for step in range(3):
+        if step == 1:  # the state is there from the second step on
+            check = model.compare_with_prediction()
+        model(IDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert check.measured["peak memory"] == pytest.approx(model.plan.peak_memory, rel=0.02)
+    assert "peak memory" in str(check)
+    assert not model._autopar.clock.memory.is_counting
 
 
 def test_files_that_cannot_be_written_or_read_are_named_errors(plan, tmp_path):

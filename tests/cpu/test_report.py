@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from html.parser import HTMLParser
 
 import pytest
@@ -74,9 +75,20 @@ def test_the_drawn_memory_reaches_the_peak_and_the_blocks_fill_the_step(plan):
         assert all(a.end_s <= b.start_s + 1e-12 for a, b in zip(found, found[1:], strict=False))
 
 
-def test_a_plan_without_facts_or_collectives_has_a_report_too(plan):
-    import dataclasses
+def test_a_budget_far_above_is_not_drawn_and_a_missing_bound_is_no_gap(plan):
+    def with_budget(times: int) -> Plan:
+        options = {**plan.options, "memory_budget_bytes": times * plan.peak_memory}
+        return dataclasses.replace(plan, options=options, lower_bound=0.0)
 
+    near, far = with_budget(2), with_budget(1000)
+    assert 'class="budget"' in page(near)
+    assert 'class="budget"' not in page(far)
+    assert ", far above" in page(far)
+    assert "unknown" in page(far)
+    assert "was not found in the time given" in str(far)
+
+
+def test_a_plan_without_facts_or_collectives_has_a_report_too(plan):
     text = page(dataclasses.replace(plan, facts=None))
     assert Reader(text).sections[0] == "mesh"
     assert "saved by format 1" in text

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import inspect
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar._torch import _gloo_states, idle_gloo
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.runtime.loading import shard_like
 from autopar.runtime.optimizers import UNFIT
@@ -84,6 +87,19 @@ def test_plain_arguments_of_another_value_are_another_program():
     with torch.no_grad():
         assert torch.allclose(model(x, scale=3.0), 3 * model(x))
     assert len(model._autopar.variants) == 3
+
+
+def test_more_programs_than_are_kept_warn_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("autopar.runtime.module.MAX_VARIANTS", 2)
+    model = made()
+    with torch.no_grad():
+        for size in (6, 5):
+            model(torch.randn(size, 8))
+        kept = list(model._autopar.variants)[-1]
+        with pytest.warns(UserWarning, match=r"pad batches to few sizes, or plan for a range .* dynamic_shapes"):
+            model(torch.randn(4, 8))
+        assert len(model._autopar.variants) == 2
+        assert kept in model._autopar.variants
 
 
 def test_buffers_that_the_forward_changes_are_changed():
@@ -282,3 +298,26 @@ def test_torchrun_starts_it(tmp_path: Path, start: str):
     done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["2 2 12.0"] * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="states of threads are told by Linux")
+def test_the_process_ends_after_the_threads_of_its_collectives():
+    made()
+    done: list[int] = []
+
+    def slow(_: object) -> None:
+        hashlib.sha256(bytes(100_000_000)).digest()
+        done.append(threading.get_ident())
+
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(slow)
+    idle_gloo(60.0)
+    assert done and done != [threading.get_ident()]
+    future.wait()
+    assert list(_gloo_states()), "threads of gloo bear another name"
+
+
+def test_every_parallel_model_asks_for_it(tmp_path: Path):
+    script = "import atexit, torch, autopar; atexit.register = print\n"
+    script += "autopar.autoparallelize(torch.nn.Linear(4, 2), torch.randn(6, 4))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
+    assert "idle_gloo" in done.stdout

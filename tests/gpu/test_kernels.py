@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from autopar import kernels  # noqa: E402
+from autopar import _torch, kernels  # noqa: E402
 from autopar.kernels import KERNELS  # noqa: E402
 from tests.kernel_checks import (  # noqa: E402
     FLOATS,
@@ -87,3 +87,26 @@ def test_tuning_is_kept(name, tmp_path) -> None:
     kernels.run(name, *args, **options)
     assert name in next(tmp_path.glob("kernels-*.json")).read_text()
     assert KERNELS[name].configs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("g", "causal"), [(8, True), (2, True), (8, False)])
+def test_attention_by_the_flash_kernel(dtype, g, causal) -> None:
+    """Forward and backward against the formulas in float64, heads shared or not."""
+    shapes = [(2, 8, 100, 64), (2, g, 100, 64), (2, g, 100, 64)]
+    operands = [torch.randn(s, device="cuda", dtype=dtype).requires_grad_() for s in shapes]
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    assert _torch.flash_takes(operands[0]) and not _torch.flash_takes(exact[0])
+    options = {
+        "is_causal": causal, "scale": 0.125, "dropout_p": 0.0, "site": 1, "global_shape": [2, 8, 100, 100],
+        "offset": [0, 0, 0, 0],
+    }  # fmt: skip
+    found, lse = torch.ops.autopar.attention(*operands, None, None, **options)
+    expected, wanted = torch.ops.autopar.attention(*exact, None, None, **options)
+    assert_near(found.detach(), expected.detach(), times=2)
+    assert_near(lse, wanted, times=1e3)
+    grad = torch.randn_like(found)
+    for a, b in zip(
+        torch.autograd.grad(found, operands, grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
+    ):
+        assert_near(a, b, times=4)

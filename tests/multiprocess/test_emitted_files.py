@@ -67,6 +67,29 @@ def test_dropout_and_a_cut_vocabulary(tmp_path):
     assert "autopar" not in {line.split()[1].split(".")[0] for line in imports(tmp_path / "step.py")}
 
 
+def test_micro_batches_add_up_in_one_step(tmp_path):
+    """Three of them, with batch norm's statistics going from one to the next."""
+    model, inputs = ZOO["cnn"].made(torch.float32, 0.1)
+    parts = [inputs, *({k: t.roll(i, 0) for k, t in inputs.items()} for i in (1, 2))]
+    plan = autopar.plan(
+        model, inputs, mesh=(2,), cluster=cluster_where_sharding_pays(), time_limit=20.0, accumulation_steps=3
+    )
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    torch.save({k: torch.cat([p[k] for p in parts]) for k in inputs}, tmp_path / "batch.pt")
+    files = [f"--{kind}={tmp_path / f'{kind}.pt'}" for kind in ("state", "batch", "out")]
+    ran = torchrun(plan.emit(tmp_path / "step.py"), 2, *files)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    model.train()
+    for part in parts:
+        loss, _ = model(**part)
+        loss.backward()
+    found = torch.load(tmp_path / "out.pt")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found["grads"][name], parameter.grad, rtol=1e-4, atol=1e-5)
+    for name, value in found["buffers"].items():
+        torch.testing.assert_close(value, model.get_buffer(name), rtol=1e-4, atol=1e-5)
+
+
 def imports(script: Path) -> list[str]:
     return [line for line in script.read_text().splitlines() if line.startswith(("import ", "from "))]
 

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from autopar.ir import Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.arrange import _Ways, arrange
+from autopar.planner.arrange import arrange
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.movable import take_apart
 from autopar.planner.pricing import Prices
+from autopar.planner.shortening import shortened
 from autopar.planner.timeline import simulate_streams
+from autopar.planner.ways import Ways
 from autopar.program import Arrangement, LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step
 
@@ -82,7 +84,7 @@ def held(program: Program) -> MemoryProfile:
 
 
 def arranged(program, budget=math.inf, deadline=math.inf):
-    return arrange(program, PRICES, held(program), held, budget, deadline)
+    return arrange(program, PRICES, held, budget, deadline)
 
 
 def moved(program):
@@ -114,7 +116,7 @@ WAYS = st.builds(
 
 @given(programs(), WAYS)
 def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
-    found = Program(_Ways(take_apart(program), PRICES).ops(way), program.results)
+    found = Program(Ways(take_apart(program), PRICES).ops(way), program.results)
     assert is_valid(found)
     assert stays(found) == stays(program)
     assert moved(found) == moved(program)
@@ -124,7 +126,7 @@ def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
 
 @given(programs(), WAYS)
 def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
-    for op in _Ways(take_apart(program), PRICES).ops(way):
+    for op in Ways(take_apart(program), PRICES).ops(way):
         if op.bucket:
             assert {(s.kind, s.axis, s.reduction) for s in op.bucket} == {(op.step.kind, op.step.axis, "sum")}
             assert len({t.meta.dtype for t in op.writes}) == 1
@@ -134,10 +136,9 @@ def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
 
 @given(programs(), WAYS)
 def test_merging_what_is_computed_keeps_the_time(program, way) -> None:
-    ways = _Ways(take_apart(program), PRICES)
-    both = ways._merged(way), Program(ways.ops(way), ())
-    merged, whole = (simulate_streams(p, PRICES.overlap).seconds for p in both)
-    assert merged == pytest.approx(whole, rel=1e-9, abs=1e-15)
+    ways = Ways(take_apart(program), PRICES)
+    whole = simulate_streams(Program(ways.ops(way), ()), PRICES.overlap).seconds
+    assert ways.seconds(way) == pytest.approx(whole, rel=1e-9, abs=1e-15)
 
 
 @given(programs(), st.floats(0, 2))
@@ -199,3 +200,50 @@ def test_large_weights_are_gathered_ahead_of_need_where_memory_allows() -> None:
 
 def test_small_weights_are_gathered_together() -> None:
     assert [len(op.writes) for op in arranged(weights(6, 64, 1e-6)).program.collectives] == [6]
+
+
+def deep(layers, length, compute_s):
+    """Layers that gather two weights in both phases, and reduce a gradient of each in the backward."""
+    ops = [Op(f"p{i}", "input", f"p{i}", (), (tensor(f"p{i}", CUT, length),), "forward") for i in range(2 * layers)]
+    parameters, results, x = list(ops), [], "p0"
+    for phase in ("forward", "backward"):
+        for i in range(2 * layers)[:: 1 if phase == "forward" else -1]:
+            gathered = collective(f"w{i}{phase}", parameters[i].writes[0], FORMS[0], phase)
+            made = tensor(f"y{i}{phase}", SUMS, length)
+            for extra in range(9):
+                seen = tensor(f"z{i}{phase}{extra}", WHOLE, 8)
+                ops.append(Op(seen.name, "compute", seen.name, (x,), (seen,), phase, seconds=compute_s / 10))
+            reads = (x, gathered.writes[0].name)
+            ops += [gathered, Op(made.name, "compute", made.name, reads, (made,), phase, seconds=compute_s)]
+            if phase == "backward":
+                ops.append(collective(f"r{i}", made, FORMS[1], phase))
+                results.append((Output(Value(f"r{i}"), "gradient", str(i)), f"r{i}"))
+            x = made.name
+    return Program(tuple(ops), tuple(results))
+
+
+@pytest.mark.parametrize("compute_s", [1e-6, 3e-4, 3e-3])
+@pytest.mark.parametrize("length", [1000, 2**22, 2**25])
+def test_few_layers_tell_how_long_many_take(length, compute_s) -> None:
+    program = deep(60, length, compute_s)
+    ways = Ways(take_apart(program), PRICES)
+    short = shortened(program, ways.largest_share())
+    assert short is not None
+    assert 118 <= short.depth <= 120  # half a layer repeats already
+    few, more = (Ways(take_apart(p), PRICES, ways) for p in short.programs)
+    assert all(len(p.ops) < 0.6 * len(program.ops) for p in short.programs)
+    for a in (Arrangement(), Arrangement(0, 0, 1), Arrangement(*ways.sizes("late")[1:2], ways.sizes("early")[1], 2)):
+        assert short.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(ways.seconds(a), rel=2e-3)
+
+
+def test_a_deep_program_is_arranged_as_well_as_if_every_way_was_tried_on_all_of_it() -> None:
+    program = deep(60, 2**23, 3e-4)
+    ways = Ways(take_apart(program), PRICES)
+    exact = min(ways.search(ways.seconds, math.inf).values())
+    assert arranged(program).timeline.seconds <= exact * 1.001
+
+
+def test_programs_without_layers_are_not_shortened() -> None:
+    several = [op for i in range(40) for op in gradients(1, 100, 1e-6 * (i + 1)).ops]
+    assert shortened(Program(tuple(several), ()), 0.0) is None
+    assert shortened(deep(3, 1000, 1e-6), 0.0) is None

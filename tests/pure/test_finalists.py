@@ -15,10 +15,10 @@ from autopar.solver import Solution
 GAP = 1e-3
 
 
-def finalist(name: str, cost: float, step_s: float, *, saved_s: float = 0.0, bound: float = 0.0) -> Finalist:
+def finalist(name: str, cost: float, step_s: float) -> Finalist:
     return Finalist(
-        name, cast("Any", None), Solution((), cost, bound, proven=False), Program((), ()), MemoryProfile((1,), 0, {}),
-        Timeline((), step_s, step_s, 0.0), saved_s,
+        name, cast("Any", None), Solution((), cost, 0.0, proven=False), Program((), ()), MemoryProfile((1,), 0, {}),
+        Timeline((), step_s, step_s, 0.0),
     )  # fmt: skip
 
 
@@ -35,9 +35,3 @@ def finalist(name: str, cost: float, step_s: float, *, saved_s: float = 0.0, bou
 def test_no_baseline_beats_what_is_taken_where_that_can_be(own, baselines, taken):
     known = [finalist(str(i), *figures) for i, figures in enumerate(baselines)]
     assert settled([finalist("own", *own), *known], known, GAP).name == taken
-
-
-@pytest.mark.parametrize(("bound", "kept"), [(1.9, 1.5), (1.2, 1.2)])
-def test_what_arranging_saved_is_off_the_cost_and_no_bound_is_above_it(bound: float, kept: float):
-    made = finalist("own", 2.0, 1.5, saved_s=0.5, bound=bound).arranged
-    assert (made.objective, made.lower_bound) == (1.5, kept)

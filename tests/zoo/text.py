@@ -62,7 +62,7 @@ TEXT = [
     decoder("opt", "OPTForCausalLM", **WIDTH, ffn_dim=FEED_FORWARD, max_position_embeddings=16,
             word_embed_proj_dim=HIDDEN, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     decoder("bloom", "BloomForCausalLM", hidden_size=HIDDEN, n_layer=1, n_head=HEADS, vocab_size=VOCABULARY),
-    decoder("falcon", "FalconForCausalLM", **WIDTH, bos_token_id=1, eos_token_id=2),
+    decoder("falcon", "FalconForCausalLM", **WIDTH, bos_token_id=1, eos_token_id=2, quick=True),
     decoder("mpt", "MptForCausalLM", d_model=HIDDEN, n_layers=1, n_heads=HEADS, vocab_size=VOCABULARY, max_seq_len=16),
     decoder("llama", "LlamaForCausalLM", **GROUPED),
     decoder("mistral", "MistralForCausalLM", **GROUPED, sliding_window=4),

@@ -20,6 +20,10 @@ WIDTH = 1000.0
 HEIGHT = 260.0
 MOST_POINTS = 500
 MOST_BLOCKS = 1500
+
+MOST_EMPTY = 4
+"""The line of a budget that is so many times the peak is not drawn."""
+
 TAIL = 0.03
 """The optimizer's step, which the simulated step does not time, has this share of the drawing's width."""
 
@@ -47,7 +51,7 @@ def memory_points(plan: Plan) -> list[Point]:
         found.append(Point(times[position], state))
     stride = max(len(found) // MOST_POINTS, 1)
     chunks = (found[i : i + stride] for i in range(0, len(found), stride))
-    return [max(chunk, key=lambda p: sum(p.held.values())) for chunk in chunks]
+    return [Point(c[0].at_s, max(c, key=lambda p: sum(p.held.values())).held) for c in chunks]
 
 
 def _times(plan: Plan, facts: Facts) -> list[float]:
@@ -64,7 +68,7 @@ def memory_chart(plan: Plan) -> str:
     """Stacked by kind, those that never change at the bottom, with the budget as a line."""
     points = memory_points(plan)
     kinds = [k for k in points[0].held if any(p.held[k] for p in points)]
-    top = max(plan.budget, plan.peak_memory) * 1.05 or 1.0
+    top = highest(plan) * 1.05 or 1.0
     x = [p.at_s / (plan.step_time or 1.0) * WIDTH * (1 - TAIL) for p in points]
     ends = [*x[1:], WIDTH]
     below = [0.0] * len(points)
@@ -74,7 +78,8 @@ def memory_chart(plan: Plan) -> str:
         areas.append(tag("path", d=_area(x, ends, below, above, top), class_=f"k k{i}"))
         below = above
     line = _y(plan.budget, top)
-    budget = tag("line", x1=0, x2=WIDTH, y1=f"{line:.1f}", y2=f"{line:.1f}", class_="budget") if plan.budget else ""
+    in_sight = 0 < plan.budget <= top
+    budget = tag("line", x1=0, x2=WIDTH, y1=f"{line:.1f}", y2=f"{line:.1f}", class_="budget") if in_sight else ""
     data = json.dumps({"t": [p.at_s for p in points], "k": {k: [p.held[k] for p in points] for k in kinds}})
     svg = tag(
         "svg", *areas, budget, tag("line", x1=0, x2=0, y1=0, y2=HEIGHT, class_="cursor"),
@@ -83,9 +88,15 @@ def memory_chart(plan: Plan) -> str:
         data_tail=TAIL,
     )  # fmt: skip
     legend = [tag("li", tag("i", class_=f"key k{i}"), escape(kind)) for i, kind in enumerate(kinds)]
-    legend += [tag("li", tag("i", class_="key budgetkey"), f"budget {size(plan.budget)}")] if plan.budget else []
+    far = "" if in_sight else ", far above"
+    legend += [tag("li", tag("i", class_="key budgetkey"), f"budget {size(plan.budget)}{far}")] if plan.budget else []
     said = tag("p", f"the peak is {size(plan.peak_memory)}", class_="said", role="status")
     return tag("ul", *legend, class_="legend") + svg + said
+
+
+def highest(plan: Plan) -> float:
+    """What the axis of bytes goes up to: the budget, unless what is held would be but a stripe below it."""
+    return max(plan.peak_memory, plan.budget if plan.budget <= MOST_EMPTY * plan.peak_memory else 0)
 
 
 def _y(held: float, top: float) -> float:

@@ -59,13 +59,14 @@ def _cards(plan: Plan) -> str:
     """The headline figures."""
     f = plan.facts
     bound = f"({seconds(plan.objective)} - {seconds(plan.lower_bound)}) / {seconds(plan.objective)}"
+    gap = f"{plan.gap:.2%}" if plan.lower_bound > 0 else "unknown"
     kinds = " + ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
     summed = "sum of the chosen options' seconds in the integer program, less what hides behind computation"
     cards = [
         ("step time", seconds(plan.step_time), f"streams simulated: {_busy(plan)}; without the optimizer's step"),
         ("peak memory", size(plan.peak_memory), f"largest sum of live bytes at any moment, fullest device: {kinds}"),
         ("plan cost", seconds(plan.objective), summed),
-        ("gap", f"{plan.gap:.2%}", f"(cost - bound) / cost = {bound}: no plan can cost less than the bound"),
+        ("gap", gap, f"(cost - bound) / cost = {bound}: no plan can cost less than the bound"),
     ]
     if plan.host_memory:
         cards.append(("host memory", size(plan.host_memory), "offloaded activations and optimizer state of a device"))

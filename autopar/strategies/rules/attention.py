@@ -1,4 +1,4 @@
-"""Scaled-dot-product attention: autopar's own, and torch's for CPUs.
+"""Scaled-dot-product attention: autopar's own, and each of torch's kernels.
 
 ``g`` groups of keys and values, each read by ``q`` query heads; the keys' sequence is whole.
 """
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.localize import local_offset
-from autopar.strategies.registry import LinearSets, LocalCall, Lowering, Metas, aten, autopar, lowering, rule
+from autopar.strategies.localize import local_offset, operand
+from autopar.strategies.registry import LinearSets, LocalCall, Lowering, Metas, autopar, lowering, rule
 from autopar.strategies.rules.autopar_ops import replace_kwargs
-from autopar.strategies.rules.terms import arg
+from autopar.strategies.rules.terms import arg, names, replicated, term
 
 GRADIENT: LinearSets = ((0,),)
 
@@ -42,6 +42,21 @@ class _Letters:
     def results(self) -> list[str]:
         rows = f"b {self.heads} {self.queries}"
         return [f"{rows} [e]", rows]
+
+    def of_role(self, role: str, meta: TensorMeta, other: str) -> str:
+        """The term of an operand or result of torch's kernels; ``other`` names the dims of what is never cut."""
+        if role in "qkv":
+            return self.operands()["qkv".index(role)]
+        if role == "m" and meta.numel:
+            return self.mask(meta)
+        if role == "y":
+            return self.results()[0]
+        if role == "p":
+            return self.mask(meta)
+        if role == "l" and meta.numel:
+            of_row = [self.queries if self.queries == "s" else "[rows]", "1"][: len(meta.shape) - 2]
+            return " ".join(["b", self.heads, *of_row])
+        return term(names(len(meta.shape), other), range(len(meta.shape)))
 
     def mask(self, meta: TensorMeta) -> str:
         return " ".join(["b", self.heads, self.queries, "[t]"][4 - len(meta.shape) :])
@@ -108,37 +123,74 @@ lowering(autopar.attention)(_lower_attention(queries=0))
 lowering(autopar.attention_backward)(_lower_attention(queries=1))
 
 
-# torch's own, where a program was captured with it.
+# torch's own, where a program was captured with them.
 
 
-def _causal(node: Node, position: int) -> bool:
-    return bool(arg(node, position, False, "is_causal"))
+@dataclass(frozen=True)
+class _Variant:
+    """One of torch's kernels, forward or backward.
+
+    Args:
+        takes: what each argument is: ``q``, ``k``, ``v``, a mask ``m``, the result ``y`` or its gradient, the logarithm
+            of the sums ``l``, probabilities ``p``, or ``.`` for what is none of these.
+        gives: the same of the results.
+        dropout: position of the argument that says how much; causality comes after it.
+        rows: whether the queries' sequence may be cut. Kernels for GPUs are told its length, and pad ``l``.
+    """
+
+    takes: str
+    gives: str
+    dropout: int
+    rows: bool = False
+    causal: int = 1
 
 
-def _flash(node: Node, metas: Metas) -> str:
-    letters = _Letters.of(metas[0], metas[1], causal=_causal(node, 4))
-    mask = [letters.mask(m) for m in metas[3:]]
-    return f"{', '.join([*letters.operands(), *mask])} -> {', '.join(letters.results())}"
+VARIANTS = {
+    "flash_attention": _Variant("qkv", "yl", 3),
+    "flash_attention_backward": _Variant("yqkvyl", "qkv", 10),
+    "efficient_attention": _Variant("qkvm", "yl", 5),
+    "efficient_attention_backward": _Variant("yqkvmyl", "qkvm", 9, causal=2),
+    "cudnn_attention": _Variant("qkvm", "yl", 5),
+    "cudnn_attention_backward": _Variant("yqkvyl..m", "qkv", 13),
+    "fused_attention_overrideable": _Variant("qkvm", "yl", 4),
+    "fused_attention_overrideable_backward": _Variant("yqkvm.yl", "qkvm", 12),
+    "attention_math": _Variant("qkvm..p", "yp", 4, rows=True),
+    "flash_attention_for_cpu": _Variant("qkv", "yl", 3, rows=True),
+    "flash_attention_for_cpu_backward": _Variant("yqkvyl", "qkv", 6, rows=True),
+}
 
 
-def _flash_backward(node: Node, metas: Metas) -> str:
-    letters = _Letters.of(metas[1], metas[2], causal=_causal(node, 7))
-    operands = [letters.results()[0], *letters.operands(), *letters.results(), *(letters.mask(m) for m in metas[6:])]
-    return f"{', '.join(operands)} -> {', '.join(letters.operands())}"
+def _variant(node: Node) -> _Variant:
+    return VARIANTS[node.packet.removeprefix("aten._scaled_dot_product_")]
 
 
-def _flash_flops(node: Node, metas: Metas) -> float:
-    return _products(*metas[:3])
+def _torchs_own(node: Node, metas: Metas) -> str:
+    """Dropout is not by global position in these kernels, so that where there is some all is whole."""
+    kind = _variant(node)
+    if arg(node, kind.dropout, 0.0, "dropout_p"):
+        return replicated(node, metas)
+    causal = bool(arg(node, kind.dropout + kind.causal, False, "is_causal"))
+    q, k = (metas[operand(node, kind.takes.index(role)) or 0] for role in "qk")
+    letters = _Letters.of(q, k, causal=causal or not kind.rows)
+    terms: list[str] = []
+    for i, value in enumerate((*node.args, *(v for _, v in node.kwargs))):
+        if isinstance(value, Value):
+            role = kind.takes[i] if i < min(len(kind.takes), len(node.args)) else "." if i < len(node.args) else "m"
+            terms.append(letters.of_role(role, metas[len(terms)], f"x{i}_"))
+    results = enumerate(node.outputs)
+    gives = [letters.of_role((kind.gives + "." * 9)[i], m or TensorMeta((), "int64"), f"y{i}_") for i, m in results]
+    alike = f" / b {letters.groups}"  # counters and states of generators
+    gives = [g + alike if i >= len(kind.gives) else g for i, g in enumerate(gives)]
+    return f"{', '.join(terms)} -> {', '.join(gives)}"
 
 
-def _flash_backward_flops(node: Node, metas: Metas) -> float:
-    return BACKWARD * _products(*metas[1:4])
+def _torchs_flops(node: Node, metas: Metas) -> float:
+    first = _variant(node).takes.index("q")
+    return (BACKWARD if first else 1.0) * _products(*metas[first : first + 3])
 
 
-rule(aten._scaled_dot_product_flash_attention_for_cpu, _flash, flops=_flash_flops)
-rule(
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _flash_backward,
-    linear=GRADIENT,
-    flops=_flash_backward_flops,
-)
+for _name in VARIANTS:
+    rule(
+        f"aten._scaled_dot_product_{_name}", _torchs_own, linear=GRADIENT if "backward" in _name else (),
+        flops=_torchs_flops,
+    )  # fmt: skip

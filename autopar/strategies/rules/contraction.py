@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.ir import Node, TensorMeta
-from autopar.strategies.registry import LinearSets, Metas, OpName, aten, rule
+from autopar.ir import Node, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.sharding.spec import ShardingSpec
+from autopar.sharding.strategy import Strategy
+from autopar.strategies.localize import local_length, local_offset
+from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, OpName, aten, lowering, rule
 from autopar.strategies.rules.terms import replicated
 
 BILINEAR: LinearSets = ((0,), (1,))
@@ -56,7 +60,31 @@ _plus_product(aten.baddbmm, "b m [k], b [k] n", "b m n")
 _plus_product(aten.addmv, "m [k], [k]", "m")
 
 
-# Products by group: rows ``t`` belong to experts ``e`` by ``offs``, the cumulative counts; those stay whole.
+# Products of eight-bit numbers, scaled as a whole or by rows and columns, whose units come in sixteens.
+
+
+def _scaled(node: Node, metas: Metas) -> str:
+    result, more = node.outputs[0], metas[4:]  # a bias, which each rank would add, and the scale of the result
+    once = bool(more) or (result is not None and result.itemsize == 1)
+    (_, wide), n = metas[0].shape, _sixteens("n", metas[1].shape[1])
+    k = "[k]" if once else _sixteens("k", wide)
+    scales = [_scale(m, d) for m, d in zip(metas[2:], ("m 1", f"1 {n}", n, n), strict=False)]
+    return f"{', '.join([f'm {k}, {k} {n}', *scales])} -> m {n}"
+
+
+def _sixteens(name: str, length: int) -> str:
+    return f"({name} [{name}_align=16])" if length % 16 == 0 else f"[{name}]"
+
+
+def _scale(meta: TensorMeta, dims: str) -> str:
+    return " ".join(["1"] * len(meta.shape)) or "-" if meta.numel == 1 else dims
+
+
+rule(aten._scaled_mm, _scaled, flops=lambda node, metas: 2.0 * metas[0].numel * metas[1].shape[-1])
+
+
+# Products by group: rows ``t`` belong to experts ``e`` by ``ends``, the cumulative counts. A rank that has some of the
+# experts gives their rows, and zeros for the others.
 
 ALIGNMENT_BYTES = 16  # of rows, which the kernel demands of shards too
 
@@ -71,9 +99,9 @@ def _grouped(node: Node, metas: Metas) -> str:
     if shapes == [3, 3]:
         return f"e m {k}, e {k} {n} -> e m {n}"
     if shapes == [2, 3, 1]:
-        return f"[t] {k}, [e] {k} {n}, [e] -> [t] {n}"
+        return f"[t] {k}, e {k} {n}, [ends] -> [t] {n}"
     if shapes == [2, 2, 1]:  # the gradient of the weight
-        return f"{k} [t], [t] {n}, [e] -> [e] {k} {n}"
+        return f"{k} [t], [t] {n}, [ends] -> e {k} {n}"
     return replicated(node, metas)
 
 
@@ -87,13 +115,45 @@ rule(aten._grouped_mm, _grouped, linear=BILINEAR, flops=_grouped_flops)
 _library = OpName("transformers")
 rule(
     _library.grouped_mm_fallback,
-    "[t] k, [e] k n, [e] -> [t] n",
+    "[t] k, e k n, [ends] -> [t] n",
     linear=BILINEAR,
     flops=lambda node, metas: 2.0 * metas[0].numel * metas[1].shape[-1],
 )
 rule(
     _library.grouped_mm_fallback_backward,
-    "[t] k, [e] k n, [e], [t] n -> [t] k, [e] k n",
+    "[t] k, e k n, [ends], [t] n -> [t] k, e k n",
     linear=((3,),),
     flops=lambda node, metas: 4.0 * metas[0].numel * metas[1].shape[-1],
 )
+
+
+def _first(experts: TensorMeta, spec: ShardingSpec | None) -> LocalArg | None:
+    """The rank's first expert; None where it has all."""
+    return local_offset(experts.shape[0], spec.dims[0]) if spec is not None and spec.dims[0] else None
+
+
+@lowering(aten._grouped_mm)
+def _lower_grouped(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    result = node.outputs[0]
+    assert result is not None
+    shapes, whole = [len(m.shape) for m in metas], (node.op, node.args, node.kwargs)
+    if shapes == [2, 3, 1]:
+        first = _first(metas[1], strategy.inputs[1])
+        return whole if first is None else ("autopar.grouped_mm_part.default", (*node.args[:3], first), ())
+    spec = strategy.outputs[0]
+    first = _first(result, spec) if shapes == [2, 2, 1] else None
+    if first is None or spec is None:
+        return whole
+    experts = local_length(result.shape[0], spec.dims[0], mesh)
+    return "autopar.grouped_mm_part_weight.default", (*node.args[:3], first, experts), ()
+
+
+@lowering(_library.grouped_mm_fallback)
+@lowering(_library.grouped_mm_fallback_backward)
+def _lower_fallback(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    first = _first(metas[1], strategy.inputs[1])
+    if first is None:
+        return node.op, node.args, node.kwargs
+    backward = "_backward" if node.packet.endswith("_backward") else ""
+    operands = (*node.args[: 4 if backward else 3], *(v for _, v in node.kwargs if isinstance(v, Value)))
+    return f"autopar.grouped_mm_part{backward}.default", (*operands, first), ()

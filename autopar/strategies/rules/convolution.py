@@ -1,26 +1,31 @@
 """Convolution. ``n`` samples, ``i`` and ``o`` channels in and out, of each of ``g`` groups.
 
-``h`` is the first dim of space. Where it is cut, the kernel reads rows of the neighbours' shards: operands come with
-halos. The other dims of space are whole, and so is all of it in a transposed convolution.
+``h0``, ``h1`` and ``h2`` are the dims of space. Where one is cut, the kernel reads rows of the neighbours' shards:
+operands come with halos, dim after dim.
 """
 
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
-from autopar.ir import Node
+from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
-from autopar.sharding.halo import Halo, Slide, cutting_axis, halo, own_rows
-from autopar.sharding.local import LocalOffset
+from autopar.sharding.halo import Halo, Slide, Window, halo, own_rows, space_cuts
+from autopar.sharding.local import LocalChoice
+from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.localize import local_length, local_shape
 from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, aten, lowering, rule, windows
 from autopar.strategies.rules.terms import int_arg, ints_arg
 
+APOSTROPHE = "'"
 
-def _space(prefix: str, ndim: int, first: str = "") -> str:
-    return " ".join(first if first and not i else f"[{prefix}{i}]" for i in range(ndim - 2))
+
+def _space(ndim: int, end: str = "") -> str:
+    return " ".join(f"h{i}{end}" for i in range(ndim - 2))
 
 
 def _terms(ndim: int, groups: int, transposed: bool, i: str = "i") -> tuple[str, str, str, str]:
@@ -31,9 +36,8 @@ def _terms(ndim: int, groups: int, transposed: bool, i: str = "i") -> tuple[str,
     else:
         ins, outs = f"(g={groups} [i])", f"(g={groups} [o])"
         weight = f"{ins} [o]" if transposed else f"{outs} [i]"
-    rows = ("", "", "") if transposed else ("h", "", "h'")
-    x, w, y = (_space(side, ndim, first) for side, first in zip("xwy", rows, strict=True))
-    return f"n {ins} {x}", f"{weight} {w}", f"n {outs} {y}", outs
+    kernel = " ".join(f"[w{k}]" for k in range(ndim - 2))
+    return f"n {ins} {_space(ndim)}", f"{weight} {kernel}", f"n {outs} {_space(ndim, APOSTROPHE)}", outs
 
 
 def _convolution(node: Node, metas: Metas) -> str:
@@ -72,51 +76,130 @@ rule(aten.convolution, _convolution, linear=_convolution_sums, flops=_convolutio
 rule(aten.convolution_backward, _convolution_backward, linear=((0,),), flops=_convolution_backward_flops)
 
 
-ROWS = 2  # the first dim of space
+SPACE = 2  # the first dim of space
 
 
-def _slide(node: Node, metas: Metas, *, backward: bool) -> Slide:
-    at = 4 if backward else 3
-    stride, padding, dilation = (ints_arg(node, at + i)[0] for i in range(3))
-    return Slide(stride, padding, dilation * (metas[2 if backward else 1].shape[ROWS] - 1))
+def _slide(node: Node, weight: TensorMeta, dim: int, *, backward: bool) -> Slide:
+    i, at = dim - SPACE, 4 if backward else 3
+    stride, padding, dilation = (_each(node, at + k, len(weight.shape) - SPACE)[i] for k in range(3))
+    return Slide(stride, padding, dilation * (weight.shape[dim] - 1))
+
+
+def _each(node: Node, position: int, n: int) -> tuple[int, ...]:
+    """An argument for each dim of space; one integer is for all."""
+    given = ints_arg(node, position)
+    return given if len(given) == n else given * n
+
+
+@dataclass(frozen=True)
+class _Along:
+    """One dim of space that is cut by ``axis``: the windows of x or of the gradient, and each rank's own rows."""
+
+    dim: int
+    axis: int
+    slide: Slide
+    x: tuple[Window, ...]
+    y: tuple[Window, ...]
+
+    def rows(self, windows: Sequence[Window], own: Sequence[Window]) -> tuple[LocalChoice, LocalChoice]:
+        """Where ``own`` begin in ``windows``, and how many they are."""
+        starts = tuple(o[0] - w[0] for o, w in zip(own, windows, strict=True))
+        return LocalChoice(starts, self.axis), LocalChoice(tuple(b - a for a, b in own), self.axis)
+
+
+def _along(
+    node: Node, spec: ShardingSpec, x: TensorMeta, y: TensorMeta, weight: TensorMeta, mesh: Mesh, *, backward: bool
+) -> list[_Along] | None:
+    """Every dim of space that is cut; None where such cuts are not listed."""
+    cuts = space_cuts(spec, x.shape, SPACE)
+    return None if cuts is None else [
+        _Along(d, a, _slide(node, weight, d, backward=backward), own_rows(x.shape[d], mesh.shape[a]),
+               own_rows(y.shape[d], mesh.shape[a]))
+        for d, a in cuts
+    ]  # fmt: skip
+
+
+def _result(node: Node) -> TensorMeta:
+    result = node.outputs[0]
+    assert result is not None
+    return result
+
+
+def _forward_along(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> list[_Along] | None:
+    return _along(node, strategy.inputs[0], metas[0], _result(node), metas[1], mesh, backward=False)
+
+
+def _backward_along(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> list[_Along] | None:
+    return _along(node, strategy.inputs[1], metas[1], metas[0], metas[2], mesh, backward=True)
+
+
+def _read(c: _Along, *, transposed: bool) -> list[Window]:
+    """Rows of x of which each rank's own results come."""
+    return [c.slide.made_from(rows) if transposed else c.slide.read_for(rows) for rows in c.y]
+
+
+def _gone_into(c: _Along, *, transposed: bool) -> list[Window]:
+    """Rows of the result into which each rank's own rows of x go, and its own."""
+    into = [c.slide.read_for(rows) if transposed else c.slide.made_from(rows) for rows in c.x]
+    return [(min(a, o), max(b, e)) for (a, b), (o, e) in zip(into, c.y, strict=True)]
+
+
+def _all(found: Sequence[Halo | None]) -> tuple[Halo, ...] | None:
+    there = tuple(h for h in found if h is not None)
+    return there if len(there) == len(found) else None
 
 
 @windows(aten.convolution)
 def _convolution_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
-    result, axis = node.outputs[0], cutting_axis(strategy.inputs[0], ROWS)
-    assert result is not None
-    if axis is None:
-        return None if strategy.inputs[0].dims[ROWS] else ()
-    slide = _slide(node, metas, backward=False)
-    needed = [slide.read_for(rows) for rows in own_rows(result.shape[ROWS], mesh.shape[axis])]
-    found = halo(0, ROWS, axis, metas[0].shape[ROWS], needed, mesh)
-    return None if found is None else (found,)
+    along, transposed = _forward_along(node, strategy, metas, mesh), bool(node.args[6])
+    if along is None:
+        return None
+    n = metas[0].shape
+    return _all([halo(0, c.dim, c.axis, n[c.dim], _read(c, transposed=transposed), mesh) for c in along])
 
 
 @windows(aten.convolution_backward)
 def _convolution_backward_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
-    axis = cutting_axis(strategy.inputs[0], ROWS)
-    if axis is None:
-        return None if strategy.inputs[0].dims[ROWS] else ()
-    grad, x = (metas[i].shape[ROWS] for i in (0, 1))
-    slide = _slide(node, metas, backward=True)
-    made = own_rows(grad, mesh.shape[axis])
-    into = [slide.made_from(rows) for rows in own_rows(x, mesh.shape[axis])]
-    of_grad = [(min(a, o), max(b, e)) for (a, b), (o, e) in zip(into, made, strict=True)]
-    found = (
-        halo(0, ROWS, axis, grad, of_grad, mesh),
-        halo(1, ROWS, axis, x, [slide.read_for(rows) for rows in made], mesh),
-    )
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
+    along, transposed = _backward_along(node, strategy, metas, mesh), bool(node.args[7])
+    if along is None:
+        return None
+    found = []
+    for c in along:
+        of_grad = _gone_into(c, transposed=transposed)
+        found.append(halo(0, c.dim, c.axis, metas[0].shape[c.dim], of_grad, mesh))
+        if not transposed:
+            found.append(halo(1, c.dim, c.axis, metas[1].shape[c.dim], _read(c, transposed=False), mesh))
+    return _all(found)
+
+
+def _without_padding(given: Sequence[int], along: Sequence[_Along]) -> tuple[int, ...]:
+    """Where a dim is cut, the halo brings the padding."""
+    cut = {c.dim - SPACE for c in along}
+    return tuple(0 if i in cut else n for i, n in enumerate(given))
+
+
+def _own(along: Sequence[_Along], windows: Sequence[Sequence[Window]], own: Sequence[Sequence[Window]]) -> Any:
+    pairs = [c.rows(w, o) for c, w, o in zip(along, windows, own, strict=True)]
+    return tuple(first for first, _ in pairs), tuple(size for _, size in pairs)
 
 
 @lowering(aten.convolution)
 def _lower_convolution(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    groups, args = int_arg(node, 8), node.args
+    groups, along = int_arg(node, 8), _forward_along(node, strategy, metas, mesh) or []
     local = groups if groups == 1 else local_length(groups, strategy.inputs[0].dims[1], mesh)
-    if strategy.inputs[0].dims[ROWS]:  # the halo brings the padding
-        args = (*args[:4], (0, *ints_arg(node, 4)[1:]), *args[5:])
-    return node.op, (*args[:8], local), node.kwargs
+    padding, dilation, transposed, output_padding = node.args[4:8]
+    n = len(metas[0].shape) - SPACE
+    padding = _without_padding(_each(node, 4, n), along) if along else padding
+    if not (transposed and along):
+        return node.op, (*node.args[:4], padding, dilation, transposed, output_padding, local), node.kwargs
+    made = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in _read(c, transposed=True)] for c in along]
+    first, size = _own(along, made, [c.y for c in along])
+    kwargs: dict[str, LocalArg] = {
+        "stride": _each(node, 3, n), "padding": padding, "dilation": _each(node, 5, n),
+        "output_padding": _without_padding(_each(node, 7, n), along), "groups": local,
+        "dims": tuple(c.dim for c in along), "first": first, "size": size,
+    }  # fmt: skip
+    return "autopar.convolution_transposed_part.default", node.args[:3], tuple(kwargs.items())
 
 
 @lowering(aten.convolution_backward)
@@ -124,24 +207,30 @@ def _lower_convolution_backward(node: Node, strategy: Strategy, metas: Metas, me
     groups, bias, spec = int_arg(node, 9), node.outputs[2], strategy.outputs[2]
     local = groups if groups == 1 else local_length(groups, strategy.inputs[1].dims[1], mesh)
     sizes = node.args[3] if bias is None or spec is None else local_shape(bias.shape, spec, mesh)
-    if strategy.inputs[0].dims[ROWS]:
-        return _lower_rows_backward(node, strategy, metas, mesh, local, sizes)
+    along = _backward_along(node, strategy, metas, mesh) or []
+    if along:
+        return _lower_part_backward(node, along, len(metas[1].shape) - SPACE, local, sizes)
     return node.op, (*node.args[:3], sizes, *node.args[4:9], local, *node.args[10:]), node.kwargs
 
 
-def _lower_rows_backward(
-    node: Node, strategy: Strategy, metas: Metas, mesh: Mesh, groups: LocalArg, sizes: LocalArg
-) -> LocalCall:
-    """The op needs to know, for each rank, its rows of x and of the gradient, and where its window of that begins."""
-    axis = cutting_axis(strategy.inputs[0], ROWS)
-    found = _convolution_backward_windows(node, strategy, metas, mesh)
-    assert axis is not None
-    assert found is not None
-    ways = mesh.shape[axis]
-    own = zip(own_rows(metas[1].shape[ROWS], ways), own_rows(metas[0].shape[ROWS], ways), found[0].windows, strict=True)
-    rows = tuple(n for x, made, (start, _) in own for n in (*x, *made, start))
+def _lower_part_backward(node: Node, along: list[_Along], n: int, groups: LocalArg, sizes: LocalArg) -> LocalCall:
+    """The op needs to know, for each dim that is cut, where the rank's rows are in its window of the gradient."""
+    transposed = bool(node.args[7])
+    windows_ = [_gone_into(c, transposed=transposed) for c in along]
+    made_first, made_size = _own(along, windows_, [c.y for c in along])
+    if transposed:
+        into = [[c.slide.read_for(rows) for rows in c.x] for c in along]
+        first, size = _own(along, windows_, into)
+    else:  # rows of x from which all rows of the gradient's window come
+        reached = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in w] for c, w in zip(along, windows_, strict=True)]
+        first, size = _own(along, reached, [c.x for c in along])
     kwargs: dict[str, LocalArg] = {
-        "bias_sizes": sizes, "stride": node.args[4], "padding": node.args[5], "dilation": node.args[6],
-        "groups": groups, "mask": node.args[10], "at": LocalOffset(ways, (axis,)), "rows": rows,
+        "bias_sizes": sizes, "stride": _each(node, 4, n), "padding": _without_padding(_each(node, 5, n), along),
+        "dilation": _each(node, 6, n), "groups": groups, "mask": node.args[10],
+        "dims": tuple(c.dim for c in along), "first": first, "size": size, "made_first": made_first,
+        "made_size": made_size,
     }  # fmt: skip
-    return "autopar.convolution_rows_backward.default", node.args[:3], tuple(kwargs.items())
+    if transposed:
+        kwargs["output_padding"] = _without_padding(_each(node, 8, n), along)
+    op = "autopar.convolution_transposed_part_backward" if transposed else "autopar.convolution_part_backward"
+    return f"{op}.default", node.args[:3], tuple(kwargs.items())

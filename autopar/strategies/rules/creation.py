@@ -18,7 +18,8 @@ for _op in (aten.full, aten.zeros, aten.ones, aten.empty.memory_format, aten._ef
 rule("placeholder", "-> ...")
 
 for _op in (aten.arange, aten.scalar_tensor, aten.rand, aten.randn, aten.randint, aten.randperm, aten.eye,
-            aten.linspace, aten.tril_indices, aten.triu_indices):  # fmt: skip
+            aten.linspace, aten.logspace, aten.hann_window, aten.hamming_window, aten.blackman_window,
+            aten.bartlett_window, aten.kaiser_window, aten.tril_indices, aten.triu_indices):  # fmt: skip
     rule(_op, replicated)
 
 

@@ -1,9 +1,16 @@
-"""Reading and writing at indices. A dim that is indexed is whole; index dims and the others may be cut."""
+"""Reading and writing at indices. Index dims may be cut, and all others, that which is indexed too.
+
+Of an indexed dim that is cut each rank reads what it has, and zeros for the rest, so that the result is a sum; and it
+writes what goes to its part.
+"""
 
 from __future__ import annotations
 
-from autopar.ir import Node, Value
-from autopar.strategies.registry import LinearSets, Metas, aten, rule
+from autopar.ir import Node, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.sharding.strategy import Strategy
+from autopar.strategies.localize import local_offset
+from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, aten, lowering, rule
 from autopar.strategies.rules.terms import arg, dim_arg, names, replicated, term
 
 rule(aten.embedding, "[v] d, ... -> ... d", linear=((0,),))
@@ -22,9 +29,31 @@ def _embedding_backward(node: Node, metas: Metas) -> str:
 rule(aten.embedding_dense_backward, _embedding_backward, linear=((0,),))
 
 
+def _embedding_bag(node: Node, metas: Metas) -> str:
+    """Bags whose rows are not added but compared: columns are cut, rows whole."""
+    operands = ["[v] d", *(f"[{side}{i}]" for i, side in enumerate("ios"[: len(metas) - 1]))]
+    rest = (m or metas[1] for m in node.outputs[1:])
+    places = (f"[bag{i}] d" if len(m.shape) == 2 else f"[n{i}] / d" for i, m in enumerate(rest))
+    return f"{', '.join(operands)} -> [bag] d, {', '.join(places)}"
+
+
+def _embedding_bag_backward(node: Node, metas: Metas) -> str:
+    rest = (f"[bag{i}] d" if len(m.shape) == 2 else f"[n{i}]" for i, m in enumerate(metas[1:]))
+    return f"[bag] d, {', '.join(rest)} -> [v] d"
+
+
+rule(aten._embedding_bag, _embedding_bag)
+rule(aten._embedding_bag_backward, _embedding_bag_backward, linear=((0,),))
+
+
 def _same(left: tuple[int, ...], right: tuple[int, ...], dim: int) -> list[int]:
     """Dims besides ``dim`` in which the index does not reach the end of the tensor: those are whole."""
     return [i for i in range(len(left)) if i != dim and left[i] != right[i]]
+
+
+def _truth(x: TensorMeta) -> bool:
+    """Truth values have no sum."""
+    return x.dtype == "bool"
 
 
 def _gather(node: Node, metas: Metas) -> str:
@@ -34,7 +63,8 @@ def _gather(node: Node, metas: Metas) -> str:
     dim = dim_arg(node, 1, len(x))
     short = _same(x, index, dim)
     dims = names(len(x))
-    read = term([f"x{i}" if i == dim or i in short else d for i, d in enumerate(dims)], [dim, *short])
+    whole = [dim, *short] if _truth(metas[0]) else short
+    read = term([f"x{i}" if i == dim or i in short else d for i, d in enumerate(dims)], whole)
     indexed = term(["j" if i == dim else f"j{i}" if i in short else d for i, d in enumerate(dims)], short)
     return f"{read}, {indexed} -> {indexed}"
 
@@ -50,7 +80,7 @@ def _scatter(node: Node, metas: Metas) -> str:
     others = [m.shape for m in metas[1:]]
     short = sorted({i for o in others for i in _same(x, o, dim)})
     whole = [dim, *short] if x else []
-    written = term([f"x{i}" if i in whole else d for i, d in enumerate(dims)], whole)
+    written = term([f"x{i}" if i in whole else d for i, d in enumerate(dims)], short)
     rest = (term([f"{s}{i}" if i in whole else d for i, d in enumerate(dims)], whole) for s in "js"[: len(others)])
     return f"{written}, {', '.join(rest)} -> {written}"
 
@@ -70,7 +100,8 @@ def _index_select(node: Node, metas: Metas) -> str:
     dim = dim_arg(node, 1, len(dims))
     index = "j" if metas[1].shape else "-"
     after = [*dims[:dim], "j" if metas[1].shape else "1", *dims[dim + 1 :]]
-    return f"{term(dims, [dim])}, {index} -> {term(after)}" if dims else "-, [one] -> -"
+    whole = [] if metas[1].shape and not _truth(metas[0]) else [dim]
+    return f"{term(dims, whole)}, {index} -> {term(after)}" if dims else "-, [one] -> -"
 
 
 rule(aten.index_select, _index_select, linear=((0,),))
@@ -80,7 +111,7 @@ def _index_add(node: Node, metas: Metas) -> str:
     dims = names(len(metas[0].shape))
     dim = dim_arg(node, 1, len(dims))
     source = [*dims[:dim], "j", *dims[dim + 1 :]]
-    return f"{term(dims, [dim])}, [j], {term(source, [dim])} -> {term(dims, [dim])}"
+    return f"{term(dims)}, [j], {term(source, [dim])} -> {term(dims)}"
 
 
 rule(aten.index_add, _index_add, linear=((0, 2),))
@@ -105,6 +136,11 @@ def _indexed(node: Node) -> tuple[int, ...]:
     return tuple(i for i, index in enumerate(indices) if isinstance(index, Value))
 
 
+def _parted(node: Node, metas: Metas) -> int:
+    """The indexed dim that may be cut: the longest."""
+    return max(_indexed(node), key=lambda i: metas[0].shape[i], default=-1)
+
+
 def _index_terms(node: Node, metas: Metas, indices: Metas, index: str) -> tuple[str, list[str], str] | None:
     """Terms of x, of each index tensor and of what the indices pick; None for masks, whose counts vary.
 
@@ -121,7 +157,8 @@ def _index_terms(node: Node, metas: Metas, indices: Metas, index: str) -> tuple[
     adjacent = not at or at == tuple(range(at[0], at[0] + len(at)))
     front = at[0] if at and adjacent else 0
     terms = [" ".join(picked[width - len(m.shape) :]) or "-" for m in indices]
-    return term(x, at), terms, " ".join([*kept[:front], *picked, *kept[front:]]) or "-"
+    whole = [i for i in at if i != _parted(node, metas) or _truth(metas[0])]
+    return term(x, whole), terms, " ".join([*kept[:front], *picked, *kept[front:]]) or "-"
 
 
 def _index(node: Node, metas: Metas) -> str:
@@ -147,6 +184,91 @@ rule(aten.index.Tensor, _index, linear=((0,),))
 rule(aten._unsafe_index.Tensor, _index, linear=((0,),))
 rule(aten.index_put, _index_put, linear=_index_put_sums)
 rule(aten._unsafe_index_put, _index_put, linear=_index_put_sums)
+
+
+# What a rank runs where the dim that is indexed is cut.
+
+
+def _offset(x: TensorMeta, strategy: Strategy, dim: int) -> LocalArg | None:
+    """Where the rank's part of the indexed dim begins; None where it is whole."""
+    return local_offset(x.shape[dim], strategy.inputs[0].dims[dim]) if strategy.inputs[0].dims[dim] else None
+
+
+def _cut_dim(node: Node, strategy: Strategy, metas: Metas) -> tuple[int, LocalArg | None]:
+    """The dim that the op's second argument names, and where the rank's part of it begins."""
+    if not metas[0].shape:
+        return 0, None
+    dim = dim_arg(node, 1, len(metas[0].shape))
+    return dim, _offset(metas[0], strategy, dim)
+
+
+@lowering(aten.gather)
+def _lower_gather(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    dim, offset = _cut_dim(node, strategy, metas)
+    if offset is None:
+        return node.op, node.args, node.kwargs
+    return "autopar.gather_part.default", (node.args[0], dim, node.args[2], offset), ()
+
+
+@lowering(aten.index_select)
+def _lower_index_select(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    dim, offset = _cut_dim(node, strategy, metas)
+    if offset is None:
+        return node.op, node.args, node.kwargs
+    indices = (*[None] * dim, node.args[2])
+    return "autopar.index_part.default", (node.args[0], indices, dim, offset, metas[0].shape[dim]), ()
+
+
+@lowering(aten.index.Tensor)
+@lowering(aten._unsafe_index.Tensor)
+def _lower_index(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    at = _parted(node, metas)
+    offset = _offset(metas[0], strategy, at) if at >= 0 else None
+    if offset is None:
+        return node.op, node.args, node.kwargs
+    return "autopar.index_part.default", (*node.args[:2], at, offset, metas[0].shape[at]), ()
+
+
+@lowering(aten.index_put)
+@lowering(aten._unsafe_index_put)
+def _lower_index_put(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    at = _parted(node, metas)
+    offset = _offset(metas[0], strategy, at) if at >= 0 else None
+    if offset is None:
+        return node.op, node.args, node.kwargs
+    accumulate = bool(arg(node, 3, False, "accumulate"))
+    args = (*node.args[:3], accumulate, at, offset, metas[0].shape[at])
+    return "autopar.index_put_part.default", args, ()
+
+
+@lowering(aten.scatter.src)
+@lowering(aten.scatter.value)
+@lowering(aten.scatter_add)
+@lowering(aten.scatter_reduce)
+def _lower_scatter(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    x, _, index, given = node.args[:4]
+    at, offset = _cut_dim(node, strategy, metas)
+    if offset is None:
+        return node.op, node.args, node.kwargs
+    kind = {"aten.scatter": "set", "aten.scatter_add": "sum"}.get(node.packet) or str(arg(node, 4, "", "reduce"))
+    source, value = (given, 0) if isinstance(given, Value) else (None, given)
+    rest = (kind, bool(arg(node, 5, True, "include_self")), offset)
+    return "autopar.scatter_part.default", (x, at, index, source, value, *rest), ()
+
+
+@lowering(aten.index_add)
+@lowering(aten.index_copy)
+@lowering(aten.index_reduce)
+def _lower_index_write(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    dim, offset = _cut_dim(node, strategy, metas)
+    if offset is None:
+        return node.op, node.args, node.kwargs
+    kind = node.packet.removeprefix("aten.index_")
+    kind = str(arg(node, 4, "", "reduce")) if kind == "reduce" else kind
+    rest = (kind, node.kwarg("alpha", 1), bool(node.kwarg("include_self", True)), offset)
+    return "autopar.index_write_part.default", (node.args[0], dim, node.args[2], node.args[3], *rest), ()
+
+
 rule(aten.nonzero, replicated)
 rule(aten.masked_scatter, replicated)
 rule(aten.masked_scatter_backward, replicated, linear=((0,),))

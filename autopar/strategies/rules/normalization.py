@@ -1,45 +1,51 @@
-"""Layer, RMS and group normalisation, and their gradients. Operands that are absent have no term."""
+"""Layer, RMS and group normalisation, and their gradients. Operands that are absent have no term.
+
+What is normalised may be cut: ranks then tell each other the moments of their parts, and in the gradient two sums.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.localize import local_length
-from autopar.strategies.registry import LocalCall, Metas, Notation, aten, lowering, rule
-from autopar.strategies.rules.terms import int_arg, ints_arg
+from autopar.strategies.combine import Combine, Operand
+from autopar.strategies.localize import local_length, operand
+from autopar.strategies.registry import LocalArg, LocalCall, Metas, Notation, aten, combining, lowering, rule
+from autopar.strategies.rules.combined import TOLD, cutting, kept, local_counts, result, torch_dtype, wide
+from autopar.strategies.rules.terms import arg, int_arg, ints_arg
+
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
-def _normalized(node: Node, position: int, letter: str = "d") -> str:
-    """The dims that are normalised, never cut."""
-    return " ".join(f"[{letter}{i}]" for i in range(len(ints_arg(node, position, "normalized_shape"))))
-
-
-def _ones(node: Node, position: int) -> str:
-    return " ".join("1" for _ in ints_arg(node, position, "normalized_shape"))
+def _normalized(node: Node, position: int) -> tuple[str, str, str]:
+    """The dims that are normalised, as dims of one element, and the statistics' independence of them."""
+    dims = [f"d{i}" for i in range(len(ints_arg(node, position, "normalized_shape")))]
+    return " ".join(f"{{{d}}}" for d in dims), " ".join("1" for _ in dims), f"/ {' '.join(dims)}"
 
 
 def _layer_norm(node: Node, metas: Metas) -> str:
-    d, one = _normalized(node, 1), _ones(node, 1)
+    d, one, alike = _normalized(node, 1)
     affine = f", {d}" * (len(metas) - 1)
-    return f"... {d}{affine} -> ... {d}, ... {one}, ... {one}"
+    return f"... {d}{affine} -> ... {d}, ... {one} {alike}, ... {one} {alike}"
 
 
 def _layer_norm_backward(node: Node, metas: Metas) -> str:
-    d, one = _normalized(node, 2), _ones(node, 2)
+    d, one, _ = _normalized(node, 2)
     affine = f", {d}" * (len(metas) - 4)
     return f"... {d}, ... {d}, ... {one}, ... {one}{affine} -> ... {d}, {d}, {d}"
 
 
 def _rms_norm(node: Node, metas: Metas) -> str:
-    d, one = _normalized(node, 1), _ones(node, 1)
-    return f"... {d}{f', {d}' * (len(metas) - 1)} -> ... {d}, ... {one}"
+    d, one, alike = _normalized(node, 1)
+    return f"... {d}{f', {d}' * (len(metas) - 1)} -> ... {d}, ... {one} {alike}"
 
 
 def _rms_norm_backward(node: Node, metas: Metas) -> str:
-    d, one = _normalized(node, 2), _ones(node, 2)
+    d, one, _ = _normalized(node, 2)
     return f"... {d}, ... {d}, ... {one}{f', {d}' * (len(metas) - 3)} -> ... {d}, {d}"
 
 
@@ -50,19 +56,26 @@ rule(aten._fused_rms_norm_backward, _rms_norm_backward, linear=((0,),))
 
 
 def _group_norm(node: Node, metas: Metas) -> str:
-    channels = f"(g={int_arg(node, 6)} [q])"
-    x = f"n {channels} {_spatial(metas[0].shape)}"
-    return f"{x}{f', {channels}' * (len(metas) - 1)} -> {x}, n g, n g"
+    channels, x = _channels(node, metas[0], 6)
+    alike = f"/ {' '.join(_inside(node, metas[0], 6))}"
+    return f"{x}{f', {channels}' * (len(metas) - 1)} -> {x}, n g {alike}, n g {alike}"
 
 
 def _group_norm_backward(node: Node, metas: Metas) -> str:
-    channels = f"(g={int_arg(node, 8)} [q])"
-    x = f"n {channels} {_spatial(metas[1].shape)}"
+    channels, x = _channels(node, metas[1], 8)
     return f"{x}, {x}, n g, n g{f', {channels}' * (len(metas) - 4)} -> {x}, {channels}, {channels}"
 
 
-def _spatial(shape: tuple[int, ...]) -> str:
-    return " ".join(f"[s{i}]" for i in range(len(shape) - 2))
+def _channels(node: Node, x: TensorMeta, groups_at: int) -> tuple[str, str]:
+    """Channels and samples. Channels within a group are cut where there is one group alone."""
+    groups = int_arg(node, groups_at)
+    channels = f"(g={groups} {'{q}' if groups == 1 else '[q]'})"
+    return channels, f"n {channels} {' '.join(f'{{s{i}}}' for i in range(len(x.shape) - 2))}"
+
+
+def _inside(node: Node, x: TensorMeta, groups_at: int) -> list[str]:
+    """The factors over which a group's statistics are taken."""
+    return ["q"] * (int_arg(node, groups_at) == 1) + [f"s{i}" for i in range(len(x.shape) - 2)]
 
 
 rule(aten.native_group_norm, _group_norm)
@@ -91,6 +104,103 @@ def _local_counts(node: Node, strategy: Strategy, mesh: Mesh, *, x: int, counts:
         local_length(groups, channels, mesh),
     )
     return node.op, (*node.args[:counts], *local, *node.args[counts + 4 :]), node.kwargs
+
+
+# Where what is normalised is cut.
+
+
+def _dtype(node: Node, index: int) -> str:
+    return torch_dtype(result(node, index).dtype)
+
+
+def _last(node: Node, metas: Metas, position: int, x: int = 0) -> list[int]:
+    ndim = len(metas[x].shape)
+    return list(range(ndim - len(ints_arg(node, position, "normalized_shape")), ndim))
+
+
+def _vector(node: Node, position: int) -> Operand | None:
+    at = operand(node, position)
+    return None if at is None else Operand(at)
+
+
+def _told(strategy: Strategy, metas: Metas, dims: Sequence[int], mesh: Mesh, x: int = 0) -> tuple[TensorMeta]:
+    return (TensorMeta((2, *kept(strategy, metas[x], dims, mesh, operand=x)), wide(metas[x].dtype)),)
+
+
+@combining(aten.native_layer_norm, aten._fused_rms_norm)
+def _combined_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+    dims = _last(node, metas, 1)
+    axes, layer = cutting(strategy, dims), node.packet == "aten.native_layer_norm"
+    if not axes:
+        return None
+    eps = arg(node, 4 if layer else 3, None, "eps")
+    finish: tuple[Any, ...] = (Operand(0), TOLD, _vector(node, 2), *([_vector(node, 3)] if layer else []))
+    # Without an epsilon RMS norm takes the dtype's own.
+    options = (("counts", local_counts(strategy, metas, dims, mesh)), ("dtype", _dtype(node, 1)),
+               ("eps", EPSILON[metas[0].dtype] if eps is None else eps))  # fmt: skip
+    op = f"autopar.{'layer' if layer else 'rms'}_norm_of_moments.default"
+    summary = ("autopar.moments.default", (Operand(0), tuple(dims)), ())
+    return Combine(summary, _told(strategy, metas, dims, mesh), axes, (op, finish, options))
+
+
+@combining(aten.native_layer_norm_backward, aten._fused_rms_norm_backward)
+def _combined_norm_backward(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+    dims, layer = _last(node, metas, 2, x=1), node.packet == "aten.native_layer_norm_backward"
+    axes = cutting(strategy, dims, 1)
+    if not axes:
+        return None
+    mean = Operand(2) if layer else None
+    first = (Operand(0), Operand(1), mean, Operand(3 if layer else 2), _vector(node, 5 if layer else 4))
+    count = math.prod(metas[1].shape[d] for d in dims)
+    options = (("count", count), ("own", tuple(range(dims[0]))), ("mask", node.args[7 if layer else 5]))
+    op = f"autopar.{'layer' if layer else 'rms'}_norm_backward_of_sums.default"
+    summary = ("autopar.norm_sums.default", (*first, tuple(dims)), ())
+    return Combine(summary, _told(strategy, metas, dims, mesh, 1), axes, (op, (*first, TOLD), options))
+
+
+def _group_told(strategy: Strategy, metas: Metas, groups: LocalArg, x: int, mesh: Mesh) -> tuple[TensorMeta]:
+    samples, channels = strategy.inputs[x].local_shape(metas[x].shape, mesh)[:2]
+    of = groups if isinstance(groups, int) else channels  # on the fullest rank, at most
+    return (TensorMeta((2, samples, of, 1, 1), wide(metas[x].dtype)),)
+
+
+def _cut_inside(node: Node, strategy: Strategy, groups: int, x: int) -> list[int]:
+    """The dims of x over which statistics are taken that may be cut."""
+    assert isinstance(node.args[x], Value)
+    return [*([1] if groups == 1 else []), *range(2, len(strategy.inputs[x].dims))]
+
+
+@combining(aten.native_group_norm)
+def _combined_group_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+    groups, spec = int_arg(node, 6), strategy.inputs[0]
+    dims = _cut_inside(node, strategy, groups, 0)
+    axes = cutting(strategy, dims)
+    if not axes:
+        return None
+    own: LocalArg = 1 if groups == 1 else local_length(groups, spec.dims[1], mesh)
+    counted = local_counts(strategy, metas, dims, mesh)
+    each = 1 if groups == 1 else metas[0].shape[1] // groups
+    options = (("groups", own), ("counts", tuple(n * each for n in counted)), ("eps", node.args[7]),
+               ("dtype", _dtype(node, 1)))  # fmt: skip
+    finish = (Operand(0), TOLD, _vector(node, 1), _vector(node, 2))
+    summary = ("autopar.group_moments.default", (Operand(0), own), ())
+    told = _group_told(strategy, metas, own, 0, mesh)
+    return Combine(summary, told, axes, ("autopar.group_norm_of_moments.default", finish, options))
+
+
+@combining(aten.native_group_norm_backward)
+def _combined_group_norm_backward(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+    groups, spec = int_arg(node, 8), strategy.inputs[1]
+    axes = cutting(strategy, _cut_inside(node, strategy, groups, 1), 1)
+    if not axes:
+        return None
+    own: LocalArg = 1 if groups == 1 else local_length(groups, spec.dims[1], mesh)
+    first = (*map(Operand, range(4)), _vector(node, 4))
+    count = math.prod(metas[1].shape[1:]) // groups
+    options = (("groups", own), ("count", count), ("mask", node.args[9]))
+    finish = ("autopar.group_norm_backward_of_sums.default", (*first, TOLD), options)
+    summary = ("autopar.group_norm_sums.default", (*first, own), ())
+    return Combine(summary, _group_told(strategy, metas, own, 1, mesh), axes, finish)
 
 
 # Batch normalisation in one op sees all samples of a channel, unless its statistics are given.

@@ -11,7 +11,7 @@ FIRST = """
     deg2rad rad2deg div.Scalar div.Tensor true_divide.Tensor true_divide.Scalar mul.Scalar
     gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward
     leaky_relu_backward elu_backward softplus_backward hardsigmoid_backward hardswish_backward mish_backward
-    logit_backward native_dropout_backward _prelu_kernel_backward
+    logit_backward native_dropout_backward _prelu_kernel_backward zero
 """
 
 # Linear in each operand while the other is whole.

@@ -1,175 +1,230 @@
-"""Pooling of images: samples, channels and rows ``h`` are cut, columns are whole.
+"""Pooling of images and volumes: samples, channels and dims of space are cut.
 
-Where rows are cut, the window reads rows of the neighbours' shards. With ``ceil_mode``, or where padding does not
-count, rows stay whole.
+Where a dim of space is cut, the window reads rows of the neighbours' shards. With ``ceil_mode``, or where padding does
+not count, space stays whole.
 """
 
 from __future__ import annotations
 
-from autopar.ir import Node
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
-from autopar.sharding.halo import Halo, Slide, cutting_axis, halo, own_rows
-from autopar.sharding.local import LocalOffset
+from autopar.sharding.halo import Halo, Slide, Window, halo, own_rows, space_cuts
+from autopar.sharding.local import LocalChoice
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, aten, lowering, rule, windows
+from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, lowering, rule, windows
 from autopar.strategies.rules.terms import arg, ints_arg
 
 LINEAR: LinearSets = ((0,),)
 
 
-def _pair(node: Node, position: int, default: tuple[int, int]) -> tuple[int, int]:
-    given = ints_arg(node, position) or default
-    return (given[0], given[-1])
+@dataclass(frozen=True)
+class _Pool:
+    """One op of a kind of pooling in ``n`` dims, by where its arguments are.
+
+    Args:
+        at: position of the kernel; stride and padding come after it.
+        ceil: of ``ceil_mode``.
+        counts: of whether padding counts, of an average.
+        dilation: of a maximum.
+    """
+
+    n: int
+    at: int
+    ceil: int
+    counts: int | None = None
+    dilation: int | None = None
+
+    def numbers(self, node: Node, position: int, default: tuple[int, ...]) -> tuple[int, ...]:
+        given = ints_arg(node, position) or default
+        return given if len(given) == self.n else given * self.n
+
+    def geometry(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Kernel, stride and padding."""
+        kernel = self.numbers(node, self.at, (1,))
+        return kernel, self.numbers(node, self.at + 1, kernel), self.numbers(node, self.at + 2, (0,))
+
+    def dilations(self, node: Node) -> tuple[int, ...]:
+        return (1,) * self.n if self.dilation is None else self.numbers(node, self.dilation, (1,))
+
+    def slides(self, node: Node) -> bool:
+        counts = self.counts is None or bool(arg(node, self.counts, True)) or not any(self.geometry(node)[2])
+        return counts and not bool(arg(node, self.ceil, False))
+
+    def slide(self, node: Node, i: int) -> Slide:
+        kernel, stride, padding = self.geometry(node)
+        return Slide(stride[i], padding[i], self.dilations(node)[i] * (kernel[i] - 1))
+
+    def terms(self, node: Node) -> tuple[str, str]:
+        """Of x and of the result."""
+        if not self.slides(node):
+            return tuple("... " + " ".join(f"[{side}{i}]" for i in range(self.n)) for side in "xy")  # type: ignore[return-value]
+        dims = [f"h{i}" for i in range(self.n)]
+        return f"... {' '.join(dims)}", f"... {' '.join(d + APOSTROPHE for d in dims)}"
+
+    def along(self, node: Node, strategy: Strategy, x: TensorMeta, operand: int) -> tuple[tuple[int, int], ...] | None:
+        """The dims of space that are cut, and by which axis."""
+        return space_cuts(strategy.inputs[operand], x.shape, len(x.shape) - self.n)
 
 
-def _geometry(node: Node, at: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Kernel, stride and padding from argument ``at`` on."""
-    kernel = _pair(node, at, (1, 1))
-    return kernel, _pair(node, at + 1, kernel), _pair(node, at + 2, (0, 0))
+APOSTROPHE = "'"
 
 
-def _slides(node: Node, *, at: int, ceil_at: int, counts_at: int | None = None) -> bool:
-    padding = _geometry(node, at)[2]
-    counts = counts_at is None or bool(arg(node, counts_at, True)) or padding[0] == 0
-    return counts and not bool(arg(node, ceil_at, False))
+def _forward(kind: _Pool, fill: float) -> Callable[[Node, Strategy, Metas, Mesh], tuple[Halo, ...] | None]:
+    def found(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
+        result, shape = node.outputs[0], metas[0].shape
+        cuts = kind.along(node, strategy, metas[0], 0)
+        if cuts is None or result is None:
+            return None
+        made = []
+        for dim, axis in cuts:
+            slide = kind.slide(node, dim - len(shape) + kind.n)
+            needed = [slide.read_for(rows) for rows in own_rows(result.shape[dim], mesh.shape[axis])]
+            made.append(halo(0, dim, axis, shape[dim], needed, mesh, fill))
+        return _all(made)
+
+    return found
 
 
-def _rows(cut: bool) -> tuple[str, str]:
-    return ("... h [x1]", "... h' [y1]") if cut else ("... [x0] [x1]", "... [y0] [y1]")
-
-
-def _maximum(node: Node, metas: Metas) -> str:
-    x, y = _rows(_slides(node, at=1, ceil_at=5))
-    return f"{x} -> {y}, {y}"
-
-
-def _maximum_backward(node: Node, metas: Metas) -> str:
-    x, y = _rows(_slides(node, at=2, ceil_at=6))
-    return f"{y}, {x}, {y} -> {x}"
-
-
-def _average(node: Node, metas: Metas) -> str:
-    x, y = _rows(_slides(node, at=1, ceil_at=4, counts_at=5))
-    return f"{x} -> {y}"
-
-
-def _average_backward(node: Node, metas: Metas) -> str:
-    x, y = _rows(_slides(node, at=2, ceil_at=5, counts_at=6))
-    return f"{y}, {x} -> {x}"
-
-
-rule(aten.max_pool2d_with_indices, _maximum)
-rule(aten.max_pool2d_with_indices_backward, _maximum_backward, linear=LINEAR)
-rule(aten.avg_pool2d, _average, linear=LINEAR)
-rule(aten.avg_pool2d_backward, _average_backward, linear=LINEAR)
-
-
-def _slide(node: Node, at: int, dilation: int = 1) -> Slide:
-    kernel, stride, padding = _geometry(node, at)
-    return Slide(stride[0], padding[0], dilation * (kernel[0] - 1))
-
-
-def _forward(
-    node: Node, strategy: Strategy, metas: Metas, mesh: Mesh, slide: Slide, fill: float
-) -> tuple[Halo, ...] | None:
-    result, dim = node.outputs[0], len(metas[0].shape) - 2
-    axis = cutting_axis(strategy.inputs[0], dim)
-    if axis is None or result is None:
-        return None if strategy.inputs[0].dims[dim] else ()
-    needed = [slide.read_for(rows) for rows in own_rows(result.shape[dim], mesh.shape[axis])]
-    found = halo(0, dim, axis, metas[0].shape[dim], needed, mesh, fill)
-    return None if found is None else (found,)
-
-
-def _backward(
-    strategy: Strategy, metas: Metas, mesh: Mesh, slide: Slide, operands: tuple[int, ...]
-) -> tuple[Halo, ...] | None:
+def _backward(kind: _Pool, operands: Sequence[int]) -> Callable[[Node, Strategy, Metas, Mesh], tuple[Halo, ...] | None]:
     """``operands``: that come from the result, of which each rank needs what its own rows of x went into."""
-    dim = len(metas[1].shape) - 2
-    axis = cutting_axis(strategy.inputs[1], dim)
-    if axis is None:
-        return None if strategy.inputs[1].dims[dim] else ()
-    into = [slide.made_from(rows) for rows in own_rows(metas[1].shape[dim], mesh.shape[axis])]
-    found = [halo(i, dim, axis, metas[i].shape[dim], into, mesh) for i in operands]
-    whole = tuple(h for h in found if h is not None)
-    return whole if len(whole) == len(found) else None
+
+    def found(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
+        cuts = kind.along(node, strategy, metas[1], 1)
+        if cuts is None:
+            return None
+        made = []
+        for dim, axis in cuts:
+            into = _into(kind, node, metas, dim, axis, mesh)
+            made += [halo(i, dim, axis, metas[i].shape[dim], into, mesh) for i in operands]
+        return _all(made)
+
+    return found
 
 
-def _dilation(node: Node, position: int) -> tuple[int, int]:
-    return _pair(node, position, (1, 1))
+def _into(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> list[Window]:
+    """Rows of the result into which each rank's own rows of x go."""
+    shape = metas[1].shape
+    slide = kind.slide(node, dim - len(shape) + kind.n)
+    return [slide.made_from(rows) for rows in own_rows(shape[dim], mesh.shape[axis])]
 
 
-@windows(aten.max_pool2d_with_indices)
-def _maximum_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
-    slide = _slide(node, 1, _dilation(node, 4)[0])
-    return _forward(node, strategy, metas, mesh, slide, float("-inf"))
+def _all(found: Sequence[Halo | None]) -> tuple[Halo, ...] | None:
+    there = tuple(h for h in found if h is not None)
+    return there if len(there) == len(found) else None
 
 
-@windows(aten.avg_pool2d)
-def _average_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
-    return _forward(node, strategy, metas, mesh, _slide(node, 1), 0.0)
+def _padding(kind: _Pool, node: Node, shape: Sequence[int], cuts: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Where a dim is cut, the halo brings the padding."""
+    cut = {dim - len(shape) + kind.n for dim, _ in cuts}
+    return tuple(0 if i in cut else p for i, p in enumerate(kind.geometry(node)[2]))
 
 
-@windows(aten.max_pool2d_with_indices_backward)
-def _maximum_backward_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
-    return _backward(strategy, metas, mesh, _slide(node, 2, _dilation(node, 5)[0]), (0, 2))
+def _starts(
+    n: int, shape: Sequence[int], cuts: Sequence[tuple[int, int]], rows: Callable[[int, int], Sequence[Window]]
+) -> tuple[int | LocalChoice, ...]:
+    """Where the rank's rows of each dim of space begin."""
+    starts: list[int | LocalChoice] = [0] * n
+    for dim, axis in cuts:
+        starts[dim - len(shape) + n] = LocalChoice(tuple(start for start, _ in rows(dim, axis)), axis)
+    return tuple(starts)
 
 
-@windows(aten.avg_pool2d_backward)
-def _average_backward_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
-    return _backward(strategy, metas, mesh, _slide(node, 2), (0,))
+def _maximum(n: int) -> None:
+    op, kind = f"aten.max_pool{n}d_with_indices", _Pool(n, 1, 5, dilation=4)
+    back, kind_back = f"{op}_backward", _Pool(n, 2, 6, dilation=5)
+
+    def forward(node: Node, metas: Metas) -> str:
+        x, y = kind.terms(node)
+        return f"{x} -> {y}, {y}"
+
+    def backward(node: Node, metas: Metas) -> str:
+        x, y = kind_back.terms(node)
+        return f"{y}, {x}, {y} -> {x}"
+
+    rule(op, forward)
+    rule(back, backward, linear=LINEAR)
+    find = windows(op)(_forward(kind, float("-inf")))
+    windows(back)(_backward(kind_back, (0, 2)))
+
+    @lowering(op)
+    def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+        halos, shape = find(node, strategy, metas, mesh), metas[0].shape
+        cuts = kind.along(node, strategy, metas[0], 0)
+        if not halos or not cuts:
+            return node.op, node.args, node.kwargs
+        of = {h.dim: h.windows for h in halos}
+        kernel, stride, _ = kind.geometry(node)
+        kwargs: dict[str, LocalArg] = {
+            "kernel": kernel, "stride": stride, "padding": _padding(kind, node, shape, cuts),
+            "dilation": kind.dilations(node), "starts": _starts(n, shape, cuts, lambda dim, axis: of[dim]),
+            "whole": shape[len(shape) - n :],
+        }  # fmt: skip
+        return "autopar.max_pool_part.default", node.args[:1], tuple(kwargs.items())
+
+    @lowering(back)
+    def lower_back(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+        shape, cuts = metas[1].shape, kind_back.along(node, strategy, metas[1], 1)
+        if not cuts:
+            return node.op, node.args, node.kwargs
+        own = _starts(n, shape, cuts, lambda dim, axis: own_rows(shape[dim], mesh.shape[axis]))
+        kwargs: dict[str, LocalArg] = {"starts": own, "whole": shape[len(shape) - n :]}
+        return "autopar.max_pool_part_backward.default", (*node.args[:2], node.args[7]), tuple(kwargs.items())
 
 
-def _at(halos: tuple[Halo, ...], mesh: Mesh) -> LocalOffset:
-    """Which of the windows is the rank's."""
-    return LocalOffset(mesh.shape[halos[0].axis], (halos[0].axis,))
+def _average(n: int) -> None:
+    op, kind = f"aten.avg_pool{n}d", _Pool(n, 1, 4, counts=5)
+    back, kind_back = f"{op}_backward", _Pool(n, 2, 5, counts=6)
+
+    def forward(node: Node, metas: Metas) -> str:
+        x, y = kind.terms(node)
+        return f"{x} -> {y}"
+
+    def backward(node: Node, metas: Metas) -> str:
+        x, y = kind_back.terms(node)
+        return f"{y}, {x} -> {x}"
+
+    rule(op, forward, linear=LINEAR)
+    rule(back, backward, linear=LINEAR)
+    windows(op)(_forward(kind, 0.0))
+    windows(back)(_backward(kind_back, (0,)))
+
+    @lowering(op)
+    def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+        cuts = kind.along(node, strategy, metas[0], 0)
+        if not cuts:
+            return node.op, node.args, node.kwargs
+        kernel, stride, _ = kind.geometry(node)
+        padding = _padding(kind, node, metas[0].shape, cuts)
+        return node.op, (node.args[0], kernel, stride, padding, *node.args[4:]), node.kwargs
+
+    @lowering(back)
+    def lower_back(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+        shape, cuts = metas[1].shape, kind_back.along(node, strategy, metas[1], 1)
+        if not cuts:
+            return node.op, node.args, node.kwargs
+        kernel, stride, _ = kind_back.geometry(node)
+        firsts = tuple(LocalChoice(_first(kind_back, node, metas, dim, axis, mesh), axis) for dim, axis in cuts)
+        kwargs: dict[str, LocalArg] = {
+            "kernel": kernel, "stride": stride, "padding": _padding(kind_back, node, shape, cuts),
+            "include": bool(arg(node, 6, True)), "divisor": arg(node, 7), "dims": tuple(dim for dim, _ in cuts),
+            "first": firsts,
+        }  # fmt: skip
+        return "autopar.avg_pool_part_backward.default", node.args[:2], tuple(kwargs.items())
 
 
-def _own_starts(halos: tuple[Halo, ...], metas: Metas, mesh: Mesh) -> tuple[int, ...]:
-    n = metas[1].shape[halos[0].dim]
-    return tuple(start for start, _ in own_rows(n, mesh.shape[halos[0].axis]))
+def _first(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> tuple[int, ...]:
+    """Where each rank's own rows of x are among those from which its window of the gradient comes."""
+    shape = metas[1].shape
+    slide = kind.slide(node, dim - len(shape) + kind.n)
+    into = _into(kind, node, metas, dim, axis, mesh)
+    own = own_rows(shape[dim], mesh.shape[axis])
+    return tuple(o - slide.read_for((a, b))[0] for (o, _), (a, b) in zip(own, into, strict=True))
 
 
-@lowering(aten.max_pool2d_with_indices)
-def _lower_maximum(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    halos = _maximum_windows(node, strategy, metas, mesh)
-    if not halos:
-        return node.op, node.args, node.kwargs
-    kernel, stride, padding = _geometry(node, 1)
-    kwargs: dict[str, LocalArg] = {
-        "kernel": kernel, "stride": stride, "padding": padding, "dilation": _dilation(node, 4), "at": _at(halos, mesh),
-        "starts": tuple(start for start, _ in halos[0].windows),
-    }  # fmt: skip
-    return "autopar.max_pool_rows.default", node.args[:1], tuple(kwargs.items())
+for _n in (2, 3):
+    _maximum(_n)
+    _average(_n)
 
-
-@lowering(aten.avg_pool2d)
-def _lower_average(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    if not _average_windows(node, strategy, metas, mesh):
-        return node.op, node.args, node.kwargs
-    kernel, stride, padding = _geometry(node, 1)  # the halo brings the padding
-    return node.op, (node.args[0], kernel, stride, (0, padding[1]), *node.args[4:]), node.kwargs
-
-
-@lowering(aten.max_pool2d_with_indices_backward)
-def _lower_maximum_backward(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    halos = _maximum_backward_windows(node, strategy, metas, mesh)
-    if not halos:
-        return node.op, node.args, node.kwargs
-    kwargs: dict[str, LocalArg] = {"at": _at(halos, mesh), "starts": _own_starts(halos, metas, mesh)}
-    return "autopar.max_pool_rows_backward.default", (*node.args[:2], node.args[7]), tuple(kwargs.items())
-
-
-@lowering(aten.avg_pool2d_backward)
-def _lower_average_backward(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    halos = _average_backward_windows(node, strategy, metas, mesh)
-    if not halos:
-        return node.op, node.args, node.kwargs
-    kernel, stride, padding = _geometry(node, 2)
-    firsts = (start for start, _ in halos[0].windows)
-    rows = tuple(n for pair in zip(_own_starts(halos, metas, mesh), firsts, strict=True) for n in pair)
-    kwargs: dict[str, LocalArg] = {
-        "kernel": kernel, "stride": stride, "padding": padding, "include": bool(arg(node, 6, True)),
-        "divisor": arg(node, 7), "at": _at(halos, mesh), "rows": rows,
-    }  # fmt: skip
-    return "autopar.avg_pool_rows_backward.default", node.args[:2], tuple(kwargs.items())

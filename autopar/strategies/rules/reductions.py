@@ -1,78 +1,96 @@
 """Reductions, scans and softmax.
 
 A sum or a maximum over a cut dim is partial. A mean is not: ranks may hold different counts, so the dims that are
-averaged stay whole, as do those of every op that sees all of a dim at once.
+averaged stay whole, as do those of a median. Where a dim is ``{d}``, ranks tell each other of their parts: how, is in
+``combined``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from autopar.ir import Node
 from autopar.strategies.registry import LinearSets, Metas, Notation, OpName, aten, rule
 from autopar.strategies.rules.terms import arg, dim_arg, dims_arg, names, term
 
 
-def _reduced(ndim: int, dims: Sequence[int], keep: bool, *, whole: bool, results: int = 1) -> str:
+def _reduced(ndim: int, dims: Sequence[int], keep: bool, *, cut: str, results: int = 1) -> str:
+    """``cut``: how a dim that is reduced is written."""
     before = names(ndim)
     after = ["1" if i in dims else d for i, d in enumerate(before) if keep or i not in dims]
-    return f"{term(before, dims if whole else ())} -> {', '.join([' '.join(after) or '-'] * results)}"
+    told = f" / {' '.join(before[i] for i in dims)}" if cut == TOLD and dims else ""
+    operand = " ".join(cut.format(d) if i in dims else d for i, d in enumerate(before)) or "-"
+    return f"{operand} -> {', '.join([(' '.join(after) or '-') + told] * results)}"
 
 
-def _over(dims_at: int | None, keep_at: int | None, *, whole: bool, results: int = 1) -> Notation:
+PARTIAL, WHOLE, TOLD = "{}", "[{}]", "{{{}}}"
+"""What becomes of a dim that is reduced: cut, the result then being partial; never cut; or cut where ranks tell."""
+
+
+def _over(dims_at: int | None, keep_at: int | None, cut: str, *, results: int = 1) -> Notation:
     """Reduction over the dims in argument ``dims_at``; all of them where it is None or absent."""
 
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)
         dims = tuple(range(ndim)) if dims_at is None or ndim == 0 else dims_arg(node, dims_at, ndim)
         keep = keep_at is not None and bool(arg(node, keep_at, False, "keepdim"))
-        return _reduced(ndim, dims, keep, whole=whole, results=results)
+        return _reduced(ndim, dims, keep, cut=cut, results=results)
 
     return notation
 
 
-rule(aten.sum.default, _over(None, None, whole=False), linear=((0,),))
-rule(aten.sum.dim_IntList, _over(1, 2, whole=False), linear=((0,),))
-rule(aten.mean.default, _over(None, None, whole=True), linear=((0,),))
-rule(aten.mean.dim, _over(1, 2, whole=True), linear=((0,),))
-rule(aten.nansum, _over(1, 2, whole=False))
-rule(aten.count_nonzero, _over(1, None, whole=False))
+def _extremes(node: Node, metas: Metas) -> str:
+    """The least and the greatest over one dim, or over all: what is cut would need two reductions in one op."""
+    ndim, dim = len(metas[0].shape), node.kwarg("dim")
+    dims = range(ndim) if dim is None else [int(cast(int, dim)) % max(ndim, 1)]
+    return _reduced(ndim, dims, bool(node.kwarg("keepdim", False)), cut=WHOLE, results=2)
 
-rule(aten.amax, _over(1, 2, whole=False), reduction="max")
-rule(aten.amin, _over(1, 2, whole=False), reduction="min")
-rule(aten.max.default, _over(None, None, whole=False), reduction="max")
-rule(aten.min.default, _over(None, None, whole=False), reduction="min")
-rule(aten.max.dim, _over(1, 2, whole=True, results=2))
-rule(aten.min.dim, _over(1, 2, whole=True, results=2))
+
+rule(aten.sum.default, _over(None, None, PARTIAL), linear=((0,),))
+rule(aten.sum.dim_IntList, _over(1, 2, PARTIAL), linear=((0,),))
+rule(aten.mean.default, _over(None, None, WHOLE), linear=((0,),))
+rule(aten.mean.dim, _over(1, 2, WHOLE), linear=((0,),))
+rule(aten.nansum, _over(1, 2, PARTIAL))
+rule(aten.count_nonzero, _over(1, None, PARTIAL))
+
+rule(aten.amax, _over(1, 2, PARTIAL), reduction="max")
+rule(aten.amin, _over(1, 2, PARTIAL), reduction="min")
+rule(aten.max.default, _over(None, None, PARTIAL), reduction="max")
+rule(aten.min.default, _over(None, None, PARTIAL), reduction="min")
+rule(aten.max.dim, _over(1, 2, TOLD, results=2))
+rule(aten.min.dim, _over(1, 2, TOLD, results=2))
+rule(aten.aminmax, _extremes)
 rule(aten.max.other, "..., ... -> ...", elementwise=True)
 rule(aten.min.other, "..., ... -> ...", elementwise=True)
-rule(aten.argmax, _over(1, 2, whole=True))
-rule(aten.argmin, _over(1, 2, whole=True))
+rule(aten.argmax, _over(1, 2, TOLD))
+rule(aten.argmin, _over(1, 2, TOLD))
 
-rule(aten.any.default, _over(None, None, whole=True))
-rule(aten.any.dim, _over(1, 2, whole=True))
-rule(aten.any.dims, _over(1, 2, whole=True))
-rule(aten.all.default, _over(None, None, whole=True))
-rule(aten.all.dim, _over(1, 2, whole=True))
-rule(aten.all.dims, _over(1, 2, whole=True))
-rule(aten.prod.default, _over(None, None, whole=True))
-rule(aten.prod.dim_int, _over(1, 2, whole=True))
+rule(aten.any.default, _over(None, None, TOLD))
+rule(aten.any.dim, _over(1, 2, TOLD))
+rule(aten.any.dims, _over(1, 2, TOLD))
+rule(aten.all.default, _over(None, None, TOLD))
+rule(aten.all.dim, _over(1, 2, TOLD))
+rule(aten.all.dims, _over(1, 2, TOLD))
+rule(aten.prod.default, _over(None, None, TOLD))
+rule(aten.prod.dim_int, _over(1, 2, TOLD))
 
 
 def _moments(results: int) -> Notation:
     """Variances: ``correction`` and ``keepdim`` are keyword arguments of the newest overload."""
-    return _over(1, 3, whole=True, results=results)
+    return _over(1, 3, TOLD, results=results)
 
 
 rule(aten.var.correction, _moments(1))
 rule(aten.std.correction, _moments(1))
 rule(aten.var_mean.correction, _moments(2))
-rule(aten.logsumexp, _over(1, 2, whole=True))
-rule(aten.linalg_vector_norm, _over(2, 3, whole=True))
-rule(aten.norm.ScalarOpt_dim, _over(2, 3, whole=True))
-rule(aten.median.default, _over(None, None, whole=True))
-rule(aten.median.dim, _over(1, 2, whole=True, results=2))
-rule(aten.nanmedian.dim, _over(1, 2, whole=True, results=2))
+rule(aten.std_mean.correction, _moments(2))
+rule(aten.logsumexp, _over(1, 2, TOLD))
+rule(aten.linalg_vector_norm, _over(2, 3, TOLD))
+rule(aten.norm.ScalarOpt_dim, _over(2, 3, TOLD))
+rule(aten.median.default, _over(None, None, WHOLE))
+rule(aten.median.dim, _over(1, 2, WHOLE, results=2))
+rule(aten.nanmedian.dim, _over(1, 2, WHOLE, results=2))
 
 
 def _one_of(dim_at: int) -> Notation:
@@ -81,7 +99,7 @@ def _one_of(dim_at: int) -> Notation:
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)
         keep = bool(arg(node, dim_at + 1, False, "keepdim"))
-        return _reduced(ndim, [dim_arg(node, dim_at, ndim, -1)], keep, whole=True, results=2)
+        return _reduced(ndim, [dim_arg(node, dim_at, ndim, -1)], keep, cut=WHOLE, results=2)
 
     return notation
 
@@ -90,12 +108,13 @@ rule(aten.kthvalue, _one_of(2))
 rule(aten.mode, _one_of(1))
 
 
-def _along(position: int, *, results: int = 1, default: int = 0, name: str = "dim") -> Notation:
-    """All operands and results have the same dims, and the one that is an argument is whole."""
+def _along(position: int, cut: str = TOLD, *, results: int = 1, default: int = 0, name: str = "dim") -> Notation:
+    """All operands and results have the same dims; ``cut`` says what becomes of the one that is an argument."""
 
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)
-        dims = term(names(ndim), [dim_arg(node, position, ndim, default, name)])
+        at = dim_arg(node, position, ndim, default, name)
+        dims = " ".join(cut.format(d) if i == at else d for i, d in enumerate(names(ndim))) or "-"
         return f"{', '.join([dims] * len(metas))} -> {', '.join([dims] * results)}"
 
     return notation
@@ -112,9 +131,9 @@ _each([aten.cummax, aten.cummin], _along(1, results=2))
 _each([aten._softmax, aten._log_softmax, aten._safe_softmax], _along(1))
 _each([aten.softmax.int, aten.log_softmax.int], _along(1))
 _each([aten._softmax_backward_data, aten._log_softmax_backward_data], _along(2), ((0,),))
-_each([aten.sort.default], _along(1, results=2, default=-1))
-_each([aten.sort.stable], _along(2, results=2, default=-1))  # ``stable`` is a keyword, or comes first
-_each([aten.argsort.default], _along(1, default=-1))
+_each([aten.sort.default], _along(1, WHOLE, results=2, default=-1))
+_each([aten.sort.stable], _along(2, WHOLE, results=2, default=-1))  # ``stable`` is a keyword, or comes first
+_each([aten.argsort.default], _along(1, WHOLE, default=-1))
 
 
 def _halved(node: Node, metas: Metas) -> str:
@@ -131,10 +150,10 @@ rule(aten.glu_backward, _halved, linear=((0,),))
 
 
 def _topk(node: Node, metas: Metas) -> str:
-    ndim = len(metas[0].shape)
-    dim = dim_arg(node, 2, ndim, -1)
-    after = [f"k{i}" if i == dim else d for i, d in enumerate(names(ndim))]
-    return f"{term(names(ndim), [dim])} -> {', '.join([term(after, [dim])] * 2)}"
+    dims = names(len(metas[0].shape))
+    at = dim_arg(node, 2, len(dims), -1)
+    before, after = (" ".join(to if i == at else d for i, d in enumerate(dims)) for to in (f"{{d{at}}}", "[k]"))
+    return f"{before} -> {', '.join([f'{after} / d{at}'] * 2)}"
 
 
 rule(aten.topk, _topk)

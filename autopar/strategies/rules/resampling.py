@@ -1,4 +1,4 @@
-"""Pooling, interpolation and sampling of images: samples and channels are cut, space is whole."""
+"""Adaptive pooling and sampling of images: samples and channels are cut, space is whole."""
 
 from __future__ import annotations
 
@@ -23,24 +23,12 @@ def _unpooled(n: int, *, indices: bool = False) -> str:
 LINEAR: LinearSets = ((0,),)
 
 for _n in (2, 3):
-    if _n == 3:  # of images see ``pooling``
-        rule("aten.max_pool3d_with_indices", _pooled(3, results=2))
-        rule("aten.max_pool3d_with_indices_backward", _unpooled(3, indices=True), linear=LINEAR)
-        rule("aten.avg_pool3d", _pooled(3), linear=LINEAR)
-        rule("aten.avg_pool3d_backward", _unpooled(3), linear=LINEAR)
     rule(f"aten._adaptive_avg_pool{_n}d", _pooled(_n), linear=LINEAR)
     rule(f"aten._adaptive_avg_pool{_n}d_backward", _unpooled(_n), linear=LINEAR)
     rule(f"aten.adaptive_max_pool{_n}d", _pooled(_n, results=2))
     rule(f"aten.adaptive_max_pool{_n}d_backward", _unpooled(_n, indices=True), linear=LINEAR)
 
 rule(aten.max_unpool2d, f"... {_space('y', 2)}, ... {_space('y', 2)} -> ... {_space('x', 2)}", linear=LINEAR)
-
-for _kind in ("nearest1d", "linear1d", "nearest2d", "bilinear2d", "bicubic2d", "nearest3d", "trilinear3d"):
-    _n = int(_kind[-2])
-    _resized = f"n c {_space('x', _n)} -> n c {_space('y', _n)}"
-    for _name in [f"aten.upsample_{_kind}", *([f"aten._upsample_nearest_exact{_n}d"] if "nearest" in _kind else [])]:
-        rule(_name, _resized, linear=LINEAR)
-        rule(f"{_name}_backward", _resized, linear=LINEAR, shape_args={2: 0})  # the result's shape
 
 _SAMPLED = "n c [x0] [x1], n y0 y1 [xy]"
 rule(aten.grid_sampler_2d, f"{_SAMPLED} -> n c y0 y1", linear=LINEAR)

@@ -1,0 +1,328 @@
+"""Norms whose statistics are of elements that several ranks hold.
+
+Each rank tells the mean and the sum of squared deviations of its own, with ``moments``; from those of all ranks the
+op is finished (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
+1979). Gradients need two sums, which ranks tell likewise. ``counts``: of how many elements each rank's moments are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autopar.ops.registration import accumulation_dtype, define, once_differentiable
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def _moments(x: Tensor, dims: list[int]) -> Tensor:
+    """Mean and sum of squared deviations over ``dims``: [2, ...], those dims being of one element."""
+    variance, mean = torch.var_mean(_wide(x), dims, correction=0, keepdim=True)
+    count = math.prod(x.shape[d] for d in dims)
+    return torch.stack([mean, variance * count])
+
+
+def _kept(x: Tensor, dims: list[int]) -> list[int]:
+    reduced = {d % x.ndim for d in dims}
+    return [1 if i in reduced else n for i, n in enumerate(x.shape)]
+
+
+def _moments_fake(x: Tensor, dims: list[int]) -> Tensor:
+    return x.new_empty([2, *_kept(x, dims)], dtype=accumulation_dtype(x.dtype))
+
+
+def _combined(told: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, int]:
+    """Mean and sum of squared deviations of what all ranks hold, and how many elements that are."""
+    total = sum(counts)
+    weights = torch.tensor(counts, dtype=told.dtype, device=told.device).view(-1, *[1] * (told.ndim - 2))
+    means = told[:, 0]
+    mean = (means * weights).sum(0) / total
+    return mean, (told[:, 1] + (means - mean).square_() * weights).sum(0), total
+
+
+def _var_mean(
+    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The variance, or with ``root`` the standard deviation, and the mean."""
+    mean, deviations, total = _combined(told, counts)
+    variance = deviations / max(total - correction, 0)
+    return (variance.sqrt_() if root else variance).to(dtype).view(shape), mean.to(dtype).view(shape)
+
+
+def _var_mean_fake(
+    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return told.new_empty(shape, dtype=dtype), told.new_empty(shape, dtype=dtype)
+
+
+def _variance(
+    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    return _var_mean(told, counts, correction, root, shape, dtype)[0]
+
+
+def _variance_fake(
+    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    return told.new_empty(shape, dtype=dtype)
+
+
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        y = y.mul_(weight) if torch.result_type(y, weight) == y.dtype else y * weight
+    return y if bias is None else y + bias
+
+
+def _layer_norm(
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mean, deviations, total = _combined(told, counts)
+    rstd = (deviations / total + eps).rsqrt_()
+    y = (_wide(x) - mean).mul_(rstd)
+    return _affine(y, weight, bias).to(x.dtype).contiguous(), mean.to(dtype), rstd.to(dtype)
+
+
+def _layer_norm_fake(
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    like = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like, told.new_empty(told.shape[2:], dtype=dtype), told.new_empty(told.shape[2:], dtype=dtype)
+
+
+def _rms_norm(
+    x: Tensor, told: Tensor, weight: Tensor | None, *, counts: list[int], eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    mean, deviations, total = _combined(told, counts)
+    rstd = (deviations / total + mean.square() + eps).rsqrt_()
+    return _affine(_wide(x) * rstd, weight, None).to(x.dtype).contiguous(), rstd.to(dtype)
+
+
+def _rms_norm_fake(
+    x: Tensor, told: Tensor, weight: Tensor | None, *, counts: list[int], eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), told.new_empty(told.shape[2:], dtype=dtype)
+
+
+def _scaled(grad: Tensor, weight: Tensor | None) -> Tensor:
+    """The gradient of the normalised elements."""
+    return _wide(grad) if weight is None else _wide(grad) * weight
+
+
+def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    return _wide(x) * rstd if mean is None else (_wide(x) - mean).mul_(rstd)
+
+
+def _norm_sums(
+    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, dims: list[int]
+) -> Tensor:
+    """Sums over ``dims`` of the normalised elements' gradient and of it times them: [2, ...]."""
+    scaled = _scaled(grad, weight)
+    first = scaled.sum(dims, keepdim=True)
+    return torch.stack([first, scaled.mul(_normalized(x, mean, rstd)).sum(dims, keepdim=True)])
+
+
+def _norm_sums_fake(
+    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, dims: list[int]
+) -> Tensor:
+    return x.new_empty([2, *_kept(x, dims)], dtype=accumulation_dtype(x.dtype))
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
+    count: int, own: list[int], mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight and bias, the latter two summed over the dims ``own`` that they do not have."""
+    first, second = told.sum(0).unbind()
+    normal = _normalized(x, mean, rstd)
+    wide, dtype = _wide(grad), grad.dtype if weight is None else weight.dtype
+    dw = (wide * normal).sum(own, keepdim=False).to(dtype) if mask[1] else wide.new_empty(0)
+    db = wide.sum(own, keepdim=False).to(dtype) if len(mask) > 2 and mask[2] else wide.new_empty(0)
+    if not mask[0]:
+        return x.new_empty(0), dw, db
+    # dx = rstd (g - sum(g) / count - xhat sum(g xhat) / count); no mean is taken off in RMS norm
+    dx = _scaled(grad, weight) - normal.mul_(second / count)
+    if mean is not None:
+        dx -= first / count
+    return dx.mul_(rstd).to(x.dtype).contiguous(), dw.contiguous(), db.contiguous()
+
+
+def _norm_backward_fake(
+    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
+    count: int, own: list[int], mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape, dtype = [n for i, n in enumerate(x.shape) if i not in own], grad.dtype if weight is None else weight.dtype
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if mask[0] else x.new_empty(0)
+    wide = accumulation_dtype(x.dtype)
+    dw = x.new_empty(shape, dtype=dtype) if mask[1] else x.new_empty(0, dtype=wide)
+    return dx, dw, x.new_empty(shape, dtype=dtype) if len(mask) > 2 and mask[2] else x.new_empty(0, dtype=wide)
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
+    count: int, own: list[int], mask: list[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _norm_backward(grad, x, mean, rstd, weight, told, count=count, own=own, mask=mask)[:2]
+
+
+def _rms_norm_backward_fake(
+    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
+    count: int, own: list[int], mask: list[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _norm_backward_fake(grad, x, mean, rstd, weight, told, count=count, own=own, mask=mask)[:2]
+
+
+# Group norm: the same on views [samples, groups, channels of a group, space].
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, -1)
+
+
+def _by_channel(vector: Tensor | None, groups: int) -> Tensor | None:
+    return None if vector is None else vector.view(1, groups, -1, 1)
+
+
+def _group_moments(x: Tensor, groups: int) -> Tensor:
+    return _moments(_grouped(x, groups), [2, 3])
+
+
+def _group_moments_fake(x: Tensor, groups: int) -> Tensor:
+    return x.new_empty([2, x.shape[0], groups, 1, 1], dtype=accumulation_dtype(x.dtype))
+
+
+def _group_norm(
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int],
+    eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    affine = _by_channel(weight, groups), _by_channel(bias, groups)
+    y, mean, rstd = _layer_norm(_grouped(x, groups), told, *affine, counts=counts, eps=eps, dtype=dtype)
+    return y.view(x.shape), mean.view(x.shape[0], groups), rstd.view(x.shape[0], groups)
+
+
+def _group_norm_fake(
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int],
+    eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    like = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like, told.new_empty([x.shape[0], groups], dtype=dtype), told.new_empty([x.shape[0], groups], dtype=dtype)
+
+
+def _group_norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, groups: int) -> Tensor:
+    of_group = mean[..., None, None], rstd[..., None, None]
+    return _norm_sums(_grouped(grad, groups), _grouped(x, groups), *of_group, _by_channel(weight, groups), [2, 3])
+
+
+def _group_norm_sums_fake(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, groups: int
+) -> Tensor:
+    return _group_moments_fake(x, groups)
+
+
+def _group_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, told: Tensor, *, groups: int,
+    count: int, mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    of_group = mean[..., None, None], rstd[..., None, None]
+    views = _grouped(grad, groups), _grouped(x, groups)
+    weight = _by_channel(weight, groups)
+    dx, dw, db = _norm_backward(*views, *of_group, weight, told, count=count, own=[0, 3], mask=mask)
+    return (dx.view(x.shape) if mask[0] else dx), dw.flatten(), db.flatten()
+
+
+def _group_norm_backward_fake(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, told: Tensor, *, groups: int,
+    count: int, mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dims = [0, *range(2, x.ndim)]
+    return _norm_backward_fake(grad, x, mean, rstd, weight, told, count=count, own=dims, mask=mask)
+
+
+define(
+    "moments(Tensor x, int[] dims) -> Tensor",
+    _moments,
+    _moments_fake,
+)
+define(
+    "variance_of_moments(Tensor told, SymInt[] counts, float correction, bool root, SymInt[] shape,"
+    " ScalarType dtype) -> Tensor",
+    _variance,
+    _variance_fake,
+)
+define(
+    "var_mean_of_moments(Tensor told, SymInt[] counts, float correction, bool root, SymInt[] shape,"
+    " ScalarType dtype) -> (Tensor, Tensor)",
+    _var_mean,
+    _var_mean_fake,
+)
+define(
+    "layer_norm_of_moments(Tensor x, Tensor told, Tensor? weight, Tensor? bias, *, SymInt[] counts,"
+    " float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _layer_norm,
+    _layer_norm_fake,
+)
+define(
+    "rms_norm_of_moments(Tensor x, Tensor told, Tensor? weight, *, SymInt[] counts, float eps,"
+    " ScalarType dtype) -> (Tensor, Tensor)",
+    _rms_norm,
+    _rms_norm_fake,
+)
+define(
+    "norm_sums(Tensor grad, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, int[] dims) -> Tensor",
+    _norm_sums,
+    _norm_sums_fake,
+)
+define(
+    "rms_norm_backward_of_sums(Tensor grad, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor"
+    " told, *, SymInt count, int[] own, bool[] mask) -> (Tensor, Tensor)",
+    _rms_norm_backward,
+    _rms_norm_backward_fake,
+)
+define(
+    "layer_norm_backward_of_sums(Tensor grad, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight,"
+    " Tensor told, *, SymInt count, int[] own, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    _norm_backward,
+    _norm_backward_fake,
+)
+define(
+    "group_moments(Tensor x, SymInt groups) -> Tensor",
+    _group_moments,
+    _group_moments_fake,
+)
+define(
+    "group_norm_of_moments(Tensor x, Tensor told, Tensor? weight, Tensor? bias, *, SymInt groups,"
+    " SymInt[] counts, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _group_norm,
+    _group_norm_fake,
+)
+define(
+    "group_norm_sums(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, SymInt groups) -> Tensor",
+    _group_norm_sums,
+    _group_norm_sums_fake,
+)
+define(
+    "group_norm_backward_of_sums(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor"
+    " told, *, SymInt groups, SymInt count, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    _group_norm_backward,
+    _group_norm_backward_fake,
+)
+for _name in (
+    "moments",
+    "variance_of_moments",
+    "var_mean_of_moments",
+    "layer_norm_of_moments",
+    "rms_norm_of_moments",
+    "norm_sums",
+    "rms_norm_backward_of_sums",
+    "layer_norm_backward_of_sums",
+    "group_moments",
+    "group_norm_of_moments",
+    "group_norm_sums",
+    "group_norm_backward_of_sums",
+):
+    once_differentiable(_name)

@@ -1,0 +1,95 @@
+"""Work that nothing waits for, such as gradients of weights, behind the collectives that the backward waits for.
+
+A backward is a chain from the loss to the inputs. Under tensor parallelism collectives are links of it, and the next
+link waits for each. Gradients of weights, their sums and their reductions hang beside the chain. They are computed
+where autograd made them, before the collective; here each is put off until the next collective of the chain is
+launched, which so goes out earlier and hides behind them. Operands live until then: the exact memory of the result
+counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.ir import Graph
+from autopar.program import Op, Program
+
+PRODUCTS = frozenset({"autopar.contract", "aten.convolution_backward", "autopar.attention_backward"})
+"""Ops by which the chain is known: a reduced gradient that is only cast or added to another is at its end."""
+
+
+def deferred(program: Program, graph: Graph) -> tuple[Op, ...]:
+    """The ops of ``program`` with what hangs beside the backward's chain behind the collectives of the chain."""
+    begin = next((i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input"), None)
+    if begin is None:
+        return program.ops
+    ops = program.ops[begin:]
+    links = _links(ops, graph)
+    if not links:
+        return program.ops
+    return (*program.ops[:begin], *_put_off(ops, links, _leading(ops, links)))
+
+
+def _links(ops: Sequence[Op], graph: Graph) -> set[str]:
+    """Collectives of the chain: what they send is computed in the backward, and what they bring is multiplied there."""
+    computed: set[str] = set()
+    for op in ops:
+        if op.kind in ("compute", "decomposed") or any(name in computed for name in op.reads):
+            computed.update(t.name for t in op.writes)
+    used: set[str] = set()
+    found = set()
+    for op in reversed(ops):
+        multiplies = op.kind == "decomposed" or (op.kind == "compute" and graph.by_name[op.node].packet in PRODUCTS)
+        reaches = multiplies or any(t.name in used for t in op.writes)
+        if op.is_collective and reaches and any(name in computed for name in op.reads):
+            found.add(op.name)
+        if reaches:
+            used.update(op.reads)
+    return found
+
+
+def _leading(ops: Sequence[Op], links: set[str]) -> set[str]:
+    """Ops that lead to a collective of the chain: these are the chain."""
+    needed: set[str] = set()
+    found = set()
+    for op in reversed(ops):
+        if op.name in links or any(t.name in needed for t in op.writes):
+            found.add(op.name)
+            needed.update(op.reads)
+    return found
+
+
+def _put_off(ops: Sequence[Op], links: set[str], leading: set[str]) -> Iterator[Op]:
+    last = max(i for i, op in enumerate(ops) if op.name in links)
+    waiting: list[Op] = []
+    made: set[str] = set()
+    read: set[str] = set()
+
+    def release() -> Iterator[Op]:
+        yield from waiting
+        waiting.clear()
+        made.clear()
+        read.clear()
+
+    for i, op in enumerate(ops):
+        if i < last and op.name not in leading and not _stands(op) and not _overwrites(op):
+            waiting.append(op)
+            made.update(t.name for t in op.writes)
+            read.update(op.reads)
+            continue
+        if any(name in made for name in op.reads) or (_overwrites(op) and op.reads[op.operand] in read):
+            yield from release()
+        yield op
+        if op.name in links:
+            yield from release()
+    yield from release()
+
+
+def _stands(op: Op) -> bool:
+    """Whether an op keeps its place: transfers have places of their own."""
+    return op.kind == "input" or op.is_transfer or (op.kind == "wait" and len(op.reads) > 1)
+
+
+def _overwrites(op: Op) -> bool:
+    return op.in_place and op.kind == "compute"
+

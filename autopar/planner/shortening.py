@@ -1,0 +1,140 @@
+"""A deep program as two shorter ones, which tell how long it takes.
+
+Layers that are alike stand in a program as a run of equal ops, once in each phase; some can be taken out. Ways to
+arrange collectives are compared on programs of few layers: what one more adds is the same at any depth, but for
+launches that carry a share of several, so the two differ by a few times as many layers as the largest launch spans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.program import Op, Program
+
+LEAST, MORE = 4, 4
+"""Layers of the shorter program, and how many more the other has."""
+
+BUCKETS = 2
+"""Of the largest launch, so many are in the shorter program, and twice as many in what the other has more."""
+
+WORTH = 0.6
+"""Where both have more than this share of the layers, nothing is saved."""
+
+MOST_PERIODS = 64
+LEAST_RUN = 64
+"""Distances at which ops are looked for that are alike, and ops in a phase from which on it is worth it."""
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """``programs`` of so many ``layers`` as a program that has ``depth``."""
+
+    programs: tuple[Program, Program]
+    layers: tuple[int, int]
+    depth: int
+
+    def seconds(self, few_s: float, more_s: float) -> float:
+        """What the whole takes, where the two take so long."""
+        few, more = self.layers
+        return more_s + (self.depth - more) * (more_s - few_s) / (more - few)
+
+
+class _Run(NamedTuple):
+    """Ops from ``start`` that repeat after ``period``, ``copies`` times in all."""
+
+    start: int
+    period: int
+    copies: int
+
+
+def shortened(program: Program, share: float) -> Shortened | None:
+    """Two programs of fewer layers; None where no layers repeat, or they are few.
+
+    Args:
+        share: of the layers, the most whose collectives go in one launch.
+    """
+    ops = program.ops
+    turn = next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
+    runs = {"forward": _repeated(ops, 0, turn), "backward": _repeated(ops, turn, len(ops))}
+    found = [run for run in runs.values() if run is not None]
+    if not found:
+        return None
+    depth = min(run.copies for run in found)
+    span = math.ceil(share * depth)
+    few = max(LEAST, BUCKETS * span)
+    more = few + max(MORE, 2 * BUCKETS * span)
+    if few + more > WORTH * 2 * depth:
+        return None
+    both = _without(program, found, depth - few), _without(program, found, depth - more)
+    return Shortened(both, (few, more), depth)
+
+
+def _repeated(ops: Sequence[Op], start: int, end: int) -> _Run | None:
+    """The longest run of a phase."""
+    if end - start < LEAST_RUN:
+        return None
+    names: dict[object, int] = {}
+    kinds = np.array(
+        [
+            names.setdefault((op.kind, id(op.strategy), op.seconds, op.wire_bytes, len(op.reads)), len(names))
+            for op in ops[start:end]
+        ]
+    )
+    best, longest = None, 0
+    for period in _periods(kinds):
+        at, length = _longest(kinds[period:] == kinds[:-period])
+        if length > longest and length >= 2 * period:
+            best, longest = _Run(start + at, period, length // period + 1), length
+    return best
+
+
+def _periods(kinds: npt.NDArray[np.int64]) -> list[int]:
+    """Distances between equal ops, the shortest first, of those kinds that are in every layer just once or so."""
+    order = np.argsort(kinds, kind="stable")
+    same = kinds[order][1:] == kinds[order][:-1]
+    gaps, counts = np.unique(np.diff(order)[same], return_counts=True)
+    often = np.sort(np.argsort(-counts * gaps, kind="stable")[:MOST_PERIODS])
+    return [int(gap) for gap in gaps[often] if gap < len(kinds)]
+
+
+def _longest(same: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Where the longest stretch begins, and its length."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0]))))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    at = int(lengths.argmax())
+    return int(edges[2 * at]), int(lengths[at])
+
+
+def _without(program: Program, runs: Sequence[_Run], gone: int) -> Program:
+    """The program without so many copies in the middle of each run; what follows reads what the last one there made."""
+    ops = program.ops
+    kept: list[Op] = []
+    at = 0
+    for run in runs:
+        begin = run.start + (run.copies - gone) // 2 * run.period
+        end = begin + gone * run.period
+        names = _names(ops[end - run.period : end], ops[begin - run.period : begin])
+        kept += ops[at:begin]
+        kept += [_reading(op, names) for op in ops[end : end + run.period]]
+        at = end + run.period
+    return Program((*kept, *ops[at:]), ())
+
+
+def _names(layer: Sequence[Op], other: Sequence[Op]) -> dict[str, str]:
+    """Of each tensor that ``layer`` makes, the one that ``other`` makes in its place."""
+    pairs = zip(layer, other, strict=True)
+    return {a.name: b.name for one, two in pairs for a, b in zip(one.writes, two.writes, strict=False)}
+
+
+def _reading(op: Op, names: dict[str, str]) -> Op:
+    if names.keys().isdisjoint(op.reads):
+        return op
+    return replace(op, reads=tuple(names.get(name, name) for name in op.reads))

@@ -1,0 +1,67 @@
+"""Which ranks of a mesh differ in what they hold: those whose shards of unevenly cut dims have other lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+
+from autopar.mesh import Mesh
+from autopar.program import Program
+from autopar.sharding.spec import chunk, length
+
+Cut = tuple[int, tuple[int, ...]]
+"""Length of a dim, and the axes that cut it."""
+
+
+def unequal_ranks(program: Program, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """One coordinate of each kind of rank, the first rank's first: all others hold the same as one of these."""
+    return _kinds(frozenset(_cuts(program)), mesh)
+
+
+def _cuts(program: Program) -> Iterator[Cut]:
+    """Of all tensors of the program, what cuts their dims."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    for op in program.ops:
+        for tensor in op.writes:
+            key = tensor.meta.shape, id(tensor.spec)
+            if key not in seen:
+                seen.add(key)
+                yield from ((n, axes) for n, axes in zip(tensor.meta.shape, tensor.spec.dims, strict=True) if axes)
+
+
+@lru_cache(maxsize=256)
+def _kinds(cuts: frozenset[Cut], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    uneven = sorted(cut for cut in cuts if not _is_even(*cut, mesh))
+    different = [_different(uneven, axis, mesh) for axis in range(mesh.ndim)]
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for coordinate in product(*different):
+        found.setdefault(tuple(length(n, axes, mesh, coordinate) for n, axes in uneven), coordinate)
+    return tuple(found.values())
+
+
+def _is_even(n: int, axes: tuple[int, ...], mesh: Mesh) -> bool:
+    for a in axes:
+        if n % mesh.shape[a]:
+            return False
+        n //= mesh.shape[a]
+    return True
+
+
+def _different(cuts: list[Cut], axis: int, mesh: Mesh) -> list[int]:
+    """Places along ``axis`` of which no two cut every dim alike."""
+    before = {n for cut in cuts for n in _lengths_before(*cut, axis, mesh)}
+    found: dict[tuple[int, ...], int] = {}
+    for at in range(mesh.shape[axis]):
+        found.setdefault(tuple(chunk(n, mesh.shape[axis], at)[1] for n in sorted(before)), at)
+    return list(found.values())
+
+
+def _lengths_before(n: int, axes: tuple[int, ...], axis: int, mesh: Mesh) -> set[int]:
+    """What the axes before ``axis`` may leave of a dim for it to cut; nothing where it cuts none."""
+    if axis not in axes:
+        return set()
+    lengths = {n}
+    for a in axes[: axes.index(axis)]:
+        lengths = {chunk(m, mesh.shape[a], at)[1] for m in lengths for at in range(mesh.shape[a])}
+    return lengths

@@ -1,0 +1,328 @@
+"""The ways to arrange the collectives of a program: which go together, where each launch stands, and what a step takes.
+
+To try one costs milliseconds: what is computed between two events is one event for the streams of `planner.timeline`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import attrgetter
+
+from autopar.ir import Phase
+from autopar.planner.movable import Movable, Parts, together
+from autopar.planner.packing import packs
+from autopar.planner.pricing import Prices
+from autopar.planner.timeline import Event, simulated_seconds
+from autopar.program import Arrangement, Op
+
+PREFETCHES = (0, 1, 2, 4)
+SIZES = (1, 4, 16)
+"""Times the bytes that take as long to send as a launch: less is dominated by the launch, more hides no better. Also
+tried are 0, each by itself, and all together."""
+
+NEGLIGIBLE = 0.05
+"""Of the bytes that are sent, a share that hardly matters."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One collective or several together, at a place among the ops that stay."""
+
+    members: tuple[Movable, ...]
+    place: int
+
+    @property
+    def order(self) -> tuple[bool, int, int, int]:
+        """What is needed first goes first where several are launched at one place."""
+        first = self.members[0]
+        return first.op.phase == "backward", self.place, ("middle", "early", "late").index(first.kind), first.at
+
+
+@dataclass
+class Ways:
+    """The ways to arrange the collectives of a program.
+
+    Args:
+        whole: of the program of which this one is a part, whose sizes are tried.
+    """
+
+    parts: Parts
+    prices: Prices
+    whole: Ways | None = None
+    _groups: dict[tuple[str, int], list[tuple[Movable, ...]]] = field(default_factory=dict)
+    _priced: dict[tuple[int, ...], tuple[float, float, int]] = field(default_factory=dict)
+    _copied: dict[int, float] = field(default_factory=dict)
+    _launch_of: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def search(self, seconds: Callable[[Arrangement], float], deadline: float) -> dict[Arrangement, float]:
+        """Simulated seconds of the ways that were tried: first how to reduce, then how to gather."""
+        tried: dict[Arrangement, float] = {}
+
+        def best() -> Arrangement:
+            return min(tried, key=lambda a: (tried[a], a.prefetch, a.gathered_bytes, a.reduced_bytes))
+
+        def look(ways: Iterable[Arrangement]) -> None:
+            for a in ways:
+                if a not in tried and (not tried or time.perf_counter() < deadline):
+                    tried[a] = seconds(a)
+
+        of = self.whole or self
+        reduced, gathered = of.sizes("late"), of.sizes("early")
+        look(Arrangement(r, 0, 1 if of._of_kind["early"] else 0) for r in reduced)
+        some = best()
+        if of._of_kind["early"]:
+            look(replace(some, gathered_bytes=g, prefetch=d) for g in gathered for d in PREFETCHES)
+        some = best()
+        look(replace(some, reduced_bytes=r) for r in reduced)
+        return tried
+
+    def sizes(self, kind: str) -> list[int]:
+        """Bytes from which on to launch together."""
+        if not self._of_kind[kind]:
+            return [0]
+        total = self._total_bytes(kind)
+        return sorted({0, *(min(times * self.launch_bytes(kind), total) for times in SIZES), total})
+
+    def launch_bytes(self, kind: str) -> int:
+        """Bytes that take as long as the launch, along the axis where that is the most."""
+        return max(map(self._launch_bytes, self._of_kind[kind]), default=0)
+
+    def largest_share(self) -> float:
+        """Of what can go together, the most that goes in one launch where it takes several."""
+        shares = [0.0]
+        for kind in ("early", "late"):
+            most = SIZES[-1] * self.launch_bytes(kind)
+            sent: dict[tuple[object, ...], int] = {}
+            for m in self._of_kind[kind]:
+                if m.op.wire_bytes < most:
+                    sent[m.key] = sent.get(m.key, 0) + m.op.wire_bytes
+            several = max(most, NEGLIGIBLE * self._total_bytes(kind))
+            shares += [most / size for size in sent.values() if size > several]
+        return max(shares)
+
+    def _total_bytes(self, kind: str) -> int:
+        return sum(m.op.wire_bytes for m in self._of_kind[kind]) + 1
+
+    def _launch_bytes(self, m: Movable) -> int:
+        """Bytes that take as long as the launch."""
+        step = m.op.step
+        assert step is not None
+        key = step.kind, step.axis
+        if key not in self._launch_of:
+            alpha_s, beta_s_per_byte = self.prices.collectives.lines(*key)[-1]
+            self._launch_of[key] = int(alpha_s / beta_s_per_byte) if beta_s_per_byte else 0
+        return self._launch_of[key]
+
+    def seconds(self, a: Arrangement) -> float:
+        """What a step takes, with what is computed between two events as one."""
+        return simulated_seconds(self.events(a), self.prices.overlap)
+
+    def events(self, a: Arrangement) -> Iterator[Event]:
+        """What happens in this arrangement."""
+        at = 0
+        for launch in self._launches(a):
+            if launch.place > at:
+                yield from self._computed(at, launch.place)
+                at = launch.place
+            yield self._event(launch.members)
+        yield from self._computed(at, len(self.parts.fixed))
+
+    def _computed(self, start: int, end: int) -> Iterator[Event]:
+        """Between two places."""
+        for event in self._events[self._event_from[start] : self._event_from[end]]:
+            if start < event:
+                yield self._run(start, event)
+            start = event
+        if start < end:
+            yield self._run(start, end)
+
+    def _run(self, start: int, end: int) -> Event:
+        """Ops from ``start`` to ``end``, of which none but the first waits, as one."""
+        first = self.parts.fixed[start]
+        if start in self._alone:
+            return Event.of(first)
+        return Event("compute", "", first.phase, first.reads, (), self._until[end] - self._until[start])
+
+    def _event(self, members: Sequence[Movable]) -> Event:
+        first = members[0].op
+        if len(members) == 1:
+            return Event.of(first)
+        assert first.step is not None
+        seconds, launch_s, _ = self._cost(members)
+        reads = tuple([name for m in members for name in m.op.reads])
+        writes = tuple([t.name for m in members for t in m.op.writes])
+        return Event("launch", "", first.phase, reads, writes, seconds, launch_s, (first.step.axis, *first.step.axes))
+
+    def ops(self, a: Arrangement) -> tuple[Op, ...]:
+        """The program's ops in this arrangement."""
+        made: list[Op] = []
+        at = 0
+        for launch in self._launches(a):
+            if launch.place > at:
+                made += self.parts.fixed[at : launch.place]
+                at = launch.place
+            made.append(self._launch(launch.members))
+        return (*made, *self.parts.fixed[at:])
+
+    @cached_property
+    def _until(self) -> list[float]:
+        """Seconds of computation before each place."""
+        own = (0.0 if op.kind == "input" or op.is_transfer else op.seconds for op in self.parts.fixed)
+        return list(accumulate(own, initial=0.0))
+
+    @cached_property
+    def _alone(self) -> set[int]:
+        """Ops that are more than computation."""
+        return {i for i, op in enumerate(self.parts.fixed) if op.is_transfer or op.kind in ("wait", "decomposed")}
+
+    @cached_property
+    def _events(self) -> list[int]:
+        """Places of ops that wait, of transfers, of what follows one, and of each phase's begin."""
+        awaited = {t.name for m in self.parts.movables for t in m.op.writes}
+        awaited |= {t.name for i in self._alone for t in self.parts.fixed[i].writes}
+        waiting = {i for i, op in enumerate(self.parts.fixed) if not awaited.isdisjoint(op.reads)}
+        found = waiting | self._alone | {i + 1 for i in self._alone} | set(self.parts.begins.values())
+        return sorted(i for i in found if i < len(self.parts.fixed))
+
+    @cached_property
+    def _event_from(self) -> list[int]:
+        """For each place, how many events come before or at it."""
+        counts = [0] * (len(self.parts.fixed) + 1)
+        for event in self._events:
+            counts[event] += 1
+        return list(accumulate(counts))
+
+    def _launches(self, a: Arrangement) -> list[_Launch]:
+        """Every launch in the order of the program."""
+        ahead = [*self._middle, *self._early(a)]
+        placed = [*ahead, *self._late(a, ahead)]
+        of = {m.at: launch for launch in placed for m in launch.members}
+        done: set[int] = set()
+        order: list[_Launch] = []
+
+        def add(launch: _Launch) -> None:
+            if launch.members[0].at in done:
+                return
+            done.add(launch.members[0].at)
+            for at in sorted({i for m in launch.members for i in m.waits_for if i not in done}):
+                add(of[at])
+            order.append(launch)
+
+        for launch in sorted(placed, key=attrgetter("order")):
+            add(launch)
+        return order
+
+    @cached_property
+    def _of_kind(self) -> Mapping[str, list[Movable]]:
+        found: dict[str, list[Movable]] = {"early": [], "middle": [], "late": []}
+        for m in self.parts.movables:
+            found[m.kind].append(m)
+        found["early"].sort(key=lambda m: (m.last, m.at))
+        for kind in ("middle", "late"):
+            found[kind].sort(key=lambda m: (m.first, m.at))
+        return found
+
+    def _together(self, kind: str, size: int) -> list[tuple[Movable, ...]]:
+        """The launches of early or late ones, those first that no other has to go before."""
+        if (kind, size) not in self._groups:
+            groups = together(self._of_kind[kind], size)
+            self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
+        return self._groups[kind, size]
+
+    @cached_property
+    def _middle(self) -> list[_Launch]:
+        """As soon as the operand is there, together while launches are what they cost."""
+        found = self._of_kind["middle"]
+        least = min(map(self._launch_bytes, found), default=0)
+        groups = together([m for m in found if not m.waits_for], least)
+        chained = [_Launch((m,), m.last) for m in found if m.waits_for]
+        return [_Launch(g, max(m.first for m in g)) for g in groups] + chained
+
+    def _early(self, a: Arrangement) -> list[_Launch]:
+        """In the order of need, each some launches ahead of it, and a step that another needs one more."""
+        groups = self._together("early", a.gathered_bytes)
+        places = {
+            phase: sorted({_needed(g) for g in groups if g[0].level == 0 and g[0].op.phase == phase})
+            for phase in self.parts.begins
+        }
+        before: dict[int, int] = {}
+        launches = []
+        for group in groups:
+            phase = group[0].op.phase
+            ahead = bisect_left(places[phase], _needed(group)) - a.prefetch - group[0].level
+            place = places[phase][ahead] if ahead >= 0 else self.parts.begins[phase]
+            place = min([place, *[before[m.at] for m in group if m.at in before]])
+            launches.append(_Launch(group, place))
+            for m in group:
+                for i in m.waits_for:
+                    before[i] = min(place, before.get(i, place))
+        return launches
+
+    def _late(self, a: Arrangement, ahead: Sequence[_Launch]) -> list[_Launch]:
+        """When the last operand is there; a step after another when the next of those is launched."""
+        launches: list[_Launch] = []
+        of = {m.at: launch.place for launch in ahead for m in launch.members}
+        places: dict[Phase, list[int]] = {"forward": [], "backward": []}
+        for group in self._together("late", a.reduced_bytes):
+            phase = group[0].op.phase
+            place = max([m.first for m in group])
+            after = [of[i] for m in group for i in m.waits_for if i in of]
+            if after:
+                known, following = places[phase], bisect_right(places[phase], max(after))
+                place = max(place, known[following] if following < len(known) else self.parts.ends[phase])
+            else:
+                insort(places[phase], place)
+            launches.append(_Launch(group, place))
+            for m in group:
+                of[m.at] = place
+        return launches
+
+    def _launch(self, members: Sequence[Movable]) -> Op:
+        """The op of a launch: of several tensors, priced as one collective of all their bytes."""
+        ops = [m.op for m in members]
+        first = ops[0]
+        if len(ops) == 1:
+            return first
+        steps = tuple(op.step for op in ops if op.step is not None)
+        seconds, launch_s, size = self._cost(members)
+        return replace(
+            first, name=f"{first.name}|{len(ops)} together", bucket=steps, in_place=False, kernels=(),
+            reads=tuple(name for op in ops for name in op.reads), writes=tuple(t for op in ops for t in op.writes),
+            seconds=seconds, wire_bytes=size, launch_s=launch_s,
+        )  # fmt: skip
+
+    def _cost(self, members: Sequence[Movable]) -> tuple[float, float, int]:
+        """Seconds of a launch of several, those of them that nothing hides, and bytes."""
+        key = tuple([m.at for m in members])
+        if key not in self._priced:
+            first = members[0].op
+            assert first.step is not None
+            costs = self.prices.collectives.of(first.writes[0].meta.dtype)
+            size = sum([m.op.wire_bytes for m in members])
+            copied_s = sum(map(self._copied_s, members))
+            kind, axis = first.step.kind, first.step.axis
+            seconds = costs.seconds(kind, size, axis) + copied_s
+            self._priced[key] = seconds, costs.seconds(kind, 0, axis) + copied_s, size
+        return self._priced[key]
+
+    def _copied_s(self, m: Movable) -> float:
+        """Seconds to copy a tensor into the bucket or out of it, where by itself it would not be copied."""
+        if m.at not in self._copied:
+            op, tensor = m.op, m.op.writes[0]
+            assert op.step is not None
+            whole = op.step.kind == "all_reduce" or packs(op.step, tensor.spec, tensor.meta, self.prices.mesh)
+            self._copied[m.at] = 0.0 if whole else self._copy_s(op.wire_bytes)
+        return self._copied[m.at]
+
+    def _copy_s(self, size: int) -> float:
+        alpha_s, beta_s_per_byte = self.prices.compute.copy_line()
+        return alpha_s + 2 * beta_s_per_byte * size
+
+
+def _needed(group: Sequence[Movable]) -> int:
+    return min(m.last for m in group)

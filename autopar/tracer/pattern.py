@@ -1,0 +1,234 @@
+"""Finds in a joint graph the captured blocks of a run, and what changes from one to the next.
+
+Of a run of L equal blocks the graph holds 0, 1, 2, L-2 and L-1. That 1, 2 and L-2 are the same but for a shift of
+parameters, neighbours, names and the numbers of random ops is checked node by node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autopar.tracer.convert import module_path
+from autopar.tracer.joint import Joint
+from autopar.tracer.repeated import IrregularError, Run
+from autopar.tracer.skipping import HEAD, TAIL
+
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+CAPTURED = HEAD + TAIL
+MIDDLE = HEAD - 1
+"""The block that is copied: both of its neighbours are captured, and after it the skipped ones are missing."""
+
+_NUMBERED = re.compile(r"(.+?)(?:_(\d+))?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node stands: in the forward or backward of a captured block, at a position."""
+
+    phase: Phase
+    block: int
+    at: int
+
+
+def require(holds: bool) -> None:
+    if not holds:
+        raise IrregularError
+
+
+@dataclass
+class Pattern:
+    """One run's blocks in a joint graph.
+
+    Args:
+        sections: nodes of each captured block, by phase and block.
+        places: the same by node.
+        steps: by how much names of a kind are numbered on from one block to the next, by phase and kind.
+        sites: the same of random ops.
+    """
+
+    joint: Joint
+    run: Run
+    sections: dict[tuple[Phase, int], list[fx.Node]] = field(default_factory=dict)
+    places: dict[fx.Node, Place] = field(default_factory=dict)
+    owners: dict[fx.Node, tuple[int, str]] = field(default_factory=dict)
+    steps: dict[tuple[Phase, str], int] = field(default_factory=dict)
+    gradients: dict[tuple[int, str], tuple[int, fx.Node | None]] = field(default_factory=dict)
+    sites: int = 0
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.joint.graph_module.graph
+
+    @property
+    def missing(self) -> int:
+        """How many blocks were skipped."""
+        return len(self.run.paths) - CAPTURED
+
+    @property
+    def captured(self) -> list[str]:
+        """Paths of the captured blocks."""
+        return [*self.run.paths[:HEAD], *self.run.paths[-TAIL:]]
+
+    def __post_init__(self) -> None:
+        self._find_sections()
+        self._find_parameters()
+        self._find_gradients()
+        self._check_readers()
+        for block in range(1, HEAD):
+            for phase in PHASES:
+                self._compare(phase, block)
+
+    def _find_sections(self) -> None:
+        """Each block's nodes stand together, in the backward in reverse; sums of gradients go with what is before."""
+        order: list[tuple[Phase, int]] = []
+        current: tuple[Phase, int] | None = None
+        captured = self.captured
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            late = node.meta.get("partitioner_tag") == "is_backward"
+            path = module_path(node.meta)
+            if path or not late:
+                block = block_of(path, captured)
+                current = None if block is None else ("backward" if late else "forward", block)
+            if current is None:
+                continue
+            if not order or order[-1] != current:
+                order.append(current)
+            section = self.sections.setdefault(current, [])
+            require(not section or section[-1].next is node)
+            self.places[node] = Place(*current, len(section))
+            section.append(node)
+        blocks = range(CAPTURED)
+        require(order == [*(("forward", b) for b in blocks), *(("backward", b) for b in reversed(blocks))])
+        for a, b in zip(order[: CAPTURED - 1], order[1:CAPTURED], strict=True):
+            require(self.sections[a][-1].next is self.sections[b][0])
+        for a, b in zip(order[CAPTURED:-1], order[CAPTURED + 1 :], strict=True):
+            require(self.sections[a][-1].next is self.sections[b][0])
+
+    def _find_parameters(self) -> None:
+        """Placeholders of blocks, by the block's number in the run and the name in the block."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        for node, meaning in zip(placeholders, self.joint.inputs, strict=True):
+            if meaning.kind in ("parameter", "buffer"):
+                name = str(meaning.target)
+                index = block_of(name, self.run.paths)
+                if index is not None:
+                    self.owners[node] = (index, name[len(self.run.paths[index]) :])
+
+    def _find_gradients(self) -> None:
+        """Positions and nodes of parameters' gradients among the results; a block changes no buffer."""
+        output = next(iter(reversed(self.graph.nodes)))
+        for at, (value, meaning) in enumerate(zip(output.args[0], self.joint.outputs, strict=True)):
+            index = block_of(str(meaning.target), self.run.paths) if meaning is not None else None
+            if meaning is None or index is None or meaning.kind == "output":
+                continue
+            require(meaning.kind == "gradient")
+            self.gradients[index, str(meaning.target)[len(self.run.paths[index]) :]] = (at, value)
+        for (index, name), (_, gradient) in self.gradients.items():
+            if index == MIDDLE:
+                self._compare_gradients(name, gradient)
+
+    def _compare_gradients(self, name: str, gradient: fx.Node | None) -> None:
+        """Made at the same position of every captured block that has captured neighbours."""
+        place = None if gradient is None else self.places.get(gradient)
+        require(gradient is None or (place is not None and place.block == MIDDLE))
+        for block, index in ((MIDDLE - 1, MIDDLE - 1), (HEAD, len(self.run.paths) - TAIL)):
+            other = self.gradients[index, name][1]
+            require((other is None) == (gradient is None))
+            if place is not None:
+                require(other is self.sections[place.phase, block][place.at])
+
+    def _check_readers(self) -> None:
+        """Blocks between the ends read and are read by their neighbours alone, and what is outside by all alike."""
+        for node, place in self.places.items():
+            for user in node.users:
+                reader = self.places.get(user)
+                if reader is not None:
+                    require(abs(place.block - reader.block) <= 1)
+                elif user.op != "output":
+                    require(place.block in (0, CAPTURED - 1))
+        output = next(iter(reversed(self.graph.nodes)))
+        gradients = {at for at, _ in self.gradients.values()}
+        for at, value in enumerate(output.args[0]):
+            if value in self.places and at not in gradients:
+                require(self.places[value].block in (0, CAPTURED - 1))
+        names = [self.run.paths.index(p) for p in self.captured]
+        for node, (index, _) in self.owners.items():
+            for user in node.users:
+                reader = self.places.get(user)
+                require(reader is not None and names[reader.block] == index)
+
+    def _compare(self, phase: Phase, block: int) -> None:
+        """The block is the next one, but for the shift."""
+        mine, its = self.sections[phase, block], self.sections[phase, block + 1]
+        require(len(mine) == len(its))
+        for a, b in zip(mine, its, strict=True):
+            require(a.op == b.op and a.target == b.target and _metas(a) == _metas(b))
+            require(set(a.kwargs) == set(b.kwargs))
+            self._same(a.args, b.args, block)
+            for key in a.kwargs:
+                if key == "site":
+                    self._same_sites(a.kwargs[key], b.kwargs[key])
+                else:
+                    self._same(a.kwargs[key], b.kwargs[key], block)
+            (kind, first), (other, second) = numbered(a.name), numbered(b.name)
+            step = second - first if phase == "forward" else first - second
+            require(kind == other and self.steps.setdefault((phase, kind), step) == step)
+
+    def _same_sites(self, a: Any, b: Any) -> None:
+        if a == b == 0:
+            return  # nothing random
+        self.sites = self.sites or b - a
+        require(b - a == self.sites > 0)
+
+    def _same(self, a: Any, b: Any, block: int) -> None:
+        """Two arguments of a block and of the next one."""
+        require(type(a) is type(b))
+        if isinstance(a, (tuple, list)):
+            require(len(a) == len(b))
+            for x, y in zip(a, b, strict=True):
+                self._same(x, y, block)
+        elif isinstance(a, fx.Node):
+            self._same_nodes(a, b, block)
+        else:
+            require(bool(a == b) or repr(a) == repr(b))
+
+    def _same_nodes(self, a: fx.Node, b: fx.Node, block: int) -> None:
+        if a in self.owners:
+            require(b in self.owners and self.owners[a][1] == self.owners[b][1])
+            return
+        if a not in self.places:
+            require(a is b)
+            return
+        require(b in self.places)
+        here, there = self.places[a], self.places[b]
+        require(here.phase == there.phase and there.block - here.block == 1)
+        inner = here.block >= 1 and there.block <= HEAD  # the ends may be arranged otherwise
+        require(not inner or here.at == there.at)
+        require(_metas(a) == _metas(b))
+
+
+def block_of(path: str, blocks: Sequence[str]) -> int | None:
+    """Which of ``blocks`` a module, parameter or buffer belongs to."""
+    return next((i for i, b in enumerate(blocks) if path == b or path.startswith(f"{b}.")), None)
+
+
+def numbered(name: str) -> tuple[str, int]:
+    """``("add", 3)`` of ``add_3``; torch counts the nodes of each kind, from 0, which is not written."""
+    found = _NUMBERED.fullmatch(name)
+    assert found is not None
+    return found[1], int(found[2] or 0)
+
+
+def _metas(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [(v.shape, v.dtype, v.stride()) if isinstance(v, torch.Tensor) else repr(v) for v in values]

@@ -1,0 +1,254 @@
+"""Plain Python data that a forward changes: counters, lists and caches of modules, of classes and of the user's files.
+
+A captured program keeps what it was captured with. Where a forward only writes such data, that is worth a notice; where
+it computes with them too, the second call would be another program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from autopar._torch import TorchDispatchMode
+from autopar.tracer.blame import is_installed, is_ours
+
+_DATA = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque)
+_CACHED = type(cache(len))
+_LONGEST = 1000
+"""Of longer containers only the length is looked at."""
+_DEPTH = 3
+_SHORT = 60
+_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A name that holds plain data: of a module, a class, or a file; ``by_library`` where the user did not write it."""
+
+    owner: Any
+    name: str
+    text: str
+    by_library: bool
+
+    def held(self) -> Any:
+        return vars(self.owner).get(self.name, _MISSING)
+
+    def hold(self, value: Any) -> None:
+        if value is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a place held: the object, what a container had in it, and what to compare it by."""
+
+    value: Any
+    content: Any
+    shown: Any
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a forward made of the plain data at a place."""
+
+    place: Place
+    old: Held
+    new: Held
+
+    @property
+    def verb(self) -> str:
+        return "is set" if isinstance(self.new.value, Tensor) else "changes"
+
+    def __str__(self) -> str:
+        return f"{_text(self.old)} becomes {_text(self.new)}"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = _Missing()
+_NOTHING = Held(_MISSING, _MISSING, _MISSING)
+State = dict[tuple[int, str], tuple[Place, Held]]
+
+
+def plain_state(model: nn.Module) -> State:
+    """Every name that the forward of ``model`` could change without torch's seeing it."""
+    found: State = {}
+    for path, module in model.named_modules():
+        _add(found, module, f"{path}." if path else "", not _is_users(type(module).__module__))
+    for kind in _kinds(model):
+        _add(found, kind, f"{kind.__name__}.", not _is_users(kind.__module__))
+    for file in _files(model):
+        _add(found, file, "", not _is_users(file.__name__))
+    return found
+
+
+def _kinds(model: nn.Module) -> Iterable[type]:
+    """Classes of ``model``, and those of the user's files."""
+    files = [vars(file).values() for file in _files(model) if _is_users(file.__name__)]
+    own = [k for values in files for k in values if isinstance(k, type) and _is_users(k.__module__)]
+    return dict.fromkeys([*own, *(k for m in model.modules() for k in type(m).__mro__ if not _is_of_torch(k))])
+
+
+def _files(model: nn.Module) -> Iterable[ModuleType]:
+    """Where the classes of ``model`` and the functions that it holds are written, and what the user's own files import
+    of each other."""
+    made = [x for m in model.modules() for x in (*type(m).__mro__, *vars(m).values())]
+    found: dict[str, ModuleType] = {}
+    waiting: list[Any] = [x for x in made if isinstance(x, (type, FunctionType)) and not _is_of_torch(x)]
+    while waiting:
+        x = waiting.pop()
+        name = _home(x)
+        if name in found or (file := sys.modules.get(name)) is None:
+            continue
+        found[name] = file
+        if _is_users(name):
+            others = vars(file).values()
+            waiting += [o for o in others if isinstance(o, (type, FunctionType, ModuleType)) and _is_users(_home(o))]
+    return found.values()
+
+
+def _home(x: Any) -> str:
+    return x.__name__ if isinstance(x, ModuleType) else x.__module__
+
+
+def _add(found: State, owner: Any, prefix: str, by_library: bool) -> None:
+    for name, value in vars(owner).items():
+        place = Place(owner, name, prefix + name, by_library)
+        if isinstance(value, (*_DATA, *_CONTAINERS, Tensor)):
+            if name not in _OF_MODULES and not name.startswith("__"):
+                found[id(owner), name] = place, _held(value)
+        elif _is_users_object(value) and (id(value), "") not in found:
+            found[id(value), ""] = place, _NOTHING
+            _add(found, value, f"{place.text}.", by_library)
+
+
+def _is_users_object(value: Any) -> bool:
+    return _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
+
+
+def _held(value: Any) -> Held:
+    content = copy.copy(value) if isinstance(value, _CONTAINERS) and len(value) <= _LONGEST else value
+    return Held(value, content, _shown(value))
+
+
+def _shown(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, _DATA):
+        return type(value), repr(value)
+    if not isinstance(value, (*_CONTAINERS, tuple)) or depth == _DEPTH:
+        return type(value), id(value)
+    if len(value) > _LONGEST:
+        return type(value), len(value)
+    inside = [_shown(x, depth + 1) for x in (value.items() if isinstance(value, dict) else value)]
+    return type(value), frozenset(inside) if isinstance(value, set) else tuple(inside)
+
+
+def changed(before: State, after: State) -> Mapping[str, Change]:
+    """What the forward changed, by the name that the user gave it. Of a library's own, which knows what it does, only
+    the numbers of its modules count."""
+    found = _changed(before, after)
+    return {c.place.text: c for c in found if not c.place.by_library or _is_number_of_module(c)}
+
+
+def _changed(before: State, after: State) -> list[Change]:
+    names = [k for k in after if k not in before or before[k][1].shown != after[k][1].shown]
+    return [Change(after[k][0], before[k][1] if k in before else _NOTHING, after[k][1]) for k in names]
+
+
+def _is_number_of_module(change: Change) -> bool:
+    numbers = (bool, int, float)
+    both = isinstance(change.old.value, numbers) and isinstance(change.new.value, numbers)
+    return both and isinstance(change.place.owner, nn.Module)
+
+
+@contextlib.contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """What the forward changes inside is as before after it: the user's all, a library's where it holds tensors of a
+    trace, which no one else can use."""
+    before = plain_state(model)
+    cached = [(f, f.cache_info().currsize) for f in _cached_functions(model)]
+    try:
+        yield
+    finally:
+        for change in _changed(before, plain_state(model)):
+            if not change.place.by_library or tensors_in([change]):
+                _fill(change.old)
+                change.place.hold(change.old.value)
+        for function, size in cached:
+            if function.cache_info().currsize > size:
+                function.cache_clear()
+
+
+class Depending(TorchDispatchMode):
+    """While a forward runs: which tensors depend on ``roots``."""
+
+    def __init__(self, roots: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = {id(t): t for t in roots}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if any(id(x) in self._found for x in tree_leaves((args, kwargs))):
+            self._found |= {id(x): x for x in tree_leaves((made, args if func._schema.is_mutable else ()))}
+        return made
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._found
+
+
+def tensors_in(changes: Iterable[Change]) -> list[Tensor]:
+    return [x for change in changes for x in tree_leaves(change.new.content) if isinstance(x, Tensor)]
+
+
+def _cached_functions(model: nn.Module) -> list[Any]:
+    """Functions under ``functools.cache``, of files and of classes."""
+    return [f for owner in (*_files(model), *_kinds(model)) for f in vars(owner).values() if isinstance(f, _CACHED)]
+
+
+def _fill(held: Held) -> None:
+    """Give a container what it had in it."""
+    if isinstance(held.value, _CONTAINERS) and held.content is not held.value:
+        content = copy.copy(held.content)
+        held.value.clear()
+        if isinstance(held.value, (list, deque)):
+            held.value.extend(content)
+        else:
+            held.value.update(content)
+
+
+def _text(held: Held) -> str:
+    """A value in a few words: tensors of a trace say nothing."""
+    if isinstance(held.value, _CONTAINERS):
+        if not any(isinstance(x, Tensor) for x in tree_leaves(held.content)) and len(repr(held.content)) < _SHORT:
+            return repr(held.content)
+        return f"a {type(held.value).__name__} of {len(held.content)}"
+    if isinstance(held.value, Tensor):
+        return f"a tensor {tuple(held.value.shape)}"
+    return repr(held.value)[:_SHORT]
+
+
+def _is_of_torch(x: Any) -> bool:
+    return x.__module__.partition(".")[0] in ("torch", "builtins", "autopar")
+
+
+@cache
+def _is_users(name: str) -> bool:
+    """Whether a file by the name under which it was imported is the user's own."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and not is_installed(path := Path(file).resolve()) and not is_ours(path)

@@ -1,0 +1,77 @@
+"""Losses of logits in half precision: no copy of the logits in float32, the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autopar
+from autopar.tracer.normalize import Normalizing
+from tests.models import ZOO
+
+VOCABULARY = 50
+
+
+class Model(nn.Module):
+    """Logits as models hand them to a loss: converted, and shifted by one or not."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style = style
+        self.head = nn.Linear(8, VOCABULARY, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(x).float()
+        if self.style == "shifted":
+            logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:]
+        smoothing = 0.1 if self.style == "smoothed" else 0.0
+        weight = torch.linspace(0.5, 1.5, VOCABULARY) if self.style == "weighted" else None
+        loss = functional.cross_entropy(
+            logits.reshape(-1, VOCABULARY), labels.reshape(-1), weight, label_smoothing=smoothing
+        )
+        return loss + logits.logsumexp(-1).square().mean() if self.style == "beside another loss" else loss
+
+
+def inputs() -> dict[str, Tensor]:
+    labels = torch.randint(0, VOCABULARY, (4, 6))
+    labels[0, :3] = -100
+    return {"x": torch.randn(4, 6, 8, dtype=torch.bfloat16), "labels": labels}
+
+
+def wide_logits(model: nn.Module, given: dict[str, Tensor]) -> int:
+    """How many tensors of the captured program hold logits in float32."""
+    graph = autopar.ColoTracer().capture(model, given).graph
+    metas = [m for node in graph.nodes for m in node.outputs if m is not None]
+    return sum(m.dtype == "float32" and m.shape[-1:] == (VOCABULARY,) and len(m.shape) > 1 for m in metas)
+
+
+@pytest.mark.parametrize("style", ["plain", "shifted", "weighted", "smoothed", "beside another loss"])
+def test_logits_stay_in_half_precision_and_results_keep_their_bits(style, monkeypatch) -> None:
+    model, given = Model(style), inputs()
+    found = autopar.simulate(model, given, plan=autopar.plan(model, given, mesh=(1,), cluster="cpu-2:1"))
+    kept = wide_logits(model, given)
+    monkeypatch.setattr(Normalizing, "before_widening", lambda self, x: x)
+    plainly = autopar.simulate(model, given, plan=autopar.plan(model, given, mesh=(1,), cluster="cpu-2:1"))
+    before = wide_logits(model, given)
+    assert before > 0
+    assert kept == 0 if style in ("plain", "shifted", "weighted") else kept > 0
+    for name, gradient in plainly.grads.items():
+        assert torch.equal(found.grads[name], gradient)
+    assert found.outputs.dtype == plainly.outputs.dtype == torch.float32
+    assert torch.equal(found.outputs, plainly.outputs)
+
+
+def test_a_model_of_hugging_face_keeps_no_wide_logits(monkeypatch) -> None:
+    """And its step needs less memory."""
+    model, given = ZOO["llama"].made(torch.bfloat16, 0.0)
+    wanted = {"mesh": (2,), "cluster": "cpu-2", "time_limit": 5.0}
+    found = autopar.plan(model, given, **wanted)
+    result = autopar.simulate(model, given, plan=found)
+    monkeypatch.setattr(Normalizing, "before_widening", lambda self, x: x)
+    plainly = autopar.plan(model, given, **wanted)
+    assert found.peak_memory < plainly.peak_memory
+    expected = autopar.simulate(model, given, plan=plainly)
+    for name, gradient in expected.grads.items():
+        torch.testing.assert_close(result.grads[name], gradient, rtol=0.1, atol=0.02 * float(gradient.abs().max()))

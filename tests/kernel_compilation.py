@@ -1,0 +1,144 @@
+"""Compile every Triton kernel for a GPU that need not be there: ``python -m tests.kernel_compilation [--quick]``.
+
+The interpreter runs kernels as Python; a compiler refuses more: types that change in a loop, shapes that do not
+broadcast, more registers or shared memory than there are. Launching functions are called with tensors on the CPU and a
+driver that claims to be a GPU's, and each launch compiles down to a cubin, in every configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from autopar.kernels import KERNELS
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SHARED_BYTES = 227 * 1024
+"""Of one block on an H100."""
+
+
+class _Absent:
+    """What a launch asks of a driver before anything runs."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Launches that compile and do not run."""
+
+    def __init__(self, capability: int = 90) -> None:
+        self.kernels: list[Any] = []
+        driver.set_active(_Absent(capability))
+        made = self.kernels
+
+        def launch(self: JITFunction[Any], grid: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> None:
+                assert all(n < 2**31 if i == 0 else n < 2**16 for i, n in enumerate(grid)), f"grid {grid}"
+                kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
+                made.append(getattr(kernel, "result", lambda k=kernel: k)())
+
+            return call
+
+        JITFunction.__getitem__ = launch  # type: ignore[method-assign, assignment]
+
+
+def smallest(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Sizes and strides of 1, which the compiler takes for constants."""
+    x, row, index = torch.zeros(1, 1, dtype=dtype), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    loss = {"ignore_index": -100, "offset": 0}
+    yield "pack", (x, 1, 1), {}
+    yield "unpack", (x.view(1, 1, 1), 0, 1), {}
+    yield "lookup", (x, index), {"offset": 0}
+    yield "lookup_backward", (x, index), {"rows": 1, "offset": 0}
+    yield "statistics", (x,), {}
+    yield "sumexp", (x, x[0]), {}
+    yield "nll", (x, row, index), loss
+    yield "nll_backward", (row, x, row, index), loss
+    yield "add_norm", (x, x, x[0], x[0]), {"eps": 1e-5, "centred": True, "results": ["out"]}
+    yield "norm_backward", (x, x, row, row, x[0], x), {"results": ["input_gradient"]}
+
+
+def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """A call of each kernel's launching function for each way in which it may be specialised."""
+    rows, d, v = 64, 1024, 5003
+    x = torch.zeros(rows, d, dtype=dtype)
+    wide = x.float()
+    odd = torch.zeros(rows, v, dtype=dtype)
+    row, mean = torch.zeros(rows), torch.zeros(rows, 1)
+    loss = {"ignore_index": -100, "offset": 7}
+    for other in (dtype, torch.float32):
+        yield "pack", (x.view(4, 16, d), 2, 8, other), {}
+        yield "pack", (x.view(4, 16, d).transpose(1, 2), 0, 3, other), {}
+        yield "unpack", (x.view(4, 16, d), 1, d, other), {}
+        yield "unpack", (x.view(4, 16, d), 0, 61, other), {}
+    for index in (torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)):
+        yield "lookup", (x, index), {"offset": 5}
+        yield "lookup_backward", (x, index), {"rows": 32, "offset": 5, "padding_idx": 6}
+        for logits in (x, odd):
+            yield "nll", (logits, row, index), loss
+            yield "nll_backward", (row, logits, row, index), loss
+    for logits in (x, odd):
+        yield "statistics", (logits,), {}
+        yield "sumexp", (logits, row.to(dtype)), {}
+    for centred, scaled in itertools.product((True, False), repeat=2):
+        weight, options = x[0] if scaled else None, {"eps": 1e-5, "centred": centred}
+        names = ["input_gradient", "weight_gradient", "bias_gradient"]
+        for residual in (None, x):
+            arriving, given = (x, x) if residual is None else (wide, wide)
+            for results in (["total", "out", "rstd"], ["out", "wide", "hat"]):
+                bias = weight if centred else None
+                yield "add_norm", (arriving, residual, weight, bias), {**options, "results": results}
+            rows = mean if centred else None
+            yield "norm_backward", (x, given, rows, mean, weight, residual), {"results": names}
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--quick", action="store_true", help="one dtype, and each kernel's first configuration")
+    options = parser.parse_args()
+    compiled, failed = Compiled(options.capability), 0
+    for dtype in FLOATS[-1:] if options.quick else FLOATS:
+        for name, args, kwargs in (*launches(dtype), *smallest(dtype)):
+            for config in KERNELS[name].configs[: 1 if options.quick else None]:
+                before = len(compiled.kernels)
+                try:
+                    KERNELS[name].launch(*args, **kwargs, **config)
+                except Exception as error:  # noqa: BLE001  told and counted
+                    failed += 1
+                    say(f"{name} {dtype} {dict(config)}: {type(error).__name__} {str(error)[-600:]}")
+                    continue
+                for kernel in compiled.kernels[before:]:
+                    if "cubin" not in kernel.asm or kernel.metadata.shared > SHARED_BYTES:
+                        failed += 1
+                        say(f"{name} {dtype} {dict(config)}: {kernel.metadata.shared} bytes of shared memory")
+    texts = {k.asm["ptx"] for k in compiled.kernels}
+    say(f"triton {triton.__version__}, sm_{options.capability}: {len(texts)} kernels compiled, {failed} failed")
+    return 1 if failed or not texts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
