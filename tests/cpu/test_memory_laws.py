@@ -13,6 +13,7 @@ from autopar.arguments import canonical_names
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planner import Options, Planned
+from autopar.planner.schedule import AGAIN
 from autopar.runtime.simulation import Simulation, simulate_program
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 from tests.models import ZOO
@@ -53,10 +54,10 @@ def plans(name: str) -> list[Planned]:
     return [free, *(p for p, _ in found)]
 
 
-def simulated(name: str, plan: Planned) -> Simulation:
+def simulated(name: str, plan: Planned, seed: int = 3) -> Simulation:
     graph = of(name).capture.graph
     lowered = passes.lower(plan.program, graph, Mesh((1,)))
-    outputs, rest = simulate_program(lowered, graph, Mesh((1,)), of(name).named(), seed=3)
+    outputs, rest = simulate_program(lowered, graph, Mesh((1,)), of(name).named(), seed=seed)
     return dataclasses.replace(rest, outputs=outputs)
 
 
@@ -77,6 +78,18 @@ def test_what_is_recomputed_is_the_same_to_the_bit(name) -> None:
         assert_same_bits(expected.outputs, result.outputs)
         assert_same_bits(expected.grads, result.grads)
         assert_same_bits(expected.buffers, result.buffers)
+
+
+def test_dropout_is_drawn_again_to_the_same_bits_also_inside_attention() -> None:
+    """The plan makes both again, and what is drawn differs from seed to seed."""
+    free, least = plans("gpt2")[0], plans("gpt2")[-1]
+    again = [of("gpt2").capture.graph.by_name[op.node] for op in least.program.ops if op.name.endswith(AGAIN)]
+    assert [n for n in again if n.packet == "autopar.dropout"]
+    assert [n for n in again if n.packet == "autopar.attention" and dict(n.kwargs)["dropout_p"] == 0.1]
+    expected, result, other = simulated("gpt2", free), simulated("gpt2", least), simulated("gpt2", least, seed=4)
+    assert_same_bits(expected.outputs, result.outputs)
+    assert_same_bits(expected.grads, result.grads)
+    assert not torch.equal(result.outputs["loss"], other.outputs["loss"])
 
 
 @pytest.mark.parametrize("name", MODELS)
