@@ -6,14 +6,14 @@ To try one costs milliseconds: what is computed between two events is one event 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
 
-from autopar.ir import Phase
 from autopar.planner.movable import Movable, Parts, together
 from autopar.planner.packing import packs
 from autopar.planner.pricing import Prices
@@ -31,16 +31,18 @@ NEGLIGIBLE = 0.05
 
 @dataclass(frozen=True)
 class _Launch:
-    """One collective or several together, at a place among the ops that stay."""
+    """One collective or several together, at a place among the ops that stay. ``starts_s``: when it is expected to."""
 
     members: tuple[Movable, ...]
     place: int
+    starts_s: float = 0.0
 
     @property
-    def order(self) -> tuple[bool, int, int, int]:
+    def order(self) -> tuple[bool, int, int, float, int]:
         """What is needed first goes first where several are launched at one place."""
         first = self.members[0]
-        return first.op.phase == "backward", self.place, ("middle", "early", "late").index(first.kind), first.at
+        kind = ("middle", "early", "late").index(first.kind)
+        return first.op.phase == "backward", self.place, kind, self.starts_s, first.at
 
 
 @dataclass
@@ -264,22 +266,41 @@ class Ways:
         return launches
 
     def _late(self, a: Arrangement, ahead: Sequence[_Launch]) -> list[_Launch]:
-        """When the last operand is there; a step after another when the next of those is launched."""
+        """Each when what it sends should be there, by the clock of what is computed and with one collective at a time
+        on each queue: one that waits for another would stop the program if it were launched sooner."""
+        groups = self._together("late", a.reduced_bytes)
+        of = {m.at: i for i, group in enumerate(groups) for m in group}
+        there_s = {
+            m.at: self._until[launch.place] + self._cost_s(launch.members) for launch in ahead for m in launch.members
+        }
+        left = [{of[i] for m in group for i in m.waits_for if i in of} for group in groups]
+        followers: dict[int, list[int]] = {}
+        for i, before in enumerate(left):
+            for j in before:
+                followers.setdefault(j, []).append(i)
+        ready_s = [
+            max([self._until[max(m.first for m in g)], *(there_s[i] for m in g for i in m.waits_for if i in there_s)])
+            for g in groups
+        ]
+        ready = [(ready_s[i], i) for i, before in enumerate(left) if not before]
+        heapify(ready)
+        free_s: dict[object, float] = {}
         launches: list[_Launch] = []
-        of = {m.at: launch.place for launch in ahead for m in launch.members}
-        places: dict[Phase, list[int]] = {"forward": [], "backward": []}
-        for group in self._together("late", a.reduced_bytes):
-            phase = group[0].op.phase
-            place = max([m.first for m in group])
-            after = [of[i] for m in group for i in m.waits_for if i in of]
-            if after:
-                known, following = places[phase], bisect_right(places[phase], max(after))
-                place = max(place, known[following] if following < len(known) else self.parts.ends[phase])
-            else:
-                insort(places[phase], place)
-            launches.append(_Launch(group, place))
-            for m in group:
-                of[m.at] = place
+        while ready:
+            at_s, i = heappop(ready)
+            first = groups[i][0].op
+            assert first.step is not None
+            place = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
+            place = min(place, self.parts.ends[first.phase])
+            queue = first.phase, first.step.axis, first.step.axes
+            start_s = max(self._until[place], free_s.get(queue, 0.0))
+            free_s[queue] = start_s + self._cost_s(groups[i])
+            launches.append(_Launch(groups[i], place, start_s))
+            for j in followers.get(i, ()):
+                ready_s[j] = max(ready_s[j], free_s[queue])
+                left[j].discard(i)
+                if not left[j]:
+                    heappush(ready, (ready_s[j], j))
         return launches
 
     def _launch(self, members: Sequence[Movable]) -> Op:
@@ -295,6 +316,9 @@ class Ways:
             reads=tuple(name for op in ops for name in op.reads), writes=tuple(t for op in ops for t in op.writes),
             seconds=seconds, wire_bytes=size, launch_s=launch_s,
         )  # fmt: skip
+
+    def _cost_s(self, members: Sequence[Movable]) -> float:
+        return members[0].op.seconds if len(members) == 1 else self._cost(members)[0]
 
     def _cost(self, members: Sequence[Movable]) -> tuple[float, float, int]:
         """Seconds of a launch of several, those of them that nothing hides, and bytes."""

@@ -247,3 +247,20 @@ def test_programs_without_layers_are_not_shortened() -> None:
     several = [op for i in range(40) for op in gradients(1, 100, 1e-6 * (i + 1)).ops]
     assert shortened(Program(tuple(several), ()), 0.0) is None
     assert shortened(deep(3, 1000, 1e-6), 0.0) is None
+
+
+def test_a_step_of_a_gradient_is_launched_when_the_one_before_it_should_be_done() -> None:
+    """Scatter along one axis, then reduce along the other: whoever launches the second at once stands still."""
+    ops, results = [Op("p", "input", "p", (), (tensor("p", CUT, 4),), "forward")], []
+    for i in range(6):
+        made = tensor(f"g{i}", SUMS, 2**24)
+        ops.append(Op(made.name, "compute", made.name, ("p",), (made,), "backward", seconds=1e-3))
+        scattered = collective(f"s{i}", made, FORMS[1], "backward")
+        reduced = collective(f"r{i}", scattered.writes[0], FORMS[3], "backward")
+        ops += [scattered, reduced]
+        results.append((Output(Value(reduced.node), "output", reduced.name), reduced.name))
+    program = Program(tuple(ops), tuple(results))
+    found = Program(Ways(take_apart(program), PRICES).ops(Arrangement()), program.results)
+    launches, exposed = sum(op.launch_s for op in program.collectives), 2 * ops[-1].seconds
+    assert simulate_streams(program, 1.0).seconds > 6e-3 + 6 * ops[-2].seconds
+    assert simulate_streams(found, 1.0).seconds < 6e-3 + launches + exposed
