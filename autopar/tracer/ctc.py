@@ -27,8 +27,9 @@ def without_tables() -> Iterator[None]:
 
 
 def forget_packed(graph: fx.Graph) -> None:
-    """Drop selections that only the loss read: what is left of them are checks of their length."""
-    for node in [n for n in graph.nodes if n.target is torch.ops.aten.masked_select.default]:
+    """Drop selections that only the loss read, and all lengths of selections: what is left of them are checks."""
+    aten = torch.ops.aten
+    for node in [n for n in graph.nodes if n.target in (aten.masked_select.default, aten.sym_size.int)]:
         after = _everything_after(node)
         if all(n is node or _is_check(n) for n in after):
             for n in reversed(after):

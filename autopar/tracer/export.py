@@ -223,7 +223,9 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     if not equal:
         raise IrregularError
     _refuse_functions(program.graph)
-    forget_packed(program.graph)
+    for part in program.graph_module.modules():
+        if isinstance(part, fx.GraphModule):
+            forget_packed(part.graph)
     returned = flat.returned.structure
     assert returned is not None
     notices = tuple(_notices(flat.returned, cached, checks, overridden))

@@ -18,8 +18,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 aten = torch.ops.aten
 
 
+class Deferred:
+    """A tensor that is made only where an op cannot do without."""
+
+    def materialize(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Flat:
+class Flat(Deferred):
     """``base`` seen with its first ``lead`` dims flattened into one."""
 
     base: torch.Tensor
@@ -42,8 +49,8 @@ class Flat:
 
 
 def materialize(tree: Any) -> Any:
-    """``tree`` with every Flat in it made an ordinary tensor."""
-    return tree_map(lambda x: x.materialize() if isinstance(x, Flat) else x, tree, is_leaf=_is_flat)
+    """``tree`` with every deferred tensor in it made an ordinary one."""
+    return tree_map(lambda x: x.materialize() if isinstance(x, Deferred) else x, tree, is_leaf=_is_deferred)
 
 
 def has_flat(tree: Any) -> bool:
@@ -52,6 +59,10 @@ def has_flat(tree: Any) -> bool:
 
 def _is_flat(x: Any) -> bool:
     return isinstance(x, Flat)
+
+
+def _is_deferred(x: Any) -> bool:
+    return isinstance(x, Deferred)
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from autopar.tracer import flat, linear_algebra, losses, random_ops
+from autopar.tracer import flat, linear_algebra, losses, masked, random_ops
 from autopar.tracer.flat import Flat
 from autopar.tracer.replacements import REPLACEMENTS
 
@@ -105,6 +105,11 @@ class Normalizing(fx.Interpreter):
         name = getattr(target, "__name__", str(target))
         if name in CONTEXTS:
             return self._nested(name, args)
+        if masked.has_masked((args, kwargs)):
+            result = masked.run(self, target, args, kwargs)
+            if result is not NotImplemented:
+                return result
+            args, kwargs = flat.materialize((args, kwargs))
         if target in _VIEWS or target is aten.flatten.using_ints:
             return self._view(target, args, kwargs)
         if target in _AUTOCAST and torch.is_autocast_enabled("cpu"):

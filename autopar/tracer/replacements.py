@@ -244,25 +244,6 @@ def embedding_bag(
     return total, bag, bag, bag
 
 
-@replaces(aten.index_put_.default)
-def put_where(
-    tracer: Any, given: Operand, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
-) -> Any:
-    """``x[mask] = token``: how many elements that are depends on values, the result by ``where`` does not."""
-    x: torch.Tensor
-    x, indices, values = materialize((given, indices, values))
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is None or mask.dtype != torch.bool or accumulate or not 0 < mask.ndim <= x.ndim:
-        return NotImplemented
-    rest = x.ndim - mask.ndim
-    while values.ndim > rest and values.shape[0] == 1:
-        values = values.squeeze(0)
-    if values.ndim > rest:
-        return NotImplemented
-    spread = mask.reshape(*mask.shape, *[1] * rest)
-    return x.copy_(torch.where(spread, values.to(x.dtype), x))
-
-
 @replaces(aten.batch_norm.default)
 def batch_norm(
     tracer: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,

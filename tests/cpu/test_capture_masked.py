@@ -1,0 +1,184 @@
+"""What a mask chooses: captured where what was not chosen cannot show, and refused elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.errors import CaptureError
+from tests.cpu.bad_input_checks import refused
+from tests.cpu.capture_checks import assert_simulates, captured
+
+HERE = "test_capture_masked.py:"
+B, T, D = 4, 3, 4
+
+
+class Chosen(nn.Module):
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.scale = nn.Linear(D, D), nn.Parameter(torch.rand(D) + 0.5)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.body = body
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.body(self, self.lin(x), x, labels)
+
+
+def inputs() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(B, T, D, dtype=torch.float64), "labels": torch.arange(B * T).reshape(B, T) % D - 1}
+
+
+# Written back.
+
+
+def scaled(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    h[labels > 0] *= 2
+    h[x > 0] += x.new_tensor(0.5)
+    h[:, labels[0] > 0] /= 3
+    return h.square().sum()
+
+
+def columns(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    h[labels > 0, 1] *= 2
+    h[..., 2][labels > 0] = 1.0
+    h[:, labels[0] > 0] = 0
+    return h.square().sum()
+
+
+def by_parameters(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    h[labels > 0] *= m.scale
+    h[x > 0] *= m.temperature
+    return h.square().sum()
+
+
+def from_another(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """Where x is not positive log has neither value nor gradient."""
+    y, mask = torch.zeros_like(h), h > 0
+    y[mask] = h[mask].log() * x[mask].float() / m.temperature + h[mask].sqrt()
+    return y.square().sum()
+
+
+def without_a_gradient_elsewhere(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """At 1, with which everything that is not chosen is filled, this divides by zero."""
+    mask = labels > 0
+    h[mask] = m.scale / (h[mask] - 1) + m.temperature
+    return h.square().sum()
+
+
+def in_place_between(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels > 0
+    chosen = h[mask]
+    before = chosen.clone()
+    chosen.mul_(3).add_(before)
+    h.mul_(2)
+    h[mask] = chosen
+    return h.square().sum()
+
+
+def under_no_grad(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    weight = torch.ones_like(h)
+    with torch.no_grad():
+        weight[labels > 0] *= 0.25
+    return (h * weight).square().sum()
+
+
+def nothing_chosen(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    h[labels > 100] *= 2
+    return h.square().sum() + h[labels > 100].sum()
+
+
+# Added up.
+
+
+def averaged(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    return (h - x).square()[labels > 0].mean() + h.sin()[x > 0].mean() + h[:, labels[0] > 0].cos().sum()
+
+
+def selected(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    return h.masked_select(x > 0).exp().mean()
+
+
+def classified(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels >= 0
+    flat = F.cross_entropy(h.view(-1, D)[mask.view(-1)], labels.view(-1)[mask.view(-1)], reduction="sum")
+    return flat + F.cross_entropy(h[mask], labels[mask], weight=m.scale.detach(), label_smoothing=0.1)
+
+
+def regressed(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels > 0
+    loss = F.mse_loss(h[mask], x[mask]) + F.l1_loss(h[mask], x[mask], reduction="sum")
+    loss = loss + F.binary_cross_entropy_with_logits(h[mask], x[mask].sigmoid())
+    return loss + F.binary_cross_entropy(h[mask].sigmoid() * 0.5, x[mask].sigmoid()) + F.huber_loss(h[mask], x[mask])
+
+
+FORMS = (
+    scaled, columns, by_parameters, from_another, without_a_gradient_elsewhere, in_place_between, under_no_grad,
+    nothing_chosen, averaged, selected, classified, regressed,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("body", FORMS, ids=lambda b: b.__name__)
+def test_what_a_mask_chooses_equals_one_device(body: Callable[..., Any], mesh: tuple[int, ...]) -> None:
+    assert_simulates(Chosen(body), inputs(), mesh, search=f"random:{len(mesh)}", time_limit=5)
+
+
+# Refused.
+
+
+def other_masks(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    h[labels > 0] = h[labels > 0] * 2 + h[x[..., 0] > 0].sum()
+    mask = labels > 0
+    h[mask] = x[labels.flip(0) > 0]
+    return h.square().sum()
+
+
+def changed_between(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels > 0
+    chosen = h[mask] * 2
+    mask[0] = ~mask[0]
+    h[mask] = chosen
+    return h.square().sum()
+
+
+def sorted_values(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels > 0
+    h[mask] = h[mask].sort(0)[0]
+    return h.square().sum()
+
+
+def softmax_over(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels > 0
+    h[mask] = h[mask].softmax(0)
+    return h.square().sum()
+
+
+def counted(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    return h.sum() / h[labels > 0].shape[0]
+
+
+def returned(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return h.sum(), h[labels > 0]
+
+
+def rows_of_it(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    chosen = h[labels > 0]
+    chosen[0] *= 2
+    return chosen.sum()
+
+
+@pytest.mark.parametrize(
+    "body", [other_masks, changed_between, sorted_values, softmax_over, counted, returned, rows_of_it],
+    ids=lambda b: b.__name__,
+)  # fmt: skip
+def test_what_depends_on_how_many_are_chosen_is_refused(body: Callable[..., Any]) -> None:
+    with refused(CaptureError, HERE, "torch.where"):
+        captured(Chosen(body), inputs())
