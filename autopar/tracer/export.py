@@ -222,9 +222,10 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         raise capture_error(model, error) from error
     if not equal:
         raise IrregularError
-    _refuse_functions(program.graph)
-    for part in program.graph_module.modules():
+    for part in program.graph_module.modules():  # what is under no_grad or autocast is a graph of its own
         if isinstance(part, fx.GraphModule):
+            _refuse_functions(part.graph)
+            refuse_changed_arguments(part.graph)
             forget_packed(part.graph)
     returned = flat.returned.structure
     assert returned is not None
@@ -279,10 +280,20 @@ def _refuse_functions(graph: fx.Graph) -> None:
                 hint="in place of torch.cond compute both sides and choose by torch.where; unroll loops; in place of "
                 "flex_attention use scaled_dot_product_attention with a mask.",
             )
-        if isinstance(node.target, OpOverload) and _changes_arguments(node.target):
+
+
+def refuse_changed_arguments(graph: fx.Graph) -> None:
+    """Ops of a plan return what they make.
+
+    Raises:
+        CaptureError: an op of the user's changes its arguments; torch itself has wrapped it to look as if it did not.
+    """
+    for node in graph.nodes:
+        op = node.args[0] if str(node.target).startswith("auto_functionalized") else node.target
+        if isinstance(op, OpOverload) and _changes_arguments(op):
             raise CaptureError(
-                f"The forward calls {node.target}, an op of yours that changes its arguments.",
-                found=source_line(node.meta) or str(node.target._schema),
+                f"The forward calls {op}, an op of yours that changes its arguments.",
+                found=source_line(node.meta) or str(op._schema),
                 hint="let the op return what it makes: @custom_op(..., mutates_args=()), with a copy of the argument "
                 "inside.",
             )

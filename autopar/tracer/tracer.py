@@ -20,7 +20,7 @@ from autopar.tracer.cleanup import clean
 from autopar.tracer.convert import to_ir, value_of
 from autopar.tracer.derivatives import DerivativeError, joint_directly
 from autopar.tracer.device_neutral import device_neutral_ops
-from autopar.tracer.export import Call, Exported, FlatModel, bind, export, run_once
+from autopar.tracer.export import Call, Exported, FlatModel, bind, export, refuse_changed_arguments, run_once
 from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.hooks import without_lost_hooks
 from autopar.tracer.joint import Joint, joint_of, loss_of
@@ -121,6 +121,7 @@ class ColoTracer:
         stamp(joint, exported.cut)
         _refuse_changed(joint)
         refuse_random(joint.graph_module.graph)
+        refuse_changed_arguments(joint.graph_module.graph)
         clean(joint.graph_module)
         trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
         graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, returned, trainable)

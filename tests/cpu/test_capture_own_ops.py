@@ -137,6 +137,31 @@ def changes_its_argument(m: Any, x: Tensor) -> Tensor:
     return (m.one(x) * h).mean()
 
 
+def changes_it_under_no_grad(m: Any, x: Tensor) -> Tensor:
+    h = torch.zeros_like(x)
+    with torch.no_grad():
+        add_to(h, x)
+    return (m.one(x) * h).mean()
+
+
+class Written(torch.autograd.Function):
+    """As kernels that are given their results are wrapped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        add_to(out, x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def changes_it_in_a_function(m: Any, x: Tensor) -> Tensor:
+    return Written.apply(m.one(x)).mean()
+
+
 def launches(m: Any, x: Tensor) -> Tensor:
     h = m.one(x)
     out = torch.empty_like(h)
@@ -144,9 +169,12 @@ def launches(m: Any, x: Tensor) -> Tensor:
     return m.two(out).mean()
 
 
+CHANGES = ("test_capture_own_ops.py:", "covered.add_to", "changes its arguments", "mutates_args=()")
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
-    [(changes_its_argument, ("covered.add_to", "changes its arguments", "mutates_args=()")),
+    [(changes_its_argument, CHANGES), (changes_it_under_no_grad, CHANGES), (changes_it_in_a_function, CHANGES),
      (launches, ("triton_op", "register_rule"))],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
