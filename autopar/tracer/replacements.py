@@ -221,6 +221,28 @@ for _kind, _names in INTERPOLATIONS.items():
     replaces(*(getattr(aten, name).vec for name in _names))(_interpolation(_kind))
 
 
+def _adaptive(pool: Any) -> Replacement:
+    """Windows of one length that lie side by side are ordinary pooling, which can be cut along dims of space."""
+
+    def pooled(tracer: Any, x: Operand, output_size: Sequence[int]) -> Any:
+        image: torch.Tensor = materialize(x)
+        n = image.shape[image.ndim - len(output_size) :]
+        # One window is a mean, which torch makes of it by itself, or a maximum, of which a window is the same.
+        if not image.is_floating_point() or all(o == 1 for o in output_size):
+            return NotImplemented
+        if any(not o or size % o for size, o in zip(n, output_size, strict=True)):
+            return NotImplemented
+        return pool(image, [size // o for size, o in zip(n, output_size, strict=True)])
+
+    return pooled
+
+
+for _name in ("avg_pool1d", "avg_pool2d", "avg_pool3d"):
+    replaces(getattr(aten, f"adaptive_{_name}").default)(_adaptive(getattr(aten, _name)))
+for _n in (1, 2, 3):
+    replaces(getattr(aten, f"adaptive_max_pool{_n}d").default)(_adaptive(getattr(aten, f"max_pool{_n}d_with_indices")))
+
+
 @replaces(aten.embedding_bag.padding_idx)
 def embedding_bag(
     tracer: Any, weight: torch.Tensor, indices: Operand, offsets: torch.Tensor, scale_grad_by_freq: bool = False,

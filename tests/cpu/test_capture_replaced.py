@@ -135,3 +135,22 @@ def test_ctc(reduction, packed) -> None:
 
     ops = equal(nn.Linear(5, 6), {"x": torch.randn(4, 7, 5), "labels": labels, "lengths": lengths}, body)
     assert "autopar.ctc" in ops
+
+
+@pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d((4, 2)), nn.AdaptiveMaxPool2d((4, 2))], ids=["mean", "maximum"])
+def test_adaptive_pooling_by_windows_of_one_length_is_cut_along_rows(pool) -> None:
+    image = {"x": torch.randn(1, 1, 16, 6, dtype=torch.float64)}
+    entry = Entry("layer", "other", lambda: Layer(nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), pool)), lambda: image)
+    of = captured(entry)
+    pooling = next(n for n in of.capture.graph.nodes if n.packet.startswith(("aten.avg_pool", "aten.max_pool")))
+    for mesh in [(4,), (2, 2)]:
+        chosen = next(op.strategy for op in check(entry, of, mesh).program.ops if op.node == pooling.name)
+        assert chosen.inputs[0].dims[2]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["Avg", "Max"])
+def test_adaptive_pooling_of_every_size(n, kind) -> None:
+    for out in ([4, 3, 2][:n], [3, 2, 5][:n], [1] * n, [8, 6, 4][:n]):
+        layer = getattr(nn, f"Adaptive{kind}Pool{n}d")(tuple(out) if n > 1 else out[0])
+        equal(nn.Sequential(getattr(nn, f"Conv{n}d")(2, 2, 1), layer), {"x": torch.randn(4, 2, *[8, 6, 4][:n])})
