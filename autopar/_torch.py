@@ -54,6 +54,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "copy_each",
     "count_as_changed",
     "dtensor_like",
     "dtensor_of",
@@ -411,16 +412,25 @@ def dtensor_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], shape
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """The DTensor of ``spec`` whose shard on this rank is ``local``; without gradient."""
+    """The DTensor of ``spec`` whose shard on this rank is ``local``; without gradient.
+
+    Its ``__init__``, which does nothing, is left out: what hides it from Dynamo takes longer than all the rest.
+    """
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
 
 
 def shard_of(value: Any) -> Any:
     """A DTensor's shard on this rank, anything else as it is; outside autograd, where ``to_local`` gives the same after
     a look at compilers and gradients."""
     return getattr(value, "_local_tensor", value)
+
+
+def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy each value to its target: one call for all of them, which has no public name."""
+    torch._foreach_copy_(list(targets), list(values))
 
 
 def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:

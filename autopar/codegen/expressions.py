@@ -33,7 +33,8 @@ METHODS = {
         "sum.dim_IntList", "amax.default", "amin.default", "log.default", "exp.default", "sqrt.default",
         "rsqrt.default", "abs.default", "masked_fill.Scalar", "masked_fill.Tensor", "select.int", "flatten.using_ints",
         "any.default", "any.dim", "all.default", "cumsum.default", "index_select.default", "gather.default",
-        "add_.Tensor", "tanh.default", "sigmoid.default", "cos.default", "sin.default", "mean.dim", "mean.default",
+        "add_.Tensor", "mul_.Tensor", "relu_.default", "tanh.default", "sigmoid.default", "cos.default", "sin.default",
+        "mean.dim", "mean.default",
     )
 }  # fmt: skip
 

@@ -40,7 +40,8 @@ FUSED = {
 """The same for ops that are asked for results."""
 
 SHORTENED = {
-    "linear_of_transposed": "linear", "add_": "add", "contract": "product", "batch_norm_backward_input": "input",
+    "linear_of_transposed": "linear", "add_": "add", "mul_": "mul", "relu_": "relu", "contract": "product",
+    "batch_norm_backward_input": "input",
 }  # fmt: skip
 LAUNCHED = "_launched"
 """What the handle of a collective or a transfer adds to the name of what will arrive."""

@@ -27,6 +27,8 @@ from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec
 from autopar.spmd import Lowered
 from autopar.strategies import Combine, Gathered, Operand, combine, localize
 
+aten = torch.ops.aten
+
 
 @collected_later()
 def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
@@ -201,7 +203,7 @@ class _Builder:
         made = self._made_args(args, kwargs, operands)
         target = resolve_op(name)
         if op.in_place:
-            made, target = (made[0][op.operand :] + made[0][: op.operand], {}), torch.ops.aten.add_.Tensor
+            target, made = _in_operand(target, *made, op.operand)
         call = self._call(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
         call.meta |= {"op": op, "module": node.module}
         if len(node.outputs) == 1 and not _returns_list(target):
@@ -328,6 +330,24 @@ class _Builder:
         if not _makes(target):
             return kwargs
         return {**kwargs, "device": self._call(spmd.device, (self.rank,))}
+
+
+_OVERWRITING = {
+    aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor, aten.relu.default: aten.relu_.default,
+    aten.threshold_backward.default: aten.threshold_backward.grad_input,
+    aten.gelu_backward.default: aten.gelu_backward.grad_input,
+    aten.silu_backward.default: aten.silu_backward.grad_input,
+}  # fmt: skip
+
+
+def _in_operand(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: int
+) -> tuple[Any, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The call that makes the result in an operand: the first of methods, of gradients the one that came in."""
+    overwriting = _OVERWRITING[target]
+    if overwriting._overloadname == "grad_input":
+        return overwriting, (args, {**kwargs, "grad_input": args[operand]})
+    return overwriting, (args[operand:] + args[:operand], kwargs)
 
 
 @cache

@@ -14,7 +14,7 @@ from autopar.planner.arrange import ALIKE, arrange
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
 from autopar.planner.deferral import deferred
-from autopar.planner.in_place import added_in_place, reduced_in_place
+from autopar.planner.in_place import made_in_place, reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -62,7 +62,7 @@ class Finalist:
         def profiled(arranged: Program) -> MemoryProfile:
             return profile(arranged, d.graph, d.mesh, options)
 
-        program = added_in_place(reduced_in_place(program, d.graph), d.graph)
+        program = made_in_place(reduced_in_place(program, d.graph), d.graph)
         deadline = time.perf_counter() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
         found = arrange(program, prices, profiled, budget_bytes(prices.cluster, options), deadline)
         before, after = found.before, found.timeline

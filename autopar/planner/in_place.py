@@ -1,8 +1,9 @@
-"""Which ops may overwrite an operand instead of making new memory: all-reduces and sums of what nobody else has then.
+"""Which ops may overwrite an operand instead of making new memory: all-reduces, sums and activations of what nobody
+else has then.
 
 Half of what they hold is then gone, and a copy or an allocation is saved. The operand must be memory of its own, made
-by an op that surely returns no view. An all-reduce runs beside other ops, so it must be the operand's only reader; a
-sum comes after the others, none of which may be a view of it, or still under way.
+by an op that surely returns no view. An all-reduce runs beside other ops, so it must be the operand's only reader; any
+other op comes after the other readers, none of which may be a view of the operand, or still under way.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ MAKES_NEW = frozenset({
 })  # fmt: skip
 """Ops whose results are never views."""
 
-SUMMANDS = MAKES_NEW | {
+OVERWRITABLE = MAKES_NEW | {
     "aten.mul", "aten.sub", "aten.div", "aten.relu", "aten.threshold_backward", "aten.native_layer_norm",
     "aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_backward", "aten.max_pool2d_with_indices_backward",
     "autopar.dropout", "autopar.batch_norm", "autopar.batch_norm_backward_input",
 }  # fmt: skip
-"""Those whose results are added to others."""
+"""Those whose results are added to others, or are what an activation is of."""
+
+OVERWRITING = {
+    "aten.add.Tensor": 2, "aten.mul.Tensor": 2, "aten.relu.default": 1, "aten.threshold_backward.default": 1,
+    "aten.gelu_backward.default": 1, "aten.silu_backward.default": 1,
+}  # fmt: skip
+"""Ops that can be made in one of their first so many operands."""
 
 
 def reduced_in_place(program: Program, graph: Graph) -> Program:
@@ -47,8 +54,8 @@ def reduced_in_place(program: Program, graph: Graph) -> Program:
     return replace(program, ops=tuple(replace(op, in_place=True) if may(op) else op for op in program.ops))
 
 
-def added_in_place(program: Program, graph: Graph) -> Program:
-    """``program`` whose sums of two equal shapes are made in an operand where that ends there."""
+def made_in_place(program: Program, graph: Graph) -> Program:
+    """``program`` whose ops of operands of one shape are made in one of them where that ends there."""
     if any(i.kind == "accumulator" for i in graph.inputs):
         return program  # the program of other micro-batches has other results
     readers: dict[str, list[Op]] = defaultdict(list)
@@ -62,28 +69,31 @@ def added_in_place(program: Program, graph: Graph) -> Program:
         if name in results or writer.phase != at.phase or readers[name][-1] is not at:
             return False
         if writer.kind == "compute":
-            new = graph.by_name[writer.node].packet in SUMMANDS
+            new = graph.by_name[writer.node].packet in OVERWRITABLE
         else:
             new = writer.is_collective and not writer.bucket
         return new and all(_only_reads(r, graph) for r in readers[name])
 
     made: list[Op] = []
     for op in program.ops:
-        summands: Sequence[str] = op.reads if _is_sum(op, program, graph) else ()
-        operand = next((i for i, name in enumerate(summands) if ends(name, op)), None)
+        candidates = _overwritable(op, program, graph)
+        operand = next((i for i, name in enumerate(candidates) if ends(name, op)), None)
         made.append(op if operand is None else replace(op, in_place=True, operand=operand))
     return replace(program, ops=tuple(made))
 
 
-def _is_sum(op: Op, program: Program, graph: Graph) -> bool:
-    """Whether an op adds two tensors of the shape and dtype of its result; of more than one dim, as statistics are
-    small and belong to patterns."""
-    if op.kind != "compute" or op.kernels or len(op.reads) != 2 or op.reads[0] == op.reads[1]:
-        return False
+def _overwritable(op: Op, program: Program, graph: Graph) -> Sequence[str]:
+    """The operands in which an op could be made: all are tensors of the shape and dtype of its result, and of more than
+    one dim, as statistics are small and belong to patterns."""
+    if op.kind != "compute" or op.kernels or len(set(op.reads)) < len(op.reads):
+        return ()
     node = graph.by_name[op.node]
-    plain = node.op == "aten.add.Tensor" and not node.kwargs and all(isinstance(a, Value) for a in node.args)
+    count = OVERWRITING.get(node.op, 0)
+    if not all(isinstance(a, Value) for a in node.args[:count]) or (count == 2 and node.kwargs):
+        return ()
     made, *given = op.writes[0], *(program.tensors[name] for name in op.reads)
-    return plain and len(made.meta.shape) > 1 and all(t.meta == made.meta and t.bytes == made.bytes for t in given)
+    alike = len(made.meta.shape) > 1 and all(t.meta == made.meta and t.bytes == made.bytes for t in given)
+    return op.reads[:count] if alike else ()
 
 
 def _only_reads(op: Op, graph: Graph) -> bool:

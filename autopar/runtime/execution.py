@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,7 @@ class Executable:
         accumulate: the backward of all micro-batches but the last.
         accumulated: meaning of each of its results.
         compiled: by Inductor, whose code allocates without the dispatcher.
+        held: positions of inputs whose memory is among the saved tensors, once a forward has run.
     """
 
     forward: Local
@@ -60,6 +61,14 @@ class Executable:
     accumulate: Local | None = None
     accumulated: tuple[Output, ...] = ()
     compiled: bool = False
+    held: list[tuple[int, ...]] = field(default_factory=list, compare=False)
+
+    @cached_property
+    def positions(self) -> tuple[int | None, ...]:
+        """Of each input's gradient among those of the backward, if it has one."""
+        made = {o.name: i for i, (o, _, _) in enumerate(self.gradients)}
+        names = ({"parameter": m.name, "input": f"input:{m.name}"}.get(m.kind, "") for m, _ in self.inputs)
+        return tuple(map(made.get, names))
 
 
 class Host(Place, Protocol):
@@ -151,7 +160,7 @@ class Step(torch.autograd.Function):
         with host.marks.in_sections(), host.clock.memory.counting():
             outputs, mutations, saved = forward_values(host, executable, operands, keep=True)
         sink.extend(mutations)
-        ctx.run = Run(host, executable, operands, saved, _versions(saved, operands))
+        ctx.run = Run(host, executable, operands, saved, _versions(executable, saved, operands))
         ctx.set_materialize_grads(False)
         fixed = [o for o, n in zip(outputs, _names(executable), strict=True) if n not in executable.differentiable]
         ctx.mark_non_differentiable(*fixed)
@@ -174,10 +183,13 @@ def _names(executable: Executable) -> list[str]:
     return [o.name for o, _, _ in executable.results if o.kind == "output"]
 
 
-def _versions(saved: Sequence[Any], operands: Sequence[Any]) -> list[tuple[Tensor, int]]:
+def _versions(executable: Executable, saved: Sequence[Any], operands: Sequence[Any]) -> list[tuple[Tensor, int]]:
     """Changes are counted on the DTensor: ops on its shard run below autograd's counting."""
-    held = {t.data_ptr() for t in saved if isinstance(t, Tensor)}
-    return [(o, o._version) for o in operands if isinstance(o, DTensor) and _torch.shard_of(o).data_ptr() in held]
+    if not executable.held:
+        kept = {t.data_ptr() for t in saved if isinstance(t, Tensor)}
+        sharded = [(i, _torch.shard_of(o)) for i, o in enumerate(operands) if isinstance(o, DTensor)]
+        executable.held.append(tuple(i for i, shard in sharded if shard.data_ptr() in kept))
+    return [(operands[i], operands[i]._version) for i in executable.held[0]]
 
 
 def _check_backward(run: Run) -> None:
@@ -224,8 +236,8 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
     with uncast(host):
         made = executable.backward(host.rank, feeds)
     host.sums.complete()
-    by_name = {o.name: (g, s, meta) for (o, s, meta), g in zip(executable.gradients, made, strict=True)}
-    return [_gradient_of(meaning, by_name, host) for meaning, _ in executable.inputs]
+    ends = zip(executable.inputs, executable.positions, strict=True)
+    return [None if at is None else _gradient_of(m, executable.gradients[at], made[at], host) for (m, _), at in ends]
 
 
 def _tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Tensor:
@@ -242,10 +254,8 @@ def _tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Te
     return given
 
 
-def _gradient_of(meaning: Input, made: Mapping[str, Any], host: Host) -> Any:
-    if meaning.kind == "parameter" and meaning.name in made:
-        gradient, spec, meta = made[meaning.name]
-        return as_dtensor(gradient, spec, meta.shape, host)
-    if meaning.kind == "input" and f"input:{meaning.name}" in made:
-        return made[f"input:{meaning.name}"][0]
-    return None
+def _gradient_of(
+    meaning: Input, described: tuple[Output, ShardingSpec, TensorMeta], gradient: Tensor, host: Host
+) -> Tensor:
+    _, spec, meta = described
+    return as_dtensor(gradient, spec, meta.shape, host) if meaning.kind == "parameter" else gradient

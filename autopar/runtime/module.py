@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.errors import AutoparError, InputError
-from autopar.ir import Output
 from autopar.mesh import Mesh
 from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import same_call
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
+from autopar.runtime.tables import Tables, tables, without_tables
 from autopar.spmd.ranks import ProcessRank
 from autopar.structure import Structure
-
-Modules: TypeAlias = list[tuple[str, nn.Module]]
-"""Every module of a model once, with its path."""
 
 STORED = ("parameter", "buffer")
 
@@ -174,13 +171,13 @@ class ParallelModule(nn.Module):
 
     def __copy__(self) -> ParallelModule:
         twin = type(self).__new__(type(self))
-        twin.__dict__ = self.__dict__.copy()
+        twin.__dict__ = without_tables(self.__dict__)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        twin.__dict__ = copy.deepcopy(without_tables(self.__dict__), memo)
         return twin
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -205,14 +202,13 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
 def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the compiled program as the model would be called."""
     state = model._autopar
-    modules = _walk(model)
-    call, key = _agreed_call(model, args, kwargs, modules)
+    stored = tables(model)
+    call, key = _agreed_call(model, args, kwargs, stored)
     with state.precision():
         variant = _variant(model, call, key)
     executable = variant.executable
-    named = _named_tensors(modules)
     given = _given(call, variant, state)
-    operands = [named[m.name] if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
+    operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
         state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent, model._autopar_sums,
         state.clock, Marks(state.device),
@@ -226,7 +222,7 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         host.marks.forward = (began, stamp(state.device))
     else:
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
-    _write_back(variant, mutations, named)
+    _write_back(variant, mutations, stored)
     return variant.build(outputs)
 
 
@@ -254,46 +250,16 @@ def _drawn_seed(state: State) -> Tensor:
     return seed
 
 
-def _walk(model: nn.Module) -> Modules:
-    """Every module once, by path, in torch's order; torch's own generators take several times as long."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append((path, module))
-        prefix = f"{path}." if path else ""
-        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
-        waiting += reversed(children)
-    return found
-
-
-def _named_tensors(modules: Modules) -> dict[str, Tensor]:
-    """Parameters and buffers."""
-    found: dict[str, Tensor] = {}
-    for path, module in modules:
-        prefix = f"{path}." if path else ""
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    found[prefix + name] = tensor
-    return found
-
-
-def _write_back(variant: Variant, mutations: Sequence[Any], named: Mapping[str, Tensor]) -> None:
+def _write_back(variant: Variant, mutations: Sequence[Any], stored: Tables) -> None:
     """Store the new values of buffers that the program changed (batch norm's statistics)."""
-    changed: list[Output] = [o for o, _, _ in variant.executable.results if o.kind == "mutation"]
-    with torch.no_grad():
-        for output, value in zip(changed, mutations, strict=True):
-            target = named[output.name]
-            _torch.shard_of(target).copy_(value)
+    if mutations:
+        changed = [o.name for o, _, _ in variant.executable.results if o.kind == "mutation"]
+        with torch.no_grad():
+            _torch.copy_each([_torch.shard_of(stored.tensor(name)) for name in changed], mutations)
 
 
 def _agreed_call(
-    model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any], modules: Modules
+    model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any], stored: Tables
 ) -> tuple[Call, Any]:
     """The bound call and the key of its program, which are those of every rank."""
     state = model._autopar
@@ -301,7 +267,7 @@ def _agreed_call(
     def bound() -> tuple[Call, Any]:
         call = state.bind(model, args, kwargs)
         with state.precision():
-            key = variant_key(model, call, modules=modules)
+            key = variant_key(model, call, stored=stored)
         if key not in state.variants:
             check_call(state.planned, call)
         return call, key
@@ -332,21 +298,19 @@ def _variant(model: ParallelModule, call: Call, key: Any) -> Variant:
     return variants[key]
 
 
-def variant_key(model: nn.Module, call: Call, precision: str | None = None, modules: Modules | None = None) -> Any:
+def variant_key(model: nn.Module, call: Call, precision: str | None = None, stored: Tables | None = None) -> Any:
     """What a program depends on: shapes, plain arguments, which modules train, which parameters, and autocast.
 
     Args:
-        modules: of ``model``, where they are known: to find them is the longest part of a call's own cost.
+        stored: the model's tables, where they are known.
     """
-    named = zip(call.names, call.tensors, strict=True)
+    named, stored = zip(call.names, call.tensors, strict=True), stored or tables(model)
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
-    all_modules = [module for _, module in modules or _walk(model)]
-    modes = tuple(m.training for m in all_modules)
-    found = {id(p): p for m in all_modules for p in m._parameters.values() if p is not None}
-    parameters = tuple((p.requires_grad, stored_dtype(p, precision)) for p in found.values())
+    dtypes = (lambda p: p.dtype) if precision is None else functools.partial(stored_dtype, precision=precision)
+    parameters = tuple([(p.requires_grad, dtypes(p)) for p in stored.parameters])
     cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
-    return tensors, plain, modes, parameters, cast
+    return tensors, plain, stored.modes(model), parameters, cast
 
 
 def check_call(planned: Call, call: Call) -> None:

@@ -1,0 +1,108 @@
+"""The modules of a model and where each of its tensors is kept, found once: to walk a model takes longer than all else
+that a call does beside its program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_KEPT_AS = "_autopar_tables"
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a model consists of; right while ``holds``. The tensors themselves may be replaced.
+
+    Args:
+        inner: every module of the model once, without the model itself, which would then never be freed at once.
+        children: every module's table of modules, and ``kept`` its parameters and its buffers, the model's own first.
+        held: what the former hold.
+        names: the keys of the latter.
+        places: table and key of each parameter and buffer by its path.
+    """
+
+    inner: tuple[nn.Module, ...]
+    children: tuple[Table, ...]
+    kept: tuple[Table, ...]
+    held: list[nn.Module | None]
+    names: list[str]
+    places: Mapping[str, tuple[Table, str]]
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether ``model`` still has these modules, and they tensors of these names."""
+        modules = (model, *self.inner)
+        same = all(map(operator.is_, _kept(modules), self.kept))
+        same = same and all(map(operator.is_, [m._modules for m in modules], self.children))
+        return same and _values(self.children) == self.held and _keys(self.kept) == self.names
+
+    def tensor(self, path: str) -> Any:
+        """The parameter or buffer of a path."""
+        table, key = self.places[path]
+        return table[key]
+
+    def modes(self, model: nn.Module) -> tuple[bool, ...]:
+        """Which modules train."""
+        return model.training, *[module.training for module in self.inner]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Every parameter once."""
+        found = {id(p): p for table in self.kept[::2] for p in table.values()}
+        found.pop(id(None), None)
+        return list(found.values())
+
+
+def tables(model: nn.Module) -> Tables:
+    """The tables of ``model`` as it is now."""
+    known: Tables | None = model.__dict__.get(_KEPT_AS)
+    if known is None or not known.holds(model):
+        known = model.__dict__[_KEPT_AS] = _tables(model)
+    return known
+
+
+def without_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a model that a copy of it takes over."""
+    return {name: value for name, value in attributes.items() if name != _KEPT_AS}
+
+
+def _tables(model: nn.Module) -> Tables:
+    walked = list(_walk(model))
+    modules = [module for _, module in walked]
+    children, kept = tuple(m._modules for m in modules), tuple(_kept(modules))
+    places = {
+        f"{path}.{name}" if path else name: (table, name)
+        for path, module in walked for table in (module._parameters, module._buffers) for name in table
+    }  # fmt: skip
+    return Tables(tuple(modules[1:]), children, kept, _values(children), _keys(kept), places)
+
+
+def _kept(modules: Any) -> list[Table]:
+    return [table for module in modules for table in (module._parameters, module._buffers)]
+
+
+def _values(tables: tuple[Table, ...]) -> list[Any]:
+    return [value for table in tables for value in table.values()]
+
+
+def _keys(tables: tuple[Table, ...]) -> list[str]:
+    return [key for table in tables for key in table]
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, by path, in torch's order."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+        waiting += reversed(children)
