@@ -17,12 +17,24 @@ from autopar.ops.registration import define, once_differentiable
 aten = torch.ops.aten
 
 
-def _rows_of(x: Tensor, dims: Sequence[int], first: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Rows from ``first`` on of each of ``dims``, zeros where there are none."""
+def rows_of(x: Tensor, dims: Sequence[int], first: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Rows from ``first`` on of each of ``dims``, zeros where there are none, as a tensor of their own; ``x`` itself
+    where these are all of it."""
+    shape, there = list(x.shape), x
     for dim, start, n in zip(dims, first, size, strict=True):
-        pads = [0, 0] * (x.ndim - 1 - dim) + [-start, start + n - x.shape[dim]]
-        x = torch.nn.functional.pad(x, pads)
-    return x
+        shape[dim] = n
+        begin, end = max(start, 0), min(start + n, x.shape[dim])
+        there = there.narrow(dim, begin, max(end - begin, 0))
+    if list(x.shape) == shape and list(there.shape) == shape:
+        return x.contiguous()
+    if list(there.shape) == shape:
+        return there.clone(memory_format=torch.contiguous_format)
+    out = x.new_zeros(shape)
+    into = out
+    for dim, start in zip(dims, first, strict=True):
+        into = into.narrow(dim, max(-start, 0), there.shape[dim])
+    into.copy_(there)
+    return out
 
 
 def _narrowed(x: Tensor, dims: Sequence[int], first: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -46,13 +58,14 @@ def _backward(
             i = dim - 2
             shape[dim] = (grad.shape[dim] - 1) * stride[i] + dilation[i] * (weight.shape[dim] - 1) + 1
         wide = aten.convolution_backward(grad, x.new_empty(shape), weight, None, *rest, [True, False, False])[0]
-        dx = _rows_of(wide, dims, first, size)
+        dx = rows_of(wide, dims, first, size)
+        del wide
     dw, db = weight.new_empty(0), weight.new_empty(0)
     if mask[1] or mask[2]:
         own = _narrowed(grad, dims, made_first, made_size)
         _, dw_, db_ = aten.convolution_backward(own, x, weight, bias_sizes, *rest, [False, mask[1], mask[2]])
         dw, db = (dw if dw_ is None else dw_), (db if db_ is None else db_)
-    return dx.contiguous(), dw.contiguous(), db.contiguous()
+    return dx, dw.contiguous(), db.contiguous()
 
 
 def _sized(x: Tensor, dims: Sequence[int], size: Sequence[int]) -> list[int]:
@@ -76,8 +89,8 @@ def _transposed(
     output_padding: list[int], groups: int, dims: list[int], first: list[int], size: list[int],
 ) -> Tensor:  # fmt: skip
     wide = aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
-    own = _rows_of(wide, dims, first, size)
-    return (own if bias is None else own + bias.view(-1, *[1] * (x.ndim - 2))).contiguous()
+    own = rows_of(wide, dims, first, size)
+    return own if bias is None else own.add_(bias.view(-1, *[1] * (x.ndim - 2)))
 
 
 def _transposed_fake(

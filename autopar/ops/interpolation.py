@@ -92,8 +92,8 @@ def _cubic(distance: Tensor) -> Tensor:
     return torch.where(d <= 1, near, far)
 
 
-def _weighted(x: Tensor, weight: Tensor | None, dim: int) -> Tensor:
-    return x if weight is None else x * weight.view(-1, *[1] * (x.ndim - 1 - dim))
+def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
+    return weight.view(-1, *[1] * (x.ndim - 1 - dim))
 
 
 def _forward(
@@ -104,8 +104,11 @@ def _forward(
     for i, dim in enumerate(range(x.ndim - len(n), x.ndim)):
         total: Tensor | None = None
         for place, weight in _taps(y, kind, align, scales[i], n[i], out[i], first[i], size[i]):
-            rows = _weighted(y.index_select(dim, (place - start[i]).clamp_(0, y.shape[dim] - 1)), weight, dim)
+            rows = y.index_select(dim, (place - start[i]).clamp_(0, y.shape[dim] - 1))
+            if weight is not None:
+                rows.mul_(_along(weight, rows, dim))
             total = rows if total is None else total.add_(rows)
+            del rows
         assert total is not None
         y = total
     return y.to(x.dtype).contiguous()
@@ -122,7 +125,7 @@ def _backward(
         for place, weight in _taps(dx, kind, align, scales[i], n[i], out[i], first[i], dx.shape[dim]):
             own = (place >= start[i]) & (place < start[i] + size[i])
             weight = own.to(dx.dtype) if weight is None else weight * own
-            made.index_add_(dim, (place - start[i]).where(own, 0), _weighted(dx, weight, dim))
+            made.index_add_(dim, (place - start[i]).where(own, 0), dx * _along(weight, dx, dim))
         dx = made
     return dx.to(grad.dtype).contiguous()
 

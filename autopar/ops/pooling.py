@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.convolution import rows_of
 from autopar.ops.registration import define, once_differentiable, without_gradient
 
 aten = torch.ops.aten
@@ -22,11 +23,15 @@ def _moved(index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequenc
     """Places in an image of ``shape``, moved by so many rows of each dim, as places in one of shape ``into``; and
     whether they are in it."""
     place, inside, stride = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
-    for n, step, size in reversed(list(zip(shape, by, into, strict=True))):
-        row = index % n + step
-        index = index // n
-        inside &= (row >= 0) & (row < size)
-        place += row * stride
+    dims = list(zip(shape, by, into, strict=True))
+    while dims:
+        n, step, size = dims.pop()
+        row = index.remainder(n).add_(step)
+        inside &= row >= 0
+        inside &= row < size
+        place += row.mul_(stride)
+        del row
+        index = index // n if dims else index
         stride *= size
     return place, inside
 
@@ -84,10 +89,7 @@ def _mean_backward(
         i = dim - (x.ndim - n)
         shape[dim] = (grad.shape[dim] - 1) * stride[i] + kernel[i]
     wide: Tensor = pool(grad, x.new_empty(shape), kernel, stride, padding, False, include, divisor)
-    for dim, start in zip(dims, first, strict=True):
-        pads = [0, 0] * (x.ndim - 1 - dim) + [-start, start + x.shape[dim] - wide.shape[dim]]
-        wide = torch.nn.functional.pad(wide, pads)
-    return wide.contiguous()
+    return rows_of(wide, dims, first, [x.shape[dim] for dim in dims])
 
 
 define(

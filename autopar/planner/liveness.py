@@ -23,7 +23,7 @@ from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
 from autopar.planner.packing import bucket_packing, packing
 from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
-from autopar.planner.transients import halo_bytes, held_by_ring, interpolation_bytes, local_op, told_bytes, transients
+from autopar.planner.transients import held_by_ring, local_op, told_bytes, transients, windowed
 from autopar.planner.unequal import unequal_ranks
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
@@ -102,10 +102,16 @@ def history(
 
 @dataclass(frozen=True)
 class _Moment:
-    """A wait for tensor ``waited``, or op ``at`` itself; ``at`` is also where it counts in the timeline."""
+    """A wait for tensor ``waited``, or for rows of neighbours or the window made of them, or op ``at`` itself; ``at``
+    is also where it counts in the timeline."""
 
     at: int
     waited: str = ""
+
+
+def _window_names(op: Op, i: int) -> tuple[str, str]:
+    """Of the rows that arrive for halo ``i``, and of the window made of them."""
+    return f"{op.name}|rows{i}", f"{op.name}|window{i}"
 
 
 @dataclass
@@ -160,6 +166,7 @@ class _Sweep:
             if op.kind != "input":
                 awaited = dict.fromkeys(self.launch_of.get(name, name) for name in op.reads)
                 order += [_Moment(at, name) for name in awaited if pending.pop(name, None) is not None]
+            order += [_Moment(at, name) for i in range(len(op.halos)) for name in _window_names(op, i)]
             order.append(_Moment(at))
             if op.is_collective:
                 pending[op.writes[0].name] = at
@@ -185,8 +192,10 @@ class _Sweep:
         return {m.waited: i for i, m in enumerate(self.moments) if m.waited}
 
     def _reads(self, at: int, op: Op) -> None:
-        for name in op.reads:
-            self._live_until(name, self.op_at[at])
+        windows = {h.operand for h in op.halos}
+        for i, name in enumerate(op.reads):
+            if i not in windows:
+                self._live_until(name, self.op_at[at])
 
     def _live_until(self, name: str, moment: int) -> None:
         held = self.memory.get(self.behind.get(name, ""))
@@ -294,16 +303,13 @@ class _Sweep:
     def _compute(self, at: int, op: Op) -> None:
         node, strategy = self.graph.by_name[op.node], op.strategy
         assert strategy is not None
-        operands = tuple(self.layouts[name] for name in op.reads)
+        operands = tuple(self.layouts[name] for name in self._windowed(at, op))
         now = self.op_at[at]
         if op.in_place:
             name, overwritten = op.writes[0].name, op.reads[op.operand]
             self.layouts[name], self.behind[name] = self.layouts[overwritten], self.behind[overwritten]
             return
         made, aliased, self.extra[now] = self._run(node, strategy, operands, op.writes)
-        self.extra[now] += sum(halo_bytes(self.program.tensors[op.reads[h.operand]], h) for h in op.halos)
-        if op.halos and ("upsample" in node.op or "interpolate" in node.op):
-            self.extra[now] += interpolation_bytes(op, self.program.tensors)
         self.extra[now] += told_bytes(op, self.program.tensors)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
@@ -313,6 +319,25 @@ class _Sweep:
                     self._live_until(tensor.name, now)
             else:
                 self._new(tensor.name, self._bytes(tensor), now)
+
+    def _windowed(self, at: int, op: Op) -> list[str]:
+        """The op's operands, those with halos as windows, which are made one after the other."""
+        operands = list(op.reads)
+        for i, h in enumerate(op.halos):
+            source, size = operands[h.operand], self.program.tensors[op.reads[h.operand]].meta.itemsize
+            (rows, window), w = _window_names(op, i), windowed(self.layouts[source], h, self.at)
+            exchanged, made = self.wait_at[rows], self.wait_at[window]
+            self._live_until(source, made)
+            self._new(f"{rows}|sent", w.sent * size, exchanged)
+            self._new(rows, w.received * size, exchanged, made)
+            self.extra[made] = w.padding * size
+            self.layouts[window], operands[h.operand] = w.layout, window
+            if w.made:
+                self._new(window, w.made * size, made)
+            elif source in self.behind:
+                self.behind[window] = self.behind[source]
+            self._live_until(window, self.op_at[at])
+        return operands
 
     def _run(
         self, node: Node, strategy: Strategy, operands: tuple[Layout, ...], writes: Sequence[LocalTensor]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,10 @@ from autopar.planner.contraction import terms
 from autopar.planner.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
 from autopar.program import LocalTensor, Op
 from autopar.sharding import Halo, Step, Strategy
+from autopar.sharding.halo import own_rows
+from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
+from autopar.sharding.spec import length, offset
+from autopar.strategies import find_lowering, halos, localize
 
 SCALARS = 64
 """Bytes of the 0-dim tensors that Python numbers become on the way."""
@@ -37,15 +43,34 @@ class LocalOp:
 
     Args:
         metas: of the whole operands.
-        cut: whether an operand or a result is.
+        strategy, mesh, at: on the rank at this coordinate.
     """
 
     node: Node
     metas: tuple[TensorMeta, ...]
     operands: tuple[tuple[Layout, int], ...]
     results: tuple[tuple[Layout, int], ...]
-    cut: bool
     device: str
+    strategy: Strategy
+    mesh: Mesh
+    at: tuple[int, ...]
+
+    @cached_property
+    def call(self) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+        """The op that the rank runs, without its overload, and its arguments."""
+        if find_lowering(self.node) is None:
+            return self.node.packet, self.node.args, dict(self.node.kwargs)
+        op, args, kwargs = localize(self.node, self.strategy, self.metas, self.mesh)
+        return op.rpartition(".")[0], self._here(args), {k: self._here(v) for k, v in kwargs}
+
+    def _here(self, arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(map(self._here, arg))
+        if isinstance(arg, LocalChoice):
+            return arg.values[self.at[arg.axis]]
+        if isinstance(arg, (LocalLength, LocalOffset)):
+            return (length if isinstance(arg, LocalLength) else offset)(arg.n, arg.axes, self.mesh, self.at)
+        return arg
 
     def nbytes(self, x: tuple[Layout, int]) -> int:
         return x[0].numel * x[1]
@@ -62,31 +87,50 @@ def wide(itemsize: int) -> int:
 
 def transients(op: LocalOp) -> int:
     """Bytes beside operands and results; 0 where nothing is known of the op."""
-    formula = FORMULAS.get(op.node.packet)
-    return formula(op) if formula is not None and op.operands else 0
+    formula = FORMULAS.get(op.call[0])
+    return max(0, formula(op)) if formula is not None and op.operands else 0
 
 
 def least_transients(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str) -> int:
     """The same whatever the strides of the operands: at least so much, since what is not contiguous may be copied
-    besides. What a contraction copies hangs on strides alone."""
-    if node.packet not in FORMULAS or node.packet == "autopar.contract":
+    besides. What a contraction copies hangs on strides alone. Of operands with halos, what the window has besides the
+    rank's own rows, since these may have gone by then."""
+    if node.packet == "autopar.contract" or (node.packet not in FORMULAS and find_lowering(node) is None):
         return 0
-    return transients(local_op(node, option, metas, mesh, device))
+    one = local_op(node, option, metas, mesh, device)
+    operands = list(one.operands)
+    for h in halos(node, option, tuple(metas), mesh) or ():
+        x, size = operands[h.operand]
+        operands[h.operand] = windowed(x, h, one.at).layout, size
+    read = replace(one, operands=tuple(operands))
+    return max(0, sum(map(one.nbytes, operands)) - sum(map(one.nbytes, one.operands)) + transients(read))
 
 
-def halo_bytes(shard: LocalTensor, h: Halo) -> int:
-    """While an op waits for its neighbours' rows: what is sent, what arrives, the window of these and the rank's own
-    rows, its padding, and in a gradient twice as many rows that the kernel makes."""
-    own = h.own
-    exchanged = h.before + h.after
-    rows = 2 * exchanged + 4 * max(h.rows, own) - own
-    return shard.bytes // own * rows
+@dataclass(frozen=True)
+class Window:
+    """Elements that a rank holds while it makes its window of an operand: rows that it sends in buffers of their own,
+    rows that arrive, padding, and the window, 0 where it is a view of the operand."""
+
+    sent: int
+    received: int
+    padding: int
+    made: int
+    layout: Layout
 
 
-def interpolation_bytes(op: Op, tensors: Mapping[str, LocalTensor]) -> int:
-    """Interpolated dim by dim: rows of the wider side in the accumulation dtype, weighted and added up."""
-    sides = [*(tensors[name] for name in op.reads), *op.writes]
-    return COPIES * max(t.bytes // t.meta.itemsize * wide(t.meta.itemsize) for t in sides)
+def windowed(x: Layout, h: Halo, at: Sequence[int]) -> Window:
+    """The window of shard ``x`` on the rank at coordinate ``at``. As ``spmd.halos`` does it."""
+    own_start, own_stop = own_rows(h.n, len(h.windows))[at[h.axis]]
+    start, stop = h.windows[at[h.axis]]
+    row = x.numel // max(1, x.shape[h.dim])
+    sides = [n for n in (h.before, h.after) if n]
+    sent = sum(0 if narrowed(x, h.dim, n).is_contiguous else n * row for n in sides)
+    padding = (max(0, -start) + max(0, stop - h.n)) * row
+    made = contiguous(with_length(x.shape, h.dim, stop - start))
+    inside = own_start <= start and stop <= own_stop
+    if inside and narrowed(x, h.dim, stop - start).is_contiguous:
+        return Window(sent, sum(sides) * row, 0, 0, made)
+    return Window(sent, sum(sides) * row, padding, made.numel, made)
 
 
 def told_bytes(op: Op, tensors: Mapping[str, LocalTensor]) -> int:
@@ -105,14 +149,14 @@ def local_op(
 ) -> LocalOp:  # fmt: skip
     """``node`` on the rank at coordinate ``at``, or on the first. ``layouts``: of its operands, contiguous where not
     given."""
-    where = at if any(at) else None
+    where = tuple(at) if any(at) else None
     shapes = [s.local_shape(m.shape, mesh, where) for m, s in zip(metas, option.inputs, strict=True)]
     given = layouts if layouts is not None else [contiguous(tuple(s)) for s in shapes]
     made = [(m, s) for m, s in zip(node.outputs, option.outputs, strict=True) if m is not None and s is not None]
     return LocalOp(
         node, tuple(metas), tuple((x, m.itemsize) for x, m in zip(given, metas, strict=True)),
         tuple((contiguous(tuple(s.local_shape(m.shape, mesh, where))), m.itemsize) for m, s in made),
-        any(any(axes for axes in s.dims) for s in (*option.inputs, *(s for _, s in made))), device,
+        device, option, mesh, where or (0,) * mesh.ndim,
     )  # fmt: skip
 
 
@@ -363,6 +407,107 @@ def _random(op: LocalOp) -> int:
     return copy + block * (16 + (0 if op.node.packet == "autopar.dropout" and size == 4 else 14)) + SCALARS
 
 
+def _resized(x: Layout, dims: Sequence[int], sizes: Sequence[int]) -> int:
+    """Elements with other lengths along ``dims``."""
+    return math.prod(dict(zip(dims, sizes, strict=True)).get(d, n) for d, n in enumerate(x.shape))
+
+
+def _beside_gradient(op: LocalOp, wide: int, made: int) -> int:
+    """Of a gradient of more rows than are the rank's own, for an operand of the same size that gives its shape alone:
+    the two, or the one and its part, whose rows are copied."""
+    return max(2 * wide, wide + (made if made != wide else 0)) - op.written
+
+
+def _convolution_part_backward(op: LocalOp) -> int:
+    (grad, _), (x, size), (weight, _) = op.operands[:3]
+    given = op.call[2]
+    if not given["mask"][0]:
+        return 0
+    dims = given["dims"]
+    rows = [
+        (grad.shape[d] - 1) * given["stride"][d - 2] + given["dilation"][d - 2] * (weight.shape[d] - 1) + 1
+        for d in dims
+    ]  # fmt: skip
+    return _beside_gradient(op, _resized(x, dims, rows) * size, op.nbytes(op.results[0]))
+
+
+def _avg_pool_part_backward(op: LocalOp) -> int:
+    (grad, _), (x, size) = op.operands
+    given = op.call[2]
+    dims, first = given["dims"], len(x.shape) - len(given["kernel"])
+    rows = [(grad.shape[d] - 1) * given["stride"][d - first] + given["kernel"][d - first] for d in dims]
+    return _beside_gradient(op, _resized(x, dims, rows) * size, op.written)
+
+
+def _convolution_transposed_part(op: LocalOp) -> int:
+    """More rows than are the rank's own."""
+    (x, _), (weight, _), (made, size) = op.operands[0], op.operands[1], op.results[0]
+    given = op.call[2]
+    each = (given[k] for k in ("stride", "padding", "dilation", "output_padding"))
+    rows = [
+        (n - 1) * stride - 2 * padding + dilation * (k - 1) + more + 1
+        for n, k, stride, padding, dilation, more in zip(x.shape[2:], weight.shape[2:], *each, strict=True)
+    ]  # fmt: skip
+    wide = math.prod((*made.shape[:2], *rows))
+    return wide * size if wide != made.numel else 0
+
+
+def _convolution_transposed_part_backward(op: LocalOp) -> int:
+    (grad, size), given = op.operands[0], op.call[2]
+    shape = grad.shape
+    for dim, n in zip(given["dims"], given["size"], strict=True):
+        shape = with_length(shape, dim, n)
+    whole = Layout(shape, grad.strides).is_contiguous
+    return 0 if whole or not any(given["mask"][:2]) else math.prod(shape) * size
+
+
+def _moved_bytes(dims: int) -> int:
+    """Of an index whose places in an image of ``dims`` dims are found in another: what lies beside the index; places
+    and flags of what is inside stay."""
+    return 26 if dims == 2 else 34
+
+
+def _max_pool_part(op: LocalOp) -> int:
+    return op.results[1][0].numel * _moved_bytes(len(op.call[2]["whole"]))
+
+
+def _max_pool_part_backward(op: LocalOp) -> int:
+    (index, _), (_, size) = op.operands[2], op.operands[0]
+    moving = index.numel * _moved_bytes(len(op.call[2]["whole"]))
+    return max(moving - op.written, index.numel * (17 + size)) + SCALARS
+
+
+def _interpolate_part(op: LocalOp) -> int:
+    """Dim by dim: rows that are weighted are added to others."""
+    (x, size), given = op.operands[0], op.call[2]
+    several = not given["kind"].startswith("nearest")
+    held = 0 if not several or size >= 4 else x.numel * 4
+    wide_size, shape, most = wide(size) if several else size, x.shape, 0
+    for dim, n in enumerate(given["size"], len(shape) - len(given["size"])):
+        shape = with_length(shape, dim, n)
+        made = math.prod(shape) * wide_size
+        most = max(most, held + made * (1 + several) + VECTORS * n)
+        held = made
+    if wide_size != size:
+        return max(most, held + op.written) - op.written
+    return most - op.written
+
+
+def _interpolate_part_backward(op: LocalOp) -> int:
+    (grad, size), given = op.operands[0], op.call[2]
+    shape, now, most = grad.shape, grad.numel * wide(size), 0
+    held = now if size < 4 else 0
+    for dim, n in enumerate(given["size"], len(shape) - len(given["size"])):
+        rows, shape = shape[dim], with_length(shape, dim, n)
+        made = math.prod(shape) * wide(size)
+        most = max(most, held + made + now + VECTORS * rows)
+        held = now = made
+    return max(most, held + op.written if size < 4 else 0) - op.written
+
+
+VECTORS = 64
+"""Bytes for each row of a result: places and weights of what it comes from."""
+
 FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.contract": _contract,
     "autopar.attention": _attention,
@@ -378,4 +523,12 @@ FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.batch_norm_backward_input": _batch_norm_backward_input,
     "autopar.dropout": _random,
     "autopar.uniform": _random,
+    "autopar.convolution_part_backward": _convolution_part_backward,
+    "autopar.convolution_transposed_part": _convolution_transposed_part,
+    "autopar.convolution_transposed_part_backward": _convolution_transposed_part_backward,
+    "autopar.avg_pool_part_backward": _avg_pool_part_backward,
+    "autopar.max_pool_part": _max_pool_part,
+    "autopar.max_pool_part_backward": _max_pool_part_backward,
+    "autopar.interpolate_part": _interpolate_part,
+    "autopar.interpolate_part_backward": _interpolate_part_backward,
 }

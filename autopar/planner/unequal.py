@@ -1,13 +1,16 @@
-"""Which ranks of a mesh differ in what they hold: those whose shards of unevenly cut dims have other lengths."""
+"""Which ranks of a mesh differ in what they hold: those whose shards of unevenly cut dims, or whose windows on their
+neighbours' shards, have other lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
 from autopar.mesh import Mesh
 from autopar.program import Program
+from autopar.sharding import Halo
+from autopar.sharding.halo import own_rows
 from autopar.sharding.spec import chunk, length
 
 Cut = tuple[int, tuple[int, ...]]
@@ -16,7 +19,7 @@ Cut = tuple[int, tuple[int, ...]]
 
 def unequal_ranks(program: Program, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """One coordinate of each kind of rank, the first rank's first: all others hold the same as one of these."""
-    return _kinds(frozenset(_cuts(program)), mesh)
+    return _kinds(frozenset(_cuts(program)), frozenset(h for op in program.ops for h in op.halos), mesh)
 
 
 def _cuts(program: Program) -> Iterator[Cut]:
@@ -31,13 +34,26 @@ def _cuts(program: Program) -> Iterator[Cut]:
 
 
 @lru_cache(maxsize=256)
-def _kinds(cuts: frozenset[Cut], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+def _kinds(cuts: frozenset[Cut], halos: frozenset[Halo], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     uneven = sorted(cut for cut in cuts if not _is_even(*cut, mesh))
-    different = [_different(uneven, axis, mesh) for axis in range(mesh.ndim)]
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    windows = [_windows([h for h in halos if h.axis == axis], mesh.shape[axis]) for axis in range(mesh.ndim)]
+    different = [_different(uneven, axis, mesh, windows[axis]) for axis in range(mesh.ndim)]
+    found: dict[object, tuple[int, ...]] = {}
     for coordinate in product(*different):
-        found.setdefault(tuple(length(n, axes, mesh, coordinate) for n, axes in uneven), coordinate)
+        lengths = tuple(length(n, axes, mesh, coordinate) for n, axes in uneven)
+        found.setdefault((lengths, *(w[at] for w, at in zip(windows, coordinate, strict=True))), coordinate)
     return tuple(found.values())
+
+
+def _windows(halos: Sequence[Halo], ways: int) -> list[tuple[object, ...]]:
+    """For each place along an axis and each halo rows of the window, those before and after the dim's ends, and whether
+    all are the rank's own."""
+    found: list[list[object]] = [[] for _ in range(ways)]
+    for h in halos:
+        for at, ((start, stop), (first, last)) in enumerate(zip(h.windows, own_rows(h.n, ways), strict=True)):
+            inside = first <= start and stop <= last
+            found[at].append((stop - start, max(0, -start), max(0, stop - h.n), inside))
+    return [*map(tuple, found)]
 
 
 def _is_even(n: int, axes: tuple[int, ...], mesh: Mesh) -> bool:
@@ -48,12 +64,13 @@ def _is_even(n: int, axes: tuple[int, ...], mesh: Mesh) -> bool:
     return True
 
 
-def _different(cuts: list[Cut], axis: int, mesh: Mesh) -> list[int]:
-    """Places along ``axis`` of which no two cut every dim alike."""
+def _different(cuts: list[Cut], axis: int, mesh: Mesh, windows: Sequence[object]) -> list[int]:
+    """Places along ``axis`` of which no two cut every dim alike, or have windows alike."""
     before = {n for cut in cuts for n in _lengths_before(*cut, axis, mesh)}
-    found: dict[tuple[int, ...], int] = {}
+    found: dict[object, int] = {}
     for at in range(mesh.shape[axis]):
-        found.setdefault(tuple(chunk(n, mesh.shape[axis], at)[1] for n in sorted(before)), at)
+        lengths = tuple(chunk(n, mesh.shape[axis], at)[1] for n in sorted(before))
+        found.setdefault((lengths, windows[at]), at)
     return list(found.values())
 
 

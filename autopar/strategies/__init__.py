@@ -5,7 +5,7 @@ from autopar.strategies.combine import Combine, Gathered, Operand
 from autopar.strategies.enumerate import bound, combine, flops, halos, missing_rule, strategies
 from autopar.strategies.localize import localize
 from autopar.strategies.notation import Bound, Equation, bind, parse
-from autopar.strategies.registry import Rule, find_rule, lowering, register_rule, registered, rule
+from autopar.strategies.registry import Rule, find_lowering, find_rule, lowering, register_rule, registered, rule
 
 __all__ = [
     "Bound",
@@ -17,6 +17,7 @@ __all__ = [
     "bind",
     "bound",
     "combine",
+    "find_lowering",
     "find_rule",
     "flops",
     "halos",
