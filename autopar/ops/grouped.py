@@ -50,7 +50,7 @@ def _weight(rows: Tensor, grad: Tensor, ends: Tensor, first: int, experts: int) 
     if rows.device.type == "cpu":
         out = rows.new_zeros(experts, rows.shape[0], grad.shape[1])
         for expert, (low, high) in enumerate(_bounds(ends, first, experts)):
-            out[expert] = rows[:, low:high] @ grad[low:high]
+            torch.mm(rows[:, low:high], grad[low:high], out=out[expert])
         return out
     start, own = _own(ends, first, experts)
     place = (torch.arange(t, device=rows.device) + start) % t

@@ -16,6 +16,7 @@ VIEWS = frozenset(
     for n in (
         "view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
         "select", "split", "split_with_sizes", "unbind", "alias", "detach", "diagonal", "as_strided", "movedim",
+        "unfold", "unsafe_split", "unsafe_split_with_sizes", "view_as_real", "view_as_complex", "_conj",
     )
 )  # fmt: skip
 """Ops whose result shares the memory of their operand."""

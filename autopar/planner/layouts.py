@@ -114,7 +114,14 @@ def _view(node: Node, x: Layout, shape: tuple[int, ...]) -> Layout:
     numbers = [a for a in node.args[1:] if isinstance(a, int)]
     if name in ("t", "transpose", "permute"):
         return permuted(x, _order(name, node, ndim))
-    if name in ("slice", "split", "split_with_sizes", "alias", "detach"):
+    if name == "view_as_real":  # in elements of half the size
+        return Layout(shape, (*(2 * s for s in x.strides), 1))
+    if name == "view_as_complex":
+        return Layout(shape, tuple(s // 2 for s in x.strides[:-1]))
+    if name == "unfold":
+        dim, step = _dim(numbers[0], ndim), numbers[2]
+        return Layout(shape, (*(s * step if d == dim else s for d, s in enumerate(x.strides)), x.strides[dim]))
+    if name.removeprefix("unsafe_") in ("slice", "split", "split_with_sizes", "alias", "detach", "_conj"):
         strides = list(x.strides)
         if name == "slice" and len(node.args) > 4 and isinstance(node.args[4], int):
             strides[_dim(numbers[0], ndim)] *= node.args[4]

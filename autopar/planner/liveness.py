@@ -23,7 +23,7 @@ from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
 from autopar.planner.packing import bucket_packing, packing
 from autopar.planner.pricing import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
-from autopar.planner.transients import held_by_ring, local_op, told_bytes, transients, windowed
+from autopar.planner.transients import held_by_ring, local_op, surplus, told_bytes, transients, windowed
 from autopar.planner.unequal import unequal_ranks
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
@@ -138,7 +138,7 @@ class _Sweep:
     memory: dict[str, _Memory] = field(default_factory=dict)
     behind: dict[str, str] = field(default_factory=dict)
     extra: dict[int, int] = field(default_factory=dict)
-    runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int]] = field(default_factory=dict)
+    runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int, int]] = field(default_factory=dict)
     fullest: dict[int, dict[str, int]] | None = None
 
     def run(self) -> MemoryProfile:
@@ -309,7 +309,7 @@ class _Sweep:
             name, overwritten = op.writes[0].name, op.reads[op.operand]
             self.layouts[name], self.behind[name] = self.layouts[overwritten], self.behind[overwritten]
             return
-        made, aliased, self.extra[now] = self._run(node, strategy, operands, op.writes)
+        made, aliased, self.extra[now], more = self._run(node, strategy, operands, op.writes)
         self.extra[now] += told_bytes(op, self.program.tensors)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
@@ -318,7 +318,7 @@ class _Sweep:
                     self.behind[tensor.name] = self.behind[op.reads[0]]
                     self._live_until(tensor.name, now)
             else:
-                self._new(tensor.name, self._bytes(tensor), now)
+                self._new(tensor.name, self._bytes(tensor) + more, now)
 
     def _windowed(self, at: int, op: Op) -> list[str]:
         """The op's operands, those with halos as windows, which are made one after the other."""
@@ -341,14 +341,15 @@ class _Sweep:
 
     def _run(
         self, node: Node, strategy: Strategy, operands: tuple[Layout, ...], writes: Sequence[LocalTensor]
-    ) -> tuple[tuple[Layout, ...], bool, int]:
-        """Layouts of results, whether they are views, and the bytes of transients: once for all equal ops."""
+    ) -> tuple[tuple[Layout, ...], bool, int, int]:
+        """Layouts of results, whether they are views, the bytes of transients, and those by which a result's memory is
+        longer than it: once for all equal ops."""
         key = (self.graph.kinds[node.name], id(strategy), *map(id, operands))  # all three live as long as this
         if key not in self.runs:
             metas = tuple(self.graph.meta(v) for v in node.inputs)
             made, aliased = results(node, operands, [*map(self._shape, writes)])
             one = local_op(node, strategy, metas, self.mesh, self.options.device, operands, self.at)
-            self.runs[key] = made, aliased, transients(one)
+            self.runs[key] = made, aliased, transients(one), surplus(one)
         return self.runs[key]
 
     def _name_kinds(self) -> None:

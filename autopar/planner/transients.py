@@ -399,12 +399,19 @@ def _batch_norm_backward_input(op: LocalOp) -> int:
 
 
 def _random(op: LocalOp) -> int:
-    """Words of random bits, what they are mixed with, and the numbers or masks that they become."""
-    n = op.results[0][0].numel
-    block = min(n, BLOCKS[op.device][2])
-    copy = 0 if op.node.packet != "autopar.dropout" or op.operands[0][0].is_contiguous else op.written
-    size = op.results[0][1]
-    return copy + block * (16 + (0 if op.node.packet == "autopar.dropout" and size == 4 else 14)) + SCALARS
+    """Runs of elements that are neighbours in the whole; of those that are drawn at a time words of random bits, what
+    they are mixed with, and the numbers or masks that they become."""
+    (made, size), block = op.results[0], BLOCKS[op.device][2]
+    whole, cut, n = op.node.kwarg("global_shape", ()), len(made.shape), 1
+    assert isinstance(whole, tuple)
+    while cut and (n == math.prod(whole[cut:]) or made.shape[cut - 1] == 1):  # type: ignore[arg-type]
+        cut, n = cut - 1, n * made.shape[cut - 1]
+    runs = made.numel // max(1, n)
+    rows, width = (min(block // n, runs), n) if n <= block else (1, block)
+    dropout = op.node.packet == "autopar.dropout"
+    copy = 0 if not dropout or op.operands[0][0].is_contiguous else op.written
+    becomes = 4 + (0 if dropout and size == 4 else 14)
+    return copy + 16 * runs + 24 * rows + rows * (16 * (width // 2 + 1) + becomes * width) + SCALARS
 
 
 def _resized(x: Layout, dims: Sequence[int], sizes: Sequence[int]) -> int:
@@ -461,20 +468,84 @@ def _convolution_transposed_part_backward(op: LocalOp) -> int:
     return 0 if whole or not any(given["mask"][:2]) else math.prod(shape) * size
 
 
-def _moved_bytes(dims: int) -> int:
-    """Of an index whose places in an image of ``dims`` dims are found in another: what lies beside the index; places
-    and flags of what is inside stay."""
-    return 26 if dims == 2 else 34
+MOVED = 26
+"""Bytes for each place in an image that is found in another: integers, and flags of what is inside."""
 
 
 def _max_pool_part(op: LocalOp) -> int:
-    return op.results[1][0].numel * _moved_bytes(len(op.call[2]["whole"]))
+    return op.results[1][0].numel * MOVED
 
 
 def _max_pool_part_backward(op: LocalOp) -> int:
     (index, _), (_, size) = op.operands[2], op.operands[0]
-    moving = index.numel * _moved_bytes(len(op.call[2]["whole"]))
-    return max(moving - op.written, index.numel * (17 + size)) + SCALARS
+    return max(index.numel * MOVED - op.written, index.numel * (17 + size))
+
+
+PLACED = 17
+"""Bytes for each index of a dim that is cut: where it is here, twice, and whether."""
+
+
+def _gather_part(op: LocalOp) -> int:
+    return PLACED * op.operands[1][0].numel
+
+
+def _index_of(op: LocalOp, position: int) -> int:
+    """Elements of the index of the dim that is cut, which is argument ``position`` of the op; operands are in order."""
+    indices = op.call[1][1]
+    return op.operands[1 + sum(i is not None for i in indices[: op.call[1][position]])][0].numel
+
+
+def _index_part(op: LocalOp) -> int:
+    """Also whether each element of the result is here."""
+    return PLACED * _index_of(op, 2) + op.results[0][0].numel + 2
+
+
+def _spilling(op: LocalOp) -> tuple[Layout, int]:
+    """A copy of the first operand with a place more along the dim that is cut, and that dim."""
+    dim = op.call[1][SPILLING[op.call[0]]]
+    shape = op.results[0][0].shape
+    return contiguous(with_length(shape, dim, shape[dim] + 1)), dim
+
+
+def surplus(op: LocalOp) -> int:
+    """Bytes by which the memory of a result is longer than the result: of which it is the first rows."""
+    if op.call[0] not in SPILLING or not op.operands:
+        return 0
+    big, dim = _spilling(op)
+    size = op.results[0][1]
+    return 0 if _copied_out(big, dim) else big.numel * size - op.written
+
+
+def _copied_out(big: Layout, dim: int) -> bool:
+    return not narrowed(big, dim, big.shape[dim] - 1).is_contiguous
+
+
+def _spilled(op: LocalOp, n: int, beside: int) -> int:
+    """With ``n`` indices, of which ``beside`` bytes are placed while the copy is there."""
+    big, dim = _spilling(op)
+    held = big.numel * op.results[0][1]
+    if _copied_out(big, dim):
+        return max(PLACED * n + (held if beside else 0) - op.written, 8 * n + held)
+    return max(PLACED * n - (0 if beside else held), 8 * n)
+
+
+def _index_put_part(op: LocalOp) -> int:
+    return _spilled(op, _index_of(op, 4), 0)
+
+
+def _scatter_part(op: LocalOp) -> int:
+    return _spilled(op, op.operands[1][0].numel, 1)
+
+
+def _ctc(op: LocalOp) -> int:
+    """A table of the widest labels for each frame; both, and the gradient, at least in single precision."""
+    (x, size), (targets, _) = op.operands[:2]
+    frames, samples = x.shape[:2]
+    table = samples * frames * (2 * targets.shape[1] + 1) * wide(size)
+    widened = 2 * x.numel * 4 if size < 4 else 0
+    return table + widened + samples * (3 * wide(size) + 16) + 4 * targets.numel + SCALARS
+
+
 
 
 def _interpolate_part(op: LocalOp) -> int:
@@ -486,7 +557,7 @@ def _interpolate_part(op: LocalOp) -> int:
     for dim, n in enumerate(given["size"], len(shape) - len(given["size"])):
         shape = with_length(shape, dim, n)
         made = math.prod(shape) * wide_size
-        most = max(most, held + made * (1 + several) + VECTORS * n)
+        most = max(most, held + made * (1 + several) + VECTORS[given["kind"]] * n)
         held = made
     if wide_size != size:
         return max(most, held + op.written) - op.written
@@ -500,13 +571,16 @@ def _interpolate_part_backward(op: LocalOp) -> int:
     for dim, n in enumerate(given["size"], len(shape) - len(given["size"])):
         rows, shape = shape[dim], with_length(shape, dim, n)
         made = math.prod(shape) * wide(size)
-        most = max(most, held + made + now + VECTORS * rows)
+        most = max(most, held + made + now + VECTORS[given["kind"]] * rows)
         held = now = made
     return max(most, held + op.written if size < 4 else 0) - op.written
 
 
-VECTORS = 64
+VECTORS = {"nearest": 48, "nearest_exact": 48, "linear": 64, "cubic": 136}
 """Bytes for each row of a result: places and weights of what it comes from."""
+
+SPILLING = {"autopar.scatter_part": 1, "autopar.index_write_part": 1, "autopar.index_put_part": 4}
+"""Ops that write what lies elsewhere into a place of its own, and which of their arguments is the dim."""
 
 FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.contract": _contract,
@@ -529,6 +603,12 @@ FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.avg_pool_part_backward": _avg_pool_part_backward,
     "autopar.max_pool_part": _max_pool_part,
     "autopar.max_pool_part_backward": _max_pool_part_backward,
+    "autopar.gather_part": _gather_part,
+    "autopar.index_part": _index_part,
+    "autopar.index_put_part": _index_put_part,
+    "autopar.index_write_part": _scatter_part,
+    "autopar.scatter_part": _scatter_part,
+    "autopar.ctc": _ctc,
     "autopar.interpolate_part": _interpolate_part,
     "autopar.interpolate_part_backward": _interpolate_part_backward,
 }
