@@ -310,7 +310,7 @@ class _Sweep:
             self.layouts[name], self.behind[name] = self.layouts[overwritten], self.behind[overwritten]
             return
         made, aliased, self.extra[now], more = self._run(node, strategy, operands, op.writes)
-        self.extra[now] += told_bytes(op, self.program.tensors)
+        self.extra[now] += told_bytes(op, node.packet, self.program.tensors)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
             if aliased:

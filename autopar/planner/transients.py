@@ -29,8 +29,23 @@ from autopar.strategies import find_lowering, halos, localize
 SCALARS = 64
 """Bytes of the 0-dim tensors that Python numbers become on the way."""
 
-COPIES = 4
-"""Of an operand, that an op beside summaries holds at once at most."""
+_NORM, _NORM_BACKWARD, _SCAN, _SOFTMAX = (0, 1, 1, 2), (3, 2, 3, 3.5), (0, 1, 1, 2), (0, 0, 1, 1.5)
+COPIES: Mapping[str, tuple[float, float, float, float]] = {
+    **dict.fromkeys(("aten._softmax", "aten._log_softmax", "aten._safe_softmax"), _SOFTMAX),
+    "aten._softmax_backward_data": (1, 0, 2, 2), "aten._log_softmax_backward_data": (0, 1, 1, 2.5),
+    **dict.fromkeys(("aten.cumsum", "aten.cumprod", "aten.logcumsumexp"), _SCAN),
+    **dict.fromkeys(("aten.var", "aten.std", "aten.var_mean", "aten.std_mean"), (0, 0, 1, 0)),
+    "aten.native_layer_norm": _NORM, "aten.native_group_norm": _NORM, "aten._fused_rms_norm": _SOFTMAX,
+    **dict.fromkeys((
+        "aten.native_layer_norm_backward", "aten.native_group_norm_backward", "aten._fused_rms_norm_backward",
+    ), _NORM_BACKWARD),
+}  # fmt: skip
+"""Of ops along a dim that is cut: copies of the largest operand in the accumulation dtype that are held at once while
+ranks make their summaries, and beside the results while they finish the op with those of all; then the same of operands
+in half precision."""
+
+EXTREMA = frozenset({"aten.cummax", "aten.cummin"})
+"""These hold values and places."""
 
 BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 17), "cuda": (1 << 27, 1 << 26, 1 << 26)}
 """Elements that attention, cross-entropy and random numbers work on at a time, by the kind of device; as in
@@ -133,14 +148,21 @@ def windowed(x: Layout, h: Halo, at: Sequence[int]) -> Window:
     return Window(sent, sum(sides) * row, padding, made.numel, made)
 
 
-def told_bytes(op: Op, tensors: Mapping[str, LocalTensor]) -> int:
-    """Of an op whose ranks tell each other summaries: those gathered, sent and combined, and copies of the largest
-    operand in the accumulation dtype, which its formulas make."""
+def told_bytes(op: Op, packet: str, tensors: Mapping[str, LocalTensor]) -> int:
+    """Of an op whose ranks tell each other summaries: those gathered, sent and combined, and what the formulas before
+    and after make of the largest operand."""
     gathered = sum(s.bytes for s in op.sent if s.kind == "all_gather")
     if not gathered:
         return 0
-    shards = [tensors[name] for name in op.reads]
-    return 4 * gathered + SCALARS + COPIES * max(t.bytes // t.meta.itemsize * wide(t.meta.itemsize) for t in shards)
+    x = max((tensors[name] for name in op.reads), key=lambda t: t.bytes)
+    size, elements = x.meta.itemsize, x.bytes // x.meta.itemsize
+    if packet in EXTREMA:
+        before, after = elements * (size + 8), elements * (size + 10)
+    else:
+        copies = COPIES.get(packet, (0, 0, 0, 0))[2 if size < 4 else 0 :]
+        before, after = (int(c * elements * wide(size)) for c in copies[:2])
+    written = sum(t.bytes for t in op.writes)
+    return max(before - written, after) + 4 * gathered + SCALARS
 
 
 def local_op(
