@@ -10,7 +10,7 @@ is waited for before its first reader or where the program says so, else when it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -164,14 +164,21 @@ class _Sweep:
                 order += [_Moment(at, name) for name in self._returned("forward", pending)]
                 pending.clear()
             if op.kind != "input":
-                awaited = dict.fromkeys(self.launch_of.get(name, name) for name in op.reads)
-                order += [_Moment(at, name) for name in awaited if pending.pop(name, None) is not None]
-            order += [_Moment(at, name) for i in range(len(op.halos)) for name in _window_names(op, i)]
+                for name, is_window in self._awaited(op):
+                    if is_window or pending.pop(name, None) is not None:
+                        order.append(_Moment(at, name))
             order.append(_Moment(at))
             if op.is_collective:
                 pending[op.writes[0].name] = at
         end = len(self.program.ops)
         return [*order, *(_Moment(end, name) for name in self._returned("backward", pending)), _Moment(end)]
+
+    def _awaited(self, op: Op) -> Iterator[tuple[str, bool]]:
+        """What is waited for before ``op`` in turn, and whether that is rows of neighbours or a window of them."""
+        for i, h in enumerate(op.halos):
+            yield self.launch_of.get(op.reads[h.operand], op.reads[h.operand]), False
+            yield from ((name, True) for name in _window_names(op, i))
+        yield from ((self.launch_of.get(name, name), False) for name in op.reads)
 
     def _returned(self, phase: str, pending: Mapping[str, int]) -> list[str]:
         """What is still under way when a phase ends, as it is returned: results first."""
@@ -192,10 +199,8 @@ class _Sweep:
         return {m.waited: i for i, m in enumerate(self.moments) if m.waited}
 
     def _reads(self, at: int, op: Op) -> None:
-        windows = {h.operand for h in op.halos}
-        for i, name in enumerate(op.reads):
-            if i not in windows:
-                self._live_until(name, self.op_at[at])
+        for name in () if op.halos else op.reads:
+            self._live_until(name, self.op_at[at])
 
     def _live_until(self, name: str, moment: int) -> None:
         held = self.memory.get(self.behind.get(name, ""))
@@ -309,8 +314,7 @@ class _Sweep:
             name, overwritten = op.writes[0].name, op.reads[op.operand]
             self.layouts[name], self.behind[name] = self.layouts[overwritten], self.behind[overwritten]
             return
-        made, aliased, self.extra[now], more = self._run(node, strategy, operands, op.writes)
-        self.extra[now] += told_bytes(op, node.packet, self.program.tensors)
+        made, aliased, self.extra[now], more = self._run(op, node, strategy, operands)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
             if aliased:
@@ -336,20 +340,22 @@ class _Sweep:
                 self._new(window, w.made * size, made)
             elif source in self.behind:
                 self.behind[window] = self.behind[source]
-            self._live_until(window, self.op_at[at])
+        for name in operands:
+            self._live_until(name, self.op_at[at])
         return operands
 
     def _run(
-        self, node: Node, strategy: Strategy, operands: tuple[Layout, ...], writes: Sequence[LocalTensor]
+        self, op: Op, node: Node, strategy: Strategy, operands: tuple[Layout, ...]
     ) -> tuple[tuple[Layout, ...], bool, int, int]:
         """Layouts of results, whether they are views, the bytes of transients, and those by which a result's memory is
         longer than it: once for all equal ops."""
         key = (self.graph.kinds[node.name], id(strategy), *map(id, operands))  # all three live as long as this
         if key not in self.runs:
             metas = tuple(self.graph.meta(v) for v in node.inputs)
-            made, aliased = results(node, operands, [*map(self._shape, writes)])
+            made, aliased = results(node, operands, [*map(self._shape, op.writes)])
             one = local_op(node, strategy, metas, self.mesh, self.options.device, operands, self.at)
-            self.runs[key] = made, aliased, transients(one), surplus(one)
+            gathered = sum(s.bytes for s in op.sent if s.kind == "all_gather")
+            self.runs[key] = made, aliased, transients(one) + told_bytes(one, gathered), surplus(one)
         return self.runs[key]
 
     def _name_kinds(self) -> None:

@@ -119,7 +119,7 @@ def _all_to_all(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tupl
     joined = _copied(after[: step.dim]) or cut or part * ways != gathered
     result = math.prod(after) * meta.itemsize if joined else 0
     if packed:
-        return Packing(packed, padded + max(launch - received, 0), received, result, keeps_source=False)
+        return Packing(packed, max(padded + launch - received, 0), received, result, keeps_source=False)
     return Packing(padded, 0, received, result, keeps_source=not padded)
 
 

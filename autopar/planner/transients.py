@@ -19,7 +19,6 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.contraction import terms
 from autopar.planner.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
-from autopar.program import LocalTensor, Op
 from autopar.sharding import Halo, Step, Strategy
 from autopar.sharding.halo import own_rows
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
@@ -148,21 +147,18 @@ def windowed(x: Layout, h: Halo, at: Sequence[int]) -> Window:
     return Window(sent, sum(sides) * row, padding, made.numel, made)
 
 
-def told_bytes(op: Op, packet: str, tensors: Mapping[str, LocalTensor]) -> int:
-    """Of an op whose ranks tell each other summaries: those gathered, sent and combined, and what the formulas before
-    and after make of the largest operand."""
-    gathered = sum(s.bytes for s in op.sent if s.kind == "all_gather")
+def told_bytes(op: LocalOp, gathered: int) -> int:
+    """Of an op whose ranks tell each other summaries, ``gathered`` bytes in all: these, combined, and what the formulas
+    before and after make of the largest operand."""
     if not gathered:
         return 0
-    x = max((tensors[name] for name in op.reads), key=lambda t: t.bytes)
-    size, elements = x.meta.itemsize, x.bytes // x.meta.itemsize
-    if packet in EXTREMA:
-        before, after = elements * (size + 8), elements * (size + 10)
+    x, size = max(op.operands, key=op.nbytes)
+    if op.node.packet in EXTREMA:
+        before, after = x.numel * (size + 8), x.numel * (size + 10)
     else:
-        copies = COPIES.get(packet, (0, 0, 0, 0))[2 if size < 4 else 0 :]
-        before, after = (int(c * elements * wide(size)) for c in copies[:2])
-    written = sum(t.bytes for t in op.writes)
-    return max(before - written, after) + 4 * gathered + SCALARS
+        copies = COPIES.get(op.node.packet, (0, 0, 0, 0))[2 if size < 4 else 0 :]
+        before, after = (int(c * x.numel * wide(size)) for c in copies[:2])
+    return max(before - op.written, after) + 5 * gathered // 2 + SCALARS
 
 
 def local_op(

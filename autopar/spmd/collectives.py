@@ -92,8 +92,7 @@ def all_to_all(rank: Rank, x: Tensor, gather_dim: int, scatter_dim: int, axis: i
     """
     size = rank.mesh.shape[axis]
     mine = chunk(x.shape[scatter_dim], size, rank.coordinate[axis])[1]
-    x_wire = _carried(_padded(x, gather_dim, -(-length // size)))
-    buffer = _rows(x_wire, scatter_dim, size)
+    buffer = _rows(_carried(_padded(x, gather_dim, -(-length // size))), scatter_dim, size)
     unpack = partial(
         _unpack_moved, gather_dim=gather_dim, scatter_dim=scatter_dim, length=length, mine=mine, dtype=x.dtype
     )
