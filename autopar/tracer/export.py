@@ -24,6 +24,7 @@ from autopar.tracer.cutting import cut
 from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
+from autopar.tracer.masked import merge_equal_masks
 from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.python_state import Change, Depending, changed, kept, plain_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
@@ -227,6 +228,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             _refuse_functions(part.graph)
             refuse_changed_arguments(part.graph)
             forget_packed(part.graph)
+    merge_equal_masks(program.graph)
     returned = flat.returned.structure
     assert returned is not None
     notices = tuple(_notices(flat.returned, cached, checks, overridden))

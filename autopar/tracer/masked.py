@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autopar._torch import OpOverload, storage_key
 from autopar.tracer.flat import Deferred, Flat, materialize
 from autopar.tracer.losses import MEAN, SUM, cross_entropy_loss
 from autopar.tracer.replacements import Operand, replaces
@@ -108,6 +109,44 @@ def masked_select(tracer: Any, given: Operand, mask: Operand) -> Any:
 def _chosen(x: Tensor, mask: Tensor, lead: int) -> Masked:
     whole = Masked(x, mask, lead, mask._version)
     return whole.with_whole(whole.filled(x, 1))
+
+
+def merge_equal_masks(graph: fx.Graph) -> None:
+    """``y[x > 0] = h[x > 0]`` computes a mask twice: they become one, where nothing that they read is ever changed."""
+    if not any(node.target is aten.index_put_.default for node in graph.nodes):
+        return
+    written = {storage_key(value) for node in graph.nodes for value in _written(node)}
+    first: dict[Any, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        value, target = node.meta.get("val"), node.target
+        if not isinstance(value, Tensor) or not isinstance(target, OpOverload) or target.namespace != "aten":
+            continue
+        read = [n.meta.get("val") for n in node.all_input_nodes]
+        changes = any(isinstance(v, Tensor) and storage_key(v) in written for v in (value, *read))
+        if changes or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+            continue
+        computed = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
+        earlier = first.setdefault((target, str(computed)), node)
+        same[node] = earlier
+        if earlier is not node and value.dtype == torch.bool:
+            node.replace_all_uses_with(earlier)
+
+
+_WRITE_UNSAID = {aten.batch_norm.default, aten.instance_norm.default}
+
+
+def _written(node: fx.Node) -> Iterator[Tensor]:
+    """Tensors that a node changes, or may."""
+    if node.op != "call_function":
+        return
+    target, written = node.target, node.all_input_nodes
+    if isinstance(target, OpOverload) and target.namespace == "aten" and target not in _WRITE_UNSAID:
+        changed = {a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
+        named = [v for name, v in given.items() if name in changed]
+        written = [n for v in named for n in (v if isinstance(v, (list, tuple)) else [v]) if isinstance(n, fx.Node)]
+    yield from (v for n in written if isinstance(v := n.meta.get("val"), Tensor))
 
 
 def is_masked(x: Any) -> bool:

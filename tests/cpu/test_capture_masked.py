@@ -73,6 +73,13 @@ def without_a_gradient_elsewhere(m: Any, h: Tensor, x: Tensor, labels: Tensor) -
     return h.square().sum()
 
 
+def masks_written_out(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    y = torch.zeros_like(h)
+    y[x > 0] = h[x > 0]
+    y[(labels > 0) & (x[..., 0] < 0.5)] += h[(labels > 0) & (x[..., 0] < 0.5)] * 2
+    return y.square().sum()
+
+
 def in_place_between(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
     mask = labels > 0
     chosen = h[mask]
@@ -120,8 +127,8 @@ def regressed(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
 
 
 FORMS = (
-    scaled, columns, by_parameters, from_another, without_a_gradient_elsewhere, in_place_between, under_no_grad,
-    nothing_chosen, averaged, selected, classified, regressed,
+    scaled, columns, by_parameters, from_another, masks_written_out, without_a_gradient_elsewhere, in_place_between,
+    under_no_grad, nothing_chosen, averaged, selected, classified, regressed,
 )  # fmt: skip
 
 
@@ -147,6 +154,15 @@ def changed_between(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
     mask[0] = ~mask[0]
     h[mask] = chosen
     return h.square().sum()
+
+
+def read_and_changed(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """The same text, but not the same mask: what it reads changes by way of a view."""
+    y, scores = torch.zeros_like(h), x * 2
+    chosen = h[scores > 0] * 2
+    scores.view(-1)[:5].neg_()
+    y[scores > 0] = chosen
+    return y.square().sum()
 
 
 def sorted_values(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
@@ -175,10 +191,10 @@ def rows_of_it(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
     return chosen.sum()
 
 
-@pytest.mark.parametrize(
-    "body", [other_masks, changed_between, sorted_values, softmax_over, counted, returned, rows_of_it],
-    ids=lambda b: b.__name__,
-)  # fmt: skip
+LEFT = (other_masks, changed_between, read_and_changed, sorted_values, softmax_over, counted, returned, rows_of_it)
+
+
+@pytest.mark.parametrize("body", LEFT, ids=lambda b: b.__name__)
 def test_what_depends_on_how_many_are_chosen_is_refused(body: Callable[..., Any]) -> None:
     with refused(CaptureError, HERE, "torch.where"):
         captured(Chosen(body), inputs())
