@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from autopar.ir import Graph, Node, Phase, TensorMeta, Value
+from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.fused import marked
 from autopar.planner.implementations import implementation, packing_kernels
@@ -108,7 +108,7 @@ class _Scheduler:
         away = [(v, v.away[option]) for v, option in zip(self.d.variables, self.choice, strict=True) if v.away]
         names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
         seconds = float(state_seconds([size for _, size in away], self.prices.cluster.host).sum())
-        program = Program(place_transfers(self.ops), outputs, names, seconds)
+        program = Program(place_transfers(_read_later(self.ops, outputs)), outputs, names, seconds)
         program = marked(program, self.graph, self.prices, AGAIN)
         program = self.prices.decomposition.decompose(program, self.graph)
         return place_waits(program, self.prices.overlap)
@@ -350,6 +350,17 @@ class _Scheduler:
 
     def _tensor(self, name: str, meta: TensorMeta, spec: ShardingSpec) -> LocalTensor:
         return LocalTensor(name, meta, spec, local_bytes(meta, spec, self.mesh))
+
+
+def _read_later(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) -> list[Op]:
+    """Without redistributions of which nobody reads, as a choice that is not the best may have: nobody would wait for
+    them."""
+    read, kept = {name for _, name in results}, []
+    for op in reversed(ops):
+        if op.kind != "redistribute" or op.writes[0].name in read:
+            read.update(op.reads)
+            kept.append(op)
+    return kept[::-1]
 
 
 def _redistributed(value: Value, spec: ShardingSpec, phase: Phase) -> str:

@@ -12,7 +12,6 @@ from autopar import passes, planner
 from autopar.mesh import Mesh
 from autopar.planner.layouts import contiguous, results
 from autopar.planner.transients import LocalOp, local_op, surplus, told_bytes, transients
-from autopar.program import Program
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.sharding import Strategy
@@ -188,11 +187,6 @@ class Residual(nn.Module):
         return nn.functional.adaptive_avg_pool2d(x, 1).square().sum()
 
 
-def all_read(program: Program) -> bool:
-    """A random plan may choose a copy of which nobody reads: nothing waits for it then."""
-    return {t.name for op in program.ops for t in op.writes if op.is_collective} <= set(program.last_read)
-
-
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("kind", [Sequence1d, Residual, Sliding, Resizing, Volume])
 def test_exchanged_rows_and_windows_are_counted_exactly(kind: type[nn.Module], mesh: tuple[int, ...]) -> None:
@@ -204,8 +198,6 @@ def test_exchanged_rows_and_windows_are_counted_exactly(kind: type[nn.Module], m
     for seed in range(5):
         options = planner.Options(search=f"random:{seed}", optimizer=0.0)
         planned = planner.plan_graph(of.capture.graph, on, cluster, options, compare=False)
-        if not all_read(planned.program):
-            continue
         exchanged += sum(bool(op.halos) for op in planned.program.ops)
         lowered = passes.compose(passes.lower(planned.program, of.capture.graph, on), of.capture.graph)
         measured = simulate_program(lowered, of.capture.graph, on, of.named(), 0)[1].peak_memory
