@@ -86,7 +86,7 @@ def _step_group(optimizer: Optimizer, step: Any, group: Mapping[str, Any], param
     twin = on_groups(optimizer, [{**own, "params": shards}])
     twin.state = defaultdict(dict)
     for p, shard in zip(parameters, shards, strict=True):
-        shard.grad = p.grad.to_local()
+        shard.grad = _torch.shard_of(p.grad)
         if p in optimizer.state:
             twin.state[shard] = dict(_shards_of(optimizer.state[p]))
     try:
@@ -99,14 +99,14 @@ def _step_group(optimizer: Optimizer, step: Any, group: Mapping[str, Any], param
 
 
 def _shards_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((key, value.to_local() if isinstance(value, DTensor) else value) for key, value in state.items())
+    return ((key, _torch.shard_of(value)) for key, value in state.items())
 
 
 def _keep(state: dict[str, Any], made: Mapping[str, Any], p: Any, shard: Tensor) -> None:
     """Store what the step made; what it changed in place is there."""
     for key, value in made.items():
         held = state.get(key)
-        if value is (held.to_local() if isinstance(held, DTensor) else held) and key in state:
+        if value is _torch.shard_of(held) and key in state:
             continue
         of_elements = isinstance(value, Tensor) and value.shape == shard.shape and key not in SCALARS
         state[key] = _torch.dtensor_like(value, p) if of_elements else value
