@@ -92,7 +92,8 @@ def _key(op: Op, at: int, kind: Kind, level: int) -> tuple[object, ...]:
 
 
 def _is_wait(op: Op, launched: set[str]) -> bool:
-    return op.kind == "wait" and op.reads[0] in launched
+    """For a collective. That for an offload reads what is copied, which a collective may have made, then the copy."""
+    return op.kind == "wait" and op.reads[-1] in launched
 
 
 def _phases(fixed: Sequence[Op]) -> tuple[dict[Phase, int], dict[Phase, int]]:

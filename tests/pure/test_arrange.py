@@ -264,3 +264,15 @@ def test_a_step_of_a_gradient_is_launched_when_the_one_before_it_should_be_done(
     launches, exposed = sum(op.launch_s for op in program.collectives), 2 * ops[-1].seconds
     assert simulate_streams(program, 1.0).seconds > 6e-3 + 6 * ops[-2].seconds
     assert simulate_streams(found, 1.0).seconds < 6e-3 + launches + exposed
+
+
+def test_the_wait_for_an_offload_of_what_a_collective_made_stays() -> None:
+    """Else the copy would hold the device's tensor to the end of the forward."""
+    source = tensor("p0", CUT, 2**20)
+    gathered = collective("g", source, FORMS[0], "forward")
+    made, host = gathered.writes[0], LocalTensor("g|host", gathered.writes[0].meta, WHOLE, 2**22, host=True)
+    offload = Op("g|offload", "offload", "g", (made.name,), (host,), "forward")
+    wait = Op("g|offload|done", "wait", "g", (made.name, host.name), (), "forward")
+    collected = Op("g|done", "wait", "g", (made.name,), (), "forward")
+    ops = (Op("p0", "input", "p0", (), (source,), "forward"), gathered, collected, offload, wait)
+    assert take_apart(Program(ops, ())).fixed == (ops[0], offload, wait)
