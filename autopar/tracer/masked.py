@@ -234,7 +234,10 @@ def _sum(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _mean(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor:
-    return _sum(tracer, x, dtype=dtype) / x.total()
+    """Rounded once, as torch's own: neither the sum nor the count is what half precision can hold."""
+    kind = dtype or x.whole.dtype
+    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
+    return (_sum(tracer, x, dtype=wide) / x.total()).to(kind)
 
 
 def _cast(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar
 from autopar.errors import CaptureError
 from tests.cpu.bad_input_checks import refused
 from tests.cpu.capture_checks import assert_simulates, captured
@@ -136,6 +137,23 @@ FORMS = (
 @pytest.mark.parametrize("body", FORMS, ids=lambda b: b.__name__)
 def test_what_a_mask_chooses_equals_one_device(body: Callable[..., Any], mesh: tuple[int, ...]) -> None:
     assert_simulates(Chosen(body), inputs(), mesh, search=f"random:{len(mesh)}", time_limit=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mean_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    """80 times 1,001 is more than float16 holds, and 1,001 is between two numbers of bfloat16."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale)[x > 0].mean()
+
+    x = torch.cat([torch.linspace(60, 100, 1001), -torch.ones(23)])[None].to(dtype)
+    plan = autopar.plan(Mean(), x, mesh=(2,), time_limit=2)
+    assert torch.equal(autopar.simulate(Mean(), x, plan=plan).outputs, Mean()(x).detach())
 
 
 # Refused.
