@@ -207,9 +207,17 @@ def _may_enter(x: Any, first: Masked) -> bool:
     return not isinstance(x, Flat)
 
 
+def _turn(mask: Tensor) -> Tensor:
+    """Which one of those that are chosen an element is, in order; for the others that before them."""
+    return (mask.reshape(-1).cumsum(0) - 1).reshape(mask.shape)
+
+
 @replaces(aten.index_put_.default)
 def put(tracer: Any, given: Operand, indices: Sequence[Operand | None], values: Any, accumulate: bool = False) -> Any:
-    """``x[mask] = token``, and what was computed with ``x[mask]`` written where the same mask chooses."""
+    """``x[mask] = token``, ``x[mask] = rows``, and what was computed with ``x[mask]`` written by the same mask.
+
+    That there are as many rows as the mask chooses is a check of values, which is taken as passed.
+    """
     x, indices = _unflattened(given, indices)
     mask, lead = mask_in(indices)
     if mask is None or accumulate:
@@ -223,7 +231,9 @@ def put(tracer: Any, given: Operand, indices: Sequence[Operand | None], values: 
         values = materialize(values)
         while values.ndim > rest and values.shape[0] == 1:
             values = values.squeeze(0)
-        if values.ndim > rest:
+        if values.ndim == rest + 1 and not lead and values.shape[0]:
+            values = values[_turn(mask).clamp(0, values.shape[0] - 1)]
+        elif values.ndim > rest:
             return NotImplemented
     written = x.copy_(torch.where(spread(mask, rest), values.to(x.dtype), x))
     return given if isinstance(given, Flat) and x is given.base else written
