@@ -86,7 +86,7 @@ def _step(
             meter.hold(own)
         back = [[*v[n:], *own, *sums] for v, own, sums in zip(made, tangents, accumulators, strict=True)]
         accumulators.clear()
-        del tangents, sums, own
+        del sums, own
         # New values of buffers are written back after the forward: what the result tells of them is not held.
         wrote = [output.kind == "mutation" for output, _ in lowered.results]
         results = [
@@ -94,7 +94,7 @@ def _step(
         ]
         del made
         gradients = run(lowered.backward, ranks, back, meters)
-    del kept
+    del kept, tangents  # autograd holds the caller's gradients to the end
     return results, gradients
 
 
