@@ -69,7 +69,7 @@ class Op:
         strategy: of a compute op.
         step: of a redistribution.
         seconds: predicted.
-        launch_s: of ``seconds`` of a collective, those that it takes whatever its size, and those in which a bucket is
+        launch_s: of ``seconds`` of a collective, those in which it is launched, and those in which a bucket is
             packed and unpacked: no computation hides them.
         wire_bytes: the bytes by which the collective is priced; 0 for local ops.
         step_s: of a decomposed op, seconds that its collective would take by itself.

@@ -61,6 +61,9 @@ class Algorithm(NamedTuple):
     def seconds(self, nbytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
+    def times(self, factor: float) -> Algorithm:
+        return self._replace(alpha_s=factor * self.alpha_s, beta_s_per_byte=factor * self.beta_s_per_byte)
+
 
 def algorithms(kind: str, link: AxisLink, library: Library) -> tuple[Algorithm, ...]:
     """What ``library`` has for collectives of ``kind`` over ``link``, a group of at least two ranks.

@@ -25,6 +25,14 @@ from autopar.mesh import AxisLink, Cluster, CollectiveTimes, Mesh, axis_links
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "slice", "broadcast"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
+BUCKETED = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+"""Those that can carry several tensors in one launch."""
+
+DEARER = 1e-6
+
+BUCKET = 4
+"""Times the bytes that take as long to send as a launch: so large are launches that tensors share."""
+
 REDUCED_BYTES: Mapping[str, int] = {
     "bool": 4, "int16": 2, "uint16": 2, "uint32": 2, "float8_e4m3fn": 4, "float8_e5m2": 4
 }  # fmt: skip
@@ -53,6 +61,9 @@ class CollectiveCosts:
 
     Args:
         reduced_bytes: sent by all_reduce and reduce_scatter for each of ``nbytes``; see `of`.
+        part: of the seconds, those of the ``"launch"``, which the calling program pays; see `launches`.
+        in_buckets: what a tensor costs that shares its launch with others; see `bucketed`.
+        dearer: so many axes, the first ones, cost a little more; see `by_axis`.
 
     Raises:
         MeshError: the mesh does not fit the cluster.
@@ -61,6 +72,9 @@ class CollectiveCosts:
     mesh: Mesh
     cluster: Cluster
     reduced_bytes: int = 1
+    part: Literal["whole", "launch"] = "whole"
+    in_buckets: bool = False
+    dearer: int = 0
 
     def __post_init__(self) -> None:
         _ = self._choices
@@ -76,6 +90,28 @@ class CollectiveCosts:
     def _by_ratio(self) -> dict[int, CollectiveCosts]:
         return {self.reduced_bytes: self}
 
+    @cached_property
+    def launches(self) -> CollectiveCosts:
+        """The part of each collective that nothing can hide: its launch, and not the latency of its links."""
+        return replace(self, part="launch")
+
+    @cached_property
+    def bucketed(self) -> CollectiveCosts:
+        """A launch, and a tensor's share by its bytes of a collective of several, where that is less than its own.
+
+        Launches are not shared here: so no tensor is cut or gathered for the little that its bytes cost.
+        """
+        return replace(self, in_buckets=True)
+
+    @cached_property
+    def by_axis(self) -> tuple[CollectiveCosts, ...]:
+        """For each axis but the last, these costs with all axes up to it dearer by a share of ``DEARER``.
+
+        What the cheapest way of doing something takes on an axis is by how much it gets dearer with that axis. Of ways
+        that cost the same the one is meant that is cheapest where earlier axes are dearer.
+        """
+        return tuple(replace(self, dearer=axis + 1) for axis in range(self.mesh.ndim - 1))
+
     def sent(self, kind: str, nbytes: int) -> int:
         """``nbytes`` in the dtype that is sent."""
         return nbytes * self._ratio(kind)
@@ -90,10 +126,16 @@ class CollectiveCosts:
 
     @cached_property
     def _choices(self) -> tuple[dict[str, tuple[Algorithm, ...]], ...]:
-        return tuple({kind: self._algorithms(kind, link) for kind in KINDS} for link in self.links)
+        factors = [1 + DEARER if axis < self.dearer else 1.0 for axis in range(self.mesh.ndim)]
+        return tuple(
+            {kind: tuple(a.times(factor) for a in self._algorithms(kind, link)) for kind in KINDS}
+            for factor, link in zip(factors, self.links, strict=True)
+        )
 
     @cached_property
     def _measured(self) -> tuple[dict[str, CollectiveTimes], ...]:
+        if self.part == "launch":
+            return tuple({} for _ in self.links)
         times = self.cluster.sized(self.mesh.size).measured
         found = [{kind: times.collective(kind, k.ranks_per_node, k.nodes) for kind in KINDS} for k in self.links]
         return tuple({kind: t for kind, t in of.items() if t is not None} for of in found)
@@ -146,7 +188,12 @@ class CollectiveCosts:
         measured = self._measured[axis].get(kind)
         if measured is not None:
             sent = np.asarray(nbytes) * self._ratio(kind)
-            return measured.curve.at(np.maximum(sent, measured.curve.amounts[0]))
+            alone = measured.curve.at(np.maximum(sent, measured.curve.amounts[0]))
+            if self.in_buckets and kind in BUCKETED:
+                fit = Algorithm("measured", measured.alpha_s, measured.beta_s_per_byte)
+                launch_s = min(self.cluster.device.collective_launch_latency_s, fit.alpha_s)
+                alone = np.minimum(alone, launch_s + sent * self._share(fit))
+            return alone * (1 + DEARER) if axis < self.dearer else alone
         sizes = np.asarray(nbytes, np.float64)
         ways = np.array([a.alpha_s + a.beta_s_per_byte * sizes for a in self._choices[axis][kind]])
         return np.asarray(ways.min(axis=0))
@@ -156,7 +203,22 @@ class CollectiveCosts:
             return (Algorithm("nothing", 0.0, 0.0),)
         if kind == "slice":
             alpha_s, beta_s_per_byte = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()
+            if self.in_buckets:  # what follows a copy is launched when the program comes there: an exchange is better
+                alpha_s += self._algorithms("all_to_all", link)[0].alpha_s
             return (Algorithm("copy", alpha_s, 2 / link.size * beta_s_per_byte),)
+        launch_s, ratio = self.cluster.device.collective_launch_latency_s, self._ratio(kind)
+        choices = fastest(algorithms(kind, link, self.cluster.library))
+        found = tuple(Algorithm(a.name, a.alpha_s + launch_s, a.beta_s_per_byte * ratio) for a in choices)
+        if self.part == "launch":
+            return (Algorithm("launch", launch_s, 0.0),)
+        if not self.in_buckets or kind not in BUCKETED:
+            return found
+        return fastest((Algorithm("in a bucket", launch_s, self._share(found[-1])), *found))
+
+    def _share(self, largest: Algorithm) -> float:
+        """Seconds a byte in a collective as large as buckets are, whose launch is paid, and of copying it there and
+        back."""
         launch_s = self.cluster.device.collective_launch_latency_s
-        choices, ratio = fastest(algorithms(kind, link, self.cluster.library)), self._ratio(kind)
-        return tuple(Algorithm(a.name, a.alpha_s + launch_s, a.beta_s_per_byte * ratio) for a in choices)
+        nbytes = BUCKET * largest.alpha_s / largest.beta_s_per_byte
+        _, copied_s = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()
+        return (largest.seconds(nbytes) - min(launch_s, largest.alpha_s)) / nbytes + 2 * copied_s

@@ -9,7 +9,9 @@ the gradients that it makes, the phase takes as long as the longest *path*::
     G[0] + ... + G[k - 1]  +  C[k] + ... + C[l - 1]  +  R[l] + ... + R[n - 1]        for k <= l
 
 which gathers for the first k sections, computes up to section l and reduces what the others make; or as long as all
-that it sends, as if one collective ran at a time. So are flow shops of two machines bounded (Johnson 1954).
+that it sends, since one collective runs at a time. So are flow shops of two machines bounded (Johnson 1954).
+Collectives of different mesh axes run beside each other: G and R are then those of one axis each, and there is a path
+for each pair of axes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,6 +33,9 @@ from autopar.solver import Run
 Array: TypeAlias = npt.NDArray[np.float64]
 Work: TypeAlias = Literal["gather", "compute", "wait", "reduce"]
 
+HIDING: tuple[Work, ...] = ("gather", "reduce")
+"""What can run beside computation."""
+
 EVEN_SECTIONS = 4
 """Of a phase that repeats nothing."""
 
@@ -41,11 +47,12 @@ THERE = ("parameter", "buffer", "input", "tangent")
 
 
 class Bucket(NamedTuple):
-    """Seconds that weigh alike."""
+    """Seconds that weigh alike; those of what can hide, on one mesh axis."""
 
     work: Work
     phase: Phase
     section: int
+    axis: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,10 +106,11 @@ def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Roles:
-    """Which bucket the seconds of each variable and of each handover are in, where they take any."""
+    """Which bucket the seconds of each variable and of each handover are in, where they take any; of handovers that can
+    hide, one for each mesh axis."""
 
     variables: tuple[Bucket | None, ...]
-    handovers: tuple[Bucket | None, ...]
+    handovers: tuple[tuple[Bucket, ...], ...]
 
 
 def roles(d: Decisions, cut: Sections) -> Roles:
@@ -123,18 +131,22 @@ class _Roles:
         section = self._section(v)
         return None if section is None or v.kind == "copy" else Bucket("compute", v.phase, section)
 
-    def _sends(self, h: Handover) -> Bucket | None:
+    def _sends(self, h: Handover) -> tuple[Bucket, ...]:
         source, target = self.d.variables[h.source], self.d.variables[h.target]
         if reduces(self.d, h):
-            section = self._section(source)
-            return None if section is None else Bucket("reduce", "backward", section)
+            return self._hiding("reduce", "backward", self._section(source))
         if h.kept or h.rerun or h.source == h.target:
-            return None
+            return ()
         section = self._section(target)
-        if section is not None:
-            return Bucket("gather" if source.kind in THERE else "wait", target.phase, section)
-        section = self._section(source)  # what is brought to a result or to where it is held
-        return None if section is None else Bucket("wait", source.phase, section)
+        if section is not None and source.kind in THERE:
+            return self._hiding("gather", target.phase, section)
+        phase = target.phase if section is not None else source.phase
+        section = self._section(source) if section is None else section  # to a result, or to where it is held
+        return () if section is None else (Bucket("wait", phase, section),)
+
+    def _hiding(self, work: Work, phase: Phase, section: int | None) -> tuple[Bucket, ...]:
+        axes = range(self.d.mesh.ndim)
+        return () if section is None else tuple(Bucket(work, phase, section, axis) for axis in axes)
 
     def _section(self, v: Variable) -> int | None:
         """Where a variable's op runs; of a copy, where it is first read."""
@@ -183,36 +195,42 @@ class Group:
     computing: int
 
 
-def buckets(cut: Sections) -> list[Bucket]:
+def buckets(cut: Sections, axes: int) -> list[Bucket]:
     """Every bucket, in the order in which their seconds are listed."""
     works: tuple[Work, ...] = ("gather", "compute", "wait", "reduce")
     return [
-        Bucket(work, phase, s)
+        Bucket(work, phase, s, axis)
         for phase in cut.starts for work in works for s in range(cut.count(phase))
+        for axis in range(axes if work in HIDING else 1)
         if (work, phase) != ("reduce", "forward")
     ]  # fmt: skip
 
 
-def groups(cut: Sections, accumulation_steps: int) -> list[Group]:
+def groups(cut: Sections, axes: int, accumulation_steps: int) -> list[Group]:
     """The forward and the backward; where gradients add up, the last backward, which reduces them, and the others."""
-    order, n = buckets(cut), accumulation_steps
-    forward = _group(order, cut, "forward", 1.0, reducing=False)
-    last = _group(order, cut, "backward", 1 / n, reducing=True)
-    others = [_group(order, cut, "backward", (n - 1) / n, reducing=False)] if n > 1 else []
+    order, n = buckets(cut, axes), accumulation_steps
+    forward = _group(order, cut, axes, "forward", 1.0, reducing=False)
+    last = _group(order, cut, axes, "backward", 1 / n, reducing=True)
+    others = [_group(order, cut, axes, "backward", (n - 1) / n, reducing=False)] if n > 1 else []
     return [forward, last, *others]
 
 
-def _group(order: Sequence[Bucket], cut: Sections, phase: Phase, share: float, *, reducing: bool) -> Group:
+def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, share: float, *, reducing: bool) -> Group:
     def row(among: Callable[[Bucket], bool]) -> list[float]:
         return [float(b.phase == phase and (reducing or b.work != "reduce") and among(b)) for b in order]
 
-    def path(k: int, end: int) -> list[float]:
+    def path(k: int, end: int, gathered: int, reduced: int) -> list[float]:
         within = {"gather": range(k), "compute": range(k, end), "wait": range(k, end), "reduce": range(end, n)}
-        return row(lambda b: b.section in within[b.work])
+        on = {"gather": gathered, "reduce": reduced}
+        return row(lambda b: b.section in within[b.work] and b.axis == on.get(b.work, b.axis))
+
+    def sent(axis: int) -> list[float]:
+        return row(lambda b: b.work in HIDING and b.axis == axis) if axes > 1 else row(lambda b: b.work != "compute")
 
     n = cut.count(phase)
     ends = range(n + 1) if reducing else (n,)
-    found = [path(k, end) for end in ends for k in range(end + 1)]
-    found.append(row(lambda b: b.work != "compute"))
+    pairs = list(product(range(axes), repeat=2))
+    found = [path(k, end, a, b) for end in ends for k in range(end + 1) for a, b in pairs]
+    found += [sent(axis) for axis in range(axes)]
     paths = list(dict.fromkeys(map(tuple, found)))
-    return Group(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n))))
+    return Group(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n, 0, 0))))

@@ -116,14 +116,6 @@ class Rival:
     objective: float
 
     @cached_property
-    def without_launches_s(self) -> float:
-        """The cost if no collective took longer for being launched by itself, as when they go together."""
-        moves = sum(e.cost.item(self.choice[e.u], self.choice[e.v]) > 0 for e in self.stated.problem().edges)
-        collectives = self.stated.prices.collectives
-        axes = range(self.stated.decisions.mesh.ndim)
-        return self.objective - moves * max(collectives.seconds("all_reduce", 0, axis) for axis in axes)
-
-    @cached_property
     def _program(self) -> Program:
         return schedule(self.stated.decisions, self.choice, self.stated.prices)
 

@@ -7,16 +7,17 @@ its result at the end of the phase, as gradients are; else it is in the *middle*
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from autopar.cost_models import BUCKETED
 from autopar.ir import Phase
 from autopar.program import Op, Program
 
 Kind: TypeAlias = Literal["early", "middle", "late"]
 
-BUCKETED = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 SUMMED = frozenset({"sum", "max", "min"})
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 """What goes into buckets: of these dtypes all backends send and reduce the bits as they are."""
@@ -134,33 +135,42 @@ def _last_places(
     return last, after
 
 
-def together(movables: Sequence[Movable], most_bytes: int) -> Iterator[tuple[Movable, ...]]:
+def together(
+    movables: Sequence[Movable], most_bytes: int, most_beside: float = math.inf
+) -> Iterator[tuple[Movable, ...]]:
     """Those of one key in turn, in a launch as long as it has not ``most_bytes`` yet and there is a place for all.
 
     A tensor of so many bytes goes by itself: its launch costs little, and copying it into a bucket would cost more.
+
+    Args:
+        most_beside: bytes of ``movables`` of any key, from the first of a launch on, after which it is joined no more:
+            the few bytes of a rare kind would else wait for the last of them, and what follows with them.
     """
     gathering: dict[tuple[object, ...], _Held] = {}
+    passed = 0
     for m in movables:
+        passed += m.op.wire_bytes
         if m.op.wire_bytes >= most_bytes:
             yield (m,)
             continue
         held = gathering.get(m.key)
-        if held is not None and held.joins(m, most_bytes):
+        if held is not None and passed - held.begun < most_beside and held.joins(m, most_bytes):
             continue
         if held is not None:
             yield tuple(held.members)
-        gathering[m.key] = _Held([m], m.op.wire_bytes, m.first, m.last)
+        gathering[m.key] = _Held([m], m.op.wire_bytes, m.first, m.last, passed)
     yield from (tuple(held.members) for held in gathering.values())
 
 
 @dataclass(slots=True)
 class _Held:
-    """A launch that more may join: its bytes, and the places that suit all."""
+    """A launch that more may join: its bytes, the places that suit all, and the bytes that had passed when it began."""
 
     members: list[Movable]
     size: int
     first: int
     last: int
+    begun: int
 
     def joins(self, m: Movable, most_bytes: int) -> bool:
         """Whether it has joined."""

@@ -89,11 +89,11 @@ class Objective:
 
     @cached_property
     def _order(self) -> dict[Bucket, int]:
-        return {bucket: i for i, bucket in enumerate(buckets(self._cut))}
+        return {bucket: i for i, bucket in enumerate(buckets(self._cut, self.decisions.mesh.ndim))}
 
     @cached_property
     def _groups(self) -> list[Group]:
-        return groups(self._cut, self.decisions.accumulation_steps)
+        return groups(self._cut, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
 
     @cached_property
     def _plain(self) -> Array:
@@ -128,9 +128,10 @@ class Objective:
             counts = self._plain + asked @ self._paths
             of = {bucket: float(counts[i]) for bucket, i in self._order.items()}
             found = self._roles
+            sent = [(bs[0].work, tuple(of[b] for b in bs)) if bs else None for bs in found.handovers]
             self._sums[key] = Problem(
                 costs(self.decisions, self.prices, [1.0 if b is None else of[b] for b in found.variables]),
-                edges(self.decisions, self.prices, [None if b is None else (b.work, of[b]) for b in found.handovers]),
+                edges(self.decisions, self.prices, sent),
             )
         free = self._sums[key]
         return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
@@ -162,10 +163,10 @@ class Objective:
         for bucket, seconds, option in zip(found.variables, self._seconds_of, choice, strict=True):
             if bucket is not None:
                 of[self._order[bucket]].append(seconds.item(option))
-        for i, seconds in self._sent:
-            h, bucket = self.decisions.handovers[i], found.handovers[i]
-            assert bucket is not None
-            of[self._order[bucket]].append(seconds.item(choice[h.source], choice[h.target]))
+        for i, sent in self._sent:
+            h = self.decisions.handovers[i]
+            for bucket, seconds in zip(found.handovers[i], sent, strict=True):
+                of[self._order[bucket]].append(seconds.item(choice[h.source], choice[h.target]))
         bucket_s = np.array([math.fsum(s) for s in of])
         counted = self._plain + self.weights @ self._paths
         return Point(evaluate(problem, choice)[0] - float(counted @ bucket_s), bucket_s)
@@ -175,17 +176,17 @@ class Objective:
         return costs(self.decisions, self.prices)
 
     @cached_property
-    def _sent(self) -> list[tuple[int, Array]]:
-        """Handovers that are in a bucket, and the seconds of each pair of options there."""
+    def _sent(self) -> list[tuple[int, tuple[Array, ...]]]:
+        """Handovers that are in buckets, and the seconds of each pair of options in each."""
         d, prices = self.decisions, self.prices
 
-        def of(h: Handover, bucket: Bucket) -> Array:
-            if bucket.work == "wait":
-                return prices.waiting(d, h)
+        def of(h: Handover, work: str) -> tuple[Array, ...]:
+            if work == "wait":
+                return (prices.waiting(d, h),)
             return prices.hideable(d.variables[h.source], d.variables[h.target], h)[1]
 
         paired = enumerate(zip(d.handovers, self._roles.handovers, strict=True))
-        return [(i, of(h, bucket)) for i, (h, bucket) in paired if bucket is not None]
+        return [(i, of(h, found[0].work)) for i, (h, found) in paired if found]
 
     # The minimum.
 
@@ -203,7 +204,7 @@ class Objective:
         """
         points = [self.point(choice) for choice in known]
         weights = self.weights if not points else self._towards(self._highest(points)[1])
-        best: Solution | None = None
+        best = self._best_of(known, points) if not asked.usages else None
         bound = -math.inf
         for turn in range(most):
             problem = asked if weights is self.weights else self.problem(asked.usages, asked.limit, weights)
@@ -222,6 +223,14 @@ class Objective:
         assert best is not None
         bound = min(bound, best.objective)
         return replace(best, lower_bound=bound, proven=best.objective - bound <= gap * best.objective)
+
+    def _best_of(self, known: Sequence[Sequence[int]], points: Sequence[Point]) -> Solution | None:
+        """The known choice that is cheapest under F, which the weighted sums do not see."""
+        found = [(self._seconds(p), i) for i, p in enumerate(points)]
+        if not found:
+            return None
+        seconds, i = min(found)
+        return Solution(tuple(known[i]), seconds, -math.inf, proven=False, method="known")
 
     def _towards(self, weights: Array) -> Array:
         return STEADY * self.weights + (1 - STEADY) * weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models import (
+    DEARER,
     CollectiveCosts,
     ComputeCosts,
     largest_chunk_bytes,
@@ -68,7 +70,7 @@ class Prices:
     _weighted: dict[tuple[float, ...], tuple[Array, Array]] = field(default_factory=dict)
     _whole: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     _free: dict[int, tuple[Array, bool]] = field(default_factory=dict)
-    _hideable: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    _hideable: dict[int, tuple[Array, tuple[Array, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
@@ -95,16 +97,24 @@ class Prices:
             self._weighted[key] = seconds, seconds * weight
         return self._weighted[key][1]
 
-    def hideable(self, source: Variable, target: Variable, h: Handover) -> tuple[Array, Array]:
-        """Of a handover beside which the program computes, seconds of the launches and those that computation hides."""
-        total = self.edge(source, target, h)
-        key = id(total)
+    def hideable(self, source: Variable, target: Variable, h: Handover) -> tuple[Array, tuple[Array, ...]]:
+        """Of a handover beside which the program computes, seconds of the launches, and for each axis those that
+        computation hides. Small tensors share launches."""
+        alone = self.edge(source, target, h)
+        key = id(alone)
         if key not in self._hideable:
             made = [spec_made(o, h.out) for o in source.options]
             taken = [spec_read(o, h.position) for o in target.options]
-            launches = np.minimum(self._moves(made, taken, h.meta, itemsize=0), total)
-            bytes_s = np.where(np.isfinite(total), total, 0.0) - np.where(np.isfinite(total), launches, 0.0)
-            self._hideable[key] = launches, bytes_s
+            costs = self.collectives.of(h.meta.dtype).bucketed
+            least, *dearer = (self._moves(made, taken, h.meta, c) for c in (costs, *costs.by_axis))
+            total = np.minimum(least, alone)
+            launches = np.minimum(self._moves(made, taken, h.meta, costs.launches), total)
+            there = np.isfinite(least) & (least > 0)
+            ends = [np.where(there, c, 0.0) for c in (least, *dearer)]
+            shares = [(b - a) / DEARER for a, b in itertools.pairwise(ends)]
+            hidden = np.subtract(total, launches, where=there, out=np.zeros_like(least))
+            hidden = np.divide(hidden, least, where=there, out=hidden)
+            self._hideable[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
         return self._hideable[key]
 
     def waiting(self, d: Decisions, h: Handover) -> Array:
@@ -131,12 +141,15 @@ class Prices:
             self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
         return seconds if self._free[id(seconds)][1] else self.weighted(seconds, weight)
 
-    def hiding_edge(self, source: Variable, target: Variable, h: Handover, weight: float, share: float) -> Array:
-        """Such a handover in a ``share`` of all micro-batches, a second that can hide counted as ``weight``."""
-        launches, bytes_s = self.hideable(source, target, h)
-        key = (id(bytes_s), weight, share)
+    def hiding_edge(
+        self, source: Variable, target: Variable, h: Handover, weights: tuple[float, ...], share: float
+    ) -> Array:
+        """Such a handover in a ``share`` of all micro-batches, a second that can hide counted by its axis's weight."""
+        launches, of_axes = self.hideable(source, target, h)
+        key = (id(launches), *weights, share)
         if key not in self._weighted:
-            self._weighted[key] = bytes_s, share * launches + weight * bytes_s
+            counted = sum((w * s for w, s in zip(weights, of_axes, strict=True)), share * launches)
+            self._weighted[key] = launches, counted
         return self._weighted[key][1]
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
@@ -254,34 +267,36 @@ class Prices:
 
     def pairs(
         self, meta: TensorMeta, sources: tuple[ShardingSpec, ...], targets: tuple[ShardingSpec, ...],
-        itemsize: int | None = None,
+        costs: CollectiveCosts | None = None,
     ) -> Array:  # fmt: skip
         """Seconds of the cheapest redistribution between each pair of specs of a tensor.
 
         Args:
-            itemsize: bytes of an element instead of the dtype's; 0 for the launches alone.
+            costs: of collectives, others than those of a launch for each.
         """
-        size = meta.itemsize if itemsize is None else itemsize
-        costs = self.collectives.of(meta.dtype)
-        key = (meta.shape, size, costs.reduced_bytes, sources, targets)
+        costs = costs or self.collectives.of(meta.dtype)
+        key = (meta.shape, meta.itemsize, id(costs), sources, targets)
         if key not in self._pairs:
-            self._pairs[key] = all_pairs(sources, targets, meta.shape, size, self.mesh, costs)
+            self._pairs[key] = all_pairs(sources, targets, meta.shape, meta.itemsize, self.mesh, costs)
         return self._pairs[key]
 
-    def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta) -> Path:
-        """The cheapest redistribution between two specs of a tensor."""
+    def path(
+        self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta, *, hiding: bool = False
+    ) -> Path:  # fmt: skip
+        """The cheapest redistribution between two specs of a tensor; with ``hiding``, where launches may be shared."""
         costs = self.collectives.of(meta.dtype)
-        key = (meta.shape, meta.itemsize, costs.reduced_bytes, source, target)
+        key = (meta.shape, meta.itemsize, costs.reduced_bytes, hiding, source, target)
         if key not in self._paths:
+            costs = costs.bucketed if hiding else costs
             self._paths[key] = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, costs)
         return self._paths[key]
 
     def step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
-        """Seconds of one step, and those of them that it takes whatever its size."""
+        """Seconds of one step, and those of them that its launch takes, which nothing hides."""
         priced = local_bytes(meta, step.apply(before) if step.kind == "all_gather" else before, self.mesh)
         costs = self.collectives.of(meta.dtype)
         seconds, launch_s = (
-            max(costs.seconds(step.kind, size, a) for a in step.moved_axes(before)) for size in (priced, 0)
+            max(c.seconds(step.kind, priced, a) for a in step.moved_axes(before)) for c in (costs, costs.launches)
         )
         return seconds, min(launch_s, seconds)
 
@@ -320,7 +335,7 @@ class Prices:
             cost = np.where(np.array(target.kept) & np.isfinite(cost), 0.0, cost)
         return np.ascontiguousarray(cost)
 
-    def _moves(self, made: Ends, taken: Ends, meta: TensorMeta, itemsize: int | None = None) -> Array:
+    def _moves(self, made: Ends, taken: Ends, meta: TensorMeta, costs: CollectiveCosts | None = None) -> Array:
         """Seconds from each spec to each: what nobody takes is free, what nobody makes cannot be taken."""
         sources, at_source = _distinct([s for s in made if s is not None])
         targets, at_target = _distinct([t for t in taken if t is not None])
@@ -328,7 +343,8 @@ class Prices:
         rows = [i for i, s in enumerate(made) if s is not None]
         columns = [j for j, t in enumerate(taken) if t is not None]
         if rows and columns:
-            cost[np.ix_(rows, columns)] = self.pairs(meta, sources, targets, itemsize)[np.ix_(at_source, at_target)]
+            found = self.pairs(meta, sources, targets, costs)
+            cost[np.ix_(rows, columns)] = found[np.ix_(at_source, at_target)]
         cost[:, [j for j, t in enumerate(taken) if t is None]] = 0.0
         return cost
 
@@ -374,18 +390,20 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
     return tuple(map(of, d.variables, weights or [1.0] * len(d.variables)))
 
 
-def edges(d: Decisions, prices: Prices, weights: Sequence[tuple[str, float] | None] | None = None) -> tuple[Edge, ...]:
+def edges(
+    d: Decisions, prices: Prices, weights: Sequence[tuple[str, tuple[float, ...]] | None] | None = None
+) -> tuple[Edge, ...]:
     """One edge for each handover, in seconds times a weight. An op that takes one tensor twice has two.
 
     Args:
-        weights: for each handover whether the program waits for it or may compute beside it ("gather", "reduce"), and
-            the weight.
+        weights: for each handover whether the program waits for it, and the weight, or may compute beside it
+            ("gather", "reduce"), and the weight on each axis.
     """
 
-    def of(h: Handover, weight: tuple[str, float] | None) -> Edge:
-        work, counted = weight or ("wait", 1.0)
+    def of(h: Handover, weight: tuple[str, tuple[float, ...]] | None) -> Edge:
+        work, counted = weight or ("wait", (1.0,))
         if work == "wait":
-            cost = prices.waiting_edge(d, h, counted)
+            cost = prices.waiting_edge(d, h, *counted)
         else:
             ends = d.variables[h.source], d.variables[h.target]
             cost = prices.hiding_edge(*ends, h, counted, 1 / d.accumulation_steps if work == "reduce" else 1.0)

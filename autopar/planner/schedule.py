@@ -290,7 +290,7 @@ class _Scheduler:
         spec = self._chosen(self.owner[output.name]).outputs[0]
         assert spec is not None
         source = self.base[phase][output.value]
-        chain = list(self._steps(output.value, source, spec, phase))
+        chain = list(self._steps(output.value, source, spec, phase, hiding=True))
         if not chain:
             return self.made[phase][output.value][spec]
         chain.pop(0)()
@@ -307,19 +307,21 @@ class _Scheduler:
     def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
         made = self.made[phase][value]
         if target not in made:
-            for take in self._steps(value, source, target, phase):
+            there = self.graph.by_name[value.node].op == "placeholder"
+            for take in self._steps(value, source, target, phase, hiding=there):
                 take()
         return made[target]
 
     def _steps(
-        self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase
+        self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase, *, hiding: bool
     ) -> Iterator[Callable[[], None]]:
-        """The steps to a tensor in ``target``, to be taken in turn; none where it is there."""
+        """The steps to a tensor in ``target``, to be taken in turn; none where it is there. ``hiding``: the program
+        computes meanwhile, as the objective has it of parameters and gradients."""
         made = self.made[phase].setdefault(value, {})
         if target in made:
             return
         meta = self.graph.meta(value)
-        path = self.prices.path(source, target, meta)
+        path = self.prices.path(source, target, meta, hiding=hiding)
 
         def taking(before: ShardingSpec, step: Step, after: ShardingSpec) -> Callable[[], None]:
             def take() -> None:

@@ -13,7 +13,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
-from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled, timeline
+from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
 from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
 from autopar.planner.liveness import MemoryProfile, profile
@@ -130,9 +130,9 @@ def plan_graph(
     )  # fmt: skip
 
 
-HOPELESS = (1.01, 1.25)
-"""A step takes hardly less than its cost without launches, unless reductions over several axes hide behind each other:
-of baselines that cost so many times our step, on one axis and on several, none is looked at."""
+HOPELESS = (1.02, 1.1)
+"""A step takes hardly less than its cost, unless what the program waits for on several axes runs beside each other: of
+baselines that cost so many times our step, on one axis and on several, none is looked at."""
 
 ARRANGING = 4.0
 """Times what it took to list and price the decisions: so long it may take to schedule, measure and emit a program."""
@@ -223,23 +223,23 @@ class _Search:
         self.seeds = tuple(r.choice for r in self.rivals)
         result = self.run(deadline)
         if result is None:
-            fitting = list(self._fitting(math.inf, deadline))
+            known = [r.finalist for r in self.rivals if r.name == self.baseline]  # whatever time it is
+            fitting = [*known, *(f for f in self._fitting(math.inf, deadline) if f not in known)]
             return self._bounded(settled(fitting, fitting, self.options.gap), self.bound, "nothing was found that fits")
         self.say("collectives")
         started = time.perf_counter()
-        hopeless = timeline(result.program, self.decisions, self.prices.overlap).seconds
-        hopeless *= HOPELESS[self.decisions.mesh.ndim > 1]
         own = Finalist.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
         self.timings["arrange"] = time.perf_counter() - started
+        hopeless = HOPELESS[self.decisions.mesh.ndim > 1] * own.timeline.seconds
         fitting = list(self._fitting(hopeless, deadline, own.solution.objective))
         best = settled([own, *fitting], fitting, self.options.gap)
         return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
 
     def _fitting(self, most_s: float, deadline: float, cost: float = 0.0) -> Iterator[Finalist]:
         """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that
-        cost no more than ``cost``, or without their launches no more than ``most_s``."""
+        cost no more than ``cost``, or no more than ``most_s``."""
         for rival in self.rivals:
-            hopeful = rival.objective <= cost or rival.without_launches_s <= most_s
+            hopeful = rival.objective <= max(cost, most_s)
             seen = self.options.compare or "finalist" in vars(rival)
             if (seen or (hopeful and now() < deadline + LATE_S)) and self._fits(rival):
                 yield rival.finalist

@@ -5,8 +5,10 @@ To try one costs milliseconds: what is computed between two events is one event 
 
 from __future__ import annotations
 
+import math
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +26,9 @@ PREFETCHES = (0, 1, 2, 4)
 SIZES = (1, 4, 16)
 """Times the bytes that take as long to send as a launch: less is dominated by the launch, more hides no better. Also
 tried are 0, each by itself, and all together."""
+
+BESIDE = 4
+"""Times its bytes that may be reduced beside a launch while more may join it."""
 
 NEGLIGIBLE = 0.05
 """Of the bytes that are sent, a share that hardly matters."""
@@ -232,7 +237,7 @@ class Ways:
     def _together(self, kind: str, size: int) -> list[tuple[Movable, ...]]:
         """The launches of early or late ones, those first that no other has to go before."""
         if (kind, size) not in self._groups:
-            groups = together(self._of_kind[kind], size)
+            groups = together(self._of_kind[kind], size, BESIDE * size if kind == "late" else math.inf)
             self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
         return self._groups[kind, size]
 
@@ -246,24 +251,43 @@ class Ways:
         return [_Launch(g, max(m.first for m in g)) for g in groups] + chained
 
     def _early(self, a: Arrangement) -> list[_Launch]:
-        """In the order of need, each some launches ahead of it, and a step that another needs one more."""
+        """What is read some launches ahead of its reader; a step that another waits for as late as it is done by then,
+        by the clock of what is computed and with one collective at a time on each queue."""
         groups = self._together("early", a.gathered_bytes)
-        places = {
-            phase: sorted({_needed(g) for g in groups if g[0].level == 0 and g[0].op.phase == phase})
-            for phase in self.parts.begins
-        }
-        before: dict[int, int] = {}
-        launches = []
-        for group in groups:
-            phase = group[0].op.phase
-            ahead = bisect_left(places[phase], _needed(group)) - a.prefetch - group[0].level
-            place = places[phase][ahead] if ahead >= 0 else self.parts.begins[phase]
-            place = min([place, *[before[m.at] for m in group if m.at in before]])
-            launches.append(_Launch(group, place))
-            for m in group:
-                for i in m.waits_for:
-                    before[i] = min(place, before.get(i, place))
+        readers = {phase: _readers(groups, phase) for phase in self.parts.begins}
+        of = {m.at: i for i, group in enumerate(groups) for m in group}
+        before = [sorted({of[i] for m in group for i in m.waits_for if i in of}) for group in groups]
+        left = Counter(j for those in before for j in those)
+        due_s = [self._until[_needed(group)] for group in groups]
+        free_s: dict[object, float] = {}
+        launches: list[_Launch] = []
+        latest = [(-due_s[i], i) for i in range(len(groups)) if i not in left]
+        heapify(latest)
+        while latest:
+            i = heappop(latest)[1]
+            group, begin = groups[i], self.parts.begins[groups[i][0].op.phase]
+            queue = self._queue(group[0].op)
+            if i in left:
+                at_s = min(due_s[i], free_s.get(queue, math.inf)) - self._cost_s(group)
+                place = max(bisect_right(self._until, at_s) - 1, begin)
+            else:
+                there = readers[group[0].op.phase]
+                ahead = bisect_left(there, _needed(group)) - a.prefetch
+                place = there[ahead] if ahead >= 0 else begin
+                at_s = self._until[place]
+            free_s[queue] = min(at_s, free_s.get(queue, math.inf))
+            launches.append(_Launch(group, place, at_s))
+            for j in before[i]:
+                due_s[j] = min(due_s[j], at_s)
+                left[j] -= 1
+                if not left[j]:
+                    heappush(latest, (-due_s[j], j))
         return launches
+
+    @staticmethod
+    def _queue(op: Op) -> tuple[object, ...]:
+        assert op.step is not None
+        return op.phase, op.step.axis, *op.step.axes
 
     def _late(self, a: Arrangement, ahead: Sequence[_Launch]) -> list[_Launch]:
         """Each when what it sends should be there, by the clock of what is computed and with one collective at a time
@@ -289,10 +313,9 @@ class Ways:
         while ready:
             at_s, i = heappop(ready)
             first = groups[i][0].op
-            assert first.step is not None
             place = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
             place = min(place, self.parts.ends[first.phase])
-            queue = first.phase, first.step.axis, first.step.axes
+            queue = self._queue(first)
             start_s = max(self._until[place], free_s.get(queue, 0.0))
             free_s[queue] = start_s + self._cost_s(groups[i])
             launches.append(_Launch(groups[i], place, start_s))
@@ -331,7 +354,7 @@ class Ways:
             copied_s = sum(map(self._copied_s, members))
             kind, axis = first.step.kind, first.step.axis
             seconds = costs.seconds(kind, size, axis) + copied_s
-            self._priced[key] = seconds, costs.seconds(kind, 0, axis) + copied_s, size
+            self._priced[key] = seconds, costs.launches.seconds(kind, 0, axis) + copied_s, size
         return self._priced[key]
 
     def _copied_s(self, m: Movable) -> float:
@@ -350,3 +373,8 @@ class Ways:
 
 def _needed(group: Sequence[Movable]) -> int:
     return min(m.last for m in group)
+
+
+def _readers(groups: Sequence[Sequence[Movable]], phase: str) -> list[int]:
+    """Places where the program reads what the last steps bring."""
+    return sorted({_needed(g) for g in groups if g[0].level == 0 and g[0].op.phase == phase})

@@ -3,13 +3,14 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_models import KINDS, CollectiveCosts, ComputeCosts
+from autopar.cost_models import BUCKETED, DEARER, KINDS, CollectiveCosts, ComputeCosts
 from autopar.cost_models.algorithms import Algorithm, algorithms, fastest
 from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Cluster, Link, Mesh, axis_links, builtin_clusters
@@ -252,3 +253,27 @@ def test_what_cannot_be_reduced_is_sent_in_a_wider_dtype(cost, kind, axis, size,
     assert wide.sent(kind, size) == widened * size
     assert cost.of("bfloat16") is cost
     assert cost.of(dtype) is cost.of(dtype)
+
+
+@given(costs(), kinds, st.integers(0, 2), nbytes)
+def test_a_launch_is_a_part_of_a_collective_that_no_bytes_change(cost, kind, axis, size):
+    launch = cost.launches.seconds(kind, size, axis)
+    assert launch <= cost.seconds(kind, size, axis)
+    if kind != "slice":
+        assert launch == cost.launches.seconds(kind, 0, axis)
+
+
+@given(costs(), st.sampled_from(sorted(BUCKETED)), st.integers(0, 2), nbytes)
+def test_a_share_of_a_collective_costs_no_more_than_one_of_its_own_and_no_less_than_its_launch(cost, kind, axis, size):
+    launch, share = cost.launches.seconds(kind, size, axis), cost.bucketed.seconds(kind, size, axis)
+    assert launch <= share <= cost.seconds(kind, size, axis)
+    assert cost.bucketed.seconds(kind, 0, axis) == launch
+
+
+@given(costs(), kinds, st.integers(0, 2), nbytes)
+def test_dearer_axes_tell_which_axis_something_takes_its_seconds_on(cost, kind, axis, size):
+    """Each of the costs has one more axis that is dearer, and nothing else changes."""
+    before = [cost, *cost.by_axis]
+    told = [(b.seconds(kind, size, axis) - a.seconds(kind, size, axis)) / DEARER for a, b in pairwise(before)]
+    expected = [cost.seconds(kind, size, axis) if a == axis else 0.0 for a in range(cost.mesh.ndim - 1)]
+    assert told == pytest.approx(expected, rel=1e-6)

@@ -12,12 +12,15 @@ from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Cluster, Measured, Mesh
 from autopar.planner import Options
 from autopar.planner.constraints import resolve
+from autopar.planner.critical_paths import Sections, buckets, groups
 from autopar.planner.decisions import decide
 from autopar.planner.objective import Objective
 from autopar.planner.pricing import MOST_OVERLAP, Prices
 from autopar.planner.random_plans import random_solution
 from autopar.planner.schedule import schedule
 from autopar.planner.timeline import simulate_streams
+from autopar.planner.variables import Handover, Variable, spec_made, spec_read
+from autopar.sharding.paths import cheapest_path
 from autopar.solver import Problem, Solution, evaluate, solve
 
 LAYERS = 4
@@ -57,9 +60,9 @@ def perceptron(batch: int, width: int) -> Graph:
 
 
 @cache
-def objective(batch: int, width: int, overlap: float = 1.0) -> Objective:
-    graph, mesh, options = perceptron(batch, width), Mesh((4,)), Options(outputs="dtensor")
-    cluster = Cluster.load("dgx-h100").sized(4)
+def objective(batch: int, width: int, overlap: float = 1.0, shape: tuple[int, ...] = (4,)) -> Objective:
+    graph, mesh, options = perceptron(batch, width), Mesh(shape), Options(outputs="dtensor")
+    cluster = Cluster.load("dgx-h100").sized(mesh.size)
     cluster = replace(cluster, measured=replace(cluster.measured or Measured(), overlap=overlap))
     return Objective(decide(graph, mesh, options, resolve(graph, mesh, {}, {})), Prices(mesh, cluster))
 
@@ -85,8 +88,11 @@ def weightings(asked: Objective) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("sizes", [MANY_TOKENS, FEW_TOKENS])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-def test_no_sum_is_above_the_objective_and_the_critical_paths_reach_it(sizes: tuple[int, int], overlap: float) -> None:
-    asked = objective(*sizes, overlap)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_no_sum_is_above_the_objective_and_the_critical_paths_reach_it(
+    sizes: tuple[int, int], overlap: float, shape: tuple[int, ...]
+) -> None:
+    asked = objective(*sizes, overlap, shape)
     for seed in range(5):
         choice = random_solution(asked.problem(), seed).choice
         sums = [evaluate(asked.problem(weights=w), choice)[0] for w in weightings(asked)]
@@ -135,3 +141,40 @@ def test_the_simulated_step_takes_what_the_objective_says(sizes: tuple[int, int]
 
 def test_no_overlap_is_free() -> None:
     assert objective(*MANY_TOKENS).prices.overlap == MOST_OVERLAP < 1
+
+
+def hiding(asked: Objective) -> list[tuple[Variable, Variable, Handover]]:
+    """What can run beside computation: reads of parameters, and gradients on their way."""
+    d = asked.decisions
+    ends = ((d.variables[h.source], d.variables[h.target], h) for h in d.handovers if h.source != h.target)
+    return [(u, v, h) for u, v, h in ends if u.kind == "parameter" or (h.position < 0 and u.phase == "backward")]
+
+
+def test_seconds_that_can_hide_are_those_of_the_axes_that_the_path_goes_along() -> None:
+    asked = objective(*FEW_TOKENS, shape=(2, 4))
+    prices, seen = asked.prices, set()
+    for u, v, h in hiding(asked):
+        launches, of_axes = prices.hideable(u, v, h)
+        costs = prices.collectives.of(h.meta.dtype).bucketed
+        for i, j in np.argwhere(np.isfinite(launches) & (prices.edge(u, v, h) > 0)):  # what is kept is there
+            source, target = spec_made(u.options[i], h.out), spec_read(v.options[j], h.position)
+            assert source is not None and target is not None
+            path = cheapest_path(source, target, h.meta.shape, h.meta.itemsize, prices.mesh, costs)
+            axes = {step.axis for step in path.steps}
+            seen.add(frozenset(axes))
+            for axis, seconds in enumerate(s[i, j] for s in of_axes):
+                # A copy is all launch, and an exchange over several axes takes its time on the slowest.
+                several = any(step.kind in ("slice", "permute") for step in path.steps)
+                assert (seconds > 1e-9) == (axis in axes) or several
+            assert launches[i, j] + sum(s[i, j] for s in of_axes) <= path.seconds * (1 + 1e-6)
+    assert seen == {frozenset({0}), frozenset({1}), frozenset({0, 1})}
+
+
+def test_what_is_sent_along_one_axis_runs_beside_what_is_sent_along_another() -> None:
+    cut = Sections({"forward": (0,), "backward": (0,)})
+    order = buckets(cut, 2)
+    _, backward = groups(cut, 2, 1)
+    seconds = {"compute": 3.0, "reduce": 2.0, "gather": 0.0, "wait": 0.0}
+    taken = np.array([seconds[b.work] if b.phase == "backward" else 0.0 for b in order])
+    assert (backward.paths @ taken).max() == 3.0
+    assert backward.works @ taken == 3.0 + 2 * 2.0
