@@ -98,8 +98,10 @@ def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Progra
 
 
 def _together(graph: Graph, fusion: Fusion, ops: Sequence[Op], prices: Prices) -> bool:
-    """Whether the ops hand each other tensors as they make them, under strategies that the kernel takes."""
+    """Whether the ops hand each other tensors as they make them, and read what others made in one spec each, under
+    strategies that the kernel takes."""
     made: dict[Value, str] = {}
+    taken: dict[Value, str] = {}
     for op, name in zip(ops, fusion.nodes, strict=True):
         present = (Value(name, i) for i, m in enumerate(graph.by_name[name].outputs) if m is not None)
         made |= dict(zip(present, (t.name for t in op.writes), strict=True))
@@ -110,6 +112,8 @@ def _together(graph: Graph, fusion: Fusion, ops: Sequence[Op], prices: Prices) -
             return False
         for value, tensor in zip(node.inputs, op.reads, strict=True):
             if value.node in fusion.nodes and fusion.kernel != STATISTICS and made[value] != tensor:
+                return False
+            if value.node not in fusion.nodes and taken.setdefault(value, tensor) != tensor:
                 return False
     if fusion.kernel != STATISTICS:
         return True

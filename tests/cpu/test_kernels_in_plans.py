@@ -16,6 +16,7 @@ from autopar import kernels, passes, planner
 from autopar.arguments import canonical_names
 from autopar.ir import TensorMeta
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.fused import marked
 from autopar.planner.fusions import fusions
 from autopar.planner.implementations import KERNELS, implementation
 from autopar.planner.pricing import Prices
@@ -248,3 +249,21 @@ def test_an_emitted_file_has_its_kernels(interpreted, tmp_path) -> None:
     expected, found = autopar.simulate(model, inputs, plan=plan), torch.load(tmp_path / "out.pt")
     for name, gradient in expected.grads.items():
         torch.testing.assert_close(found["grads"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_ops_that_read_one_tensor_in_two_specs_are_no_kernel() -> None:
+    """The kernel would take one of the two for both, and so count a gradient as often as there are ranks."""
+    of, made = subject("llama", torch.float32), planned("llama", "cuda").program
+    prices, plain = Prices(Mesh((2,)), cluster("cuda")), tuple(dataclasses.replace(op, kernels=()) for op in made.ops)
+    whole = marked(dataclasses.replace(made, ops=plain), of.capture.graph, prices, "|again")
+    by_name = {op.name: op for op in whole.ops}
+    kernel = next(f for f in fusions(of.capture.graph) if "norm_backward" in by_name[f.nodes[0]].kernels)
+    grad = next(value for role, value in kernel.reads if role == "grad")
+    readers = [n for n in kernel.nodes if grad in of.capture.graph.by_name[n].inputs]
+    assert len(readers) == 2
+    other = by_name[readers[1]]
+    at = of.capture.graph.by_name[other.name].inputs.index(grad)
+    reads = tuple("elsewhere" if i == at else name for i, name in enumerate(other.reads))
+    ops = tuple(dataclasses.replace(op, reads=reads) if op.name == other.name else op for op in plain)
+    apart = marked(dataclasses.replace(made, ops=ops), of.capture.graph, prices, "|again")
+    assert not any(op.kernels for op in apart.ops if op.name in kernel.nodes)
