@@ -130,7 +130,8 @@ class Rival:
         """Scheduled, timed and measured."""
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        return Finalist.of(self.name, d, solution, self._program, prices, options)
+        found = Finalist.of(self.name, d, solution, self._program, prices, options)
+        return found.deferred(prices, options) if options.compare else found
 
 
 def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> Finalist:

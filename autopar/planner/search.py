@@ -229,6 +229,7 @@ class _Search:
         self.say("collectives")
         started = time.perf_counter()
         own = Finalist.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
+        own = own.deferred(self.prices, self.options)
         self.timings["arrange"] = time.perf_counter() - started
         hopeless = HOPELESS[self.decisions.mesh.ndim > 1] * own.timeline.seconds
         fitting = list(self._fitting(hopeless, deadline, own.solution.objective))

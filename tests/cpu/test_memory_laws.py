@@ -25,6 +25,9 @@ MODELS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in 
 SHARES = (0.02, 0.4)
 """Of the activations at the free plan's peak: what the budget is short of."""
 
+NEARLY_ALL = 0.55
+"""The same of GPT-2, where a little more is too much."""
+
 
 @cache
 def of(name: str):
@@ -82,14 +85,21 @@ def test_what_is_recomputed_is_the_same_to_the_bit(name) -> None:
 
 def test_dropout_is_drawn_again_to_the_same_bits_also_inside_attention() -> None:
     """The plan makes both again, and what is drawn differs from seed to seed."""
-    free, least = plans("gpt2")[0], plans("gpt2")[-1]
-    again = [of("gpt2").capture.graph.by_name[op.node] for op in least.program.ops if op.name.endswith(AGAIN)]
-    assert [n for n in again if n.packet == "autopar.dropout"]
-    assert [n for n in again if n.packet == "autopar.attention" and dict(n.kwargs)["dropout_p"] == 0.1]
+    free = planned("gpt2")
+    assert free is not None
+    short = (free.memory.peak_bytes - share * free.memory.by_kind["activations"] for share in (0.4, NEARLY_ALL))
+    least = next(p for budget in short if (p := planned("gpt2", int(budget))) is not None and _draws_again(p))
     expected, result, other = simulated("gpt2", free), simulated("gpt2", least), simulated("gpt2", least, seed=4)
     assert_same_bits(expected.outputs, result.outputs)
     assert_same_bits(expected.grads, result.grads)
     assert not torch.equal(result.outputs["loss"], other.outputs["loss"])
+
+
+def _draws_again(plan: Planned) -> bool:
+    """Whether both are made again; with so little memory that hardly anything is kept they are."""
+    again = [of("gpt2").capture.graph.by_name[op.node] for op in plan.program.ops if op.name.endswith(AGAIN)]
+    attention = [n for n in again if n.packet == "autopar.attention" and dict(n.kwargs)["dropout_p"] == 0.1]
+    return bool(attention) and any(n.packet == "autopar.dropout" for n in again)
 
 
 @pytest.mark.parametrize("name", MODELS)
