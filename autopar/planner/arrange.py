@@ -11,7 +11,7 @@ all ranks launch in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.planner.liveness import MemoryProfile
@@ -30,7 +30,10 @@ UNSURE, MOST_EXACT = 2e-3, 2
 """Of a deep program, ways within this share of the shortest step are looked at with all layers, so many at most."""
 
 MOST_CHECKED = 8
-"""Ways whose memory is looked at, the shortest step first."""
+"""Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
+
+NEARLY = 1.01
+"""Times the budget, beyond which to wait for collectives sooner does not help."""
 
 WAIT_LATER = 1.0
 """Of a collective's predicted time, how much later than its end it is waited for where memory allows: predictions may
@@ -59,30 +62,39 @@ def arrange(
     before = simulate_streams(program, prices.overlap)
     if program.collectives:
         memory: MemoryProfile | None = None
-        for made in _promising(program, before.seconds, prices, deadline):
+        over: list[Arrangement] = []
+        ways = Ways(take_apart(program), prices)
+        for way in _promising(ways, program, before.seconds, deadline):
+            if any(_holds_more(way, other) for other in over):
+                continue
+            if memory is not None and memory.peak_bytes + way.prefetch * way.gathered_bytes > budget:
+                continue  # what is gathered ahead alone is too much
+            made = replace(program, ops=ways.ops(way), arrangement=replace(way, before_s=before.seconds))
             for later in (WAIT_LATER, 0.0):
                 found = place_waits(made, prices.overlap, later)
                 held = profiled(found)
                 if held.peak_bytes > budget:
                     memory = memory or profiled(program)
-                if memory is None or held.peak_bytes <= max(budget, memory.peak_bytes):
+                most = budget if memory is None else max(budget, memory.peak_bytes)
+                if held.peak_bytes <= most:
                     after = simulate_streams(found, prices.overlap)
                     if after.seconds < before.seconds:
                         return Arranged(found, held, after, before)
                     break
-            if time.perf_counter() > deadline:
+                if held.peak_bytes > NEARLY * most:
+                    over.append(way)
+                    break
+            else:
+                over.append(way)
+            if len(over) == MOST_CHECKED or time.perf_counter() > deadline:
                 break
     return Arranged(program, profiled(program), before, before)
 
 
-def _promising(program: Program, before_s: float, prices: Prices, deadline: float) -> Iterator[Program]:
-    """The program in the ways that were found to be shorter than it is, the shortest first."""
-    ways = Ways(take_apart(program), prices)
+def _promising(ways: Ways, program: Program, before_s: float, deadline: float) -> list[Arrangement]:
+    """The ways that were found to be shorter than the program as it is, the shortest first."""
     tried = search(ways, program, deadline)
-    for a in sorted(tried, key=lambda a: _rank(a, tried[a], before_s))[:MOST_CHECKED]:
-        if tried[a] >= before_s:
-            break
-        yield replace(program, ops=ways.ops(a), arrangement=replace(a, before_s=before_s))
+    return sorted((a for a in tried if tried[a] < before_s), key=lambda a: _rank(a, tried[a], before_s))
 
 
 def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, float]:
@@ -96,6 +108,15 @@ def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, f
     near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]
     exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MOST_EXACT]
     return tried | {a: ways.seconds(a) for a in exact if time.perf_counter() < deadline}
+
+
+def _holds_more(a: Arrangement, other: Arrangement) -> bool:
+    """Whether launches of ``a`` are as large and as early as those of ``other``, or more so."""
+    return (
+        a.reduced_bytes >= other.reduced_bytes
+        and a.gathered_bytes >= other.gathered_bytes
+        and a.prefetch >= other.prefetch
+    )
 
 
 def _rank(a: Arrangement, seconds: float, before_s: float) -> tuple[float, ...]:

@@ -30,6 +30,9 @@ tried are 0, each by itself, and all together."""
 BESIDE = 4
 """Times its bytes that may be reduced beside a launch while more may join it."""
 
+LARGEST = 0.05
+"""Of the device's memory, what goes in one launch at most."""
+
 NEGLIGIBLE = 0.05
 """Of the bytes that are sent, a share that hardly matters."""
 
@@ -92,8 +95,9 @@ class Ways:
         """Bytes from which on to launch together."""
         if not self._of_kind[kind]:
             return [0]
-        total = self._total_bytes(kind)
-        return sorted({0, *(min(times * self.launch_bytes(kind), total) for times in SIZES), total})
+        total, most = self._total_bytes(kind), LARGEST * self.prices.cluster.device.memory_bytes
+        found = {0, *(min(times * self.launch_bytes(kind), total) for times in SIZES), total}
+        return sorted(size for size in found if size <= most)
 
     def launch_bytes(self, kind: str) -> int:
         """Bytes that take as long as the launch, along the axis where that is the most."""

@@ -50,7 +50,7 @@ def test_an_edit_runs_in_training_and_without_gradients(tmp_path, emitted) -> No
     plain = copy.deepcopy(plain)
     expected = plain(x)
     expected.backward()
-    model, _ = parallel(tmp_path / "step.py", ("torch.relu(up)", "torch.relu(up) * 2"), emitted=emitted)
+    model, _ = parallel(tmp_path / "step.py", ("up.relu_()", "up.relu_() * 2"), emitted=emitted)
     loss = model(x)
     loss.backward()
     with torch.no_grad():
