@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
         help="a spec such as S0R, or column, row, shard, replicate; may be repeated",
     )  # fmt: skip
     parser.add_argument("--search", default="joint", help="joint, two-stage, or baseline:NAME (default joint)")
-    parser.add_argument("--time-limit", type=_seconds, default=14.0, metavar="S", help="for the solver (default 14)")
+    parser.add_argument("--time-limit", type=_seconds, default=16.0, metavar="S", help="for the solver (default 16)")
     if report:
         parser.epilog = EXAMPLES
         parser.add_argument("--output", type=Path, metavar="FILE", help="save the plan as JSON")
