@@ -67,8 +67,6 @@ def arrange(
         for way in _promising(ways, program, before.seconds, deadline):
             if any(_holds_more(way, other) for other in over):
                 continue
-            if memory is not None and memory.peak_bytes + way.prefetch * way.gathered_bytes > budget:
-                continue  # what is gathered ahead alone is too much
             made = replace(program, ops=ways.ops(way), arrangement=replace(way, before_s=before.seconds))
             for later in (WAIT_LATER, 0.0):
                 found = place_waits(made, prices.overlap, later)

@@ -280,9 +280,7 @@ class Prices:
             self._pairs[key] = all_pairs(sources, targets, meta.shape, meta.itemsize, self.mesh, costs)
         return self._pairs[key]
 
-    def path(
-        self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta, *, hiding: bool = False
-    ) -> Path:  # fmt: skip
+    def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta, *, hiding: bool = False) -> Path:
         """The cheapest redistribution between two specs of a tensor; with ``hiding``, where launches may be shared."""
         costs = self.collectives.of(meta.dtype)
         key = (meta.shape, meta.itemsize, costs.reduced_bytes, hiding, source, target)
