@@ -129,11 +129,15 @@ def joint_graph(
     the forward. An output without gradient appears as None.
     """
     import torch._functorch.config
+    import torch._inductor.config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with contextlib.ExitStack() as stack:
         # An op by triton_op stays one op, as any custom op does: its rule and its CPU kernel go with it.
         stack.enter_context(torch._functorch.config.patch(decompose_custom_triton_ops=False))
+        # What an op changes is a result of a call of its own, rather than a part of a base shared with others.
+        stack.enter_context(torch._inductor.config.patch(enable_auto_functionalized_v2=False))
+        stack.enter_context(_unordered("aten::_linalg_check_errors"))
         joint = aot_export_joint_with_descriptors(stack, module, args, decompositions=dict(decompositions))
         graph_module = joint.graph_module
         assert isinstance(graph_module, fx.GraphModule)
@@ -145,6 +149,42 @@ def joint_graph(
         elif node.op == "output":
             outputs = [None if d is None else _output_meaning(d) for d in node.meta["desc"]]
     return graph_module, inputs, outputs
+
+
+def changes_arguments(op: Any) -> bool:
+    """Whether ``op`` is a custom op that changes some of its arguments."""
+    return isinstance(op, OpOverload) and op._schema.is_mutable and op.namespace not in ("aten", "prims", "autopar")
+
+
+def is_functionalized(target: Any) -> bool:
+    """Whether a node calls a custom op on copies of the arguments that it changes: the op is its first argument, all
+    of the op's arguments are given by name, and it returns what the op returns and then the changed copies."""
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+    return target is auto_functionalized
+
+
+@contextlib.contextmanager
+def _unordered(op: str) -> Iterator[None]:
+    """Keep an op that only raises from being ordered by tokens, which become inputs and outputs of the graph."""
+    from torch._higher_order_ops import effects
+
+    if not hasattr(effects, "_get_effect"):  # torch 2.11
+        yield
+        return
+    before = effects._get_effect(op)
+    effects._register_effectful_op(op, None)
+    try:
+        yield
+    finally:
+        effects._register_effectful_op(op, before)
+
+
+def torch_decompositions(*ops: OpOverload) -> dict[OpOverload, Callable[..., Any]]:
+    """What torch's own compilers take ops apart into; there is no public table."""
+    from torch._decomp import get_decompositions
+
+    return {op: function for op, function in get_decompositions(ops).items() if op in ops}
 
 
 def with_ends_of(graph: fx.Graph, old: fx.Graph) -> fx.Graph:

@@ -71,7 +71,7 @@ def _prelude(ops: Sequence[str], lowered: Lowered) -> str:
     own = ("linear", "linear_of_transposed")
     functional = any(getattr(n.target, "__name__", "") in own or function(n.target).startswith("F.") for n in calls)
     lines = ["import torch"] + (["import torch.nn.functional as F"] if functional else [])
-    lines += ["", *_imports_of_others({n.target for n in calls if isinstance(n.target, OpOverload)})]
+    lines += ["", *_imports_of_others({o for n in calls for o in (n.target, *n.args[:1]) if isinstance(o, OpOverload)})]
     lines += [*(["import autopar.ops  # registers the ops below"] if ops else []), "from autopar import spmd", ""]
     lines += ["aten = torch.ops.aten", *(f"{op} = torch.ops.autopar.{op}.default" for op in ops)]
     return "\n".join(lines)

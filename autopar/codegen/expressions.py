@@ -169,6 +169,8 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
         return 'float("nan")'
     if isinstance(value, float) and math.isinf(value):
         return f'float("{value}")'
+    if isinstance(value, OpOverload):
+        return f"torch.ops.{value}"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     return repr(value)

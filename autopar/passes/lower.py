@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar import spmd
-from autopar._torch import LazyGraphModule
+from autopar._torch import LazyGraphModule, changes_arguments
 from autopar.ir import Graph, Output, Phase, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
@@ -204,9 +204,12 @@ class _Builder:
         target = resolve_op(name)
         if op.in_place:
             target, made = _in_operand(target, *made, op.operand)
-        call = self._call(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
+        if changes_arguments(target):
+            call = self._call(spmd.on_copies, (target, *made[0]), made[1], name=identifier(op.name))
+        else:
+            call = self._call(target, made[0], self._with_device(target, made[1]), name=identifier(op.name))
         call.meta |= {"op": op, "module": node.module}
-        if len(node.outputs) == 1 and not _returns_list(target):
+        if len(node.outputs) == 1 and (not _returns_list(target) or changes_arguments(target)):
             self.values[op.writes[0].name] = self._described(call, op.writes[0])
             return
         present = [i for i, meta in enumerate(node.outputs) if meta is not None]

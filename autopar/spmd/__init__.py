@@ -26,6 +26,7 @@ from autopar.spmd.collectives import (
     step_call,
     wait,
 )
+from autopar.spmd.copies import on_copies
 from autopar.spmd.halos import shift, window
 from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
@@ -38,7 +39,7 @@ __all__ = [
     "COLLECTIVES", "PRODUCTS", "Ends", "HostTensor", "LocalRank", "Lowered", "Pending", "ProcessRank", "Rank",
     "Results", "Transfer", "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all",
     "allocating_on_host", "apply_step", "arrived", "bucket_call", "choice", "device", "fetch", "from_placements",
-    "gather_product", "host_memory", "length", "local_ranks", "offload", "offset", "permute", "product_scatter",
-    "reduce_scatter", "reduce_scatter_bucket", "resolve", "section", "shift", "simulate", "simulate_product",
-    "simulate_step", "slice_shard", "step_call", "to_placements", "wait", "window",
+    "gather_product", "host_memory", "length", "local_ranks", "offload", "offset", "on_copies", "permute",
+    "product_scatter", "reduce_scatter", "reduce_scatter_bucket", "resolve", "section", "shift", "simulate",
+    "simulate_product", "simulate_step", "slice_shard", "step_call", "to_placements", "wait", "window",
 ]  # fmt: skip

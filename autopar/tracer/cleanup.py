@@ -12,7 +12,9 @@ aten = torch.ops.aten
 
 _IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default, aten.contiguous.default}
-_CHECKS = {aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default}
+_CHECKS = {
+    aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default, aten._linalg_check_errors.default,
+}  # fmt: skip
 """Of values, which only raise: taken as passed."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 

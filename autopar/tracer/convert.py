@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar import ir
+from autopar._torch import OpOverload, is_functionalized
 from autopar.errors import CaptureError
 
 _DROPPED_KWARGS = ("device", "layout", "pin_memory", "memory_format", "requires_grad")
@@ -26,6 +27,22 @@ def meta_of(value: Any) -> ir.TensorMeta | None:
     return ir.TensorMeta(tuple(int(n) for n in value.shape), dtype_name(value.dtype))
 
 
+def called(node: fx.Node) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+    """The op of a node with its arguments; a custom op that changes some of them returns those too."""
+    if not is_functionalized(node.target):
+        return op_name(node.target), node.args, node.kwargs
+    op = node.args[0]
+    assert isinstance(op, OpOverload)
+    given = [(a, node.kwargs[a.name]) for a in op._schema.arguments]
+    args = tuple(v for a, v in given if not a.kwarg_only)
+    return op_name(op), args, {a.name: v for a, v in given if a.kwarg_only}
+
+
+def _returns_nothing(node: fx.Node) -> bool:
+    """Whether a call's first result stands for that of an op that returns none."""
+    return is_functionalized(node.target) and not node.args[0]._schema.returns  # type: ignore[union-attr]
+
+
 def _outputs(value: Any) -> tuple[ir.TensorMeta | None, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(meta_of(v) for v in value)
@@ -37,7 +54,7 @@ def value_of(node: fx.Node) -> ir.Value:
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
-        return ir.Value(source.name, index)
+        return ir.Value(source.name, index - _returns_nothing(source))
     return ir.Value(node.name)
 
 
@@ -97,14 +114,16 @@ def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], nam
         if node.op == "output" or node.target is operator.getitem:
             continue
         placeholder = node.op in ("placeholder", "get_attr")
-        kwargs = tuple((k, arg_of(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        op, args, options = called(node)
+        kwargs = tuple((k, arg_of(v)) for k, v in options.items() if k not in _DROPPED_KWARGS)
+        value = node.meta["val"]
         nodes.append(
             ir.Node(
                 name=node.name,
-                op="placeholder" if placeholder else op_name(node.target),
-                args=() if placeholder else tuple(arg_of(a) for a in node.args),
+                op="placeholder" if placeholder else op,
+                args=() if placeholder else tuple(arg_of(a) for a in args),
                 kwargs=() if placeholder else kwargs,
-                outputs=_outputs(node.meta["val"]),
+                outputs=_outputs(value[1:] if _returns_nothing(node) else value),
                 phase=node.meta["phase"],
                 module=module_path(node.meta),
                 source=source_line(node.meta),

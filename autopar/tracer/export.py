@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch import FakeTensorMode, HigherOrderOperator, OpOverload
+from autopar._torch import FakeTensorMode, HigherOrderOperator, OpOverload, changes_arguments, is_functionalized
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
 from autopar.tracer import functions
@@ -226,12 +226,12 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     for part in program.graph_module.modules():  # what is under no_grad or autocast is a graph of its own
         if isinstance(part, fx.GraphModule):
             _refuse_functions(part.graph)
-            refuse_changed_arguments(part.graph)
+            _refuse_sparse(part.graph)
             forget_packed(part.graph)
     merge_equal_masks(program.graph)
     returned = flat.returned.structure
     assert returned is not None
-    notices = tuple(_notices(flat.returned, cached, checks, overridden))
+    notices = (*_notices(flat.returned, cached, checks, overridden), *_dense_gradients(program.graph))
     values = _output_values(program)
     return Exported(program, values, returned, flat.returned.differentiable, notices, tuple(skipped.cut))
 
@@ -285,14 +285,17 @@ def _refuse_functions(graph: fx.Graph) -> None:
 
 
 def refuse_changed_arguments(graph: fx.Graph) -> None:
-    """Ops of a plan return what they make.
+    """Ops of a plan return what they make; one of the user's that changes its arguments is called on copies of them,
+    and what it has changed are results of the call.
 
     Raises:
-        CaptureError: an op of the user's changes its arguments; torch itself has wrapped it to look as if it did not.
+        CaptureError: an op changes its arguments, and torch has found no such call for it.
     """
     for node in graph.nodes:
+        if is_functionalized(node.target):
+            continue
         op = node.args[0] if str(node.target).startswith("auto_functionalized") else node.target
-        if isinstance(op, OpOverload) and _changes_arguments(op):
+        if changes_arguments(op):
             raise CaptureError(
                 f"The forward calls {op}, an op of yours that changes its arguments.",
                 found=source_line(node.meta) or str(op._schema),
@@ -301,8 +304,26 @@ def refuse_changed_arguments(graph: fx.Graph) -> None:
             )
 
 
-def _changes_arguments(op: OpOverload) -> bool:
-    return op._schema.is_mutable and op.namespace not in ("aten", "prims", "autopar")
+def _refuse_sparse(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                "The forward makes a sparse tensor, which has no shards.",
+                found=source_line(node.meta) or str(value.layout),
+                hint="keep its indices and values as two dense tensors, and write a product with it as index_select, "
+                "a multiplication and index_add.",
+            )
+
+
+def _dense_gradients(graph: fx.Graph) -> list[str]:
+    """What is said where a gradient would be a sparse tensor on one device."""
+    for node in graph.nodes:
+        names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
+        asked = "sparse" in names and dict(zip(names, node.args, strict=False)) | node.kwargs
+        if asked and asked.get("sparse"):
+            return ["gradients of embeddings with sparse=True are dense: SparseAdam cannot take them, AdamW can"]
+    return []
 
 
 def _refuse_state(

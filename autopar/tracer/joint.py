@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch import JointInput, JointOutput, joint_graph, storage_key
+from autopar._torch import JointInput, JointOutput, joint_graph, storage_key, torch_decompositions
 from autopar.tracer.normalize import Normalizing
 
 aten = torch.ops.aten
@@ -119,7 +119,16 @@ def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Ten
     return _mean(x, None, dtype=dtype)
 
 
-DECOMPOSITIONS: dict[Any, Any] = {aten.mean.dim: _mean, aten.mean.default: _mean_all}
+DECOMPOSITIONS: dict[Any, Any] = {
+    **torch_decompositions(
+        aten.rot90.default, aten.block_diag.default, aten.addr.default, aten.renorm.default,
+        aten.channel_shuffle.default, aten.linalg_cross.default, aten.index_fill.int_Scalar,
+        aten.index_fill.int_Tensor, aten.affine_grid_generator.default,
+    ),
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean_all,
+}  # fmt: skip
+"""Ops that are taken apart into others, which have rules."""
 
 
 def joint_of(

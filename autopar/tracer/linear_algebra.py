@@ -34,6 +34,13 @@ def cholesky(tracer: Any, a: Tensor, *, upper: bool = False) -> Tensor:
     return result
 
 
+@replaces(aten.dist.default)
+def dist(tracer: Any, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    """As a norm, which can be cut."""
+    result: Tensor = torch.linalg.vector_norm(materialize(x) - materialize(y), p)
+    return result
+
+
 @replaces(aten.linalg_lu_factor.default)
 def lu_factor(tracer: Any, a: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor]:
     factors, pivots, _ = torch.linalg.lu_factor_ex(materialize(a), pivot=pivot)

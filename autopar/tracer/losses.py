@@ -108,3 +108,18 @@ for _loss in (
     aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
 ):  # fmt: skip
     REPLACEMENTS[_loss] = _averaged(_loss)
+
+
+@replaces(aten.multilabel_margin_loss.default)
+def multilabel_margin_loss(tracer: Any, x: Operand, target: Operand, reduction: int = MEAN) -> Any:
+    """Labels of a sample end at the first -1; torch's own decomposition counts those after it as class 0."""
+    scores, index = materialize((x, target))
+    classes = scores.shape[-1]
+    named = torch.ne(index, -1).long().cumprod(-1).bool()
+    picked = index.where(named, 0)
+    counts = torch.zeros_like(index).scatter_add(-1, picked, named.long())
+    margins = (1 - scores.gather(-1, picked).unsqueeze(-1) + scores.unsqueeze(-2)).clamp_min(0)
+    losses = margins.where(named.unsqueeze(-1) & torch.eq(counts, 0).unsqueeze(-2), 0).sum((-2, -1)) / classes
+    if reduction not in (MEAN, SUM):
+        return losses
+    return losses.sum() / losses.numel() if reduction == MEAN else losses.sum()

@@ -117,6 +117,26 @@ def baddbmm(
     return scaled + (bias * beta if beta != 1 else bias) if beta != 0 else scaled
 
 
+@replaces(aten.addbmm.default)
+def addbmm(
+    tracer: Any, bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    bias, x, y = materialize((bias, x, y))
+    product = ops.contract(x, y, "bmk,bkn->mn") * alpha
+    return product + bias * beta if beta != 0 else product
+
+
+@replaces(aten.bilinear.default)
+def bilinear(
+    tracer: Any, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Any:
+    x, y = materialize((x, y))
+    lead = string.ascii_lowercase[: x.ndim - 1]
+    rows = ops.contract(x, weight, f"{lead}w,xwy->{lead}xy")
+    result = ops.contract(rows, y, f"{lead}xy,{lead}y->{lead}x")
+    return result if bias is None else result + bias
+
+
 @replaces(aten.einsum.default)
 def einsum(tracer: Any, equation: str, tensors: Sequence[torch.Tensor], *, path: Any = None) -> Any:
     equation = equation.replace(" ", "")
@@ -187,8 +207,8 @@ def embedding(
     tracer: Any, weight: torch.Tensor, indices: Operand, padding_idx: int = -1,
     scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Any:  # fmt: skip
-    if scale_grad_by_freq or sparse:
-        return NotImplemented
+    if scale_grad_by_freq:
+        return aten.embedding.default(weight, materialize(indices), padding_idx, scale_grad_by_freq)
     return like(indices, ops.lookup(weight, base_of(indices), offset=0, padding_idx=padding_idx))
 
 
@@ -250,9 +270,10 @@ def embedding_bag(
     include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Any:  # fmt: skip
     """Rows that are looked up and added bag by bag. Averages are divided by the bag's length, maxima left to torch."""
-    if mode == 2 or scale_grad_by_freq or sparse:
-        return NotImplemented
     flat, starts = materialize((indices, offsets))
+    if mode == 2 or scale_grad_by_freq:
+        rest = (materialize(per_sample_weights), include_last_offset, padding_idx)
+        return aten.embedding_bag.padding_idx(weight, flat, starts, scale_grad_by_freq, mode, False, *rest)
     n, bags = flat.shape[0], offsets.shape[0] - include_last_offset
     bag = torch.searchsorted(starts[:bags], torch.arange(n, dtype=starts.dtype), right=True) - 1
     counted = torch.ones_like(flat) if padding_idx is None else torch.ne(flat, padding_idx).long()

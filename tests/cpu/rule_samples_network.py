@@ -113,6 +113,15 @@ def linear_algebra() -> Iterator[Sample]:
     yield sample(aten.linalg_solve_triangular.default, square.tril(), x(4, 5, 3), upper=False, left=False)
     factors, pivots = aten.linalg_lu_factor_ex.default(square)[:2]
     yield sample(aten.linalg_lu_solve.default, factors, pivots, x(4, 3, 5))
+    yield sample(aten.linalg_eig.default, square)
+    yield sample(aten._linalg_eigvals.default, square)
+    yield sample(aten.linalg_householder_product.default, x(4, 5, 3) / 8, unit(4, 3))
+    yield sample(aten.cholesky_inverse.default, torch.linalg.cholesky(positive_definite))
+    yield sample(aten.cholesky_solve.default, x(4, 3, 5), torch.linalg.cholesky(positive_definite))
+    for tolerance in (x(), x(4)):
+        yield sample(aten.linalg_pinv.atol_rtol_tensor, x(4, 5, 3), atol=tolerance * 0, rtol=None)
+    yield sample(aten._pdist_forward.default, x(5, 3), 2.0)
+    yield sample(aten._pdist_backward.default, x(10), x(5, 3), 2.0, x(10))
     yield sample(aten.trace.default, x(5, 5))
     for dim, shape in ((0, (4, 1, 1)), (2, (1, 1, 6))):
         forward = sample(aten._weight_norm_interface.default, x(4, 5, 6) + 9, positive(*shape), dim)
@@ -210,6 +219,16 @@ def resampling() -> Iterator[Sample]:
         yield forward
         grad = x(*forward.results[0].shape)
         yield sample(overload(f"grid_sampler_{n}d_backward"), grad, image, grid, 0, 0, False, [True, True])
+    for kind in ("bilinear", "bicubic"):
+        name = f"_upsample_{kind}2d_aa"
+        yield sample(overload(name), x(2, 4, 3, 3), [5, 5], False)
+        yield sample(overload(f"{name}_backward"), x(2, 4, 5, 5), [5, 5], [2, 4, 3, 3], False)
+    for n in (2, 3):
+        image = distinct(2, 4, *[5] * n)
+        pool = sample(overload(f"fractional_max_pool{n}d"), image, [2] * n, [2] * n, unit(2, 4, n))
+        yield pool
+        grad = x(*pool.results[0].shape)
+        yield sample(overload(f"fractional_max_pool{n}d_backward"), grad, image, [2] * n, [2] * n, pool.results[1])
     yield sample(aten.im2col.default, x(2, 4, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2])
     yield sample(aten.col2im.default, x(2, 16, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2])
 
@@ -307,6 +326,8 @@ def indexing() -> Iterator[Sample]:
     yield sample(aten.bucketize.Tensor, x(4, 5), boundaries)
     yield sample(aten.searchsorted.Tensor, x(4, 6).sort(-1)[0], x(4, 5))
     yield sample(aten.histc.default, x(20), 4)
+    yield sample(aten.put.default, x(4, 5), index(20, 3), x(3))
+    yield sample(aten.repeat_interleave.Tensor, torch.tensor([1, 0, 2]))
     yield sample(aten.bincount.default, index(5, 20))
 
 

@@ -16,17 +16,21 @@ UNARY = """
     abs acos angle asin asinh atan ceil celu cos cosh digamma elu erf erfc exp exp2 expm1 floor frac gelu hardshrink
     hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf leaky_relu logical_not mish nan_to_num
     relu relu6 round selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_erfcx special_i0
-    special_i0e special_i1 special_i1e square tan tanh trunc i0 alias clone conj detach lift_fresh_copy neg positive
+    special_i0e special_i1 special_i1e special_airy_ai special_bessel_j0 special_bessel_j1 special_log_ndtr
+    special_modified_bessel_i0 special_modified_bessel_i1 special_spherical_bessel_j0
+    square tan tanh trunc i0 alias clone conj detach lift_fresh_copy neg positive
     deg2rad rad2deg zeros_like ones_like zero
 """
-UNARY_POSITIVE = "acosh lgamma log log10 log1p log2 reciprocal rsqrt special_entr sqrt"
+UNARY_POSITIVE = "acosh lgamma log log10 log1p log2 reciprocal rsqrt special_entr sqrt \
+    special_bessel_y0 special_bessel_y1 special_modified_bessel_k0 special_modified_bessel_k1 \
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1"
 UNARY_UNIT = "atanh erfinv logit special_ndtri"
 BINARY = """
     atan2 copysign eq fmax fmin fmod ge gt heaviside hypot le logaddexp logaddexp2 logical_and logical_or logical_xor lt
     maximum minimum ne nextafter remainder floor_divide add sub mul div true_divide rsub _prelu_kernel
 """
-BINARY_POSITIVE = "pow xlogy special_xlog1py"
-BINARY_INTEGER = "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd"
+BINARY_POSITIVE = "pow xlogy special_xlog1py igamma igammac"
+BINARY_INTEGER = "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm"
 SCALAR = "eq ge gt le lt ne add sub mul div true_divide rsub remainder fmod leaky_relu".split()
 GRADIENT_AND_INPUT = """
     silu_backward tanh_backward sigmoid_backward hardsigmoid_backward hardswish_backward mish_backward gelu_backward
@@ -48,8 +52,18 @@ def pointwise() -> Iterator[Sample]:
     for name in SCALAR:
         yield sample(overload(name, "Scalar", "Tensor_Scalar"), x(4, 5), 2)
     yield from pointwise_with_arguments()
+    yield from rarer()
     for name in GRADIENT_AND_INPUT.split():
         yield sample(overload(name), x(4, 5), unit(4, 5))
+
+
+def rarer() -> Iterator[Sample]:
+    yield sample(aten.frexp.Tensor, x(4, 5))
+    yield sample(aten.ldexp.Tensor, x(4, 5), index(4, 5))
+    yield sample(aten.__lshift__.Scalar, index(4, 4, 5), 1)
+    yield sample(aten.__rshift__.Scalar, index(4, 4, 5), 1)
+    yield sample(aten.special_zeta.default, positive(4, 5) + 1, positive(4, 5))
+    yield sample(aten.mvlgamma.default, positive(4, 5), 1)
 
 
 def pointwise_with_arguments() -> Iterator[Sample]:

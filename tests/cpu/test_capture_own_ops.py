@@ -36,6 +36,27 @@ def add_to(x: Tensor, y: Tensor) -> None:
     x.add_(y)
 
 
+@library.custom_op("covered::swap", mutates_args=("x", "z"))
+def swap(x: Tensor, scale: float, y: Tensor, z: Tensor) -> Tensor:
+    before = x.clone()
+    x.mul_(scale).add_(y)
+    z.copy_(before * 2)
+    return before.sum(-1)
+
+
+@library.custom_op("covered::rms_norm", mutates_args=("out", "scale"))
+def rms_norm(out: Tensor, scale: Tensor, x: Tensor, w: Tensor) -> None:
+    scale.copy_((x.square().mean(-1, keepdim=True) + 1e-5).rsqrt())
+    out.copy_(x * scale * w)
+
+
+@library.custom_op("covered::rms_norm_backward", mutates_args=("of_x", "of_w"))
+def rms_norm_backward(of_x: Tensor, of_w: Tensor, grad: Tensor, x: Tensor, w: Tensor, scale: Tensor) -> None:
+    scaled = grad * w
+    of_x.copy_(scale * scaled - x * scale**3 * (scaled * x).mean(-1, keepdim=True))
+    of_w.copy_((grad * x * scale).sum(0))
+
+
 @triton.jit
 def double_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -59,6 +80,7 @@ def _gate_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return *gate_backward(grad.contiguous(), x, w, ctx.scale), None
 
 
+swap.register_fake(lambda x, scale, y, z: x.new_empty(x.shape[:-1]))
 gate.register_fake(lambda x, w, scale: torch.empty_like(x))
 gate_backward.register_fake(lambda grad, x, w, scale: (torch.empty_like(x), torch.empty_like(w)))
 gate.register_autograd(_gate_gradient, setup_context=_save)
@@ -87,6 +109,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.one, self.two, self.w = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+        self.register_buffer("state", torch.zeros(4))
         self.body = body
         self.double()
 
@@ -137,29 +160,36 @@ def changes_its_argument(m: Any, x: Tensor) -> Tensor:
     return (m.one(x) * h).mean()
 
 
-def changes_it_under_no_grad(m: Any, x: Tensor) -> Tensor:
-    h = torch.zeros_like(x)
+def changes_parts_under_no_grad(m: Any, x: Tensor) -> Tensor:
+    """A view, a buffer of the model, and several arguments besides a result."""
     with torch.no_grad():
-        add_to(h, x)
-    return (m.one(x) * h).mean()
+        h, z = x.clone(), torch.zeros_like(x)
+        add_to(h[2:5], x[:3])
+        add_to(m.state, x.mean(0))
+        sums = swap(h, 2.0, x.sin(), z)
+    return (m.one(x) * (h + z + m.state) * sums.unsqueeze(1)).mean()
 
 
-class Written(torch.autograd.Function):
+class Normed(torch.autograd.Function):
     """As kernels that are given their results are wrapped."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        add_to(out, x)
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        out, scale = torch.empty_like(x), x.new_empty(len(x), 1)
+        rms_norm(out, scale, x, w)
+        ctx.save_for_backward(x, w, scale)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w, scale = ctx.saved_tensors
+        of_x, of_w = torch.empty_like(x), torch.empty_like(w)
+        rms_norm_backward(of_x, of_w, grad.contiguous(), x, w, scale)
+        return of_x, of_w
 
 
-def changes_it_in_a_function(m: Any, x: Tensor) -> Tensor:
-    return Written.apply(m.one(x)).mean()
+def changes_them_in_a_function(m: Any, x: Tensor) -> Tensor:
+    return m.two(Normed.apply(m.one(x), m.w)).square().mean()
 
 
 def launches(m: Any, x: Tensor) -> Tensor:
@@ -169,18 +199,49 @@ def launches(m: Any, x: Tensor) -> Tensor:
     return m.two(out).mean()
 
 
-CHANGES = ("test_capture_own_ops.py:", "covered.add_to", "changes its arguments", "mutates_args=()")
+CHANGING = {
+    "covered.add_to": ("..., ... -> ...", {"linear": ((0, 1),), "elementwise": True}),
+    "covered.swap": ("b [d], b [d], b [d] -> b, b [d], b [d]", {}),
+    "covered.rms_norm": ("b [d], b 1, b [d], [d] -> b [d], b 1", {}),
+    "covered.rms_norm_backward": ("b [d], [d], b [d], b [d], [d], b 1 -> b [d], [d]", {}),
+}
+"""Results of the rule of an op that changes arguments: what it returns, then those arguments."""
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [(changes_its_argument, CHANGES), (changes_it_under_no_grad, CHANGES), (changes_it_in_a_function, CHANGES),
-     (launches, ("triton_op", "register_rule"))],
-)  # fmt: skip
+@pytest.mark.parametrize("ruled", [False, True])
+@pytest.mark.parametrize("body", [changes_its_argument, changes_parts_under_no_grad, changes_them_in_a_function])
 @pytest.mark.filterwarnings("ignore")
-def test_what_must_be_an_op_says_how(body: Any, words: tuple[str, ...]) -> None:
-    with refused(CaptureError, *words):
-        captured(Net(body), X)
+def test_ops_that_change_their_arguments_run_on_copies(body: Any, ruled: bool) -> None:
+    for op, (notation, options) in CHANGING.items() if ruled else ():
+        autopar.register_rule(op, notation, **options)
+    try:
+        own = {n.name for n in captured(Net(body), X).graph.nodes if n.packet in CHANGING}
+        cut: set[int] = set()
+        for search in ("joint", *(f"random:{seed}" for seed in range(4))):
+            plan = assert_simulates(Net(body), X, (2, 2), search=search, time_limit=5)
+            assert bool(plan.notices) is not ruled
+            cut |= cut_dims(plan, own)
+        assert own
+        assert (0 in cut) is ruled
+    finally:
+        for op in CHANGING if ruled else ():
+            remove(op)
+
+
+def test_a_program_calls_ops_that_change_their_arguments_from_its_source() -> None:
+    with pytest.warns(UserWarning, match="register_rule"):
+        plan = autopar.plan(Net(changes_them_in_a_function), X, mesh=(2,), time_limit=5)
+    assert "spmd.on_copies(" in plan.source
+    assert "torch.ops.covered.rms_norm.default" in plan.source
+    model = Net(changes_them_in_a_function)
+    found = autopar.simulate(model, X, plan=autopar.Plan.from_json(plan.to_json())).outputs
+    torch.testing.assert_close(found, model(X).detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_must_be_an_op_says_how() -> None:
+    with refused(CaptureError, "triton_op", "register_rule"):
+        captured(Net(launches), X)
 
 
 class Eight(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar
+from autopar.errors import CaptureError
+from autopar.tracer import ColoTracer
+from tests.cpu.bad_input_checks import refused
 from tests.zoo.entry import Entry
 from tests.zoo.measure import captured, check
 
@@ -135,6 +140,53 @@ def test_ctc(reduction, packed) -> None:
 
     ops = equal(nn.Linear(5, 6), {"x": torch.randn(4, 7, 5), "labels": labels, "lengths": lengths}, body)
     assert "autopar.ctc" in ops
+
+
+LABELS = torch.tensor([[0, 3, -1, 1, 1], [2, 1, 4, 0, -1], [-1, 0, 0, 0, 0], [1, 1, 2, -1, 3]])
+"""Of several classes each; those after the first -1 do not count."""
+
+TAKEN_APART: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "multilabel_margin": lambda m, x: F.multilabel_margin_loss(m(x), LABELS),
+    "multilabel_margin_each": lambda m, x: F.multilabel_margin_loss(m(x), LABELS, reduction="none"),
+    "multi_margin": lambda m, x: F.multi_margin_loss(m(x), LABELS[:, 0].abs(), p=2, margin=0.7),
+    "bilinear": lambda m, x: F.bilinear(m(x), x, m.weight.unsqueeze(0), m.bias[:1]),
+    "addbmm": lambda m, x: torch.addbmm(x[:1], m(x).unsqueeze(2), x.unsqueeze(1), beta=0.5, alpha=2),
+    "renorm": lambda m, x: m(x).renorm(2, 1, 0.5),
+    "dist": lambda m, x: m(x).dist(x) + m(x).dist(x, 1),
+    "rot90": lambda m, x: m(x).rot90(1, (0, 1)) @ x,
+    "block_diag": lambda m, x: torch.block_diag(m(x), x),
+    "cross": lambda m, x: torch.linalg.cross(m(x)[:, :3], x[:, 1:4]),
+    "index_fill": lambda m, x: m(x).index_fill(0, torch.tensor([1, 3]), 2.0),
+    "eigenvalues": lambda m, x: torch.linalg.eigvals(m(x).T @ x).abs(),
+    "affine_grid": lambda m, x: F.affine_grid(m(x)[:, :3].reshape(2, 2, 3), [2, 1, 4, 6], align_corners=False),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_APART)
+def test_what_has_no_rule_of_its_own_is_taken_apart(name: str) -> None:
+    equal(nn.Linear(5, 5), {"x": torch.randn(4, 5)}, TAKEN_APART[name])
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(12, 8, sparse=True), nn.EmbeddingBag(12, 8, mode="sum", sparse=True)])
+def test_sparse_gradients_become_dense_with_a_notice(layer) -> None:
+    ids = rows(8, 5)
+    capture = ColoTracer().capture(Layer(layer), {"input": ids})
+    assert any("sparse=True" in notice for notice in capture.notices)
+    dense = copy.deepcopy(layer)
+    dense.sparse = False
+    equal(dense, {"input": ids})
+    plan = autopar.plan(Layer(layer).double(), {"input": ids}, mesh=(2,), time_limit=5)
+    found = autopar.simulate(Layer(layer).double(), {"input": ids}, plan=plan).grads["layer.weight"]
+    Layer(dense.double())(input=ids).backward()
+    torch.testing.assert_close(found, dense.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_sparse_tensors_are_refused() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), torch.ones(2, dtype=x.dtype), (4, 4)) @ m(x)
+
+    with refused(CaptureError, "sparse", "index_add"):
+        ColoTracer().capture(Layer(nn.Linear(5, 5).double(), body), {"x": torch.randn(4, 5, dtype=torch.float64)})
 
 
 @pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d((4, 2)), nn.AdaptiveMaxPool2d((4, 2))], ids=["mean", "maximum"])

@@ -17,6 +17,7 @@ from tests.cpu.rule_simulation import Sample, WrongRule, check
 # Ops that are replicated on purpose: random streams, results whose size depends on values, strides of a storage.
 REPLICATED = """
     arange argsort as_strided as_strided_scatter bernoulli bincount eye histc index_fill logspace masked_scatter
+    _pdist_forward _pdist_backward put repeat_interleave
     hann_window hamming_window blackman_window bartlett_window kaiser_window
     masked_scatter_backward multinomial native_dropout nonzero linspace rand rand_like randint randint_like
     randn randn_like randperm scalar_tensor trace tril_indices triu_indices
@@ -64,7 +65,7 @@ TRUE = {
     r"aten\.copy: linear in operands \(0, 1\)": "what is overwritten does not count",
     r"aten\.xlogy: linear in operands \(0,\)": "rare",
     r"aten\.special_xlog1py: linear in operands \(0,\)": "rare",
-    r"aten\.bitwise_left_shift: linear": "rare",
+    r"aten\.(bitwise_left_shift|__lshift__|_pdist_backward): linear": "rare",
     r"aten\.cat: linear in operands \(1, 2\)": "the first operand is empty",
     r"aten\.\w+_pad\dd_backward: linear in operands \(0, 1\)": "the second operand gives the shape alone",
     r"aten\.as_strided(_scatter)?: linear": "rare",

@@ -275,6 +275,8 @@ rule(aten.masked_scatter_backward, replicated, linear=((0,),))
 rule(aten.bucketize.Tensor, "..., [boundaries] -> ...", elementwise=True)
 rule(aten.searchsorted.Tensor, "... [sorted], ... values -> ... values")
 rule(aten.histc, replicated)
+rule(aten.put, replicated)
+rule("aten.repeat_interleave.Tensor", replicated)
 rule(aten.bincount, replicated)
 
 

@@ -18,6 +18,22 @@ rule(aten._linalg_eigh, f"{SQUARE} -> ... [value], {SQUARE}")
 rule(aten.linalg_qr, f"{SQUARE} -> ... [i] [k], ... [k] [j]")
 rule(aten._linalg_svd, f"{SQUARE} -> ... [i] [u], ... [value], ... [v] [j]")
 rule(aten.linalg_lu, f"{SQUARE} -> ... [i] [p], ... [i] [k], ... [k] [j]")
+rule(aten.linalg_eig, f"{SQUARE} -> ... [value], {SQUARE}")
+rule(aten._linalg_eigvals, f"{SQUARE} -> ... [value]")
+rule(aten.linalg_householder_product, f"{SQUARE}, ... [k] -> {SQUARE}")
+rule(aten.cholesky_inverse, f"{SQUARE} -> {SQUARE}")
+rule(aten.cholesky_solve, f"... [i] r, {SQUARE} -> ... [i] r", linear=((0,),))
+
+
+def _pseudo_inverse(node: Node, metas: Metas) -> str:
+    """Tolerances are of each matrix, or of all."""
+    tolerances = ("..." if m.shape else "-" for m in metas[1:])
+    return f"{', '.join([SQUARE, *tolerances])} -> ... [j] [i]"
+
+
+rule(aten.linalg_pinv, _pseudo_inverse)
+rule(aten._pdist_forward, replicated)
+rule(aten._pdist_backward, replicated, linear=((0,),))
 
 
 def _solved(node: Node, metas: Metas) -> str:

@@ -11,7 +11,7 @@ FIRST = """
     deg2rad rad2deg div.Scalar div.Tensor true_divide.Tensor true_divide.Scalar mul.Scalar
     gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward hardtanh_backward
     leaky_relu_backward elu_backward softplus_backward hardsigmoid_backward hardswish_backward mish_backward
-    logit_backward native_dropout_backward _prelu_kernel_backward zero
+    logit_backward native_dropout_backward _prelu_kernel_backward zero ldexp.Tensor
 """
 
 # Linear in each operand while the other is whole.
@@ -30,7 +30,10 @@ NONLINEAR = """
     reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
     special_entr special_erfcx special_i0 special_i0e special_i1 special_i1e special_ndtri special_xlog1py sqrt square
     tan tanh threshold trunc xlogy zeros_like empty_like add.Scalar sub.Scalar rsub.Scalar nextafter polar
-    where.Scalar i0
+    where.Scalar i0 frexp igamma igammac lcm mvlgamma special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1
+    special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_zeta __lshift__ __rshift__
 """
 
 

@@ -37,6 +37,15 @@ _SAMPLED_3D = "n c [x0] [x1] [x2], n y0 y1 y2 [xyz]"
 rule(aten.grid_sampler_3d, f"{_SAMPLED_3D} -> n c y0 y1 y2", linear=LINEAR)
 rule(aten.grid_sampler_3d_backward, f"n c y0 y1 y2, {_SAMPLED_3D} -> {_SAMPLED_3D}", linear=LINEAR)
 
+for _kind in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):
+    rule(f"aten.{_kind}", f"n c {_space('x', 2)} -> n c {_space('y', 2)}", linear=LINEAR)
+    rule(f"aten.{_kind}_backward", f"n c {_space('y', 2)} -> n c {_space('x', 2)}", linear=LINEAR, shape_args={2: 0})
+
+for _n in (2, 3):
+    _x, _y = f"n c {_space('x', _n)}", f"n c {_space('y', _n)}"
+    rule(f"aten.fractional_max_pool{_n}d", f"{_x}, n c [at] -> {_y}, {_y}")
+    rule(f"aten.fractional_max_pool{_n}d_backward", f"{_y}, {_x}, {_y} -> {_x}", linear=LINEAR)
+
 
 # Sliding blocks: channels are the first factor of a block's elements.
 rule(aten.im2col, "n c [x0] [x1] -> n (c [k]) [windows]", linear=LINEAR)
