@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 # Sees every op that runs; there is no public hook below autograd.
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -564,24 +564,51 @@ def inductor(
     """``function`` as Inductor compiles it for ``inputs``; it takes them as a list, which it empties.
 
     ``torch.compile`` would trace by Dynamo, keep the list's tensors alive and guard each call; Inductor's own entry
-    takes a graph of ATen ops.
+    takes a graph of ATen ops. What a program launches, waits for and frees when is planned: of Inductor's passes those
+    that move ops, by what they take for memory or locality, are off. They would also order collectives by sizes of
+    shards, which differ between ranks.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.no_grad(), mode:
+    # A mode that counts memory, as the first step may run under, would see the trace.
+    with torch.no_grad(), _disable_current_modes(), mode:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
         table = {**select_decomp_table(), **decompositions}
         # Inductor takes graphs without mutations: it moves an addition in place as if it were a read.
         functional = torch.func.functionalize(function, remove="mutations")
         graph = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
-    with torch.no_grad(), V.set_fake_mode(mode):
+    in_order = config.patch(reorder_for_locality=False, reorder_for_peak_memory=False)
+    with torch.no_grad(), _disable_current_modes(), V.set_fake_mode(mode), in_order:
         made: Any = compile_fx_inner(graph, fakes, is_inference=True)
 
     def run(tensors: list[Any]) -> Any:
         return made(tensors)
 
     return run
+
+
+@cache
+def realized_for(*ops: OpOverload) -> None:
+    """Inductor gives ``ops`` their operands as every other reader gets them, with the strides of the traced ones.
+
+    By itself it makes a copy for each op of what it has not computed yet.
+    """
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import constrain_to_fx_strides, fallback_handler, register_lowering
+    from torch._inductor.virtualized import V
+
+    def lowered(call: Callable[..., Any], *args: Any) -> Any:
+        for x in args:
+            if isinstance(x, TensorBox):
+                x.realize()
+        constrained: Any = constrain_to_fx_strides(V.graph.current_node, *args)  # type: ignore[no-untyped-call]
+        return call(*constrained[0])
+
+    for op in ops:
+        called: Any = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
+        register_lowering(op, type_promotion_kind=None)(partial(lowered, called))

@@ -1,8 +1,9 @@
 """autopar's ops as pointwise ops and reductions, which a fusing compiler merges with their neighbours.
 
 Their eager implementations work through blocks that fit a cache and look at values; these are the same functions
-without either. What has good kernels of its own (attention, gradients of lookups, the fused ops that a
-plan asks for) stays whole.
+without either. What has good kernels of its own (attention on GPUs, gradients of lookups, the fused ops that a
+plan asks for) stays whole; attention by torch's kernel for CPUs keeps the layout that this gives it, of which a view is
+what models want next.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.attention import _checked, _cpu_flash, _cpu_flash_backward
 from autopar.ops.contract import _contract
 from autopar.ops.interpolation import _whole, _whole_backward
 from autopar.ops.random import GAMMA, MULTIPLIERS, _signed
@@ -112,7 +114,22 @@ def _batch_norm(
     return (x.to(dtype) * _channels(scale, x) + _channels(shift, x)).to(x.dtype)
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, **options: Any) -> Any:
+    found = _cpu_flash(_checked(q, k, v, mask, seed, options), q, k, v)
+    return NotImplemented if found is None else found
+
+
+def _attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
+    seed: Tensor | None, **options: Any,
+) -> Any:  # fmt: skip
+    found = _cpu_flash_backward(_checked(q, k, v, mask, seed, options), grad_out, q, k, v, out, lse)
+    return NotImplemented if found is None else found
+
+
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    autopar.attention.default: _attention,
+    autopar.attention_backward.default: _attention_backward,
     autopar.contract.default: _contract,
     autopar.sumexp.default: _sumexp,
     autopar.rescaled.default: lambda total, own, m: total * (own.to(total.dtype) - m).exp(),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from autopar import _torch
 from autopar.codegen.decompositions import DECOMPOSITIONS
+from autopar.codegen.transfers import forgotten_on_error, recorded
+from autopar.spmd import HostTensor
 
 Program = Callable[[Any, list[Any]], tuple[Any, ...]]
 
@@ -17,36 +19,48 @@ Program = Callable[[Any, list[Any]], tuple[Any, ...]]
 def compiled(function: Program) -> Program:
     """``function(rank, inputs)``, compiled when it is first called with inputs of these shapes and strides.
 
-    What is offloaded to the host between forward and backward is no tensor of the device: a function that takes or
-    makes such runs as it is.
+    Copies to the host and back are calls in what is compiled; what the host holds goes in and out as it does without.
     """
-    made: dict[Any, Callable[[list[Any]], Any]] = {}
+    made: dict[Any, Program] = {}
 
     @functools.wraps(function)
     def run(rank: Any, inputs: list[Any]) -> tuple[Any, ...]:
-        if not all(isinstance(x, Tensor) for x in inputs):
-            return function(rank, inputs)
-        key = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in inputs)
+        key = tuple(map(_kind, inputs))
         if key not in made:
             made[key] = _compiled(function, rank, inputs)
-        return tuple(made[key](inputs))
+        return made[key](rank, inputs)
 
     return run
 
 
-def _compiled(function: Program, rank: Any, inputs: list[Any]) -> Callable[[list[Any]], Any]:
-    def flat(*tensors: Tensor) -> tuple[Any, ...]:
-        results = function(rank, list(tensors))
-        if not all(isinstance(r, Tensor) for r in results):
-            raise _NotOfTheDevice
-        return results
-
-    try:
-        return _torch.inductor(flat, inputs, DECOMPOSITIONS)
-    except _NotOfTheDevice:
-        return functools.partial(function, rank)
+def _kind(x: Any) -> Any:
+    held = isinstance(x, HostTensor)
+    x = x.tensor if held else x
+    return held, tuple(x.shape), x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
 
 
-class _NotOfTheDevice(Exception):  # noqa: N818  it is a finding, no error
-    """A program offloads: its results are not all tensors of the device."""
+def _compiled(function: Program, rank: Any, inputs: list[Any]) -> Program:
+    given = [isinstance(x, HostTensor) for x in inputs]
+    returned: list[bool] = []
 
+    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        results = function(rank, [HostTensor(x) if h else x for x, h in zip(tensors, given, strict=True)])
+        returned[:] = [isinstance(r, HostTensor) for r in results]
+        return _plain(results)
+
+    with recorded():
+        made = _torch.inductor(flat, _plain(inputs), DECOMPOSITIONS)
+    if not any(given) and not any(returned):
+        return lambda _, tensors: tuple(made(tensors))
+
+    def run(_: Any, tensors: list[Any]) -> tuple[Any, ...]:
+        tensors[:] = _plain(tensors)
+        with forgotten_on_error():
+            results = made(tensors)
+        return tuple(HostTensor(r) if h else r for r, h in zip(results, returned, strict=True))
+
+    return run
+
+
+def _plain(values: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(x.tensor if isinstance(x, HostTensor) else x for x in values)

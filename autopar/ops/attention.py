@@ -140,16 +140,23 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     attention = _checked(q, k, v, mask, seed, options)
-    if attention.flash(q, k, v):
-        additive, causal = attention.flash_mask(q, k)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(_in_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
-        )
-        return out.contiguous(), lse.contiguous()
+    if (found := _cpu_flash(attention, q, k, v)) is not None:
+        return found[0].contiguous(), found[1].contiguous()
     if attention.gpu_flash(q, k, v):
         q, k, v = map(_in_rows, (q, k, v))
         return _torch.flash_attention(q, k, v, causal=attention.is_causal, scale=attention.scale)
     return _forward(attention, q, k, v)
+
+
+def _cpu_flash(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As torch's kernel lays its results out; None where it does not compute this."""
+    if not attention.flash(q, k, v):
+        return None
+    additive, causal = attention.flash_mask(q, k)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *map(_in_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
+    )
+    return out, lse
 
 
 def _forward(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,17 +202,26 @@ def _attention_backward(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     attention = _checked(q, k, v, mask, seed, options)
-    if attention.flash(q, k, v):
-        additive, causal = attention.flash_mask(q, k)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_in_rows, (grad_out, q, k, v, out)), lse, 0.0, causal, attn_mask=additive, scale=attention.scale
-        )
+    if (found := _cpu_flash_backward(attention, grad_out, q, k, v, out, lse)) is not None:
+        dq, dk, dv = found
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     if attention.gpu_flash(q, k, v):
         q, k, v, grad_out = map(_in_rows, (q, k, v, grad_out))
         options = {"causal": attention.is_causal, "scale": attention.scale}
         return _torch.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
     return _backward(attention, grad_out, q, k, v, out, lse)
+
+
+def _cpu_flash_backward(
+    attention: _Attention, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    if not attention.flash(q, k, v):
+        return None
+    additive, causal = attention.flash_mask(q, k)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *map(_in_rows, (grad_out, q, k, v, out)), lse, 0.0, causal, attn_mask=additive, scale=attention.scale
+    )
+    return dq, dk, dv
 
 
 def _backward(

@@ -21,7 +21,7 @@ def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> 
     so that a captured graph and the local program agree on strides whatever the inputs' are.
     """
     name = schema[: schema.index("(")]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     IMPLEMENTATIONS[f"autopar::{name}"] = eager
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar::{name}", fake, lib=LIBRARY)

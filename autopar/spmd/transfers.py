@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,12 +59,24 @@ class Transfer(Generic[Held]):
         self.wait()
 
 
+class Recorder(Protocol):
+    """Who writes down what transfers a program starts and waits for, where that is all it is run for."""
+
+    def offload(self, x: Tensor) -> Transfer[HostTensor]: ...
+    def fetch(self, held: HostTensor, device: torch.device) -> Transfer[Tensor]: ...
+
+
+RECORDER: ContextVar[Recorder | None] = ContextVar("autopar_recorder", default=None)
+
+
 def offload(rank: Rank, x: Tensor, into: HostTensor | None = None) -> Transfer[HostTensor]:
     """Start to copy ``x`` to pinned memory of the host, with its strides where it is dense.
 
     Args:
         into: what of the host's memory to write again, of the shape and dtype of ``x``.
     """
+    if (recorder := RECORDER.get()) is not None:
+        return recorder.offload(x)
     with host_memory():
         if not _is_apart(x.device):
             return Transfer(x, HostTensor(into.tensor.copy_(x) if into else x.clone()))
@@ -74,6 +86,8 @@ def offload(rank: Rank, x: Tensor, into: HostTensor | None = None) -> Transfer[H
 
 def fetch(rank: Rank, held: HostTensor) -> Transfer[Tensor]:
     """Start to copy back to the rank's device what ``offload`` copied away."""
+    if (recorder := RECORDER.get()) is not None:
+        return recorder.fetch(held, rank.device)
     if not _is_apart(rank.device):
         return Transfer(held, held.tensor.clone())
     # Taken from the compute stream's memory, of which the copy must wait for earlier readers.

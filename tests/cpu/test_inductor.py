@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import autopar
+from autopar import codegen, spmd
+from autopar.codegen import transfers
 from autopar.codegen.decompositions import DECOMPOSITIONS
 from autopar.errors import PlanError
 from autopar.mesh import Cluster
+from tests.cpu.test_offloading import RANK, LateCopies, everything_offloaded, executed
 from tests.models import ZOO
 
 ops = torch.ops.autopar
@@ -27,8 +33,17 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
     loss = {"ignore_index": -100, "offset": 7}
     wider = {"kind": "linear", "align": False, "scales": [0.0, 0.0], "n": [5, 2], "out": [7, 6]}
     random = {"p": 0.3, "site": 5, "global_shape": [3, 11, 15], "offset": [0, 3, 8]}
+    q, k, v, grad = torch.randn(4, 2, 4, 6, 8).unbind()
+    plain = {"is_causal": True, "scale": 0.3, "dropout_p": 0.0, "site": 1, "global_shape": [2, 4, 6, 6]}
+    plain["offset"] = [0, 0, 0, 0]
+    out, sums = ops.attention(q, k[:, :2], v[:, :2], None, None, **plain)
+    mask = torch.rand(2, 1, 6, 6) > 0.3
     return {
         "contract": (ops.contract, (x, torch.randn(9, 7), "abk,nk->abn"), {}),
+        "attention": (ops.attention, (q, k[:, :2], v[:, :2], mask, None), plain),
+        "attention_backward": (
+            ops.attention_backward, (grad, q, k[:, :2], v[:, :2], None, out, sums, None), plain,
+        ),
         "sumexp": (ops.sumexp, (x, x.amax(-1)), {}),
         "rescaled": (ops.rescaled, (lse, x[..., 0], x[..., 1]), {}),
         "nll": (ops.nll, (x, lse, target), loss),
@@ -48,11 +63,19 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
 def test_each_decomposition_is_its_op(name, dtype) -> None:
     op, args, options = examples()[name]
     cast = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    if name == "attention_backward":  # it reads sums in their own dtype
+        cast[5:7] = ops.attention(*cast[1:5], None, **options)
     expected = op(*cast, **options)
     found = DECOMPOSITIONS[op.default](*cast, **options)
-    assert found.dtype == expected.dtype
+    assert [x.dtype for x in tree_leaves(found)] == [x.dtype for x in tree_leaves(expected)]
     rough = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
     torch.testing.assert_close(found, expected, **rough)
+
+
+def test_attention_that_no_kernel_of_torch_computes_stays_whole() -> None:
+    op, args, options = examples()["attention"]
+    seed = torch.tensor(3)
+    assert DECOMPOSITIONS[op.default](*args[:4], seed, **{**options, "dropout_p": 0.5}) is NotImplemented
 
 
 def test_every_decomposition_is_tried() -> None:
@@ -95,7 +118,7 @@ def test_a_compiled_step_equals_the_eager_one(name) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["recompute", "offload"])
 def test_under_a_budget_too(action) -> None:
-    """Activations computed again are compiled; a program that offloads runs as it is."""
+    """Activations computed again are compiled, and so is what is fetched."""
     model, inputs = ZOO["gpt2"].made(torch.float32, 0.1)
     near, cluster = autopar.plan(model, inputs, mesh=(1,)), Cluster.load("cpu-2")
     far = replace(cluster, host=replace(cluster.host, bandwidth_bytes_per_s=1.0))  # nothing goes to the host
@@ -105,6 +128,79 @@ def test_under_a_budget_too(action) -> None:
     )  # fmt: skip
     assert {record.action for record in plan.activations.values()} == {"keep", action}
     equals_eager(model, inputs, plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [("mlp", 0), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in ("cnn", "llama", "vit"))]
+)
+def test_programs_that_recompute_and_offload_are_compiled(name, seed) -> None:
+    model, inputs = ZOO[name].made(torch.float32, 0.1)
+    plan = autopar.plan(model, inputs, mesh=(1,), search=f"random+recompute:{seed}")
+    assert any(op.kind == "fetch" for op in plan.program.ops)
+    equals_eager(model, inputs, plan)
+
+
+TRANSFERS = ("offload", "offloaded", "fetch", "fetched")
+LAUNCHES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor")
+
+
+class Calls(TorchDispatchMode):
+    """Names of the collectives and transfers that a program calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1].rstrip("_")
+        if name in TRANSFERS + LAUNCHES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_transfers_and_collectives_start_and_end_in_the_order_of_the_plan() -> None:
+    model, inputs = ZOO["mlp"].made(torch.float32)
+    plan = autopar.plan(model, inputs, mesh=(1,), search="random+recompute:0")
+    parallel = autopar.autoparallelize(model, inputs, plan=plan, backend="inductor")
+    step(parallel, inputs)
+    with Calls() as calls:
+        step(parallel, inputs)
+    called = re.findall(r"spmd\.(offload|fetch|arrived|wait|all_\w+|reduce_\w+)\((?:rank, )?(\w+)", plan.source)
+    expected = []
+    for name, operand in called:
+        if name == "arrived":
+            expected.append("offloaded" if "_on_host_launched" in operand else "fetched")
+        else:
+            expected.append(next((launch for launch in LAUNCHES if launch.startswith(name)), name))
+    assert {"offload", "fetched", "all_gather_into_tensor"} <= set(expected)
+    assert calls.names == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cnn", "llama", "mixtral"))]
+)
+def test_compiled_code_reads_nothing_before_its_copy_is_waited_for(name, monkeypatch) -> None:
+    of, _, program = everything_offloaded(name, (1,))
+    device = LateCopies(monkeypatch)
+    _, gradients = executed(of, program, codegen.compiled)
+    assert device.done == len(device.queue) == sum(op.is_transfer for op in program.ops)
+    for meaning, gradient in gradients.items():
+        torch.testing.assert_close(gradient, of.reference.grads[meaning], rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_under_way_when_a_compiled_program_failed_is_not_kept(monkeypatch) -> None:
+    def program(rank, inputs):
+        (x,) = inputs
+        inputs.clear()
+        sent = spmd.offload(rank, x), spmd.offload(rank, x + 1)
+        return tuple(spmd.arrived(s) for s in sent)
+
+    run = codegen.compiled(program)
+    assert [held.tensor.tolist() for held in run(RANK, [torch.ones(3)])] == [[1.0] * 3, [2.0] * 3]
+    monkeypatch.setattr(spmd, "arrived", lambda transfer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(RANK, [torch.ones(3)])
+    assert not transfers._UNDER_WAY.transfers
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def test_fetches_that_could_begin_early_bar_no_budget(mesh, share) -> None:
     assert any(op.kind == "fetch" for op in planned.program.ops)
 
 
-def executed(of, program):
+def executed(of, program, compiled=lambda function: function):
     """Peak bytes and gradients of the emitted source on one rank."""
     lowered = passes.lower(program, of.capture.graph, Mesh((1,)))
     source = codegen.load(codegen.emit(lowered, Mesh((1,)), ["A test."]))
@@ -165,11 +165,11 @@ def executed(of, program):
     with MemoryMeter() as meter, torch.no_grad():
         feeds = [(of.named() | seed)[i.kind, i.name] for i, _ in lowered.inputs]
         meter.hold(feeds)
-        made = source["forward"](RANK, feeds)
+        made = compiled(source["forward"])(RANK, feeds)
         kept, back = made[: len(lowered.results)], [*made[len(lowered.results) :]]
         del made
         back += [torch.ones(of.capture.graph.by_name[i.node].outputs[0].shape).to(kept[0]) for i, _ in lowered.tangents]
-        gradients = source["backward"](RANK, back)
+        gradients = compiled(source["backward"])(RANK, back)
     return meter.peak, {o.name: g for (o, _), g in zip(lowered.gradients, gradients, strict=True)}
 
 

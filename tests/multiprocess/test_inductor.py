@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import autopar
 from autopar.mesh import Cluster
+from autopar.planner.schedule import AGAIN
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.test_inductor import step
 from tests.models import ZOO
@@ -49,3 +52,38 @@ def test_two_compiled_ranks_equal_two_eager_ones(name) -> None:
     for collectives, _, worst in run_ranks(2, _equal, name, cluster_where_sharding_pays().sized(2), timeout=600):
         assert collectives > 3
         assert worst < 1e-5
+
+
+def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
+    """Two steps of AdamW on the eager and on the compiled program of one plan."""
+    model, inputs = ZOO[name].made(torch.float32, 0.1)
+    options = {"mesh": (2,), "search": search, "accumulation_steps": micro_batches, "mixed_precision": "bf16"}
+    plan = autopar.plan(model, inputs, optimizer="adamw", **options)
+    found: list[dict[str, Tensor]] = []
+    for backend in ("eager", "inductor"):
+        parallel = autopar.autoparallelize(copy.deepcopy(model), inputs, plan=plan, backend=backend)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        for _ in range(2):
+            for _ in range(micro_batches):
+                loss = parallel(**inputs)
+                (loss if isinstance(loss, Tensor) else loss.loss).backward()
+            gradients = {n: p.grad.full_tensor() for n, p in parallel.named_parameters() if p.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = {n: p.full_tensor() for n, p in parallel.named_parameters()}
+        found.append(gradients | {f"{n} stepped": p.detach() for n, p in parameters.items()})
+    eager, compiled = found
+    off = {n: float((compiled[n] - t).abs().max() / t.abs().max().clamp_min(1e-3)) for n, t in eager.items()}
+    program = plan.program
+    return {
+        "fetched": sum(op.kind == "fetch" for op in program.ops), "worst": max(off.values()), "compared": len(off),
+        "again": sum(op.name.endswith(AGAIN) for op in program.ops), "on the host": plan.host_memory,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_two_compiled_ranks_offload_recompute_and_add_up_in_half_precision(pool: RankPool, name) -> None:
+    for found in pool.run(_trained, name, "random+recompute:2", 2):
+        assert found["fetched"] > 0
+        assert found["compared"] > 8
+        assert found["worst"] < 2e-2

@@ -1,0 +1,128 @@
+"""Copies to the host and back as ops that a compiler sees no further into.
+
+What a launch returns for the compiler is a number, under which the ``Transfer`` waits for its second op: so the result
+is new there, and nothing that is under way can be read, written or freed before. The second op takes what is copied
+once more, which stays alive for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import _torch, spmd
+from autopar.mesh import Mesh
+from autopar.ops.registration import define
+from autopar.spmd import HostTensor, LocalRank, Transfer
+from autopar.spmd.transfers import RECORDER, Held
+
+autopar = torch.ops.autopar
+
+
+class _UnderWay(threading.local):
+    """The transfers of this thread: a function waits for all that it starts."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.transfers: dict[int, Transfer[Any]] = {}
+
+    def start(self, transfer: Transfer[Any]) -> Tensor:
+        number = next(self.numbers)
+        self.transfers[number] = transfer
+        return torch.tensor(number)
+
+    def done(self, number: Tensor) -> Any:
+        return spmd.arrived(self.transfers.pop(int(number)))
+
+
+_UNDER_WAY = _UnderWay()
+
+
+def _offload(x: Tensor) -> Tensor:
+    return _UNDER_WAY.start(spmd.offload(_on(x.device), x))
+
+
+def _offloaded(x: Tensor, number: Tensor) -> Tensor:
+    held: HostTensor = _UNDER_WAY.done(number)
+    return held.tensor
+
+
+def _fetch(held: Tensor, device: torch.device) -> Tensor:
+    return _UNDER_WAY.start(spmd.fetch(_on(device), HostTensor(held)))
+
+
+def _fetched(held: Tensor, number: Tensor, device: torch.device) -> Tensor:
+    found: Tensor = _UNDER_WAY.done(number)
+    return found
+
+
+def _on(device: torch.device) -> LocalRank:
+    return LocalRank(Mesh((1,)), (0,), device)
+
+
+def _number(*_: Any) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+define("offload(Tensor x) -> Tensor", _offload, _number)
+define("offloaded(Tensor x, Tensor number) -> Tensor", _offloaded, lambda x, number: torch.empty_like(x, device="cpu"))
+define("fetch(Tensor held, Device device) -> Tensor", _fetch, _number)
+define(
+    "fetched(Tensor held, Tensor number, Device device) -> Tensor", _fetched,
+    lambda held, number, device: torch.empty_like(held, device=device),
+)  # fmt: skip
+
+
+class _Recorded(Transfer[Held]):
+    """A transfer of a program that is traced, whose end is an op too."""
+
+    end: Callable[[], Held]
+
+    def __init__(self, source: Tensor | HostTensor, end: Callable[[], Held]) -> None:
+        self.source = source
+        self.end = end
+
+    def wait(self) -> None:
+        self.result = self.end()
+
+    def __del__(self) -> None:
+        """Nothing is under way."""
+
+
+class _Ops:
+    """Transfers of a program that is traced, as the ops above."""
+
+    def offload(self, x: Tensor) -> Transfer[HostTensor]:
+        number = autopar.offload(x)
+        return _Recorded[HostTensor](x, lambda: HostTensor(autopar.offloaded(x, number)))
+
+    def fetch(self, held: HostTensor, device: torch.device) -> Transfer[Tensor]:
+        number = autopar.fetch(held.tensor, device)
+        return _Recorded[Tensor](held, lambda: autopar.fetched(held.tensor, number, device))
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """While a program is traced."""
+    _torch.realized_for(autopar.offload.default, autopar.offloaded.default)
+    token = RECORDER.set(_Ops())
+    try:
+        yield
+    finally:
+        RECORDER.reset(token)
+
+
+@contextmanager
+def forgotten_on_error() -> Iterator[None]:
+    """What a call had under way when it failed is not kept."""
+    try:
+        yield
+    except BaseException:
+        _UNDER_WAY.transfers.clear()
+        raise
