@@ -14,6 +14,7 @@ from autopar.ops import (
     cross_entropy,
     ctc,
     embedding,
+    experts,
     grouped,
     indexing,
     interpolation,
@@ -25,5 +26,5 @@ from autopar.ops import (
 
 __all__ = [
     "along", "attention", "batch_norm", "contract", "convolution", "cross_entropy", "ctc", "embedding",
-    "grouped", "indexing", "interpolation", "norms", "pooling", "random", "statistics",
+    "experts", "grouped", "indexing", "interpolation", "norms", "pooling", "random", "statistics",
 ]  # fmt: skip

@@ -566,6 +566,34 @@ def _ctc(op: LocalOp) -> int:
 
 
 
+SORTED = 8
+"""Bytes of a place among the rows that are sorted by expert."""
+
+
+def _experts_mm(op: LocalOp) -> int:
+    """While the ids are sorted; rows in the order of their experts, then the product in that order, then in its own."""
+    (rows, size), (weight, _), (ids, _) = op.operands
+    if not ids.numel or not weight.numel:
+        return 0
+    places = ids.numel * (4 if op.device == "cuda" else 1) * SORTED + weight.shape[0] * 4
+    taken = ids.numel * rows.shape[-1] * size
+    return max(_sorting(ids.numel, weight.shape[0]) - op.written, places + max(taken, op.written))
+
+
+def _experts_mm_weight(op: LocalOp) -> int:
+    (rows, size), (grad, _), (ids, _) = op.operands
+    experts = op.results[0][0].shape[0]
+    if not ids.numel or not op.written:
+        return 0
+    taken = ids.numel * (rows.shape[-1] + grad.shape[-1]) * size
+    return max(_sorting(ids.numel, experts) - op.written, ids.numel * SORTED + experts * 4 + taken)
+
+
+def _sorting(n: int, experts: int) -> int:
+    """Bytes while n ids are sorted and the ends of ``experts`` are found: ids, sorted ids, their places."""
+    return 3 * n * SORTED + experts * (SORTED + 4)
+
+
 def _interpolate_part(op: LocalOp) -> int:
     """Dim by dim: rows that are weighted are added to others."""
     (x, size), given = op.operands[0], op.call[2]
@@ -627,6 +655,8 @@ FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.index_write_part": _scatter_part,
     "autopar.scatter_part": _scatter_part,
     "autopar.ctc": _ctc,
+    "autopar.experts_mm": _experts_mm,
+    "autopar.experts_mm_weight": _experts_mm_weight,
     "autopar.interpolate_part": _interpolate_part,
     "autopar.interpolate_part_backward": _interpolate_part_backward,
 }

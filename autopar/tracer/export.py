@@ -23,6 +23,7 @@ from autopar.tracer.ctc import forget_packed, without_tables
 from autopar.tracer.cutting import cut
 from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
+from autopar.tracer.experts import experts_by_token
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
 from autopar.tracer.masked import merge_equal_masks
 from autopar.tracer.normalize import CONTEXTS
@@ -206,7 +207,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            without_tables(), watched(overridden), taken_as_passed() as checks, skipping(model, runs) as skipped,
+            without_tables(), experts_by_token(), watched(overridden), taken_as_passed() as checks, skipping(model, runs) as skipped,
         ):  # fmt: skip
             with kept(model):
                 program = torch.export.export(flat, call.tensors, strict=False)

@@ -124,3 +124,25 @@ def pointwise(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def trailing(target: Callable[..., Any], x: Flat, *args: Any, **kwargs: Any) -> Flat:
     """An op that works on the dims after the flattened one."""
     return Flat(target(x.base, *args, **kwargs), x.lead)
+
+
+_DIM = {
+    aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.slice.Tensor: 1,
+    aten.unsqueeze.default: 1, aten.sum.dim_IntList: 1,
+}  # fmt: skip
+"""Ops along some dims that leave the others as they are, and which argument says along which."""
+
+
+def behind(target: Callable[..., Any], x: Flat, args: Sequence[Any], kwargs: Any) -> Any:
+    """An op along dims after the flattened one, which counts as one of ``args``' dims."""
+    at = _DIM.get(target)
+    if at is None or at > len(args) or args[at - 1] is None:
+        return NotImplemented
+    dims = [args[at - 1]] if isinstance(args[at - 1], int) else args[at - 1]
+    ndim = len(x.shape) + (target is aten.unsqueeze.default)
+    if not dims or any(not -ndim < d < ndim or d % ndim == 0 for d in dims):
+        return NotImplemented
+    moved: Any = [d % ndim + x.lead - 1 for d in dims]
+    moved = moved[0] if isinstance(args[at - 1], int) else moved
+    made = target(x.base, *args[: at - 1], moved, *args[at:], **kwargs)
+    return tree_map(lambda t: Flat(t, x.lead), made)

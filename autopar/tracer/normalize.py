@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,8 @@ class Normalizing(fx.Interpreter):
 
     def _on_flat(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else None
+        if target is operator.getitem:
+            return x[args[1]]
         tags = getattr(target, "tags", ())
         if torch.Tag.pointwise in tags and not target._schema.is_mutable:
             return flat.pointwise(target, args, kwargs)
@@ -160,7 +163,7 @@ class Normalizing(fx.Interpreter):
             return flat.trailing(target, x, *args[1:], **kwargs)
         if target in _LAST_DIM and x.rest and args[1] in (-1, len(x.rest)) and len(x.rest) == 1:
             return flat.trailing(target, x, -1, *args[2:], **kwargs)
-        return NotImplemented
+        return flat.behind(target, x, args[1:], kwargs)
 
     def _nested(self, name: str, args: tuple[Any, ...]) -> Any:
         """Parts under no_grad or autocast are graphs of their own."""

@@ -13,7 +13,7 @@ from tests.cpu.rule_samples_network import (
     normalization,
     resampling,
 )
-from tests.cpu.rule_samples_own import attention, batch_norm, contractions, positional
+from tests.cpu.rule_samples_own import attention, batch_norm, contractions, experts, positional
 from tests.cpu.rule_samples_pointwise import pointwise
 from tests.cpu.rule_samples_shape import creation, reductions, views
 from tests.cpu.rule_simulation import Sample
@@ -21,5 +21,5 @@ from tests.cpu.rule_simulation import Sample
 KINDS: dict[str, Callable[[], Iterator[Sample]]] = {
     f.__name__: f
     for f in (contraction, pointwise, views, reductions, creation, normalization, convolution, resampling, indexing,
-              linear_algebra, losses, contractions, attention, positional, batch_norm)
+              linear_algebra, losses, contractions, experts, attention, positional, batch_norm)
 }  # fmt: skip

@@ -32,6 +32,19 @@ def contractions() -> Iterator[Sample]:
     yield sample(autopar.contract.default, x(2, 4, 5), x(2, 5, 3), "bmk,bkn->bmn")
 
 
+def experts() -> Iterator[Sample]:
+    """Rows of one expert or several, some of them of none."""
+    one, several = torch.tensor([2, 0, 0, 4, 1]), torch.tensor([[0, 3], [3, 1], [1, 0], [5, 3]])
+    for ids, lead in ((one, (5,)), (several, (4,)), (torch.tensor([[[0, 1]], [[2, 2]]]), (2, 1))):
+        for k, n in ((4, 8), (5, 3)):
+            for matrices, transposed in (((3, k, n), False), ((3, n, k), True)):
+                yield sample(autopar.experts_mm.default, x(*lead, k), x(*matrices), ids, transposed=transposed)
+                yield sample(
+                    autopar.experts_mm_weight.default, x(*lead, k), x(*ids.shape, n), ids, experts=3,
+                    transposed=transposed,
+                )  # fmt: skip
+
+
 def attention() -> Iterator[Sample]:
     seed = torch.tensor(7)
     cases: list[tuple[int, int, int, Tensor | None, dict[str, Any]]] = [

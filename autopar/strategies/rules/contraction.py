@@ -7,8 +7,9 @@ from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.localize import local_length, local_offset
-from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, OpName, aten, lowering, rule
-from autopar.strategies.rules.terms import replicated
+from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, OpName, aten, autopar, lowering, rule
+from autopar.strategies.rules.autopar_ops import replace_kwargs
+from autopar.strategies.rules.terms import names, replicated
 
 BILINEAR: LinearSets = ((0,), (1,))
 
@@ -157,3 +158,62 @@ def _lower_fallback(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) ->
     backward = "_backward" if node.packet.endswith("_backward") else ""
     operands = (*node.args[: 4 if backward else 3], *(v for _, v in node.kwargs if isinstance(v, Value)))
     return f"autopar.grouped_mm_part{backward}.default", (*operands, first), ()
+
+
+# Products of rows each of which names its experts ``r``: rows ``t`` can be cut too, since what each gives depends on no
+# other. A rank that has some of the experts ``e`` gives zeros for the rows of others.
+
+
+def _aligned_where_it_is(name: str, meta: TensorMeta, length: int) -> str:
+    """The kernel is not taken for rows that are not aligned, so those may be cut anywhere."""
+    return name if length * meta.itemsize % ALIGNMENT_BYTES else _aligned(name, meta)
+
+
+def _expert_terms(rows: TensorMeta, ids: TensorMeta, k: int, n: int, node: Node) -> tuple[str, ...]:
+    """Of the rows, the matrices, the ids and the products."""
+    lead = names(len(rows.shape) - 1, "t")
+    each = [*lead, "r"][: len(ids.shape)]
+    of_k, of_n = _aligned_where_it_is("k", rows, k), _aligned_where_it_is("n", rows, n)
+    matrix = f"e {of_n} {of_k}" if node.kwarg("transposed") else f"e {of_k} {of_n}"
+    return " ".join([*lead, of_k]), matrix, " ".join(each) or "-", " ".join([*each, of_n])
+
+
+def _experts(node: Node, metas: Metas) -> str:
+    rows, weight, ids = metas
+    k, n = rows.shape[-1], weight.shape[1 if node.kwarg("transposed") else 2]
+    of_rows, matrix, each, made = _expert_terms(rows, ids, k, n, node)
+    return f"{of_rows}, {matrix}, {each} -> {made}"
+
+
+def _experts_weight(node: Node, metas: Metas) -> str:
+    rows, grad, ids = metas
+    of_rows, matrix, each, made = _expert_terms(rows, ids, rows.shape[-1], grad.shape[-1], node)
+    return f"{of_rows}, {made}, {each} -> {matrix}"
+
+
+rule(
+    autopar.experts_mm,
+    _experts,
+    linear=BILINEAR,
+    flops=lambda node, metas: 2.0 * metas[2].numel * metas[1].numel / max(metas[1].shape[0], 1),
+)
+rule(
+    autopar.experts_mm_weight,
+    _experts_weight,
+    linear=BILINEAR,
+    flops=lambda node, metas: 2.0 * metas[0].shape[-1] * metas[1].numel,
+)
+
+
+@lowering(autopar.experts_mm)
+def _lower_experts(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    return replace_kwargs(node, first=_first(metas[1], strategy.inputs[1]) or 0)
+
+
+@lowering(autopar.experts_mm_weight)
+def _lower_experts_weight(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    result, spec = node.outputs[0], strategy.outputs[0]
+    assert result is not None
+    assert spec is not None
+    experts = local_length(result.shape[0], spec.dims[0], mesh)
+    return replace_kwargs(node, first=_first(result, spec) or 0, experts=experts)
