@@ -50,33 +50,28 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[s, k], [e, k, n] -> [s, n]; what is after the last end is whatever it was."""
-    if _has_kernel(rows, weight):
-        made: Tensor = aten._grouped_mm(rows, weight, ends)
-        return made
-    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+def _products(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """[..., k], [e, k, n] -> [s, n]: a row for each place, zeros for those after the last end."""
+    taken = _taken(rows, order)
+    if _has_kernel(taken, weight):
+        made: Tensor = aten._grouped_mm(taken, weight, ends)
+        del taken
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        return _lookup(made, place.masked_fill_(place >= ends[-1], -1), offset=0)  # the kernel leaves those as they were
+    out = taken.new_zeros(taken.shape[0], weight.shape[2])
     for expert, (low, high) in enumerate(_bounds(ends)):
-        torch.mm(rows[low:high], weight[expert], out=out[low:high])
-    return out
-
-
-def _put_back(made: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """Rows in their own order, zeros for what is after the last end."""
-    if not made.is_cuda:
-        return torch.empty_like(made).index_copy_(0, order, made)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return _lookup(made, place.masked_fill_(place >= ends[-1], -1), offset=0)
+        torch.mm(taken[low:high], weight[expert], out=out[low:high])
+    del taken
+    return torch.empty_like(out).index_copy_(0, order, out)
 
 
 def _experts_mm(rows: Tensor, weight: Tensor, ids: Tensor, *, transposed: bool = False, first: int = 0) -> Tensor:
+    """[..., k], [e, k, n] or [e, n, k], [...] or [..., r] -> [..., n] or [..., r, n]"""
     matrices = weight.transpose(1, 2) if transposed else weight
-    n = matrices.shape[2]
+    shape = [*ids.shape, matrices.shape[2]]
     if 0 in (ids.numel(), weight.numel()):
-        return rows.new_zeros([*ids.shape, n])
-    order, ends = _by_expert(ids, first, weight.shape[0])
-    made = _product(_taken(rows, order), matrices, ends)
-    return _put_back(made, order, ends).view([*ids.shape, n])
+        return rows.new_zeros(shape)
+    return _products(rows, matrices, *_by_expert(ids, first, weight.shape[0])).view(shape)
 
 
 def _experts_mm_fake(rows: Tensor, weight: Tensor, ids: Tensor, *, transposed: bool = False, first: int = 0) -> Tensor:

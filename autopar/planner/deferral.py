@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from autopar.ir import Graph
 from autopar.program import Op, Program
 
-PRODUCTS = frozenset({"autopar.contract", "aten.convolution_backward", "autopar.attention_backward"})
+PRODUCTS = frozenset({
+    "autopar.contract", "aten.convolution_backward", "autopar.attention_backward", "autopar.experts_mm",
+})  # fmt: skip
 """Ops by which the chain is known: a reduced gradient that is only cast or added to another is at its end."""
 
 

@@ -9,6 +9,7 @@ there was measured as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -101,6 +102,26 @@ def implementation(
 def _compute_dtype(node: Node, metas: Sequence[TensorMeta]) -> str:
     """Of the tensor that the op is about: the logits of a loss's gradient, else the first operand."""
     return metas[1 if node.packet == "autopar.nll_backward" else 0].dtype
+
+
+def sorting_passes(
+    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh
+) -> tuple[float, ...]:
+    """Bytes of each pass that an op makes one after the other beside its product: over ids, to sort them by expert, and
+    over rows, to bring them into that order and back. ``autopar.ops.experts`` does so on every device."""
+    if node.packet not in SORTING:
+        return ()
+    places = math.prod(option.inputs[2].local_shape(metas[2].shape, mesh))
+
+    def rows(meta: TensorMeta, spec: ShardingSpec) -> float:
+        return 2.0 * places * spec.local_shape(meta.shape, mesh)[-1] * meta.itemsize
+
+    other = (metas[1], option.inputs[1]) if node.packet.endswith("_weight") else (node.outputs[0], option.outputs[0])
+    moved = [rows(m, s) for m, s in ((metas[0], option.inputs[0]), other) if m is not None and s is not None]
+    return (4.0 * SORT_PASSES * places * INDEX_BYTES, *moved)
+
+
+SORTING = frozenset({"autopar.experts_mm", "autopar.experts_mm_weight"})
 
 
 def packing_kernels(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh, device: str) -> tuple[str, ...]:

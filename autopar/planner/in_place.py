@@ -21,6 +21,7 @@ from autopar.program import Op, Program
 MAKES_NEW = frozenset({
     "aten.add", "autopar.contract", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.sum", "aten.convolution",
     "aten.convolution_backward", "aten.native_layer_norm_backward", "aten.embedding_dense_backward",
+    "autopar.experts_mm", "autopar.experts_mm_weight",
 })  # fmt: skip
 """Ops whose results are never views."""
 

@@ -28,7 +28,7 @@ from autopar.planner.accumulation import FLOATS
 from autopar.planner.decomposition import Decomposition, reachable
 from autopar.planner.fused import Fused
 from autopar.planner.fusion import Border, borders
-from autopar.planner.implementations import implementation
+from autopar.planner.implementations import implementation, sorting_passes
 from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
@@ -230,6 +230,9 @@ class Prices:
         moved = np.array([implementation(node, o, metas, self.mesh, self.cluster.device.kind)[1] for o in options])
         kind = kernel_kind(node, total)
         seconds = np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
+        passes = np.array([sorting_passes(node, o, metas, self.mesh) for o in options])
+        if passes.size:
+            seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
         if find_windows(node) is None and find_combining(node) is None:
             return seconds
         inside: Array = np.array([self._exchanging(node, metas, o) for o in options])

@@ -97,4 +97,20 @@ def _grouped(dtype: torch.dtype) -> list[Case]:
         ("grouped_mm_part", (rows, weight, ends, 1), {}),
         ("grouped_mm_part_weight", (rows.t(), grad, ends, 1, 2), {}),
         ("grouped_mm_part_backward", (rows, weight, ends, grad, 1), {}),
+        *_experts(dtype),
+    ]
+
+
+def _experts(dtype: torch.dtype) -> list[Case]:
+    """Experts 1 and 2, of rows that name two each, or one."""
+    rows, weight = torch.randn(4, 3, 8, dtype=dtype).transpose(0, 1), torch.randn(2, 8, 4, dtype=dtype)
+    one, several = torch.randint(0, 4, (3, 4)), torch.randint(0, 4, (3, 4, 2))
+    grad = torch.randn(3, 4, 2, 4, dtype=dtype)
+    return [
+        ("experts_mm", (rows, weight, several), {"first": 1}),
+        ("experts_mm", (rows, weight.transpose(1, 2), one.t().contiguous().t()), {"first": 1, "transposed": True}),
+        ("experts_mm", (rows, weight[:0], one), {}),
+        ("experts_mm_weight", (rows, grad, several), {"experts": 2, "first": 1}),
+        ("experts_mm_weight", (rows, grad, several), {"experts": 2, "first": 1, "transposed": True}),
+        ("experts_mm_weight", (rows, grad[:, :, 0], one), {"experts": 0}),
     ]

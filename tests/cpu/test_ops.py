@@ -166,6 +166,7 @@ GRADIENT = {
     "batch_norm": (0, 1, 2),
     "ctc": (0,),
     "interpolate": (0,),
+    "experts_mm": (0, 1),
 }
 NAMES = [name for name, _, _ in _cases(torch.float64)]
 IDS = [f"{name}-{number}" for number, name in enumerate(NAMES)]
@@ -245,6 +246,7 @@ def test_operands_are_left_as_they_were(number):
         ("lookup", ["lookup_backward"]),
         ("nll", ["nll_backward"]),
         ("batch_norm", ["batch_norm_backward_reduce", "batch_norm_backward_input"]),
+        ("experts_mm", ["experts_mm", "experts_mm_weight"]),
     ],
 )
 def test_a_joint_graph_shows_the_ops_of_forward_and_backward(name, backward_ops):
