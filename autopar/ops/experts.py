@@ -41,8 +41,9 @@ def _has_kernel(*operands: Tensor) -> bool:
     """Whether torch's grouped product takes them."""
     if any(not x.is_cuda or x.dtype not in KERNEL_DTYPES or 1 not in x.stride()[-2:] for x in operands):
         return False
-    strides = [n * x.itemsize for x in operands for n in x.stride() if n != 1]
-    return not any(n % ALIGNMENT_BYTES for n in strides) and torch.cuda.get_device_capability(operands[0].device) >= (8,)
+    if any(n * x.itemsize % ALIGNMENT_BYTES for x in operands for n in x.stride() if n != 1):
+        return False
+    return torch.cuda.get_device_capability(operands[0].device) >= (8, 0)
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:
@@ -57,7 +58,8 @@ def _products(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tens
         made: Tensor = aten._grouped_mm(taken, weight, ends)
         del taken
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        return _lookup(made, place.masked_fill_(place >= ends[-1], -1), offset=0)  # the kernel leaves those as they were
+        place.masked_fill_(place >= ends[-1], -1)  # rows that the kernel leaves as they were
+        return _lookup(made, place, offset=0)
     out = taken.new_zeros(taken.shape[0], weight.shape[2])
     for expert, (low, high) in enumerate(_bounds(ends)):
         torch.mm(taken[low:high], weight[expert], out=out[low:high])

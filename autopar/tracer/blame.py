@@ -39,8 +39,9 @@ _KNOWN = {
 """What helps, by words of torch's error."""
 
 _EXPERTS = (
-    'this loop goes over the experts that were hit: call model.set_experts_implementation("grouped_mm"), or '
-    '"batched_mm", before; both are captured.'
+    "this loop goes over the experts that were hit, which are values of a tensor: multiply each token by the matrices "
+    "of its experts, torch.bmm(weight[ids], x), or sort tokens by expert and call torch._grouped_mm; experts that go by "
+    "set_experts_implementation are captured as they are."
 )
 
 _NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_dense", "tolist", "__format__")

@@ -95,7 +95,7 @@ def _by_token(module: Any, hidden: Tensor, ids: Tensor, scale: Tensor, *, autoca
 
 
 def _linear(module: Any, name: str, x: Tensor, ids: Tensor, autocast: bool) -> Tensor:
-    """As the loop does it, whose products autocast knows, or as the grouped product, which runs in the weights' dtype."""
+    """As the loop does it, whose products autocast knows, or in the weights' dtype, as the grouped product does."""
     weight: Tensor = getattr(module, name)
     dtype = (_autocast_dtype(weight) if autocast else None) or weight.dtype
     made: Tensor = torch.ops.autopar.experts_mm(

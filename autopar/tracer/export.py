@@ -207,7 +207,8 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            without_tables(), experts_by_token(), watched(overridden), taken_as_passed() as checks, skipping(model, runs) as skipped,
+            without_tables(), experts_by_token(), watched(overridden), taken_as_passed() as checks,
+            skipping(model, runs) as skipped,
         ):  # fmt: skip
             with kept(model):
                 program = torch.export.export(flat, call.tensors, strict=False)

@@ -126,7 +126,7 @@ def trailing(target: Callable[..., Any], x: Flat, *args: Any, **kwargs: Any) -> 
     return Flat(target(x.base, *args, **kwargs), x.lead)
 
 
-_DIM = {
+_DIM: dict[Callable[..., Any], int] = {
     aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.slice.Tensor: 1,
     aten.unsqueeze.default: 1, aten.sum.dim_IntList: 1,
 }  # fmt: skip

@@ -147,9 +147,9 @@ class Normalizing(fx.Interpreter):
         return flat.materialize(x).reshape(shape)
 
     def _on_flat(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else None
         if target is operator.getitem:
-            return x[args[1]]
+            return args[0][args[1]]
+        x = args[0] if args else None
         tags = getattr(target, "tags", ())
         if torch.Tag.pointwise in tags and not target._schema.is_mutable:
             return flat.pointwise(target, args, kwargs)
