@@ -45,7 +45,7 @@ def test_products_and_convolutions_have_the_flops_that_torch_counts(name):
     found = counted_by_rules(name)
     assert sum(n for op, n in found.items() if op in COUNTED) == counted_by_torch(name)
     others = {op for op, n in found.items() if n and op not in COUNTED}
-    assert all("attention" in op or "grouped" in op for op in others)
+    assert all("attention" in op or "experts" in op for op in others)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit", "bert"])

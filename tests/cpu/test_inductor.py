@@ -94,7 +94,7 @@ def step(model: torch.nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dic
 QUICK = ("mlp",)
 MODELS = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-    for name in ("mlp", "cnn", "gpt2", "llama", "bert", "vit", "resnet")
+    for name in ("mlp", "cnn", "gpt2", "llama", "bert", "vit", "resnet", "mixtral")
 ]
 
 
