@@ -40,8 +40,8 @@ _KNOWN = {
 
 _EXPERTS = (
     "this loop goes over the experts that were hit, which are values of a tensor: multiply each token by the matrices "
-    "of its experts, torch.bmm(weight[ids], x), or sort tokens by expert and call torch._grouped_mm; experts that go by "
-    "set_experts_implementation are captured as they are."
+    "of its experts, torch.bmm(weight[ids], x), or sort tokens by expert and call torch._grouped_mm; experts that "
+    "set_experts_implementation knows are captured as they are."
 )
 
 _NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_dense", "tolist", "__format__")

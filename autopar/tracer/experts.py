@@ -55,7 +55,7 @@ def _module() -> types.ModuleType | None:
         moe = importlib.import_module("transformers.integrations.moe")
     except ImportError:
         return None
-    return moe if hasattr(moe, "ExpertsInterface") else None
+    return moe if hasattr(getattr(moe, "ExpertsInterface", None), "get_interface") else None
 
 
 def _forward(original: Forward, autocast: bool, *args: Any, **kwargs: Any) -> Tensor:
@@ -73,7 +73,8 @@ def _is_known(module: nn.Module, hidden: Any, ids: Any, scale: Any) -> bool:
     """Whether all tokens and experts are here, each token with as many of them: not so in their expert parallelism."""
     if not all(isinstance(t, Tensor) and t.dim() == 2 for t in (hidden, ids, scale)) or ids.shape != scale.shape:
         return False
-    if getattr(module, "_is_expert_parallel", False) or not hasattr(module, "is_transposed"):
+    told = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+    if not told or getattr(module, "_is_expert_parallel", False):
         return False
     matrices = [getattr(module, name, None) for name in (_first_name(module), "down_proj")]
     return all(isinstance(w, Tensor) and w.dim() == 3 and w.is_floating_point() for w in matrices)
