@@ -36,6 +36,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 # Sees every op that runs; there is no public hook below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+# What torch.nn.utils.rnn packs sequences with.
+VARIABLE_FUNCTIONS: Any = torch._VF
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -162,6 +165,26 @@ def is_functionalized(target: Any) -> bool:
     from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
     return target is auto_functionalized
+
+
+@contextlib.contextmanager
+def grouped_products() -> Iterator[None]:
+    """Let fake grouped products take float16 and float32, as the kernels do; torch's own checks for bfloat16 alone."""
+    from unittest import mock
+
+    from torch import _meta_registrations as registered
+
+    check: Callable[..., torch.Tensor] = registered._meta_grouped_mm_common
+    result: Callable[..., torch.Tensor] = registered._create_grouped_mm_output_tensor
+
+    def checked(a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        plain = args[:2] in ((), (None, None)) and options.get("scale_a") is None and options.get("bias") is None
+        if plain and a.dtype == b.dtype and a.dtype in (torch.float16, torch.float32):
+            return result(a, b, options.get("offs"), options.get("out_dtype") or a.dtype)
+        return check(a, b, *args, **options)
+
+    with mock.patch.object(registered, "_meta_grouped_mm_common", checked):
+        yield
 
 
 @contextlib.contextmanager

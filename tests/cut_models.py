@@ -37,6 +37,23 @@ class Norms(nn.Module):
         return (self.rms(self.layer(x) + x) * x).square().sum()
 
 
+class Complex(nn.Module):
+    """Products of complex numbers, by a layer, by an equation, and of a spectrum, and their conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4, dtype=torch.complex128)
+        self.mixed = nn.Parameter(torch.complex(torch.randn(4, 4), torch.randn(4, 4)).to(torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(torch.complex(x, x.sin()))
+        spectrum = torch.fft.fft(z, dim=1)
+        kept = torch.zeros_like(spectrum)
+        kept[:, :3] = torch.einsum("bsi,io->bso", spectrum[:, :3], self.mixed)
+        back = torch.fft.ifft(kept, dim=1) + z.conj() @ self.mixed
+        return weighed(torch.view_as_real(back.conj().resolve_conj())) + weighed(back.angle()) + back.abs().sum()
+
+
 def weighed(x: Tensor) -> Tensor:
     """A loss that no two elements enter alike."""
     return (x * torch.arange(1, x.numel() + 1, dtype=x.dtype).reshape(x.shape).cos()).sum()

@@ -137,10 +137,14 @@ def _contract_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | 
     terms = parse(ctx.equation)
     contract: Callable[[Tensor, Tensor, str], Tensor] = torch.ops.autopar.contract
     return (
-        contract(grad, w, f"{terms.out},{terms.w}->{terms.x}") if ctx.needs_input_grad[0] else None,
-        contract(grad, x, f"{terms.out},{terms.x}->{terms.w}") if ctx.needs_input_grad[1] else None,
+        contract(grad, _conjugate(w), f"{terms.out},{terms.w}->{terms.x}") if ctx.needs_input_grad[0] else None,
+        contract(grad, _conjugate(x), f"{terms.out},{terms.x}->{terms.w}") if ctx.needs_input_grad[1] else None,
         None,
     )
+
+
+def _conjugate(x: Tensor) -> Tensor:
+    return x.conj_physical() if x.is_complex() else x
 
 
 define("contract(Tensor x, Tensor w, str equation) -> Tensor", _contract, _contract_fake)

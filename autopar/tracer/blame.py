@@ -26,12 +26,18 @@ AS_AN_OP = (
     "torch's library), with register_autograd for its gradient and autopar.register_rule to shard it."
 )
 
+UNROLLED = (
+    "in place of torch.cond compute both sides and choose by torch.where; unroll loops; in place of flex_attention use "
+    "scaled_dot_product_attention with a mask."
+)
+
 _KNOWN = {
     "active drivers": AS_AN_OP + ' Where there is no GPU it needs a CPU version too: op.register_kernel("cpu").',
     "data pointer": AS_AN_OP,
     "data is not allocated": AS_AN_OP,
     "modified by an inplace operation": "on one device it fails too: compute a new tensor in place of changing one.",
     "Couldn't swap": "make modules and parameters in __init__, not in forward.",
+    "igherOrderOp": UNROLLED,
     "torch._C.Generator": "draw without a generator: the program's own numbers are one sequence from one seed, on "
     "every mesh.",
     "is not an instance of torch.nn.Parameter": "give the module itself, not torch.jit.script or trace of it.",

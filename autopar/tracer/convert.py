@@ -13,6 +13,7 @@ from torch import fx
 from autopar import ir
 from autopar._torch import OpOverload, is_functionalized
 from autopar.errors import CaptureError
+from autopar.tracer.blame import is_ours
 
 _DROPPED_KWARGS = ("device", "layout", "pin_memory", "memory_format", "requires_grad")
 
@@ -102,6 +103,8 @@ def source_line(meta: Mapping[str, Any]) -> str:
         text = lines[at].strip()
         if text.startswith("File ") and not text.startswith('File "<'):
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
+            if is_ours(Path(file)):
+                continue
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
             return f"{Path(file).name}:{line} {code}".strip()
     return ""

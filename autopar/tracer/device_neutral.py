@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar._torch import grouped_products
+
 
 @contextlib.contextmanager
 def device_neutral_ops() -> Iterator[None]:
@@ -16,7 +18,8 @@ def device_neutral_ops() -> Iterator[None]:
     with _without_tf32_warning():
         flags.__enter__()
     try:
-        yield
+        with grouped_products():
+            yield
     finally:
         with _without_tf32_warning():
             flags.__exit__(None, None, None)

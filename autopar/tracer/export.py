@@ -16,7 +16,7 @@ from autopar._torch import FakeTensorMode, HigherOrderOperator, OpOverload, chan
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
 from autopar.tracer import functions
-from autopar.tracer.blame import AS_AN_OP, capture_error, user_line
+from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
 from autopar.tracer.checks import taken_as_passed
 from autopar.tracer.convert import source_line
 from autopar.tracer.ctc import forget_packed, without_tables
@@ -30,6 +30,7 @@ from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.python_state import Change, Depending, changed, kept, plain_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
+from autopar.tracer.running import averaged_by_count
 from autopar.tracer.side_effects import constant_requires_grad, watched
 from autopar.tracer.skipping import skipping
 
@@ -207,8 +208,8 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            without_tables(), experts_by_token(), watched(overridden), taken_as_passed() as checks,
-            skipping(model, runs) as skipped,
+            without_tables(), averaged_by_count(), experts_by_token(), watched(overridden),
+            taken_as_passed() as checks, skipping(model, runs) as skipped,
         ):  # fmt: skip
             with kept(model):
                 program = torch.export.export(flat, call.tensors, strict=False)
@@ -281,8 +282,7 @@ def _refuse_functions(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"The forward calls {name}, which takes functions, and those would need plans of their own.",
                 found=source_line(node.meta) or name,
-                hint="in place of torch.cond compute both sides and choose by torch.where; unroll loops; in place of "
-                "flex_attention use scaled_dot_product_attention with a mask.",
+                hint=UNROLLED,
             )
 
 

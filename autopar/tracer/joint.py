@@ -119,12 +119,19 @@ def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Ten
     return _mean(x, None, dtype=dtype)
 
 
+def _conjugated(x: torch.Tensor) -> torch.Tensor:
+    """At once: whether a conjugate is a view is not in the graph, and some ops do not take such views."""
+    result: torch.Tensor = aten._conj_physical.default(x)
+    return result
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     **torch_decompositions(
         aten.rot90.default, aten.block_diag.default, aten.addr.default, aten.renorm.default,
         aten.channel_shuffle.default, aten.linalg_cross.default, aten.index_fill.int_Scalar,
         aten.index_fill.int_Tensor, aten.affine_grid_generator.default,
     ),
+    aten._conj.default: _conjugated,
     aten.mean.dim: _mean,
     aten.mean.default: _mean_all,
 }  # fmt: skip

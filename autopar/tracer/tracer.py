@@ -232,7 +232,8 @@ def _refuse_changed(joint: Joint) -> None:
         raise CaptureError(
             f"The forward changes {output.target.removeprefix('constant.model.')} in place.",
             found="a tensor kept as a plain attribute" if is_constant else "a parameter",
-            hint="keep it with register_buffer." if is_constant else "change it outside of forward.",
+            hint="keep it with register_buffer." if is_constant
+            else "change it outside of forward: an embedding without max_norm, its rows scaled after optimizer.step().",
         )
 
 

@@ -170,8 +170,9 @@ def _error(found: Tensor, expected: Tensor, floor: float) -> float:
     assert found.dtype == expected.dtype
     if not found.numel():
         return 0.0
-    difference = (found.double() - expected.double()).abs().max()
-    return float(difference / max(float(expected.double().abs().max()), floor))
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    difference = (found.to(wide) - expected.to(wide)).abs().max()
+    return float(difference / max(float(expected.to(wide).abs().max()), floor))
 
 
 def data_parallel(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:

@@ -83,6 +83,14 @@ def test_batch_norm_momentum(kind: type[nn.Module]) -> None:
     assert_simulates(nn.Sequential(nn.Linear(4, 4), kind(4, momentum=0.3)).double(), x(2, 4, 4))
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_that_averages_all_batches(affine: bool) -> None:
+    norm = nn.BatchNorm1d(4, momentum=None, affine=affine)
+    norm.num_batches_tracked.fill_(3)
+    plan = assert_simulates(nn.Sequential(nn.Linear(4, 4), norm).double(), x(8, 4), search="random:1")
+    assert not plan.notices
+
+
 def test_buffers_changed_in_place_and_anew() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -308,3 +308,35 @@ def test_eight_bits_are_never_a_partial_sum() -> None:
 
     for seed in range(6):
         assert_simulates(Rounded().double(), X, (2, 2), search=f"random:{seed}", time_limit=5)
+
+
+class Grouped(nn.Module):
+    """Rows by expert, there and back; a second product whose groups are of the dim that it sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+        h = nn.functional.grouped_mm(x, self.up, offs=ends)
+        made = nn.functional.grouped_mm(h.relu(), self.down, offs=ends)
+        sums = nn.functional.grouped_mm(made.t(), h, offs=ends)
+        return made.float().square().mean() + sums.float().square().mean()
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch 2.11 has it under a private name")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_grouped_products_are_those_of_one_device(dtype: torch.dtype, tolerance: float) -> None:
+    model, reference, x = Grouped().to(dtype), Grouped().to(dtype), torch.linspace(-1, 2, 128).reshape(8, 16).to(dtype)
+    loss = reference(x)
+    loss.backward()
+    for search in ("joint", *(f"random:{seed}" for seed in range(4))):
+        plan = autopar.plan(model, x, mesh=(2, 2), search=search, time_limit=5)
+        assert not plan.notices
+        result = autopar.simulate(model, x, plan=plan)
+        torch.testing.assert_close(result.outputs, loss.detach(), rtol=tolerance, atol=0)
+        for name, parameter in reference.named_parameters():
+            atol = tolerance * float(parameter.grad.abs().max())
+            torch.testing.assert_close(result.grads[name], parameter.grad, rtol=tolerance, atol=atol)

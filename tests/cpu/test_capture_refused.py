@@ -78,6 +78,14 @@ def hook(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def packs(m: Any, x: Tensor) -> Any:
+    return nn.utils.rnn.pack_padded_sequence(m.lin(x).unsqueeze(0), torch.tensor([4]), batch_first=True).data
+
+
+def chooses(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, m.lin, torch.sin, (x,))
+
+
 def wrong_shape(m: Any, x: Tensor) -> Tensor:
     return m.lin(x) @ torch.ones(3, 3)
 
@@ -88,7 +96,7 @@ def raises(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "body", [branch, item, to_list, to_numpy, formatted, loop, selected, unique, python_random, numpy_random, hook,
-             wrong_shape, raises],
+             packs, chooses, wrong_shape, raises],
 )  # fmt: skip
 def test_the_line_is_named(body: Callable[[Any, Tensor], Any]) -> None:
     model = Refused(body)

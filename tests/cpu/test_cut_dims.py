@@ -8,7 +8,7 @@ import torch
 import autopar
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import Reference, Subject, assert_equals_one_device, eager, predicted_during_the_step, run
-from tests.cut_models import FUNCTIONS, Function, Norms
+from tests.cut_models import FUNCTIONS, Complex, Function, Norms
 from tests.halo_models import Resizing, Sliding, Volume
 
 SILENT = ("sorted", "glu", "reads", "writes", "puts", "gathered", "einsum")
@@ -40,6 +40,13 @@ def test_a_function_along_cut_dims_equals_one_device(name: str) -> None:
     of = subject(Function(FUNCTIONS[name], 3, 6, 7).double(), 3, 6, 7)
     found = [heard(of, mesh, seed) for seed, mesh in enumerate(MESHES)]
     assert any(found) or name in SILENT or any(heard(of, MESHES[1], seed) for seed in range(3, 9))
+
+
+def test_complex_numbers_equal_one_device() -> None:
+    torch.manual_seed(0)
+    of = subject(Complex(), 4, 5, 6)
+    for seed, mesh in enumerate(MESHES):
+        heard(of, mesh, seed)
 
 
 @pytest.mark.parametrize("name", ["softmax", "variance", "topk", "cumulative"])
