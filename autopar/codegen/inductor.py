@@ -20,17 +20,24 @@ def compiled(function: Program) -> Program:
     """``function(rank, inputs)``, compiled when it is first called with inputs of these shapes and strides.
 
     Copies to the host and back are calls in what is compiled; what the host holds goes in and out as it does without.
+    A program that brings transfers of its own, as an emitted file does, runs as it is where it offloads.
     """
     made: dict[Any, Program] = {}
 
     @functools.wraps(function)
     def run(rank: Any, inputs: list[Any]) -> tuple[Any, ...]:
+        if not _known(inputs):
+            return function(rank, inputs)
         key = tuple(map(_kind, inputs))
         if key not in made:
             made[key] = _compiled(function, rank, inputs)
         return made[key](rank, inputs)
 
     return run
+
+
+def _known(values: Sequence[Any]) -> bool:
+    return all(isinstance(x, (Tensor, HostTensor)) for x in values)
 
 
 def _kind(x: Any) -> Any:
@@ -45,11 +52,16 @@ def _compiled(function: Program, rank: Any, inputs: list[Any]) -> Program:
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         results = function(rank, [HostTensor(x) if h else x for x, h in zip(tensors, given, strict=True)])
+        if not _known(results):
+            raise _OtherTransfers
         returned[:] = [isinstance(r, HostTensor) for r in results]
         return _plain(results)
 
-    with recorded():
-        made = _torch.inductor(flat, _plain(inputs), DECOMPOSITIONS)
+    try:
+        with recorded():
+            made = _torch.inductor(flat, _plain(inputs), DECOMPOSITIONS)
+    except _OtherTransfers:
+        return function
     if not any(given) and not any(returned):
         return lambda _, tensors: tuple(made(tensors))
 
@@ -64,3 +76,7 @@ def _compiled(function: Program, rank: Any, inputs: list[Any]) -> Program:
 
 def _plain(values: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(x.tensor if isinstance(x, HostTensor) else x for x in values)
+
+
+class _OtherTransfers(Exception):  # noqa: N818  it is a finding, no error
+    """A program's results are neither tensors of the device nor the host's as autopar knows them."""

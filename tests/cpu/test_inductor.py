@@ -203,6 +203,20 @@ def test_what_was_under_way_when_a_compiled_program_failed_is_not_kept(monkeypat
     assert not transfers._UNDER_WAY.transfers
 
 
+def test_an_emitted_file_with_transfers_of_its_own_runs_as_it_is(tmp_path) -> None:
+    model, inputs = ZOO["mlp"].made(torch.float32)
+    plan = autopar.plan(model, inputs, mesh=(1,), search="random+recompute:0")
+    assert any(op.kind == "fetch" for op in plan.program.ops)
+    file = tmp_path / "step.py"
+    plan.emit(file)
+    options = {"plan": plan, "backend": "inductor"}
+    found = [
+        step(autopar.autoparallelize(copy.deepcopy(model), inputs, source=source, **options), inputs)
+        for source in (None, file)
+    ]
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_takes_other_batches_and_steps() -> None:
     model, inputs = ZOO["mlp"].made(torch.float32)
