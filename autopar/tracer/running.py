@@ -9,15 +9,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @contextlib.contextmanager
 def averaged_by_count() -> Iterator[None]:
     """While exporting: such a module counts its batches in the program."""
-    ordinary = _BatchNorm.forward
+    ordinary = nn.modules.batchnorm._BatchNorm.forward
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.momentum is not None or not self.training or self.num_batches_tracked is None:
@@ -31,5 +30,5 @@ def averaged_by_count() -> Iterator[None]:
         self.running_var.add_((variance - self.running_var) * share)
         return result
 
-    with mock.patch.object(_BatchNorm, "forward", forward):
+    with mock.patch.object(nn.modules.batchnorm._BatchNorm, "forward", forward):
         yield
