@@ -83,7 +83,7 @@ def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_two_compiled_ranks_offload_recompute_and_add_up_in_half_precision(pool: RankPool, name) -> None:
-    for found in pool.run(_trained, name, "random+recompute:2", 2):
+    for found in pool.run(_trained, name, "random+recompute:2", 2, timeout=280):
         assert found["fetched"] > 0
         assert found["compared"] > 8
         assert found["worst"] < 2e-2
