@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import heapq
 import math
 import os
 import time
@@ -17,6 +19,7 @@ from datetime import timedelta
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -592,6 +595,7 @@ def inductor(
     shards, which differ between ranks.
     """
     from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
@@ -601,12 +605,21 @@ def inductor(
     # A mode that counts memory, as the first step may run under, would see the trace.
     with torch.no_grad(), _disable_current_modes(), mode:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
-        table = {**select_decomp_table(), **decompositions}
+        table = {op: d for op, d in select_decomp_table().items() if _packet(op) not in _PRODUCTS}
+        table |= decompositions
         # Inductor takes graphs without mutations: it moves an addition in place as if it were a read.
         functional = torch.func.functionalize(function, remove="mutations")
         graph = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
-    in_order = config.patch(reorder_for_locality=False, reorder_for_peak_memory=False)
-    with torch.no_grad(), _disable_current_modes(), V.set_fake_mode(mode), in_order:
+    _mark_sections(graph.graph)
+    choices, in_order = _as_planned()
+    as_planned = config.patch(
+        reorder_for_locality=False, reorder_for_peak_memory=False, layout_optimization=False, pattern_matcher=False,
+        _post_fusion_custom_pass=in_order,
+    )  # fmt: skip
+    # On CPUs all kernels up to the next product are put into one function, which would be given all their buffers.
+    one_by_one = mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0)
+    alone = _disable_current_modes()
+    with torch.no_grad(), alone, V.set_fake_mode(mode), V.set_choices_handler(choices), as_planned, one_by_one:
         made: Any = compile_fx_inner(graph, fakes, is_inference=True)
 
     def run(tensors: list[Any]) -> Any:
@@ -635,3 +648,112 @@ def realized_for(*ops: OpOverload) -> None:
     for op in ops:
         called: Any = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
         register_lowering(op, type_promotion_kind=None)(partial(lowered, called))
+
+
+_SECTION = "autopar_section"
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+_RESHAPING = ("pool", "upsample", "index_put", "scatter")
+
+
+def _mark_sections(graph: fx.Graph) -> None:
+    """Number the stretches between kernels that should be fused with nothing: products, collectives, attention, and
+    those that change sizes, whose operands would be held beside what others in the kernel make.
+
+    It may fuse within a section. Fused with something of another section, an op would run sooner or later than the
+    plan has it, and what it reads or makes would live for longer. So what another section reads becomes a tensor.
+    """
+    section = 0
+    for node in graph.nodes:
+        alone = _is_alone(node.target)
+        section += alone
+        node.meta[_SECTION] = section
+        section += alone
+    for node in graph.nodes:
+        if any(user.meta[_SECTION] != node.meta[_SECTION] for user in node.users):
+            made = node
+            while made.op == "call_function" and _is_view(made.target):
+                made = made.all_input_nodes[0]
+            if made.op == "call_function" and made.all_input_nodes and not _is_external(made.target):
+                made.meta["inductor_realize_to_strides"] = True
+
+
+def _packet(target: Any) -> str:
+    return str(target.overloadpacket.__name__) if isinstance(target, OpOverload) else ""
+
+
+def _is_alone(target: Any) -> bool:
+    return _is_external(target) or any(word in _packet(target) for word in _RESHAPING)
+
+
+def _is_external(target: Any) -> bool:
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    if not isinstance(target, OpOverload):
+        return False
+    unknown = target.namespace not in ("aten", "prims") or target in fallbacks or target not in lowerings
+    return unknown or _packet(target) in _PRODUCTS
+
+
+def _is_view(target: Any) -> bool:
+    return isinstance(target, OpOverload) and target.is_view
+
+
+def _as_planned() -> tuple[Any, Any]:
+    """What keeps Inductor from fusing across sections, and the pass that puts its kernels into the order of the graph.
+
+    The plan's order is that in which collectives overlap with what runs, and in which tensors are freed as predicted.
+    Inductor's own sorts by what it takes for memory, though it counts what it is given as held to the end.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.choices import InductorChoices
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            together = _section(node1) == _section(node2)
+            return together and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+    class InOrder(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
+        def __call__(self, kernels: list[Any]) -> list[Any]:
+            return _in_program_order(kernels)
+
+        def uuid(self) -> str:
+            return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+    return Choices(), InOrder()
+
+
+def _section(kernel: Any) -> int:
+    return max((o.meta.get(_SECTION, 0) for part in kernel.get_nodes() for o in part.node.origins), default=0)
+
+
+def _in_program_order(kernels: list[Any]) -> list[Any]:
+    """Inductor's kernels in the order of the graph that they were made of, as far as their operands allow."""
+    from torch._inductor.virtualized import V
+
+    position = {node: i for i, node in enumerate(V.graph.graph.nodes)}
+    maker = {name: i for i, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
+    needs = [{maker[d.name] for d in k.unmet_dependencies if d.name in maker} - {i} for i, k in enumerate(kernels)]
+    readers: list[list[int]] = [[] for _ in kernels]
+    for i, sources in enumerate(needs):
+        for j in sources:
+            readers[j].append(i)
+
+    def last(kernel: Any) -> int:
+        origins = (o for part in kernel.get_nodes() for o in part.node.origins)
+        return max((position[o] for o in origins if o in position), default=0)
+
+    order = [(last(k), i) for i, k in enumerate(kernels)]
+    missing = [len(s) for s in needs]
+    ready = [order[i] for i, n in enumerate(missing) if n == 0]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        found.append(kernels[i])
+        for j in readers[i]:
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, order[j])
+    assert len(found) == len(kernels), "kernels wait for each other"
+    return found

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar import _torch
@@ -59,7 +60,7 @@ def _compiled(function: Program, rank: Any, inputs: list[Any]) -> Program:
 
     try:
         with recorded():
-            made = _torch.inductor(flat, _plain(inputs), DECOMPOSITIONS)
+            made = _torch.inductor(flat, _plain(inputs), {**DECOMPOSITIONS, torch.ops.aten.view.dtype: _view})
     except _OtherTransfers:
         return function
     if not any(given) and not any(returned):
@@ -76,6 +77,11 @@ def _compiled(function: Program, rank: Any, inputs: list[Any]) -> Program:
 
 def _plain(values: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(x.tensor if isinstance(x, HostTensor) else x for x in values)
+
+
+def _view(x: Tensor, dtype: torch.dtype) -> Any:
+    """Inductor's code for booleans that are viewed as bytes, as they are sent, or back, does not compile."""
+    return x.to(dtype) if {x.dtype, dtype} == {torch.bool, torch.uint8} else NotImplemented
 
 
 class _OtherTransfers(Exception):  # noqa: N818  it is a finding, no error

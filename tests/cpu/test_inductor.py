@@ -82,6 +82,15 @@ def test_every_decomposition_is_tried() -> None:
     assert {op for op, _, _ in ((o.default, *_) for o, *_ in examples().values())} == set(DECOMPOSITIONS)
 
 
+def test_booleans_that_are_sent_as_bytes_compile() -> None:
+    def count(rank, inputs):
+        (sent,) = inputs
+        return (sent.view(torch.uint8).clone().view(torch.bool).sum(),)
+
+    flags = torch.arange(48) % 3 == 0
+    assert codegen.compiled(count)(None, [flags])[0] == 16
+
+
 def step(model: torch.nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(1)
     model.zero_grad()
