@@ -50,21 +50,49 @@ class Arranged:
     before: Timeline
 
 
+@dataclass(frozen=True)
+class Tried:
+    """Ways to arrange a program's collectives, and the seconds of a step in each, whatever it holds."""
+
+    ways: Ways
+    seconds: dict[Arrangement, float]
+    before: Timeline
+
+    @staticmethod
+    def of(program: Program, prices: Prices, deadline: float) -> Tried:
+        """``deadline``: on ``time.perf_counter``; what was found by then is taken."""
+        ways = Ways(take_apart(program), prices)
+        found = search(ways, program, deadline) if program.collectives else {}
+        return Tried(ways, found, simulate_streams(program, prices.overlap))
+
+    def least_s(self) -> float:
+        """The shortest step."""
+        return min([self.before.seconds, *self.seconds.values()])
+
+    def promising(self) -> list[Arrangement]:
+        """The ways that were found to be shorter than the program as it is, the shortest first."""
+        before_s = self.before.seconds
+        shorter = (a for a, seconds in self.seconds.items() if seconds < before_s)
+        return sorted(shorter, key=lambda a: _rank(a, self.seconds[a], before_s))
+
+
 def arrange(
-    program: Program, prices: Prices, profiled: Callable[[Program], MemoryProfile], budget: float, deadline: float
-) -> Arranged:
+    program: Program, prices: Prices, profiled: Callable[[Program], MemoryProfile], budget: float, deadline: float,
+    tried: Tried | None = None,
+) -> Arranged:  # fmt: skip
     """The arrangement of ``program`` with the shortest step whose peak is within ``budget``, or at most as it was.
 
     Args:
         profiled: the exact memory of a program.
         deadline: on ``time.perf_counter``; what was found by then is taken.
+        tried: the ways, where they are known.
     """
-    before = simulate_streams(program, prices.overlap)
+    tried = tried or Tried.of(program, prices, deadline)
+    before, ways = tried.before, tried.ways
     if program.collectives:
         memory: MemoryProfile | None = None
         over: list[Arrangement] = []
-        ways = Ways(take_apart(program), prices)
-        for way in _promising(ways, program, before.seconds, deadline):
+        for way in tried.promising():
             if any(_holds_more(way, other) for other in over):
                 continue
             made = replace(program, ops=ways.ops(way), arrangement=replace(way, before_s=before.seconds))
@@ -87,12 +115,6 @@ def arrange(
             if len(over) == MOST_CHECKED or time.perf_counter() > deadline:
                 break
     return Arranged(program, profiled(program), before, before)
-
-
-def _promising(ways: Ways, program: Program, before_s: float, deadline: float) -> list[Arrangement]:
-    """The ways that were found to be shorter than the program as it is, the shortest first."""
-    tried = search(ways, program, deadline)
-    return sorted((a for a in tried if tried[a] < before_s), key=lambda a: _rank(a, tried[a], before_s))
 
 
 def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, float]:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from autopar.mesh import Cluster
 from autopar.planner.accumulation import without_delivery
-from autopar.planner.arrange import ALIKE, arrange
+from autopar.planner.arrange import ALIKE, Tried, arrange
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
 from autopar.planner.deferral import deferred
@@ -56,15 +56,19 @@ class Finalist:
     timeline: Timeline
 
     @staticmethod
-    def of(name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options) -> Finalist:
-        """A scheduled solution with its collectives arranged for the budget."""
+    def of(
+        name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options,
+        tried: Tried | None = None,
+    ) -> Finalist:  # fmt: skip
+        """A scheduled solution with its collectives arranged for the budget. ``tried``: ways to arrange those of
+        ``in_place`` of it, where they are known."""
 
         def profiled(arranged: Program) -> MemoryProfile:
             return profile(arranged, d.graph, d.mesh, options)
 
-        program = made_in_place(reduced_in_place(program, d.graph), d.graph)
-        deadline = time.perf_counter() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
-        found = arrange(program, prices, profiled, budget_bytes(prices.cluster, options), deadline)
+        program = in_place(program, d)
+        budget = budget_bytes(prices.cluster, options)
+        found = arrange(program, prices, profiled, budget, _arranged_by(options), tried)
         before, after = found.before, found.timeline
         if d.accumulation_steps > 1:
             before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
@@ -105,6 +109,15 @@ class Finalist:
         )  # fmt: skip
 
 
+def in_place(program: Program, d: Decisions) -> Program:
+    """The program with what can be written over its operands."""
+    return made_in_place(reduced_in_place(program, d.graph), d.graph)
+
+
+def _arranged_by(options: Options) -> float:
+    return time.perf_counter() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
+
+
 @dataclass(frozen=True)
 class Rival:
     """A completed baseline: its choice and its cost in seconds. What it takes as a program is found out when asked."""
@@ -126,11 +139,21 @@ class Rival:
         return profile(reduced_in_place(self._program, d.graph), d.graph, d.mesh, self.options).peak_bytes
 
     @cached_property
+    def _tried(self) -> Tried:
+        d, prices = self.stated.decisions, self.stated.prices
+        return Tried.of(in_place(self._program, d), prices, _arranged_by(self.options))
+
+    @property
+    def least_s(self) -> float:
+        """The shortest step of its program, whatever it holds."""
+        return self._tried.least_s() if self.stated.decisions.accumulation_steps == 1 else 0.0
+
+    @cached_property
     def finalist(self) -> Finalist:
         """Scheduled, timed and measured."""
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        found = Finalist.of(self.name, d, solution, self._program, prices, options)
+        found = Finalist.of(self.name, d, solution, self._program, prices, options, self._tried)
         return found.deferred(prices, options) if options.compare else found
 
 

@@ -25,10 +25,11 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.planner.critical_paths import Bucket, Group, Roles, Sections, buckets, groups, roles, sections
 from autopar.planner.pricing import Array, Prices, costs, edges
-from autopar.planner.variables import Decisions, Handover
+from autopar.planner.variables import Decisions
 from autopar.solver import Problem, Run, Solution, Tied, Usage, evaluate, find_runs, fold, highest_point
 
 Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
@@ -48,6 +49,38 @@ class Point(NamedTuple):
 
     exposed_s: float
     bucket_s: Array
+
+
+@dataclass(eq=False)
+class _InBuckets:
+    """Seconds by option, or by pair of options, each in one bucket; arrays that are shared are there once."""
+
+    count: int
+    _tables: list[Array] = field(default_factory=list)
+    _starts: dict[int, int] = field(default_factory=dict)
+    _size: int = 0
+    _places: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def add(self, bucket: int, seconds: Array, row: int, column: int | None = None) -> None:
+        """Those of variable ``row``, or of the pair with ``column``."""
+        if id(seconds) not in self._starts:
+            self._starts[id(seconds)] = self._size
+            self._tables.append(seconds)
+            self._size += seconds.size
+        width = 1 if column is None else seconds.shape[1]
+        self._places.append((bucket, self._starts[id(seconds)], width, row, -1 if column is None else column))
+
+    @cached_property
+    def _flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
+        flat = np.concatenate([t.ravel() for t in self._tables]) if self._tables else np.zeros(0)
+        return flat, np.array(self._places, dtype=np.int64).reshape(-1, 5).T
+
+    def seconds(self, choice: Sequence[int]) -> Array:
+        """Of each bucket."""
+        flat, (bucket, start, width, row, column) = self._flat
+        chosen = np.array([*choice, 0], dtype=np.int64)  # the last is no variable's
+        at = start + width * chosen[row] + chosen[column]
+        return np.bincount(bucket, flat[at], self.count).astype(np.float64)
 
 
 @dataclass(eq=False)
@@ -158,35 +191,25 @@ class Objective:
 
     def point(self, choice: Sequence[int]) -> Point:
         """What a choice takes, by bucket."""
-        problem, found = self.problem(), self._roles
-        of: list[list[float]] = [[] for _ in self._order]
-        for bucket, seconds, option in zip(found.variables, self._seconds_of, choice, strict=True):
-            if bucket is not None:
-                of[self._order[bucket]].append(seconds.item(option))
-        for i, sent in self._sent:
-            h = self.decisions.handovers[i]
-            for bucket, seconds in zip(found.handovers[i], sent, strict=True):
-                of[self._order[bucket]].append(seconds.item(choice[h.source], choice[h.target]))
-        bucket_s = np.array([math.fsum(s) for s in of])
+        bucket_s = self._in_buckets.seconds(choice)
         counted = self._plain + self.weights @ self._paths
-        return Point(evaluate(problem, choice)[0] - float(counted @ bucket_s), bucket_s)
+        return Point(evaluate(self.problem(), choice)[0] - float(counted @ bucket_s), bucket_s)
 
     @cached_property
-    def _seconds_of(self) -> tuple[Array, ...]:
-        return costs(self.decisions, self.prices)
-
-    @cached_property
-    def _sent(self) -> list[tuple[int, tuple[Array, ...]]]:
-        """Handovers that are in buckets, and the seconds of each pair of options in each."""
+    def _in_buckets(self) -> _InBuckets:
         d, prices = self.decisions, self.prices
-
-        def of(h: Handover, work: str) -> tuple[Array, ...]:
-            if work == "wait":
-                return (prices.waiting(d, h),)
-            return prices.hideable(d.variables[h.source], d.variables[h.target], h)[1]
-
-        paired = enumerate(zip(d.handovers, self._roles.handovers, strict=True))
-        return [(i, of(h, found[0].work)) for i, (h, found) in paired if found]
+        found = _InBuckets(len(self._order))
+        for i, (bucket, seconds) in enumerate(zip(self._roles.variables, costs(d, prices), strict=True)):
+            if bucket is not None:
+                found.add(self._order[bucket], seconds, i)
+        for h, among in zip(d.handovers, self._roles.handovers, strict=True):
+            if among and among[0].work == "wait":
+                found.add(self._order[among[0]], prices.waiting(d, h), h.source, h.target)
+            elif among:
+                sent = prices.hideable(d.variables[h.source], d.variables[h.target], h)[1]
+                for bucket, seconds in zip(among, sent, strict=True):
+                    found.add(self._order[bucket], seconds, h.source, h.target)
+        return found
 
     # The minimum.
 

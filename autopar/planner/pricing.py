@@ -59,9 +59,11 @@ class Prices:
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)
+    _steps: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
     _handed: dict[int, tuple[Handover, Array]] = field(default_factory=dict)
+    _waited: dict[int, tuple[Handover, Array]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
@@ -119,6 +121,12 @@ class Prices:
 
     def waiting(self, d: Decisions, h: Handover) -> Array:
         """Seconds for which the program waits for a handover."""
+        known = self._waited.get(id(h))
+        if known is None or known[0] is not h:
+            known = self._waited[id(h)] = h, self._waiting(d, h)
+        return known[1]
+
+    def _waiting(self, d: Decisions, h: Handover) -> Array:
         source, target = d.variables[h.source], d.variables[h.target]
         cost = self.edge(source, target, h)
         if source.node is not None and Value(source.node.name, h.out) in d.widened:
@@ -294,6 +302,12 @@ class Prices:
 
     def step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
         """Seconds of one step, and those of them that its launch takes, which nothing hides."""
+        key = step, before, meta.shape, meta.dtype
+        if key not in self._steps:
+            self._steps[key] = self._step_seconds(step, before, meta)
+        return self._steps[key]
+
+    def _step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
         priced = local_bytes(meta, step.apply(before) if step.kind == "all_gather" else before, self.mesh)
         costs = self.collectives.of(meta.dtype)
         seconds, launch_s = (

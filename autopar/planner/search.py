@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import InfeasibleError, PlanError, SolverError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.arrange import UNSURE
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
@@ -231,17 +232,25 @@ class _Search:
         own = Finalist.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
         own = own.deferred(self.prices, self.options)
         self.timings["arrange"] = time.perf_counter() - started
-        hopeless = HOPELESS[self.decisions.mesh.ndim > 1] * own.timeline.seconds
-        fitting = list(self._fitting(hopeless, deadline, own.solution.objective))
+        fitting = list(self._fitting(own.timeline.seconds, deadline, own.solution.objective))
         best = settled([own, *fitting], fitting, self.options.gap)
         return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
 
-    def _fitting(self, most_s: float, deadline: float, cost: float = 0.0) -> Iterator[Finalist]:
+    def _fitting(self, step_s: float, deadline: float, cost: float = 0.0) -> Iterator[Finalist]:
         """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that
-        cost no more than ``cost``, or no more than ``most_s``."""
+        cost no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate."""
+        if self.options.compare:
+            yield from (rival.finalist for rival in self.rivals if self._fits(rival))
+            return
+        most_s = max(cost, HOPELESS[self.decisions.mesh.ndim > 1] * step_s)
+        steps: dict[str, float] = {}
         for rival in self.rivals:
-            hopeful = rival.objective <= max(cost, most_s)
-            seen = self.options.compare or "finalist" in vars(rival)
+            if rival.objective <= most_s and now() < deadline + LATE_S:
+                steps[rival.name] = rival.least_s
+        may_win_s = (1 + UNSURE) * max(step_s, min(steps.values(), default=0.0))
+        for rival in self.rivals:
+            seen, least_s = "finalist" in vars(rival), steps.get(rival.name, math.inf)
+            hopeful = rival.objective <= cost or least_s <= may_win_s
             if (seen or (hopeful and now() < deadline + LATE_S)) and self._fits(rival):
                 yield rival.finalist
 

@@ -17,6 +17,9 @@ from autopar.solver.problem import Array
 
 _FORBIDDEN = 1e200
 
+AT_ONCE = 50_000
+"""Element operations that are done at once, where merging identical rows and columns first would take longer."""
+
 
 @dataclass
 class WorkBudget:
@@ -57,6 +60,10 @@ def _undominated(graph: Graph, node: int, work: WorkBudget) -> np.ndarray:
 
 def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
     """worst[a, a'] = max over b of (matrix[a', b] - matrix[a, b])."""
+    if len(matrix) * matrix.size <= AT_ONCE:
+        work.elements -= len(matrix) * matrix.size
+        small = np.minimum(matrix, _FORBIDDEN)
+        return np.asarray((small[None, :, :] - small[:, None, :]).max(axis=2))
     rows, columns = alike(matrix), alike(matrix.T)
     bounded = np.minimum(matrix[np.ix_(rows.first, columns.first)], _FORBIDDEN)
     work.elements -= bounded.shape[0] * bounded.size + matrix.size
@@ -68,6 +75,6 @@ def _keep_in_turn(gain: Array) -> np.ndarray:
     """Drop options from the largest down, each only for one that is still there."""
     mask = np.ones(len(gain), dtype=bool)
     better = gain >= 0
-    for option in range(len(gain) - 1, -1, -1):
+    for option in np.flatnonzero(better.any(axis=1))[::-1]:
         mask[option] = not (better[option] & mask).any()
     return mask

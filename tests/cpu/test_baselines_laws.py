@@ -14,6 +14,13 @@ def test_no_baseline_beats_the_plan(name: str, mesh: tuple[int, ...], budget: st
     no_baseline_is_better(plan_on(name, mesh, budget))
 
 
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", (2,)), ("mlp", (2, 2))])
+def test_what_is_not_looked_at_would_not_have_been_chosen(name: str, mesh: tuple[int, ...]):
+    alone, compared = plan_on(name, mesh, compare=False), plan_on(name, mesh)
+    assert len(alone.baselines) < len(compared.baselines)
+    assert alone.timeline.seconds <= min(b.step_time for b in compared.baselines) * (1 + 1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
