@@ -13,6 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.movable import take_apart
@@ -20,7 +23,7 @@ from autopar.planner.pricing import Prices
 from autopar.planner.shortening import shortened
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.planner.waits import place_waits
-from autopar.planner.ways import Ways
+from autopar.planner.ways import ALONE, Ways
 from autopar.program import Arrangement, Program
 
 ALIKE = 1e-4
@@ -88,33 +91,77 @@ def arrange(
         tried: the ways, where they are known.
     """
     tried = tried or Tried.of(program, prices, deadline)
-    before, ways = tried.before, tried.ways
-    if program.collectives:
-        memory: MemoryProfile | None = None
-        over: list[Arrangement] = []
-        for way in tried.promising():
-            if any(_holds_more(way, other) for other in over):
-                continue
-            made = replace(program, ops=ways.ops(way), arrangement=replace(way, before_s=before.seconds))
+    fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
+    best: Arranged | None = None
+    over: list[Arrangement] = []
+    for way in tried.promising():
+        if any(_holds_more(way, other) for other in over):
+            continue
+        found, as_asked = fitter.fit(way)
+        if found is not None and (best is None or found.timeline.seconds < best.timeline.seconds):
+            best = found
+        if as_asked or len(over) == MOST_CHECKED or time.perf_counter() > deadline:
+            break
+        over.append(way)
+    if best is not None and best.timeline.seconds < (1 - ALIKE) * tried.before.seconds:
+        return best
+    return Arranged(program, profiled(program), tried.before, tried.before)
+
+
+@dataclass
+class _Fitter:
+    """Brings ways to arrange a program within the budget, or at most to what the program holds as it is."""
+
+    program: Program
+    tried: Tried
+    overlap: float
+    profiled: Callable[[Program], MemoryProfile]
+    budget: float
+    deadline: float
+
+    @cached_property
+    def most(self) -> float:
+        return max(self.budget, self.profiled(self.program).peak_bytes)
+
+    def fit(self, way: Arrangement) -> tuple[Arranged | None, bool]:
+        """The program in this way, and whether it is whole. Where it holds too much, what is under way there goes
+        later, in the end by itself; None where that does not help, or not in time."""
+        leads: dict[int, int] = {}
+        arrangement = replace(way, before_s=self.tried.before.seconds)
+        while True:
+            made = replace(self.program, ops=self.tried.ways.ops(way, leads), arrangement=arrangement)
             for later in (WAIT_LATER, 0.0):
-                found = place_waits(made, prices.overlap, later)
-                held = profiled(found)
-                if held.peak_bytes > budget:
-                    memory = memory or profiled(program)
-                most = budget if memory is None else max(budget, memory.peak_bytes)
-                if held.peak_bytes <= most:
-                    after = simulate_streams(found, prices.overlap)
-                    if after.seconds < before.seconds:
-                        return Arranged(found, held, after, before)
+                found = place_waits(made, self.overlap, later)
+                held = self.profiled(found)
+                if held.peak_bytes <= self.budget or held.peak_bytes <= self.most:
+                    after = simulate_streams(found, self.overlap)
+                    return Arranged(found, held, after, self.tried.before), not leads
+                if held.peak_bytes > NEARLY * self.most:
                     break
-                if held.peak_bytes > NEARLY * most:
-                    over.append(way)
-                    break
+            if time.perf_counter() > self.deadline or not self._hold_back(leads, way, found, held):
+                return None, False
+
+    def _hold_back(self, leads: dict[int, int], way: Arrangement, found: Program, held: MemoryProfile) -> bool:
+        """Halve the leads of what is under way where too much is held; whether any is shorter."""
+        over = np.concatenate([[0], np.cumsum(np.array(held.timeline) > self.most)])
+        read: dict[str, int] = {}
+        for at, op in enumerate(found.ops):
+            for name in op.reads if op.kind != "wait" else ():
+                read.setdefault(name, at)
+        changed = False
+        for m in self.tried.ways.parts.movables:
+            made = m.op.writes[0].name
+            at = found.writer[made]
+            alone = leads.get(m.at, 0) == ALONE or (len(found.ops[at].writes) == 1 and m.level == 0)
+            if m.kind == "early":
+                begin, end = at, read.get(made, len(found.ops))
+                lead = leads.get(m.at, way.prefetch)
             else:
-                over.append(way)
-            if len(over) == MOST_CHECKED or time.perf_counter() > deadline:
-                break
-    return Arranged(program, profiled(program), before, before)
+                begin, end, lead = max(found.writer[name] for name in m.op.reads) + 1, at, 0
+            if m.kind != "middle" and over[end] > over[begin] and (lead > 0 or not alone):
+                leads[m.at] = lead // 2 if lead > 0 else ALONE
+                changed = True
+        return changed
 
 
 def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, float]:

@@ -69,6 +69,9 @@ HOST_TIME = 10_000
 SMALLEST_S = 20.0
 SMALLEST_GAP = 0.01
 """Seconds, at most, for each answer to how small the peak can be, and how good it is."""
+SMALLEST_SHARE = 0.4
+LEAST_SMALLEST_S = 0.5
+"""Of the time left, and at least, for each of these answers, and for the plan that follows from it."""
 
 Progress = Callable[[str], None]
 
@@ -320,11 +323,11 @@ class _Search:
         """
         self.say("over the budget: keep or recompute")
         checkpoints = self._checkpoints(free)
-        found = checkpoints.within(self.budget, deadline)
+        found = checkpoints.within(self.budget, self._in(JOINT_SHARE, deadline))
         if found is None and self.baseline:
             return None
         if found is None:
-            found = checkpoints.smallest(now() + max(SMALLEST_S, self.options.time_limit_s / 2))
+            found = checkpoints.smallest(deadline)
         result = self._better(None, found)
         assert result is not None
         if result.memory.peak_bytes > self.budget:
@@ -396,7 +399,8 @@ class _Search:
         try:
             return self._once(rows, self.budget, deadline, warm)
         except (InfeasibleError, SolverError):
-            asked, least = self._smallest_rows(rows, self.seeds if warm is None else (warm,), self.budget)
+            seeds = self.seeds if warm is None else (warm,)
+            asked, least = self._smallest_rows(rows, seeds, self._smallest_s(deadline), self.budget)
         if not evaluate(asked, least)[1]:
             return None
         try:
@@ -479,21 +483,23 @@ class _Search:
         self.hideable_s, self.prices_of_memory = math.inf, UsagePrices()
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
-        best = self._of_smallest_peak(rows)
+        best = self._of_smallest_peak(rows, deadline)
         if best.memory.peak_bytes <= self.budget:
             return self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
         return best
 
-    def _of_smallest_peak(self, rows: Rows) -> _Result:
+    def _of_smallest_peak(self, rows: Rows, deadline: float) -> _Result:
         """From the baseline of the smallest peak on: the choice of the rows' smallest peak, then rows for what its
-        program holds beyond the best so far, and again, until one fits the budget."""
+        program holds beyond the best so far, and again, until one fits the budget, or the time is up."""
         best: _Result | None = None
         name = min(self.rivals, key=lambda r: r.peak_bytes).name if self.rivals else ""
         for choice in seed(self.objective, self.options, name) if name else ():
             best = self._of_choice(choice)
             rows.tighten(choice, best.program, best.memory.timeline, best.memory.peak_bytes * SMALLER)
         for _ in range(SMALLEST_ROUNDS):
-            result = self._near_smallest(rows, () if best is None else (best.solution.choice,))
+            if best is not None and now() > deadline:
+                break
+            result = self._near_smallest(rows, () if best is None else (best.solution.choice,), deadline)
             if best is None or result.memory.peak_bytes < best.memory.peak_bytes:
                 best = result
             aim = best.memory.peak_bytes * SMALLER
@@ -504,22 +510,26 @@ class _Search:
         assert best is not None
         return best
 
-    def _near_smallest(self, rows: Rows, known: Sequence[Sequence[int]]) -> _Result:
+    def _near_smallest(self, rows: Rows, known: Sequence[Sequence[int]], deadline: float) -> _Result:
         """The cheapest choice whose rows are hardly higher than they have to be: cheap ones hold little besides."""
-        asked, choice = self._smallest_rows(rows, known)
+        asked, choice = self._smallest_rows(rows, known, self._smallest_s(deadline))
         try:
-            return self._once(rows, peak_usage(asked, choice) * NEARLY, now() + SMALLEST_S, rows.own(choice))
+            latest = now() + self._smallest_s(deadline)
+            return self._once(rows, peak_usage(asked, choice) * NEARLY, latest, rows.own(choice))
         except (InfeasibleError, SolverError):
             return self._of_choice(rows.own(choice))
 
+    def _smallest_s(self, deadline: float) -> float:
+        return min(max(SMALLEST_SHARE * (deadline - now()), LEAST_SMALLEST_S), SMALLEST_S)
+
     def _smallest_rows(
-        self, rows: Rows, known: Sequence[Sequence[int]], limit: float = math.inf
+        self, rows: Rows, known: Sequence[Sequence[int]], seconds: float, limit: float = math.inf
     ) -> tuple[Problem, tuple[int, ...]]:
         """The problem with ``rows``, and its choice of the smallest peak, states and all."""
         asked = rows.extend(self._problem(rows, limit))
         found = [rows.states(choice) for choice in known]
         return asked, smallest_choice(
-            asked, SMALLEST_S, backend=self.options.solver, known=found, gap=SMALLEST_GAP
+            asked, seconds, backend=self.options.solver, known=found, gap=SMALLEST_GAP
         )
 
     def _of_choice(self, choice: Sequence[int]) -> _Result:

@@ -15,6 +15,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
+from typing import TypeAlias
 
 from autopar.planner.movable import Movable, Parts, together
 from autopar.planner.packing import packs
@@ -35,6 +36,13 @@ LARGEST = 0.05
 
 NEGLIGIBLE = 0.05
 """Of the bytes that are sent, a share that hardly matters."""
+
+
+Leads: TypeAlias = Mapping[int, int]
+"""By how many launches single collectives, by position, run ahead of their readers, where that is not the way's own."""
+
+ALONE = -1
+"""The lead of one that goes by itself: just before its reader, or as soon as what it sends is there."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class Ways:
     def events(self, a: Arrangement) -> Iterator[Event]:
         """What happens in this arrangement."""
         at = 0
-        for launch in self._launches(a):
+        for launch in self._launches(a, {}):
             if launch.place > at:
                 yield from self._computed(at, launch.place)
                 at = launch.place
@@ -169,11 +177,11 @@ class Ways:
         writes = tuple([t.name for m in members for t in m.op.writes])
         return Event("launch", "", first.phase, reads, writes, seconds, launch_s, (first.step.axis, *first.step.axes))
 
-    def ops(self, a: Arrangement) -> tuple[Op, ...]:
-        """The program's ops in this arrangement."""
+    def ops(self, a: Arrangement, leads: Leads | None = None) -> tuple[Op, ...]:
+        """The program's ops in this arrangement, but for the collectives in ``leads``."""
         made: list[Op] = []
         at = 0
-        for launch in self._launches(a):
+        for launch in self._launches(a, leads or {}):
             if launch.place > at:
                 made += self.parts.fixed[at : launch.place]
                 at = launch.place
@@ -208,10 +216,10 @@ class Ways:
             counts[event] += 1
         return list(accumulate(counts))
 
-    def _launches(self, a: Arrangement) -> list[_Launch]:
+    def _launches(self, a: Arrangement, leads: Leads) -> list[_Launch]:
         """Every launch in the order of the program."""
-        ahead = [*self._middle, *self._early(a)]
-        placed = [*ahead, *self._late(a, ahead)]
+        ahead = [*self._middle, *self._early(a, leads)]
+        placed = [*ahead, *self._late(a, ahead, leads)]
         of = {m.at: launch for launch in placed for m in launch.members}
         done: set[int] = set()
         order: list[_Launch] = []
@@ -245,6 +253,15 @@ class Ways:
             self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
         return self._groups[kind, size]
 
+    def _led(self, kind: str, size: int, leads: Leads) -> list[tuple[Movable, ...]]:
+        """The same, with those apart that go by themselves."""
+        groups = self._together(kind, size)
+        if not leads:
+            return groups
+        apart = [(m,) for g in groups for m in g if leads.get(m.at) == ALONE]
+        rest = [tuple(m for m in g if leads.get(m.at) != ALONE) for g in groups]
+        return sorted([*filter(None, rest), *apart], key=lambda g: (g[0].level, g[0].at))
+
     @cached_property
     def _middle(self) -> list[_Launch]:
         """As soon as the operand is there, together while launches are what they cost."""
@@ -254,15 +271,16 @@ class Ways:
         chained = [_Launch((m,), m.last) for m in found if m.waits_for]
         return [_Launch(g, max(m.first for m in g)) for g in groups] + chained
 
-    def _early(self, a: Arrangement) -> list[_Launch]:
+    def _early(self, a: Arrangement, leads: Leads) -> list[_Launch]:
         """What is read some launches ahead of its reader; a step that another waits for as late as it is done by then,
         by the clock of what is computed and with one collective at a time on each queue."""
-        groups = self._together("early", a.gathered_bytes)
+        groups = self._led("early", a.gathered_bytes, leads)
         readers = {phase: _readers(groups, phase) for phase in self.parts.begins}
         of = {m.at: i for i, group in enumerate(groups) for m in group}
         before = [sorted({of[i] for m in group for i in m.waits_for if i in of}) for group in groups]
         left = Counter(j for those in before for j in those)
-        due_s = [self._until[_needed(group)] for group in groups]
+        due = [_needed(group) for group in groups]
+        due_s = [self._until[place] for place in due]
         free_s: dict[object, float] = {}
         launches: list[_Launch] = []
         latest = [(-due_s[i], i) for i in range(len(groups)) if i not in left]
@@ -271,18 +289,21 @@ class Ways:
             i = heappop(latest)[1]
             group, begin = groups[i], self.parts.begins[groups[i][0].op.phase]
             queue = self._queue(group[0].op)
-            if i in left:
+            lead = min(leads.get(m.at, a.prefetch) for m in group)
+            if lead == ALONE:
+                place, at_s = due[i], due_s[i]
+            elif i in left:
                 at_s = min(due_s[i], free_s.get(queue, math.inf)) - self._cost_s(group)
                 place = max(bisect_right(self._until, at_s) - 1, begin)
             else:
                 there = readers[group[0].op.phase]
-                ahead = bisect_left(there, _needed(group)) - a.prefetch
+                ahead = bisect_left(there, _needed(group)) - lead
                 place = there[ahead] if ahead >= 0 else begin
                 at_s = self._until[place]
             free_s[queue] = min(at_s, free_s.get(queue, math.inf))
             launches.append(_Launch(group, place, at_s))
             for j in before[i]:
-                due_s[j] = min(due_s[j], at_s)
+                due[j], due_s[j] = min(due[j], place), min(due_s[j], at_s)
                 left[j] -= 1
                 if not left[j]:
                     heappush(latest, (-due_s[j], j))
@@ -293,10 +314,10 @@ class Ways:
         assert op.step is not None
         return op.phase, op.step.axis, *op.step.axes
 
-    def _late(self, a: Arrangement, ahead: Sequence[_Launch]) -> list[_Launch]:
+    def _late(self, a: Arrangement, ahead: Sequence[_Launch], leads: Leads) -> list[_Launch]:
         """Each when what it sends should be there, by the clock of what is computed and with one collective at a time
         on each queue: one that waits for another would stop the program if it were launched sooner."""
-        groups = self._together("late", a.reduced_bytes)
+        groups = self._led("late", a.reduced_bytes, leads)
         of = {m.at: i for i, group in enumerate(groups) for m in group}
         there_s = {
             m.at: self._until[launch.place] + self._cost_s(launch.members) for launch in ahead for m in launch.members

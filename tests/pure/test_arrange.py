@@ -195,7 +195,17 @@ def test_large_weights_are_gathered_ahead_of_need_where_memory_allows() -> None:
     ahead = arranged(program)
     assert ahead.program.arrangement.prefetch > 0
     assert ahead.timeline.seconds < 0.7 * simulate_streams(program, PRICES.overlap).seconds
-    assert arranged(program, 0.0).program.arrangement is None
+
+
+def test_where_memory_is_full_gathers_wait_and_elsewhere_they_do_not() -> None:
+    program = weights(6, 2**26, 4e-4)  # what is held falls from the first reader on
+    full = arranged(program, 0.0)
+    assert full.memory.peak_bytes == held(program).peak_bytes
+    places = [op.name for op in full.program.ops if op.kind != "input"]
+    assert places[:3] == ["w0", "y0", "w1"]
+    assert places.index("w3") < places.index("y2")
+    ahead_s, before_s = arranged(program).timeline.seconds, simulate_streams(program, PRICES.overlap).seconds
+    assert ahead_s < full.timeline.seconds < 0.75 * before_s
 
 
 def test_small_weights_are_gathered_together() -> None:
