@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.movable import take_apart
@@ -34,6 +35,9 @@ UNSURE, MOST_EXACT = 2e-3, 2
 
 MOST_CHECKED = 8
 """Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
+
+MOST_RELAXED = 2
+"""Ways that fit with some collectives later than they ask for: others are hardly better."""
 
 NEARLY = 1.01
 """Times the budget, beyond which to wait for collectives sooner does not help."""
@@ -94,13 +98,15 @@ def arrange(
     fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
     best: Arranged | None = None
     over: list[Arrangement] = []
+    relaxed = 0
     for way in tried.promising():
         if any(_holds_more(way, other) for other in over):
             continue
         found, as_asked = fitter.fit(way)
         if found is not None and (best is None or found.timeline.seconds < best.timeline.seconds):
             best = found
-        if as_asked or len(over) == MOST_CHECKED or time.perf_counter() > deadline:
+        relaxed += found is not None
+        if as_asked or relaxed == MOST_RELAXED or len(over) == MOST_CHECKED or time.perf_counter() > deadline:
             break
         over.append(way)
     if best is not None and best.timeline.seconds < (1 - ALIKE) * tried.before.seconds:
@@ -138,30 +144,37 @@ class _Fitter:
                     return Arranged(found, held, after, self.tried.before), not leads
                 if held.peak_bytes > NEARLY * self.most:
                     break
-            if time.perf_counter() > self.deadline or not self._hold_back(leads, way, found, held):
+            if time.perf_counter() > self.deadline or not self._hold_back(way, leads, self._by_place(found, held)):
                 return None, False
 
-    def _hold_back(self, leads: dict[int, int], way: Arrangement, found: Program, held: MemoryProfile) -> bool:
-        """Halve the leads of what is under way where too much is held; whether any is shorter."""
-        over = np.concatenate([[0], np.cumsum(np.array(held.timeline) > self.most)])
-        read: dict[str, int] = {}
-        for at, op in enumerate(found.ops):
-            for name in op.reads if op.kind != "wait" else ():
-                read.setdefault(name, at)
-        changed = False
-        for m in self.tried.ways.parts.movables:
-            made = m.op.writes[0].name
-            at = found.writer[made]
-            alone = leads.get(m.at, 0) == ALONE or (len(found.ops[at].writes) == 1 and m.level == 0)
-            if m.kind == "early":
-                begin, end = at, read.get(made, len(found.ops))
-                lead = leads.get(m.at, way.prefetch)
-            else:
-                begin, end, lead = max(found.writer[name] for name in m.op.reads) + 1, at, 0
-            if m.kind != "middle" and over[end] > over[begin] and (lead > 0 or not alone):
-                leads[m.at] = lead // 2 if lead > 0 else ALONE
-                changed = True
-        return changed
+    def _by_place(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
+        """The most that is held at each place; see `planner.movable`."""
+        stays = {op.name for op in self.tried.ways.parts.fixed}
+        passed = np.cumsum([0, *(op.name in stays for op in found.ops)])
+        most = np.zeros(passed[-1] + 1, dtype=np.int64)
+        np.maximum.at(most, passed, np.array(held.timeline))
+        return most
+
+    def _hold_back(self, way: Arrangement, leads: dict[int, int], held: npt.NDArray[np.int64]) -> bool:
+        """Halve the leads of what is under way where too much is held, until by all that is known that is enough, or
+        none can be shorter; whether any is. ``held``, at each place, is written to."""
+        ways, changed = self.tried.ways, False
+        places = ways.places(way, leads)
+        while True:
+            over = np.concatenate([[0], np.cumsum(held > self.most)])
+            shorter = False
+            for m in ways.parts.movables:
+                span = (places[m.at], m.last) if m.kind == "early" else (m.first, places[m.at])
+                lead = leads.get(m.at, way.prefetch if m.kind == "early" else 0)
+                if m.kind != "middle" and lead != ALONE and over[max(span)] > over[span[0]]:
+                    leads[m.at] = lead // 2 if lead > 0 else ALONE
+                    shorter = changed = True
+            if not shorter:
+                return changed
+            before, places = places, ways.places(way, leads)
+            for m in ways.parts.movables:
+                there, then = before[m.at], places[m.at]
+                held[min(there, then) : max(there, then)] -= m.op.wire_bytes if m.at in leads else 0
 
 
 def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, float]:

@@ -30,7 +30,7 @@ SHARE_OF_TIME = 0.3
 """All baselines together take at most this share of the time limit; those that are left then are not compared. It is
 far more than they need, so that what is compared does not hang on the clock."""
 
-ARRANGING_SHARE = 0.1
+ARRANGING_SHARE = 0.2
 LEAST_ARRANGING_S = 0.5
 """Of the time limit, and at least, for the collectives of one program."""
 

@@ -241,7 +241,8 @@ class _Search:
 
     def _fitting(self, step_s: float, deadline: float, cost: float = 0.0) -> Iterator[Finalist]:
         """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that
-        cost no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate."""
+        cost no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate, and
+        whatever time it is the first of those that cost no more."""
         if self.options.compare:
             yield from (rival.finalist for rival in self.rivals if self._fits(rival))
             return
@@ -250,11 +251,14 @@ class _Search:
         for rival in self.rivals:
             if rival.objective <= most_s and now() < deadline + LATE_S:
                 steps[rival.name] = rival.least_s
+        known = False
         may_win_s = (1 + UNSURE) * max(step_s, min(steps.values(), default=0.0))
         for rival in self.rivals:
             seen, least_s = "finalist" in vars(rival), steps.get(rival.name, math.inf)
-            hopeful = rival.objective <= cost or least_s <= may_win_s
-            if (seen or (hopeful and now() < deadline + LATE_S)) and self._fits(rival):
+            cheaper = rival.objective <= cost
+            looked_at = (cheaper or least_s <= may_win_s) and now() < deadline + LATE_S
+            if (seen or looked_at or (cheaper and not known)) and self._fits(rival):
+                known = True
                 yield rival.finalist
 
     def _fits(self, rival: Rival) -> bool:

@@ -177,6 +177,10 @@ class Ways:
         writes = tuple([t.name for m in members for t in m.op.writes])
         return Event("launch", "", first.phase, reads, writes, seconds, launch_s, (first.step.axis, *first.step.axes))
 
+    def places(self, a: Arrangement, leads: Leads) -> dict[int, int]:
+        """Where each collective, by position, is launched."""
+        return {m.at: launch.place for launch in self._launches(a, leads) for m in launch.members}
+
     def ops(self, a: Arrangement, leads: Leads | None = None) -> tuple[Op, ...]:
         """The program's ops in this arrangement, but for the collectives in ``leads``."""
         made: list[Op] = []
