@@ -25,7 +25,7 @@ from autopar.planner.decisions import Decisions, Variable
 from autopar.planner.objective import Objective
 from autopar.planner.tensor_parallel import FREE, Label, TensorParallel, find_tensor_parallel
 from autopar.sharding import ShardingSpec, Strategy
-from autopar.solver import Edge, Problem, Tied, Usage, fold, solve
+from autopar.solver import Edge, Problem, Tied, Usage, fold, solve, sum_of_least
 
 Mask = npt.NDArray[np.bool_]
 Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
@@ -323,9 +323,19 @@ def _solve_sliced(
     problem: Problem, masks: Sequence[Mask], time_limit: float, backend: str, gap: float,
     folding: Callable[[Problem], Tied | None],
 ) -> tuple[int, ...] | None:  # fmt: skip
-    kept = [np.flatnonzero(m) for m in masks]
+    return solve_sliced(problem, [np.flatnonzero(m) for m in masks], time_limit, backend, gap, folding)
+
+
+def solve_sliced(
+    problem: Problem, kept: Sequence[npt.NDArray[np.int64]], time_limit: float, backend: str, gap: float,
+    folding: Callable[[Problem], Tied | None],
+) -> tuple[int, ...] | None:  # fmt: skip
+    """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
+    sliced = _sliced(problem, kept)
+    if sum_of_least(sliced) > problem.limit:
+        return None
     try:
-        solution = solve(_sliced(problem, kept), time_limit=time_limit, backend=backend, gap=gap, folding=folding)
+        solution = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding)
     except AutoparError:
         return None
     return tuple(int(k[o]) for k, o in zip(kept, solution.choice, strict=True))

@@ -8,10 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autopar.errors import InfeasibleError, PlanError, SolverError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.arrange import UNSURE
+from autopar.planner.baselines import solve_sliced
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
@@ -26,10 +29,12 @@ from autopar.planner.schedule import schedule
 from autopar.planner.tightening import Rows
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds, host_usages
-from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
+from autopar.planner.two_stage import Checkpointed, CheckpointSearch, Open, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, evaluate, peak_usage, smallest_choice, solve
+from autopar.solver import (
+    Problem, Solution, TraceEntry, UsagePrices, evaluate, fold, peak_usage, smallest_choice, solve,
+)  # fmt: skip
 from autopar.solver.clock import now
 from autopar.strategies import find_rule, missing_rule
 
@@ -49,6 +54,11 @@ NEARLY_FREE = 0.002
 KEEPING_SHARE = 0.2
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
 JOINT_SHARE = 0.8
+SHARDED_SHARE = 0.3
+LEAST_SHARDED_S = 1.0
+SHARDED_ROUNDS = 4
+"""Of the time, for what to keep and recompute with shardings that are known, from which the joint search begins; at
+least for one of them, and with tighter rows so many times."""
 SECOND_STAGE_GAP = 0.01
 """Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
 free optimum."""
@@ -292,10 +302,16 @@ class _Search:
         self.say("over the budget: keep or recompute")
         checkpoints, seeds = self._checkpoints(free), self.seeds
         self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
+        known = self._sharded_as(keeping.decisions, free, deadline)
+        self.seeds += () if known is None else (known.solution.choice,)
         result = self._within_budget(deadline, JOINT_SHARE)
+        if known is not None and (result is None or known.solution.objective < result.solution.objective):
+            bound = self.bound if result is None else result.solution.lower_bound
+            result = replace(known, solution=_bounded(known.solution, bound, self.options.gap))
         if result is None or result.solution.gap > SECOND_STAGE_GAP:
             joint, self.objective, self.seeds = (self.objective, self.seeds), keeping, seeds
-            kept = kept or self._within_budget(deadline, KEEPING_SHARE)
+            if now() < deadline:
+                kept = kept or self._within_budget(deadline, KEEPING_SHARE)
             self.objective, self.seeds = joint
             if len(self.decisions.variables) <= SECOND_STAGE_MOST:
                 result = self._better(result, checkpoints.within(self.budget, deadline))
@@ -318,6 +334,48 @@ class _Search:
         self.objective = joint
         still = sharded_as(sharded, free.solution.choice, self.decisions)
         return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
+
+    def _sharded_as(self, d: Decisions, free: _Result, deadline: float) -> _Result | None:
+        """The best that is found to keep, recompute and offload with the shardings of the free optimum, and of each
+        baseline: what the joint search begins with, and what there is where its time is too short."""
+        best: _Result | None = None
+        until = self._in(SHARDED_SHARE, deadline)
+        choices = (free.solution.choice, *(r.choice for r in self.rivals))
+        for still in dict.fromkeys(tuple(sharded_as(d, choice, self.decisions)) for choice in choices):
+            if now() > until:
+                break
+            found = self._fitting_as(still, until)
+            if found is not None and (best is None or found.solution.objective < best.solution.objective):
+                best = found
+        return best
+
+    def _fitting_as(self, still: Open, until: float) -> _Result | None:
+        """The best choice among options that are ``still`` open, with rows for what its program holds over the budget
+        until it fits; None where none was found that does."""
+        rows = self._first_rows()
+        for _ in range(SHARDED_ROUNDS):
+            asked = rows.extend(self._problem(rows, self.budget))
+            every = [np.arange(len(c)) for c in asked.costs]
+            kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
+            kept += every[len(kept) :]
+            seconds = max(until - now(), LEAST_SHARDED_S)
+            choice = solve_sliced(asked, kept, seconds, self.options.solver, SECOND_STAGE_GAP, fold)
+            if choice is None:
+                break
+            found = self._of_choice(rows.own(choice), self.budget)
+            if found.memory.peak_bytes <= self.budget:
+                return found
+            own, timeline = found.solution.choice, found.memory.timeline
+            if now() > until or not rows.tighten(own, found.program, timeline, self.budget):
+                break
+        return None
+
+    def _first_rows(self) -> Rows:
+        """Those for the moments at which the free optimum is over the budget."""
+        rows = Rows(self.decisions, self.options)
+        if self.free is not None:
+            rows.watch(self.free.program, self.free.memory.timeline, self.budget)
+        return rows
 
     def _all_by_checkpoints(self, free: _Result, deadline: float) -> _Result | None:
         """The two-stage search; on one device there is nothing else to choose.
@@ -363,10 +421,7 @@ class _Search:
         time that is left, or, with ``nearly_free``, what is found costs clearly more than without a budget. The bound
         is that of rows that set nothing aside."""
         deadline = self._in(share, deadline)
-        if rows is None:
-            rows = Rows(self.decisions, self.options)
-            if self.free is not None:
-                rows.watch(self.free.program, self.free.memory.timeline, self.budget)
+        rows = self._first_rows() if rows is None else rows
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: _Result | None = None
@@ -536,8 +591,8 @@ class _Search:
             asked, seconds, backend=self.options.solver, known=found, gap=SMALLEST_GAP
         )
 
-    def _of_choice(self, choice: Sequence[int]) -> _Result:
-        program, memory = scheduled(self.decisions, choice, self.prices, self.options, 0.0)
+    def _of_choice(self, choice: Sequence[int], limit: float = 0.0) -> _Result:
+        program, memory = scheduled(self.decisions, choice, self.prices, self.options, limit)
         solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method="smallest peak")
         return _Result(program, solution, memory, self.timings)
 

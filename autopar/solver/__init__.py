@@ -2,7 +2,7 @@
 
 from autopar.solver.brute_force import brute_force
 from autopar.solver.folding import fold
-from autopar.solver.minimum_limit import minimum_limit, smallest_choice
+from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
 from autopar.solver.parts import Tied
 from autopar.solver.pipeline import solve
 from autopar.solver.planes import highest_point
@@ -27,4 +27,5 @@ __all__ = [
     "peak_usage",
     "smallest_choice",
     "solve",
+    "sum_of_least",
 ]

@@ -74,7 +74,7 @@ def _smallest(
     problem = _only_forbidden(problem)
     choice, bound = _by_prices(problem, known, PRICING_SHARE * time_limit, backend, gap)
     peak = peak_usage(problem, choice)
-    if peak <= max(bound, _sum_of_least(problem)) * (1 + gap) or now() > deadline:
+    if peak <= max(bound, sum_of_least(problem)) * (1 + gap) or now() > deadline:
         return choice
     result = _minimise_peak(problem, peak, IlpLimits(deadline - now(), gap), backend)
     if result.choice is None:
@@ -148,7 +148,8 @@ def _only_forbidden(problem: Problem) -> Problem:
     )
 
 
-def _sum_of_least(problem: Problem) -> float:
+def sum_of_least(problem: Problem) -> float:
+    """The highest usage where every node uses the least that it can at each time: none is below it."""
     least = tuple(Usage(u.node, np.full(len(u.option), u.option.min()), u.start, u.end) for u in problem.usages)
     return peak_usage(replace(problem, usages=least), [0] * len(problem.costs))
 
