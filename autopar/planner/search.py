@@ -33,7 +33,15 @@ from autopar.planner.two_stage import Checkpointed, CheckpointSearch, Open, shar
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import (
-    Problem, Solution, TraceEntry, UsagePrices, evaluate, fold, peak_usage, smallest_choice, solve,
+    Problem,
+    Solution,
+    TraceEntry,
+    UsagePrices,
+    evaluate,
+    fold,
+    peak_usage,
+    smallest_choice,
+    solve,
 )  # fmt: skip
 from autopar.solver.clock import now
 from autopar.strategies import find_rule, missing_rule
