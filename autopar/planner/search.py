@@ -393,11 +393,11 @@ class _Search:
         """
         self.say("over the budget: keep or recompute")
         checkpoints = self._checkpoints(free)
-        found = checkpoints.within(self.budget, self._in(JOINT_SHARE, deadline))
+        found = checkpoints.within(self.budget, deadline)
         if found is None and self.baseline:
             return None
         if found is None:
-            found = checkpoints.smallest(deadline)
+            found = checkpoints.smallest(max(deadline, now() + LEAST_SMALLEST_S))
         result = self._better(None, found)
         assert result is not None
         if result.memory.peak_bytes > self.budget:
