@@ -87,7 +87,8 @@ def test_dropout_is_drawn_again_to_the_same_bits_also_inside_attention() -> None
     """The plan makes both again, and what is drawn differs from seed to seed."""
     free = planned("gpt2")
     assert free is not None
-    short = (free.memory.peak_bytes - share * free.memory.by_kind["activations"] for share in (0.4, 0.45, 0.5, NEARLY_ALL))
+    shares = (0.4, 0.45, 0.5, NEARLY_ALL)
+    short = (free.memory.peak_bytes - share * free.memory.by_kind["activations"] for share in shares)
     least = next(p for budget in short if (p := planned("gpt2", int(budget))) is not None and _draws_again(p))
     expected, result, other = simulated("gpt2", free), simulated("gpt2", least), simulated("gpt2", least, seed=4)
     assert_same_bits(expected.outputs, result.outputs)
