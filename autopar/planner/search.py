@@ -332,7 +332,7 @@ class _Search:
         if result is None:
             result = self._smallest(deadline)
         if result.memory.peak_bytes > self.budget:
-            raise self._infeasible(result)
+            raise self._infeasible(result, late=now() > deadline)
         return result
 
     def _checkpoints(self, free: _Result) -> CheckpointSearch:
@@ -401,7 +401,7 @@ class _Search:
         result = self._better(None, found)
         assert result is not None
         if result.memory.peak_bytes > self.budget:
-            raise self._infeasible(result)
+            raise self._infeasible(result, late=now() > deadline)
         if self.decisions.mesh.size == 1:
             return result
         bound = min(self.bound, result.solution.objective)  # other shardings may be better
@@ -468,7 +468,7 @@ class _Search:
         except (InfeasibleError, SolverError):
             seeds = self.seeds if warm is None else (warm,)
             asked, least = self._smallest_rows(rows, seeds, self._smallest_s(deadline), self.budget)
-        if not evaluate(asked, least)[1]:
+        if not evaluate(asked, least)[1] or now() > deadline:
             return None
         try:
             return self._once(rows, self.budget, deadline, rows.own(least))
@@ -604,13 +604,15 @@ class _Search:
         solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method="smallest peak")
         return _Result(program, solution, memory, self.timings)
 
-    def _infeasible(self, smallest: _Result) -> InfeasibleError:
+    def _infeasible(self, smallest: _Result, *, late: bool) -> InfeasibleError:
         least = min([smallest.memory.peak_bytes, *(r.peak_bytes for r in self.rivals)])
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
+        more = "more time may find smaller ones: time_limit=...; " if late else ""
         return InfeasibleError(
-            "No plan fits the memory budget.",
+            f"No plan {'was found in time that ' if late else ''}fits the memory budget.",
             found=f"a budget of {_text(self.budget)} a device on mesh {self.decisions.mesh}",
-            hint=f"the smallest budget that works is {_text(least)}: memory_budget={math.ceil(least)}; "
+            hint=f"the smallest budget that works{' so far' if late else ''} is {_text(least)}: "
+            f"memory_budget={math.ceil(least)}; {more}"
             + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
 
