@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -36,9 +37,12 @@ def digest(mesh: tuple[int, ...]) -> str:
     return autopar.plan(model, torch.empty(1 << 18, 2048, device="meta"), mesh=mesh, cluster="dgx-h100:64").digest
 
 
-def in_a_fresh_process(*meshes: tuple[int, ...]) -> list[str]:
+def in_a_fresh_process(*meshes: tuple[int, ...], hash_seed: str = "random") -> list[str]:
     asked = [",".join(map(str, mesh)) for mesh in meshes]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, *asked], capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, *asked], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[-len(meshes) :]
 
@@ -49,3 +53,8 @@ def test_a_plan_does_not_depend_on_what_was_planned_before():
     assert alone[MESHES[0]] != alone[MESHES[1]]
     for order in (MESHES, MESHES[::-1], [*MESHES, *MESHES]):
         assert in_a_fresh_process(*order) == [alone[mesh] for mesh in order]
+
+
+@pytest.mark.slow
+def test_a_plan_does_not_depend_on_the_order_of_sets():
+    assert len({in_a_fresh_process(MESHES[0], hash_seed=seed)[0] for seed in ("0", "1", "77")}) == 1
