@@ -195,13 +195,17 @@ def test_importing_the_ops_leaves_the_global_generator_alone():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+OF_COMPILED_PROGRAMS = {"offload", "offloaded", "fetch", "fetched"}
+"""Transfers, registered when a program is compiled: what they give is not a function of their operands alone."""
+
+
 def test_every_op_has_a_case_here():
     registered = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("autopar::")
     }
-    assert registered == set(NAMES)
+    assert registered - OF_COMPILED_PROGRAMS == set(NAMES)
 
 
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=IDS)
