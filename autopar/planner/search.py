@@ -63,10 +63,11 @@ KEEPING_SHARE = 0.2
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
+SHARDED_TIMES = 3.0
 LEAST_SHARDED_S = 1.0
 SHARDED_ROUNDS = 4
-"""Of the time, for what to keep and recompute with shardings that are known, from which the joint search begins; at
-least for one of them, and with tighter rows so many times."""
+"""Of the time, and times what the free optimum took, for what to keep and recompute with shardings that are known, from
+which the joint search begins; at least for one of them, and with tighter rows so many times."""
 SECOND_STAGE_GAP = 0.01
 """Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
 free optimum."""
@@ -224,6 +225,7 @@ class _Search:
     hideable_s: float = math.inf
     hiding_parts: int = 1
     free: _Result | None = None
+    free_s: float = 0.0
 
     @property
     def decisions(self) -> Decisions:
@@ -294,7 +296,9 @@ class _Search:
         Raises:
             InfeasibleError: even the smallest plan is over the budget.
         """
+        began = now()
         free = self._once(None, math.inf, deadline, None)
+        self.free_s = now() - began
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
         self.free, self.hideable_s = free, forward_seconds(free.program)
@@ -347,7 +351,7 @@ class _Search:
         """The best that is found to keep, recompute and offload with the shardings of the free optimum, and of each
         baseline: what the joint search begins with, and what there is where its time is too short."""
         best: _Result | None = None
-        until = self._in(SHARDED_SHARE, deadline)
+        until = min(self._in(SHARDED_SHARE, deadline), now() + SHARDED_TIMES * self.free_s)
         choices = (free.solution.choice, *(r.choice for r in self.rivals))
         for still in dict.fromkeys(tuple(sharded_as(d, choice, self.decisions)) for choice in choices):
             if now() > until:
