@@ -173,8 +173,6 @@ def is_functionalized(target: Any) -> bool:
 @contextlib.contextmanager
 def grouped_products() -> Iterator[None]:
     """Let fake grouped products take float16 and float32, as the kernels do; torch's own checks for bfloat16 alone."""
-    from unittest import mock
-
     from torch import _meta_registrations as registered
 
     check: Callable[..., torch.Tensor] = registered._meta_grouped_mm_common

@@ -294,11 +294,13 @@ def solve_restricted(
     """
     if folded is not None:
         tied = _tied(masks, folded)
-        found = _solve_sliced(folded.problem, tied, time_limit, backend, gap, unfolded) if tied is not None else None
-        if found is not None:
-            return folded.expand(found)
-    each = [masks[i] for i in range(len(problem.costs))]
-    return _solve_sliced(problem, each, time_limit, backend, gap, fold)
+        if tied is not None:
+            alike = [np.flatnonzero(m) for m in tied]
+            found = solve_sliced(folded.problem, alike, time_limit, backend, gap, unfolded)
+            if found is not None:
+                return folded.expand(found)
+    each = [np.flatnonzero(masks[i]) for i in range(len(problem.costs))]
+    return solve_sliced(problem, each, time_limit, backend, gap, fold)
 
 
 def unfolded(problem: Problem) -> Tied | None:
@@ -317,13 +319,6 @@ def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
     for node, i in zip(nodes.tolist(), first.tolist(), strict=True):
         whole[node] = masks[i]
     return whole
-
-
-def _solve_sliced(
-    problem: Problem, masks: Sequence[Mask], time_limit: float, backend: str, gap: float,
-    folding: Callable[[Problem], Tied | None],
-) -> tuple[int, ...] | None:  # fmt: skip
-    return solve_sliced(problem, [np.flatnonzero(m) for m in masks], time_limit, backend, gap, folding)
 
 
 def solve_sliced(

@@ -374,7 +374,7 @@ class _Search:
             choice = solve_sliced(asked, kept, seconds, self.options.solver, SECOND_STAGE_GAP, fold)
             if choice is None:
                 break
-            found = self._of_choice(rows.own(choice), self.budget)
+            found = self._of_choice(rows.own(choice), self.budget, "known shardings")
             if found.memory.peak_bytes <= self.budget:
                 return found
             own, timeline = found.solution.choice, found.memory.timeline
@@ -603,9 +603,9 @@ class _Search:
             asked, seconds, backend=self.options.solver, known=found, gap=SMALLEST_GAP
         )
 
-    def _of_choice(self, choice: Sequence[int], limit: float = 0.0) -> _Result:
+    def _of_choice(self, choice: Sequence[int], limit: float = 0.0, method: str = "smallest peak") -> _Result:
         program, memory = scheduled(self.decisions, choice, self.prices, self.options, limit)
-        solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method="smallest peak")
+        solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method=method)
         return _Result(program, solution, memory, self.timings)
 
     def _infeasible(self, smallest: _Result, *, late: bool) -> InfeasibleError:
