@@ -8,51 +8,32 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from autopar.errors import InfeasibleError, PlanError, SolverError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.arrange import UNSURE
-from autopar.planner.baselines import solve_sliced
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
-from autopar.planner.fitting import fitted, scheduled
 from autopar.planner.garbage import collected_later
-from autopar.planner.liveness import MemoryProfile, profile
-from autopar.planner.objective import MOST_SOLVES, Objective
+from autopar.planner.known_shardings import kept_as_sharded
+from autopar.planner.liveness import MemoryProfile
+from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
-from autopar.planner.random_plans import random_solution
-from autopar.planner.schedule import schedule
+from autopar.planner.rounds import Progress, Result, Rounds
+from autopar.planner.smallest_peak import LEAST_S, of_smallest_peak, seconds_for, smallest_rows
 from autopar.planner.tightening import Rows
-from autopar.planner.timeline import Timeline, simulate_streams
-from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds, host_usages
-from autopar.planner.two_stage import Checkpointed, CheckpointSearch, Open, sharded_as
+from autopar.planner.timeline import Timeline
+from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds
+from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import (
-    Problem,
-    Solution,
-    TraceEntry,
-    UsagePrices,
-    evaluate,
-    fold,
-    peak_usage,
-    smallest_choice,
-    solve,
-)  # fmt: skip
+from autopar.solver import Solution, UsagePrices, evaluate
 from autopar.solver.clock import now
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS = 12
-MOST_UNDER_ROWS = 3
-"""Weightings of what may hide behind what, under a budget, beginning with the best of the free problem."""
-
-SOLVE_SHARE = 0.4
-"""Of the time left, for each of several weightings."""
-
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
 
@@ -64,36 +45,16 @@ KEEPING_SHARE = 0.2
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
 SHARDED_TIMES = 3.0
-LEAST_SHARDED_S = 1.0
-SHARDED_ROUNDS = 4
 """Of the time, and times what the free optimum took, for what to keep and recompute with shardings that are known, from
-which the joint search begins; at least for one of them, and with tighter rows so many times."""
+which the joint search begins."""
 SECOND_STAGE_GAP = 0.01
 """Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
 free optimum."""
 SECOND_STAGE_MOST = 2000
 """Variables of the joint problem up to which: the moments of more take longer than they are worth."""
-SMALLEST_ROUNDS = 6
-SMALLER = 0.99
-NEARLY = 1.005
-"""Times the smallest usage, within which the cheapest choice is taken."""
-
 MOST_EXPOSED = 5e-3
 EXPOSED_ROUNDS = 2
 """Of the step: where transfers are exposed for longer than that, more rows see to it that they hide, so many times."""
-
-HOST_TIME = 10_000
-"""Of the rows by which transfers hide: beyond those of memory, so that prices of rows keep their times."""
-
-SMALLEST_S = 20.0
-SMALLEST_GAP = 0.01
-"""Seconds, at most, for each answer to how small the peak can be, and how good it is."""
-SMALLEST_SHARE = 0.4
-LEAST_SMALLEST_S = 0.5
-"""Of the time left, and at least, for each of these answers, and for the plan that follows from it."""
-
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -134,7 +95,7 @@ def plan_graph(
     objective = Objective(decisions, Prices(mesh, cluster, options.backend, options.decomposed))
     search = _Search(
         graph, objective, options, budget_bytes(cluster, options), say,
-        lambda: decide(graph, mesh, options, forced, recompute=True),
+        with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
     )  # fmt: skip
     objective.problem()
     search.timings["build"] = time.perf_counter() - listed
@@ -198,42 +159,18 @@ def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
 
 
 @dataclass
-class _Result:
-    """``wished``: as it would run, and what it would hold, if its transfers did not have to give way to the budget."""
+class _Search(Rounds):
+    """The rounds that lead to a plan.
 
-    program: Program
-    solution: Solution
-    memory: MemoryProfile
-    timings: dict[str, float]
-    wished: tuple[Program, MemoryProfile] | None = None
+    Args:
+        with_reruns: the decisions, with what can be made again among them.
+        baseline: the cheapest that fits the budget.
+        free_s: seconds that the optimum without a budget took.
+    """
 
-
-@dataclass
-class _Search:
-    graph: Graph
-    objective: Objective
-    options: Options
-    budget: float
-    say: Progress
-    with_reruns: Callable[[], Decisions]
-    timings: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "solve": 0.0, "lower": 0.0, "verify": 0.0})
-    seeds: tuple[tuple[int, ...], ...] = ()
-    prices_of_memory: UsagePrices = field(default_factory=UsagePrices)
-    bound: float = 0.0
-    rivals: Sequence[Rival] = ()
+    with_reruns: Callable[[], Decisions] = field(kw_only=True)
     baseline: str = ""
-    hideable_s: float = math.inf
-    hiding_parts: int = 1
-    free: _Result | None = None
     free_s: float = 0.0
-
-    @property
-    def decisions(self) -> Decisions:
-        return self.objective.decisions
-
-    @property
-    def prices(self) -> Prices:
-        return self.objective.prices
 
     def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
         """The search's own plan, or a baseline that fits and is better.
@@ -289,7 +226,7 @@ class _Search:
         solution = _bounded(found.solution, bound, self.options.gap)
         return replace(found, solution=replace(solution, method=f"{method}; {solution.method}"))
 
-    def run(self, deadline: float) -> _Result | None:
+    def run(self, deadline: float) -> Result | None:
         """The free optimum when it fits, else the best that is found within the budget, else the smallest; None where
         nothing was found within it, and a baseline is.
 
@@ -297,7 +234,7 @@ class _Search:
             InfeasibleError: even the smallest plan is over the budget.
         """
         began = now()
-        free = self._once(None, math.inf, deadline, None)
+        free = self.once(None, math.inf, deadline, None)
         self.free_s = now() - began
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
@@ -314,7 +251,8 @@ class _Search:
         self.say("over the budget: keep or recompute")
         checkpoints, seeds = self._checkpoints(free), self.seeds
         self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
-        known = self._sharded_as(keeping.decisions, free, deadline)
+        until = min(_in(SHARDED_SHARE, deadline), now() + SHARDED_TIMES * self.free_s)
+        known = kept_as_sharded(self, keeping.decisions, free, until)
         self.seeds += () if known is None else (known.solution.choice,)
         result = self._within_budget(deadline, JOINT_SHARE)
         if known is not None and (result is None or known.solution.objective < result.solution.objective):
@@ -339,7 +277,7 @@ class _Search:
             raise self._infeasible(result, late=now() > deadline)
         return result
 
-    def _checkpoints(self, free: _Result) -> CheckpointSearch:
+    def _checkpoints(self, free: Result) -> CheckpointSearch:
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
         sharded, joint = self.decisions, Objective(self.with_reruns(), self.prices)
         joint.begin_as(self.objective)
@@ -347,49 +285,7 @@ class _Search:
         still = sharded_as(sharded, free.solution.choice, self.decisions)
         return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
 
-    def _sharded_as(self, d: Decisions, free: _Result, deadline: float) -> _Result | None:
-        """The best that is found to keep, recompute and offload with the shardings of the free optimum, and of each
-        baseline: what the joint search begins with, and what there is where its time is too short."""
-        best: _Result | None = None
-        until = min(self._in(SHARDED_SHARE, deadline), now() + SHARDED_TIMES * self.free_s)
-        choices = (free.solution.choice, *(r.choice for r in self.rivals))
-        for still in dict.fromkeys(tuple(sharded_as(d, choice, self.decisions)) for choice in choices):
-            if now() > until:
-                break
-            found = self._fitting_as(still, until)
-            if found is not None and (best is None or found.solution.objective < best.solution.objective):
-                best = found
-        return best
-
-    def _fitting_as(self, still: Open, until: float) -> _Result | None:
-        """The best choice among options that are ``still`` open, with rows for what its program holds over the budget
-        until it fits; None where none was found that does."""
-        rows = self._first_rows()
-        for _ in range(SHARDED_ROUNDS):
-            asked = rows.extend(self._problem(rows, self.budget))
-            every = [np.arange(len(c)) for c in asked.costs]
-            kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
-            kept += every[len(kept) :]
-            seconds = max(until - now(), LEAST_SHARDED_S)
-            choice = solve_sliced(asked, kept, seconds, self.options.solver, SECOND_STAGE_GAP, fold)
-            if choice is None:
-                break
-            found = self._of_choice(rows.own(choice), self.budget, "known shardings")
-            if found.memory.peak_bytes <= self.budget:
-                return found
-            own, timeline = found.solution.choice, found.memory.timeline
-            if now() > until or not rows.tighten(own, found.program, timeline, self.budget):
-                break
-        return None
-
-    def _first_rows(self) -> Rows:
-        """Those for the moments at which the free optimum is over the budget."""
-        rows = Rows(self.decisions, self.options)
-        if self.free is not None:
-            rows.watch(self.free.program, self.free.memory.timeline, self.budget)
-        return rows
-
-    def _all_by_checkpoints(self, free: _Result, deadline: float) -> _Result | None:
+    def _all_by_checkpoints(self, free: Result, deadline: float) -> Result | None:
         """The two-stage search; on one device there is nothing else to choose.
 
         Raises:
@@ -401,7 +297,7 @@ class _Search:
         if found is None and self.baseline:
             return None
         if found is None:
-            found = checkpoints.smallest(max(deadline, now() + LEAST_SMALLEST_S))
+            found = checkpoints.smallest(max(deadline, now() + LEAST_S))
         result = self._better(None, found)
         assert result is not None
         if result.memory.peak_bytes > self.budget:
@@ -412,36 +308,32 @@ class _Search:
         proven = result.solution.objective - bound <= self.options.gap * result.solution.objective
         return replace(result, solution=replace(result.solution, lower_bound=bound, proven=proven))
 
-    def _better(self, joint: _Result | None, second: Checkpointed | None) -> _Result | None:
+    def _better(self, joint: Result | None, second: Checkpointed | None) -> Result | None:
         """The second stage's choice where it is better, with the bound that holds for all shardings."""
         if second is None or (joint is not None and joint.solution.objective <= second.solution.objective):
             return joint
         bound = second.solution.lower_bound if joint is None else joint.solution.lower_bound
         solution = replace(second.solution, lower_bound=min(bound, second.solution.objective))
-        return _Result(second.program, solution, second.memory, self.timings)
-
-    def _in(self, share: float, deadline: float) -> float:
-        at = now()
-        return at + share * max(deadline - at, 1.0)
+        return Result(second.program, solution, second.memory, self.timings)
 
     def _within_budget(
         self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None, *,
         nearly_free: bool = False,
-    ) -> _Result | None:  # fmt: skip
+    ) -> Result | None:  # fmt: skip
         """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
         (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of the
         time that is left, or, with ``nearly_free``, what is found costs clearly more than without a budget. The bound
         is that of rows that set nothing aside."""
-        deadline = self._in(share, deadline)
-        rows = self._first_rows() if rows is None else rows
+        deadline = _in(share, deadline)
+        rows = self.first_rows() if rows is None else rows
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
-        exposed: _Result | None = None
+        exposed: Result | None = None
         turns_exposed = 0
         for turn in range(TIGHTEN_ROUNDS):
             if turn and now() > deadline:
                 break
-            result = self._in_rows(rows, self._in(ROUND_SHARE, deadline), warm)
+            result = self._in_rows(rows, _in(ROUND_SHARE, deadline), warm)
             if result is None:
                 return exposed
             if not any(rows.unseen.values()):
@@ -452,7 +344,7 @@ class _Search:
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
                 result = replace(result, solution=_bounded(result.solution, bound, self.options.gap))
-                best = result if exposed is None else min(exposed, result, key=self._step_seconds)
+                best = result if exposed is None else min(exposed, result, key=self.step_seconds)
                 if turns_exposed == EXPOSED_ROUNDS or not self._hides_more(rows, result):
                     return best
                 exposed, turns_exposed = best, turns_exposed + 1
@@ -464,89 +356,34 @@ class _Search:
                 break
         return exposed
 
-    def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> _Result | None:
+    def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> Result | None:
         """The best choice of ``rows``; the solver may find none near the smallest limit, and then begins with the one
         of the smallest peak. None where that is over the budget too."""
         try:
-            return self._once(rows, self.budget, deadline, warm)
+            return self.once(rows, self.budget, deadline, warm)
         except (InfeasibleError, SolverError):
             seeds = self.seeds if warm is None else (warm,)
-            asked, least = self._smallest_rows(rows, seeds, self._smallest_s(deadline), self.budget)
+            asked, least = smallest_rows(self, rows, seeds, seconds_for(deadline), self.budget)
         if not evaluate(asked, least)[1] or now() > deadline:
             return None
         try:
-            return self._once(rows, self.budget, deadline, rows.own(least))
+            return self.once(rows, self.budget, deadline, rows.own(least))
         except (InfeasibleError, SolverError):
             return None
 
-    def _hides_more(self, rows: Rows, result: _Result) -> bool:
+    def _hides_more(self, rows: Rows, result: Result) -> bool:
         """Whether transfers of a plan that fits are exposed, and rows that say so are new: for copies to the host that
         find no time in the forward, and for what comes back late because there is no room for it sooner."""
         least = MOST_EXPOSED * result.solution.objective
         parts, self.hiding_parts = self.hiding_parts, PARTS if exposed_seconds(result.program) > least else 1
         tighter = False
-        if result.wished and self._step_seconds(result) > result.solution.objective + least:
+        if result.wished and self.step_seconds(result) > result.solution.objective + least:
             program, memory = result.wished
             tighter = rows.tighten(result.solution.choice, program, memory.timeline, self.budget)
         self.hiding_parts = max(parts, self.hiding_parts)
         return tighter or self.hiding_parts > parts
 
-    def _step_seconds(self, result: _Result) -> float:
-        return simulate_streams(result.program, self.prices.overlap).seconds
-
-    def _once(self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None) -> _Result:
-        start = time.perf_counter()
-        asked = self._problem(rows, limit)
-        built = time.perf_counter()
-        self.say("solve")
-        solution = self._choose(asked, rows, deadline, warm)
-        solved = time.perf_counter()
-        program = schedule(self.decisions, solution.choice, self.prices)
-        lowered = time.perf_counter()
-        wished = program, profile(program, self.graph, self.decisions.mesh, self.options)
-        program, memory = fitted(*wished, self.graph, self.decisions.mesh, self.options, limit)
-        ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
-        for stage, end in ends.items():
-            self.timings[stage] += end - start
-            start = end
-        return _Result(program, solution, memory, self.timings, wished)
-
-    def _problem(self, rows: Rows | None, limit: float) -> Problem:
-        used = rows.usages() if rows else ()
-        if rows and math.isfinite(limit) and math.isfinite(self.hideable_s):
-            host = self.prices.cluster.host
-            used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit, self.hiding_parts)
-        return self.objective.problem(used, limit)
-
-    def _choose(self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None) -> Solution:
-        kind, _, seed = self.options.search.partition(":")
-        if kind.startswith("random"):
-            return random_solution(asked, int(seed))
-        seeds = self.seeds if warm is None else (warm, *self.seeds)
-
-        def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
-            begin = (*best, *seeds)
-            if rows:
-                problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
-            left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
-            found = solve(
-                problem, time_limit=max(left_s, 1.0), backend=self.options.solver,
-                gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
-                folding=self.objective.fold, progress=self._say_gap,
-            )  # fmt: skip
-            self.prices_of_memory = found.usage_prices
-            return replace(found, choice=rows.own(found.choice)) if rows else found
-
-        # Rows that set something aside give no bound, so the weights that are known will do.
-        known, most = ((), 1 if any(rows.unseen.values()) else MOST_UNDER_ROWS) if rows else (self.seeds, MOST_SOLVES)
-        return self.objective.minimize(asked, solve_from, self.options.gap, known, most)
-
-    def _say_gap(self, found: TraceEntry) -> None:
-        if math.isfinite(found.objective) and found.objective > 0:
-            gap = 1 - max(found.lower_bound, 0.0) / found.objective
-            self.say(f"solve: {found.objective * 1e3:.4g} ms, gap {gap:.2%}")
-
-    def _smallest(self, deadline: float) -> _Result:
+    def _smallest(self, deadline: float) -> Result:
         """The plan of the smallest peak that was found; where it fits the budget, the cheapest plan near it that does.
 
         The way to it knows neither the budget nor what was tried before, so a budget that an error names works.
@@ -554,61 +391,12 @@ class _Search:
         self.hideable_s, self.prices_of_memory = math.inf, UsagePrices()
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
-        best = self._of_smallest_peak(rows, deadline)
+        best = of_smallest_peak(self, rows, deadline)
         if best.memory.peak_bytes <= self.budget:
             return self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
         return best
 
-    def _of_smallest_peak(self, rows: Rows, deadline: float) -> _Result:
-        """From the baseline of the smallest peak on: the choice of the rows' smallest peak, then rows for what its
-        program holds beyond the best so far, and again, until one fits the budget, or the time is up."""
-        best: _Result | None = None
-        name = min(self.rivals, key=lambda r: r.peak_bytes).name if self.rivals else ""
-        for choice in seed(self.objective, self.options, name) if name else ():
-            best = self._of_choice(choice)
-            rows.tighten(choice, best.program, best.memory.timeline, best.memory.peak_bytes * SMALLER)
-        for _ in range(SMALLEST_ROUNDS):
-            if best is not None and now() > deadline:
-                break
-            result = self._near_smallest(rows, () if best is None else (best.solution.choice,), deadline)
-            if best is None or result.memory.peak_bytes < best.memory.peak_bytes:
-                best = result
-            aim = best.memory.peak_bytes * SMALLER
-            if best.memory.peak_bytes <= self.budget:
-                break
-            if not rows.tighten(result.solution.choice, result.program, result.memory.timeline, aim):
-                break
-        assert best is not None
-        return best
-
-    def _near_smallest(self, rows: Rows, known: Sequence[Sequence[int]], deadline: float) -> _Result:
-        """The cheapest choice whose rows are hardly higher than they have to be: cheap ones hold little besides."""
-        asked, choice = self._smallest_rows(rows, known, self._smallest_s(deadline))
-        try:
-            latest = now() + self._smallest_s(deadline)
-            return self._once(rows, peak_usage(asked, choice) * NEARLY, latest, rows.own(choice))
-        except (InfeasibleError, SolverError):
-            return self._of_choice(rows.own(choice))
-
-    def _smallest_s(self, deadline: float) -> float:
-        return min(max(SMALLEST_SHARE * (deadline - now()), LEAST_SMALLEST_S), SMALLEST_S)
-
-    def _smallest_rows(
-        self, rows: Rows, known: Sequence[Sequence[int]], seconds: float, limit: float = math.inf
-    ) -> tuple[Problem, tuple[int, ...]]:
-        """The problem with ``rows``, and its choice of the smallest peak, states and all."""
-        asked = rows.extend(self._problem(rows, limit))
-        found = [rows.states(choice) for choice in known]
-        return asked, smallest_choice(
-            asked, seconds, backend=self.options.solver, known=found, gap=SMALLEST_GAP
-        )
-
-    def _of_choice(self, choice: Sequence[int], limit: float = 0.0, method: str = "smallest peak") -> _Result:
-        program, memory = scheduled(self.decisions, choice, self.prices, self.options, limit)
-        solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method=method)
-        return _Result(program, solution, memory, self.timings)
-
-    def _infeasible(self, smallest: _Result, *, late: bool) -> InfeasibleError:
+    def _infeasible(self, smallest: Result, *, late: bool) -> InfeasibleError:
         least = min([smallest.memory.peak_bytes, *(r.peak_bytes for r in self.rivals)])
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
         more = "more time may find smaller ones: time_limit=...; " if late else ""
@@ -619,6 +407,11 @@ class _Search:
             f"memory_budget={math.ceil(least)}; {more}"
             + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
+
+
+def _in(share: float, deadline: float) -> float:
+    at = now()
+    return at + share * max(deadline - at, 1.0)
 
 
 def _bounded(solution: Solution, bound: float, gap: float) -> Solution:

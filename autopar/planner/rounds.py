@@ -1,0 +1,150 @@
+"""One round of the search: state the problem, solve it, schedule the solution, and measure what it holds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.ir import Graph
+from autopar.planner.decisions import Decisions
+from autopar.planner.finalists import Rival
+from autopar.planner.fitting import fitted, scheduled
+from autopar.planner.liveness import MemoryProfile, profile
+from autopar.planner.objective import MOST_SOLVES, Objective
+from autopar.planner.options import Options
+from autopar.planner.pricing import Prices
+from autopar.planner.random_plans import random_solution
+from autopar.planner.schedule import schedule
+from autopar.planner.tightening import Rows
+from autopar.planner.timeline import simulate_streams
+from autopar.planner.transfers import host_usages
+from autopar.program import Program
+from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, solve
+from autopar.solver.clock import now
+
+MOST_UNDER_ROWS = 3
+"""Weightings of what may hide behind what, under a budget, beginning with the best of the free problem."""
+
+SOLVE_SHARE = 0.4
+"""Of the time left, for each of several weightings."""
+
+HOST_TIME = 10_000
+"""Of the rows by which transfers hide: beyond those of memory, so that prices of rows keep their times."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Result:
+    """``wished``: as it would run, and what it would hold, if its transfers did not have to give way to the budget."""
+
+    program: Program
+    solution: Solution
+    memory: MemoryProfile
+    timings: dict[str, float]
+    wished: tuple[Program, MemoryProfile] | None = None
+
+
+@dataclass
+class Rounds:
+    """What all rounds share, and what each leaves for the next.
+
+    Args:
+        seeds: choices to begin with.
+        prices_of_memory: what the limit cost in the last round.
+        bound: on all plans, in seconds.
+        rivals: the baselines, the cheapest first.
+        hideable_s: beside which transfers of the host hide, in so many parts of the forward.
+        free: the optimum without a budget.
+    """
+
+    graph: Graph
+    objective: Objective
+    options: Options
+    budget: float
+    say: Progress
+    timings: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "solve": 0.0, "lower": 0.0, "verify": 0.0})
+    seeds: tuple[tuple[int, ...], ...] = ()
+    prices_of_memory: UsagePrices = field(default_factory=UsagePrices)
+    bound: float = 0.0
+    rivals: Sequence[Rival] = ()
+    hideable_s: float = math.inf
+    hiding_parts: int = 1
+    free: Result | None = None
+
+    @property
+    def decisions(self) -> Decisions:
+        return self.objective.decisions
+
+    @property
+    def prices(self) -> Prices:
+        return self.objective.prices
+
+    def first_rows(self) -> Rows:
+        """Those for the moments at which the free optimum is over the budget."""
+        rows = Rows(self.decisions, self.options)
+        if self.free is not None:
+            rows.watch(self.free.program, self.free.memory.timeline, self.budget)
+        return rows
+
+    def once(self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None) -> Result:
+        start = time.perf_counter()
+        asked = self.problem(rows, limit)
+        built = time.perf_counter()
+        self.say("solve")
+        solution = self._choose(asked, rows, deadline, warm)
+        solved = time.perf_counter()
+        program = schedule(self.decisions, solution.choice, self.prices)
+        lowered = time.perf_counter()
+        wished = program, profile(program, self.graph, self.decisions.mesh, self.options)
+        program, memory = fitted(*wished, self.graph, self.decisions.mesh, self.options, limit)
+        ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
+        for stage, end in ends.items():
+            self.timings[stage] += end - start
+            start = end
+        return Result(program, solution, memory, self.timings, wished)
+
+    def problem(self, rows: Rows | None, limit: float) -> Problem:
+        used = rows.usages() if rows else ()
+        if rows and math.isfinite(limit) and math.isfinite(self.hideable_s):
+            host = self.prices.cluster.host
+            used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit, self.hiding_parts)
+        return self.objective.problem(used, limit)
+
+    def _choose(self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None) -> Solution:
+        kind, _, seed = self.options.search.partition(":")
+        if kind.startswith("random"):
+            return random_solution(asked, int(seed))
+        seeds = self.seeds if warm is None else (warm, *self.seeds)
+
+        def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
+            begin = (*best, *seeds)
+            if rows:
+                problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
+            left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
+            found = solve(
+                problem, time_limit=max(left_s, 1.0), backend=self.options.solver,
+                gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
+                folding=self.objective.fold, progress=self._say_gap,
+            )  # fmt: skip
+            self.prices_of_memory = found.usage_prices
+            return replace(found, choice=rows.own(found.choice)) if rows else found
+
+        # Rows that set something aside give no bound, so the weights that are known will do.
+        known, most = ((), 1 if any(rows.unseen.values()) else MOST_UNDER_ROWS) if rows else (self.seeds, MOST_SOLVES)
+        return self.objective.minimize(asked, solve_from, self.options.gap, known, most)
+
+    def _say_gap(self, found: TraceEntry) -> None:
+        if math.isfinite(found.objective) and found.objective > 0:
+            gap = 1 - max(found.lower_bound, 0.0) / found.objective
+            self.say(f"solve: {found.objective * 1e3:.4g} ms, gap {gap:.2%}")
+
+    def of_choice(self, choice: Sequence[int], limit: float = 0.0, method: str = "smallest peak") -> Result:
+        program, memory = scheduled(self.decisions, choice, self.prices, self.options, limit)
+        solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method=method)
+        return Result(program, solution, memory, self.timings)
+
+    def step_seconds(self, result: Result) -> float:
+        return simulate_streams(result.program, self.prices.overlap).seconds
