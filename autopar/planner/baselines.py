@@ -98,6 +98,7 @@ class Restrictions:
 
     decisions: Decisions
     _tensor: dict[tuple[int, ...], TensorParallel] = field(default_factory=dict)
+    _cut: dict[tuple[int, tuple[int, ...]], frozenset[str]] = field(default_factory=dict)
 
     @cached_property
     def flow(self) -> Dataflow:
@@ -161,7 +162,11 @@ class Restrictions:
         if rule is not None and factor in rule.combined:
             return False
         variable = self.decisions.variables[self.decisions.index[node.name]]
-        return any(all(o.axes[a] == factor for a in axes) for o in variable.options)
+        key = id(variable.options), axes
+        if key not in self._cut:
+            taken = {tuple({o.axes[a] for a in axes}) for o in variable.options}
+            self._cut[key] = frozenset(together[0] for together in taken if len(together) == 1)
+        return factor in self._cut[key]
 
     def _mask(self, v: Variable, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
         if v.kind == "op" and v.node is not None:

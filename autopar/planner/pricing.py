@@ -202,19 +202,18 @@ class Prices:
         key = id(cost), id(source.options), id(target.options), h.out, h.position
         if key not in self._apart:
             launch_s, s_per_byte = self.compute.copy_line()
-            made = [spec_made(o, h.out) for o in source.options]
-            taken = [spec_read(o, h.position) for o in target.options]
-            between = np.array([
-                [
-                    0.0 if a is None or b is None or a == b else launch_s + s_per_byte * (
-                        local_bytes(h.meta, a, self.mesh) + local_bytes(h.meta, b, self.mesh)
-                    )
-                    for b in taken
-                ]
-                for a in made
-            ])  # fmt: skip
+            ends = [spec_made(o, h.out) for o in source.options], [spec_read(o, h.position) for o in target.options]
+            made, taken = _numbered(*ends)
+            written, read = (self._bytes(h.meta, specs) for specs in ends)
+            apart = (made[:, None] != taken) & (made >= 0)[:, None] & (taken >= 0)
+            between = np.where(apart, launch_s + s_per_byte * (written[:, None] + read), 0.0)
             self._apart[key] = cost + between, cost
         return self._apart[key][0]
+
+    def _bytes(self, meta: TensorMeta, specs: Ends) -> Array:
+        """Of a shard in each spec; 0 where there is none."""
+        known = {s: 0.0 if s is None else float(local_bytes(meta, s, self.mesh)) for s in set(specs)}
+        return np.array([known[s] for s in specs])
 
     def seconds_alone(self, graph: Graph, node: Node, option: Strategy) -> float:
         """Of an op that is in no fused kernel."""
@@ -335,8 +334,8 @@ class Prices:
     def _edge(self, source: Variable, target: Variable, h: Handover) -> Array:
         if h.kept:
             given = [spec_read(o, h.out) for o in source.options]
-            same = np.array([[a == spec_read(b, h.position) for b in target.options] for a in given])
-            return np.where(same | ~np.array(target.kept), 0.0, math.inf)
+            places = _numbered(given, [spec_read(o, h.position) for o in target.options])
+            return np.where((places[0][:, None] == places[1]) | ~np.array(target.kept), 0.0, math.inf)
         made = [spec_made(o, h.out) for o in source.options]
         if target.kind == "hold":
             return self._hold_edge(made, target, h)
@@ -382,6 +381,12 @@ def _distinct(specs: Sequence[ShardingSpec]) -> tuple[tuple[ShardingSpec, ...], 
     order: dict[ShardingSpec, int] = {}
     at = [order.setdefault(s, len(order)) for s in specs]
     return tuple(order), at
+
+
+def _numbered(*ends: Ends) -> list[npt.NDArray[np.int64]]:
+    """Of each spec a number, equal for equal ones; -1 where there is none."""
+    numbers: dict[ShardingSpec | None, int] = {None: -1}
+    return [np.array([numbers.setdefault(s, len(numbers)) for s in specs], dtype=np.int64) for specs in ends]
 
 
 def _shape_args(node: Node) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from autopar.errors import InfeasibleError
@@ -17,6 +18,7 @@ from autopar.solver.incumbent import Incumbent
 from autopar.solver.mixture import Mixing, few_rows
 from autopar.solver.parts import Tied, take_apart, tie
 from autopar.solver.problem import Problem, UsagePrices, relative_gap
+from autopar.solver.relaxation import Core
 from autopar.solver.repetition import Run, find_runs
 
 MARGIN = 1
@@ -134,12 +136,7 @@ class _Folding:
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice, then a better bound, each in half of the time."""
-        part = Part(self.tied.problem, seconds / 2, 0.25 * self.incumbent.gap, exact, self.warm)
-        found = self.solve_part(part)
-        self.size.update({f"folded_{name}": count for name, count in part.size.items()})
-        if found.choice is not None:
-            self.warm = (found.choice,)
-            self.incumbent.offer(self.tied.expand(found.choice), f"equal blocks, {found.found_by}")
+        found = self._tied_choice(seconds / 2, exact=exact)
         if self.bounds is None or len(found.usage_prices.times):
             self.bounds = Bounds(self.parts, found.usage_prices)
         deadline = self.incumbent.seconds() + seconds / 2
@@ -153,6 +150,28 @@ class _Folding:
             self.contracted = True
         if exact and not self.incumbent.proven() and not self.contracted:
             self.bounds.solve_pieces(self.incumbent, deadline, self._bound_of)
+
+    def _tied_choice(self, seconds: float, *, exact: bool) -> Incumbent:
+        """Solve the tied problem, or what its reduced pieces leave of it, where there is no limit."""
+        core = self._core
+        problem, warm = (self.tied.problem, self.warm) if core is None else (core.problem, map(core.project, self.warm))
+        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm))
+        found = self.solve_part(part)
+        told = {name: count for name, count in part.size.items() if core is None or name.startswith("reduced_")}
+        self.size.update({f"folded_{name}": count for name, count in told.items()})
+        if found.choice is not None:
+            choice = found.choice if core is None else core.expand(found.choice)
+            self.warm = (choice,)
+            self.incumbent.offer(self.tied.expand(choice), f"equal blocks, {found.found_by}")
+        return found
+
+    @cached_property
+    def _core(self) -> Core | None:
+        """Of the pieces that are reduced already."""
+        if self.bounds is None or len(self.incumbent.problem.usages):
+            return None
+        core = self.bounds.relaxation.core(self.tied)
+        return core if core.problem.edges else None
 
     def _bound_of(self, problem: Problem, seconds: float) -> float:
         return self.solve_part(Part(problem, seconds, 0.1 * self.incumbent.gap, exact=True)).bound()

@@ -109,7 +109,7 @@ def contract(
     """
     ends = ends.copy()
     blocks = [block.copy() for block in blocks]
-    _share_options(parts, ends, blocks)
+    share_options(parts, ends, blocks)
     plans = [_plan(block, graph) for block, graph in zip(parts.blocks, blocks, strict=True)]
     scopes = [_scope(block) for block in parts.blocks]
     factors = factors_of(ends)
@@ -133,7 +133,7 @@ def contract(
     return Optimum(value, _choice(parts, ends, runs, found.complete({})))
 
 
-def _share_options(parts: Parts, ends: Graph, blocks: Sequence[Graph]) -> None:
+def share_options(parts: Parts, ends: Graph, blocks: Sequence[Graph]) -> None:
     """Ghosts and originals keep the options that all of them have."""
     while True:
         before = ends.size()[1], [graph.size()[1] for graph in blocks]

@@ -12,7 +12,7 @@ good ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,9 @@ import numpy as np
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
 from autopar.solver.graph import Graph
-from autopar.solver.parts import Parts
-from autopar.solver.problem import Array, Edge, Problem, UsagePrices
+from autopar.solver.parts import Parts, Tied
+from autopar.solver.powers import share_options
+from autopar.solver.problem import Array, Edge, IndexArray, Problem, UsagePrices
 from autopar.solver.reductions import drop_forbidden, reduce
 from autopar.solver.usage import with_usages_priced
 
@@ -38,6 +39,35 @@ class Prices:
 
     seams: tuple[tuple[Array, ...], ...]
     outer: tuple[tuple[Array, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """What is left of the tied problem once its pieces are reduced: choices differ by as much as the tied ones that they
+    stand for. ``graphs``: of the ends and of each block; ``places``: their nodes' numbers in ``problem``."""
+
+    tied: Tied
+    problem: Problem
+    graphs: tuple[Graph, ...]
+    places: tuple[dict[int, int], ...]
+
+    def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The tied choice of a choice."""
+        full = np.zeros(len(self.tied.problem.costs), dtype=np.int64)
+        for graph, place, tied in self._pieces():
+            full[tied] = graph.expand({node: choice[at] for node, at in place.items()})
+        return tuple(full.tolist())
+
+    def project(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """A choice near a tied one."""
+        chosen = np.zeros(len(self.problem.costs), dtype=np.int64)
+        for graph, place, tied in self._pieces():
+            near = graph.project(tuple(choice[at] for at in tied))
+            chosen[[place[node] for node in near]] = list(near.values())
+        return tuple(chosen.tolist())
+
+    def _pieces(self) -> Iterator[tuple[Graph, dict[int, int], IndexArray]]:
+        return zip(self.graphs, self.places, (self.tied.ends, *self.tied.blocks), strict=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +96,34 @@ class Relaxation:
             kept = {node for column, ghost, _, _ in block.seams for node in (column, ghost)}
             kept |= {ghost for ghost, _ in block.outer}
             self.blocks.append(_reduced(with_usages_priced(block.problem, usage_prices), kept))
+
+    def core(self, tied: Tied) -> Core:
+        """The reduced pieces tied together; of limits nothing is left.
+
+        Raises:
+            InfeasibleError: blocks cannot choose alike.
+        """
+        ends, blocks = self.ends.copy(), [graph.copy() for graph in self.blocks]
+        share_options(self.parts, ends, blocks)
+        graphs = (ends, *blocks)
+        weights = [1, *(block.count for block in self.parts.blocks)]
+        numbers: dict[int, int] = {}  # of tied nodes
+        places = tuple(
+            {node: numbers.setdefault(int(at[node]), len(numbers)) for node in graph.nodes()}
+            for graph, at in zip(graphs, (tied.ends, *tied.blocks), strict=True)
+        )
+        costs: list[Array] = [np.zeros(0)] * len(numbers)
+        edges: list[Edge] = []
+        for graph, place, weight in zip(graphs, places, weights, strict=True):
+            for node, at in place.items():
+                cost = weight * graph.costs[node]
+                costs[at] = costs[at] + cost if len(costs[at]) else cost
+            counted = {id(graph.neighbours[u][v]): weight * graph.neighbours[u][v] for u, v in graph.pairs()}
+            edges += [Edge(place[u], place[v], counted[id(graph.neighbours[u][v])]) for u, v in graph.pairs()]
+        offset = sum(weight * graph.offset for graph, weight in zip(graphs, weights, strict=True))
+        if costs and offset > 0:  # counts too, where gaps are told as shares
+            costs[0] = costs[0] + offset
+        return Core(tied, Problem(tuple(costs), tuple(edges)), graphs, places)
 
     def coupled(self) -> Coupled:
         """The ends and each block once, with the weight of all its copies; ghosts are tied to the block's own columns
