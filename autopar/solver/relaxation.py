@@ -43,8 +43,8 @@ class Prices:
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """What is left of the tied problem once its pieces are reduced: choices differ by as much as the tied ones that they
-    stand for. ``graphs``: of the ends and of each block; ``places``: their nodes' numbers in ``problem``."""
+    """What is left of the tied problem once its pieces are reduced: choices differ by as much as the tied ones for
+    which they stand. ``graphs``: of the ends and of each block; ``places``: their nodes' numbers in ``problem``."""
 
     tied: Tied
     problem: Problem
