@@ -187,10 +187,10 @@ def _plan_on(
     progress: Callable[[str], None] | None,
 ) -> Plan:  # fmt: skip
     sized = cluster.sized(mesh.size)
-    planned = planner.plan_graph(capture.graph, mesh, sized, options, progress)
-    started = time.perf_counter()
-    lowered = passes.compose(passes.lower(planned.program, capture.graph, mesh), capture.graph)
-    made = make_plan(planned, capture.graph, mesh, sized, options, "", capture.notices)
+    planned = planner.plan_forms(capture.graph, mesh, sized, options, progress)
+    started, graph = time.perf_counter(), planned.decisions.graph
+    lowered = passes.compose(passes.lower(planned.program, graph, mesh), graph)
+    made = make_plan(planned, graph, mesh, sized, options, "", capture.notices)
     constants = {**capture.unsaved, **capture.constants}
     source = codegen.emit(lowered, mesh, codegen.header(made), constants, options.accumulation_steps)
     planned.timings["capture"] = captured_s
@@ -288,7 +288,7 @@ def autoparallelize(
     call = bind(model, *as_call(meta_inputs))
     capture = together(lambda: _capture(model, call, options, world_size()), lambda c: c.graph.digest)
     if given is not None:
-        made = together(lambda: _belonging(given, capture, call))
+        made = together(lambda: _belonging(given, _as_planned(capture, given), call))
     else:
         found = functools.partial(
             _plan, mesh=mesh, cluster=hardware, size=world_size(), options=options,
@@ -298,6 +298,7 @@ def autoparallelize(
             lambda: _shared(_over_range(found, model, call, capture, options, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
+    capture = _as_planned(capture, made)
     return _parallelize(
         model, meta_inputs, capture, made, hardware, options, mesh, initialize=initialize, source=source
     )
@@ -352,6 +353,11 @@ def _check_world(mesh: Mesh | None) -> None:
             hint=f"start {mesh.size} processes (torchrun --nproc-per-node {mesh.size}), "
             f"or give a mesh of {world_size()}.",
         )
+
+
+def _as_planned(capture: Capture, made: Plan) -> Capture:
+    """The capture in the form that was planned: losses may be in chunks."""
+    return dataclasses.replace(capture, graph=planner.as_planned(capture.graph, made.graph_digest))
 
 
 def _belonging(plan: Plan, capture: Capture, call: Call) -> Plan:
@@ -433,12 +439,12 @@ def _compile(
     fixed = dataclasses.replace(
         fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state.plan)
     )
-    plan = None if every else fitted(state.plan, capture, call)
+    plan = None if every else fitted(state.plan, _as_planned(capture, state.plan), call)
     if plan is None:
         made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
     _keep_states(model, plan, state)
-    return _variant(model, capture, plan, fixed, state, call, cluster)
+    return _variant(model, _as_planned(capture, plan), plan, fixed, state, call, cluster)
 
 
 def _shapes(call: Call) -> Call:
@@ -556,6 +562,7 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
         accumulation_steps=plan.options.get("accumulation_steps", 1),
     )  # fmt: skip
     capture = _capture(model, call, options, plan.mesh.size)
+    capture = _as_planned(capture, plan)
     plan = _belonging(plan, capture, call)
     lowered = passes.compose(passes.lower(plan.program, capture.graph, plan.mesh), capture.graph)
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture, options), seed)

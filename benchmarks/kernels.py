@@ -83,6 +83,7 @@ def main() -> int:
 def cases(tokens: int, d: int, v: int, device: str = "cuda") -> list[Case]:
     """So many tokens of width ``d``, and a rank's part ``v`` of a vocabulary that eight share."""
     from autopar import kernels
+    from autopar.ops.linear_nll import _linear_nll
 
     half, run = torch.bfloat16, kernels.run
 
@@ -121,6 +122,9 @@ def cases(tokens: int, d: int, v: int, device: str = "cuda") -> list[Case]:
         Case("sum of exponentials", 2 * tokens * v, lambda: run("sumexp", logits, m), sumexp, (logits, m)),
         Case("gradient of cross-entropy", 4 * tokens * v,
              lambda: run("nll_backward", grad, logits, lse, target, **loss), nll_backward, (grad, logits, lse, target)),
+        Case("linear and loss, in chunks", 2 * (tokens + v) * d,
+             lambda: _linear_nll(x[0], table, None, target % v, ignore_index=-100)[0], linear_loss,
+             (x[0], table, target % v)),
         Case("residual and layer norm", 8 * size, lambda: run("add_norm", x, x, weight, bias, **layer),
              add_layer_norm, (x, x, weight, bias)),
         Case("residual and RMS norm", 8 * size, lambda: run("add_norm", x, x, weight, None, **rms),
@@ -176,6 +180,10 @@ def statistics_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def sumexp(x: Tensor, m: Tensor) -> Tensor:
     return torch.exp(x.float() - m.float()[:, None]).sum(-1)
+
+
+def linear_loss(x: Tensor, table: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy((x @ table.t()).float(), target, reduction="none")
 
 
 def nll_backward(grad: Tensor, x: Tensor, lse: Tensor, target: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from autopar.ops import (
     grouped,
     indexing,
     interpolation,
+    linear_nll,
     norms,
     pooling,
     random,
@@ -26,5 +27,6 @@ from autopar.ops import (
 
 __all__ = [
     "along", "attention", "batch_norm", "contract", "convolution", "cross_entropy", "ctc", "embedding",
-    "experts", "grouped", "indexing", "interpolation", "norms", "pooling", "random", "statistics",
+    "experts", "grouped", "indexing", "interpolation", "linear_nll", "norms", "pooling", "random",
+    "statistics",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 from autopar.planner.accumulation import summing
 from autopar.planner.decisions import given_whole
+from autopar.planner.forms import as_planned, plan_forms
 from autopar.planner.options import Options
 from autopar.planner.search import Planned, plan_graph
 
-__all__ = ["Options", "Planned", "given_whole", "plan_graph", "summing"]
+__all__ = ["Options", "Planned", "as_planned", "given_whole", "plan_forms", "plan_graph", "summing"]

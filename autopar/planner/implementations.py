@@ -80,6 +80,8 @@ KERNELS: Mapping[str, tuple[str, Formula, Formula | None]] = {
     "autopar.sumexp": ("sumexp", _sumexp, None),
     "autopar.nll": ("nll", lambda s: 4.0 * s.written[0] + sum(s.read[1:]), None),
     "autopar.nll_backward": ("nll_backward", _nll_backward, None),
+    "autopar.linear_nll": ("statistics", lambda s: 0.0, None),
+    "autopar.linear_nll_backward": ("nll_backward", lambda s: 0.0, None),
 }
 """By op: our kernel, what the eager op moves, and what the kernel does where that is more than each tensor once."""
 
@@ -101,16 +103,31 @@ def implementation(
 
 def _compute_dtype(node: Node, metas: Sequence[TensorMeta]) -> str:
     """Of the tensor that the op is about: the logits of a loss's gradient, else the first operand."""
-    return metas[1 if node.packet == "autopar.nll_backward" else 0].dtype
+    return metas[1 if node.packet.endswith("nll_backward") else 0].dtype
 
 
-def sorting_passes(
+def passes_beside(
     node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh
 ) -> tuple[float, ...]:
-    """Bytes of each pass that an op makes one after the other beside its product: over ids, to sort them by expert, and
-    over rows, to bring them into that order and back. ``autopar.ops.experts`` does so on every device."""
-    if node.packet not in SORTING:
-        return ()
+    """Bytes of each pass that an op makes one after the other beside its product, on every device."""
+    if node.packet in CHUNKED:
+        return _chunked(node, option, metas, mesh)
+    return _sorting(node, option, metas, mesh) if node.packet in SORTING else ()
+
+
+def _chunked(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
+    """Logits are written and read chunk by chunk; so are they again in the backward, and then their gradient, once for
+    each product."""
+    backward = node.packet.endswith("_backward")
+    x, weight = (option.inputs[i].local_shape(metas[i].shape, mesh) for i in ((1, 2) if backward else (0, 1)))
+    logits = math.prod(x[:-1]) * weight[0] * metas[1].itemsize
+    products = sum(made is not None for made in node.outputs[:2])
+    return (2.0 * logits, *([2.0 * logits, *[float(logits)] * products] if backward else ()))
+
+
+def _sorting(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
+    """Over ids, to sort them by expert, and over rows, to bring them into that order and back, as in
+    ``autopar.ops.experts``."""
     places = math.prod(option.inputs[2].local_shape(metas[2].shape, mesh))
 
     def rows(meta: TensorMeta, spec: ShardingSpec) -> float:
@@ -121,6 +138,7 @@ def sorting_passes(
     return (4.0 * SORT_PASSES * places * INDEX_BYTES, *moved)
 
 
+CHUNKED = frozenset({"autopar.linear_nll", "autopar.linear_nll_backward"})
 SORTING = frozenset({"autopar.experts_mm", "autopar.experts_mm_weight"})
 
 

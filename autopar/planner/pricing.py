@@ -28,7 +28,7 @@ from autopar.planner.accumulation import FLOATS
 from autopar.planner.decomposition import Decomposition, reachable
 from autopar.planner.fused import Fused
 from autopar.planner.fusion import Border, borders
-from autopar.planner.implementations import implementation, sorting_passes
+from autopar.planner.implementations import implementation, passes_beside
 from autopar.planner.kernels import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
@@ -233,11 +233,13 @@ class Prices:
         total = flops(node, tuple(metas))
         outs = [m for m in node.outputs if m is not None]
         dtype = outs[0].dtype if outs else "float32"
+        if node.packet == "autopar.linear_nll":
+            dtype = metas[0].dtype  # its results are in the wide dtype, its product is not
         ops = np.array([total * executed_share(node) * o.work for o in options])
         moved = np.array([implementation(node, o, metas, self.mesh, self.cluster.device.kind)[1] for o in options])
         kind = kernel_kind(node, total)
         seconds = np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
-        passes = np.array([sorting_passes(node, o, metas, self.mesh) for o in options])
+        passes = np.array([passes_beside(node, o, metas, self.mesh) for o in options])
         if passes.size:
             seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
         if find_windows(node) is None and find_combining(node) is None:

@@ -73,10 +73,11 @@ class Planned:
 @collected_later()
 def plan_graph(
     graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None, *,
-    compare: bool = True,
+    compare: bool = True, over_budget: Callable[[float], float] | None = None,
 ) -> Planned:  # fmt: skip
     """Plan ``graph`` on ``mesh``; with ``compare`` beside those baselines that may be better, or, with
-    ``options.compare``, beside all.
+    ``options.compare``, beside all. Where the free optimum is over the budget, ``over_budget`` is called with the
+    search's deadline, and gives the one that holds from then on.
 
     Raises:
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
@@ -96,6 +97,7 @@ def plan_graph(
     search = _Search(
         graph, objective, options, budget_bytes(cluster, options), say,
         with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
+        over_budget=over_budget or (lambda deadline: deadline),
     )  # fmt: skip
     objective.problem()
     search.timings["build"] = time.perf_counter() - listed
@@ -164,11 +166,13 @@ class _Search(Rounds):
 
     Args:
         with_reruns: the decisions, with what can be made again among them.
+        over_budget: is told the deadline where the optimum without a budget is over it, and gives the one from then on.
         baseline: the cheapest that fits the budget.
         free_s: seconds that the optimum without a budget took.
     """
 
     with_reruns: Callable[[], Decisions] = field(kw_only=True)
+    over_budget: Callable[[float], float] = field(kw_only=True)
     baseline: str = ""
     free_s: float = 0.0
 
@@ -238,6 +242,7 @@ class _Search(Rounds):
         self.free_s = now() - began
         if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
             return free
+        deadline = self.over_budget(deadline)
         self.free, self.hideable_s = free, forward_seconds(free.program)
         self.bound = free.solution.lower_bound
         self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")

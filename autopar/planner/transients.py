@@ -50,6 +50,10 @@ BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 17), "cuda": (1 << 27, 1 << 26, 1 << 26
 """Elements that attention, cross-entropy and random numbers work on at a time, by the kind of device; as in
 ``autopar.ops``."""
 
+CHUNKS = {"cpu": 1 << 22, "cuda": 1 << 26}
+LEAST_CLASSES = 128
+"""Logits of a chunk, and its fewest classes; as in ``autopar.ops.linear_nll``."""
+
 
 @dataclass(frozen=True)
 class LocalOp:
@@ -364,6 +368,35 @@ def _nll_backward(op: LocalOp) -> int:
     return part + copy + _rows_of(x[0]) * (18 + 2 * wide(op.operands[0][1])) + SCALARS
 
 
+def _chunk(op: LocalOp, x: Layout, classes: int) -> int:
+    """Logits of a chunk of classes."""
+    rows = _rows_of(x)
+    step = max(LEAST_CLASSES, CHUNKS[op.device] // max(1, rows) // LEAST_CLASSES * LEAST_CLASSES)
+    return rows * min(step, classes)
+
+
+def _linear_nll(op: LocalOp) -> int:
+    (x, size), (weight, _) = op.operands[:2]
+    chunk, rows = _chunk(op, x, weight.shape[0]), _rows_of(x)
+    kernel = op.device == "cuda" and size <= 4
+    block = 0 if kernel else min(chunk, max(rows and chunk // rows, BLOCKS[op.device][1])) * wide(size)
+    copy = 0 if x.is_contiguous else x.numel * size
+    return copy + chunk * size + block + rows * (26 + 2 * size + 5 * wide(size)) + SCALARS
+
+
+def _linear_nll_backward(op: LocalOp) -> int:
+    """A chunk of logits and its gradient; in half precision also the gradient of x in the accumulation dtype, to which
+    that of each chunk is added."""
+    (x, size), (weight, _) = op.operands[1:3]
+    mask, rows = op.call[2]["mask"], _rows_of(x)
+    chunk = _chunk(op, x, weight.shape[0])
+    kernel = op.device == "cuda" and size <= 4
+    block = min(chunk, max(rows and chunk // rows, BLOCKS[op.device][1])) * 4 if size < 4 and not kernel else 0
+    copy = 0 if x.is_contiguous else x.numel * size
+    summed = x.numel * 4 if size < 4 and mask[0] else 0
+    return copy + summed + 2 * chunk * size + block + rows * (36 + 3 * wide(size)) + SCALARS
+
+
 def _has_part(table: Layout, whole: TensorMeta | None) -> bool:
     """Whether the vocabulary is cut."""
     return whole is not None and table.shape[0] != whole.shape[0]
@@ -635,6 +668,8 @@ FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.sumexp": _sumexp,
     "autopar.nll": _nll,
     "autopar.nll_backward": _nll_backward,
+    "autopar.linear_nll": _linear_nll,
+    "autopar.linear_nll_backward": _linear_nll_backward,
     "autopar.lookup": _lookup,
     "autopar.lookup_backward": _lookup_backward,
     "autopar.squared_deviation": _squared_deviation,

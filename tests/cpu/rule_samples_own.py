@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,6 +137,21 @@ def positional() -> Iterator[Sample]:
     yield sample(autopar.sumexp.default, logits, logits.amax(-1))
     yield sample(autopar.nll.default, logits, lse, target, **options)
     yield sample(autopar.nll_backward.default, x(4, 2), logits, lse, target, **options)
+    yield from linear_losses(target)
+
+
+def linear_losses(target: Tensor) -> Iterator[Sample]:
+    hidden, table, ignored = x(4, 2, 3), x(7, 3), {"ignore_index": -100}
+    for bias in (None, x(7)):
+        forward = sample(autopar.linear_nll.default, hidden, table, bias, target, **ignored)
+        yield forward
+        for wanted in ([True, True, bias is not None], [True, False, False]):
+            given = (x(4, 2), hidden, table, bias, forward.results[1], target)
+            case = sample(autopar.linear_nll_backward.default, *given, offset=0, mask=wanted, **ignored)
+            absent = [made is None or not made.numel() for made in case.results]
+            outputs = tuple(None if no else m for no, m in zip(absent, case.node.outputs, strict=True))
+            results = tuple(None if no else r for no, r in zip(absent, case.results, strict=True))
+            yield replace(case, node=replace(case.node, outputs=outputs), results=results)
 
 
 def batch_norm() -> Iterator[Sample]:

@@ -73,7 +73,7 @@ def test_of_two_ways_to_run_an_op_the_one_that_moves_less_is_taken(dtype) -> Non
     """And with it no strategy costs more than by the eager one."""
     of, mesh = subject("llama", torch.float32), Mesh((2, 2))
     nodes = [n for n in of.capture.graph.nodes if n.packet in KERNELS]
-    assert {n.packet for n in nodes} == set(KERNELS)
+    assert {n.packet for n in nodes} == set(KERNELS) - {"autopar.linear_nll", "autopar.linear_nll_backward"}
     less = 0
     for node in nodes:
         as_dtype = [m if m.dtype == "int64" else TensorMeta(m.shape, dtype) for m in metas_of(of, node)]

@@ -30,7 +30,8 @@ MESHES = [Mesh((2,)), Mesh((3,)), Mesh((2, 2))]
 BOUNDED = {
     f"autopar.{n}" for n in (
         "attention", "attention_backward", "batch_norm", "batch_norm_backward_input", "ctc", "dropout",
-        "interpolate_part", "interpolate_part_backward", "lookup", "lookup_backward", "nll", "nll_backward", "uniform",
+        "interpolate_part", "interpolate_part_backward", "linear_nll", "linear_nll_backward", "lookup",
+        "lookup_backward", "nll", "nll_backward", "uniform",
     )
 }  # fmt: skip
 
@@ -89,7 +90,8 @@ def together(case: Sample, strategy: Strategy, mesh: Mesh, told: Combine) -> Ite
         one = on_rank(case, strategy, mesh, rank, own)
         after = metered(told.finish, own, heard, mesh, rank) + gathered
         measured = max(metered(told.summary, own, (), mesh, rank), after)
-        yield measured, one.written + told_bytes(one, gathered), sum(t.nbytes for t in own)
+        held = one.written + transients(one) + told_bytes(one, gathered)
+        yield measured, held, sum(t.nbytes for t in own)
 
 
 @pytest.mark.parametrize("kind", KINDS)

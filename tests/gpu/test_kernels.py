@@ -9,6 +9,7 @@ triton = pytest.importorskip("triton")
 
 from autopar import _torch, kernels  # noqa: E402
 from autopar.kernels import KERNELS  # noqa: E402
+from autopar.ops.linear_nll import CHUNK  # noqa: E402
 from tests.kernel_checks import (  # noqa: E402
     FLOATS,
     INDICES,
@@ -76,6 +77,29 @@ def test_the_ops_of_a_program_run_them(dtype) -> None:
         expected = getattr(torch.ops.autopar, op)(*args, **options)
         found = getattr(torch.ops.autopar, op)(*(a.cuda() for a in args), **options)
         assert_near(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_losses_in_chunks_of_classes(dtype) -> None:
+    """On the GPU, more classes than a chunk has, what they are on the CPU in float64; and no more is held."""
+    rows, classes, width = 8192, 16_411, 64
+    x, table = (torch.randn(n, width, device="cuda").to(dtype) / 8 for n in (rows, classes))
+    target, grad = torch.randint(0, classes, (rows,), device="cuda"), torch.rand(rows, device="cuda") / rows
+    target[:100] = -100
+    leaves = [t.double().requires_grad_() for t in (x, table)]
+    wanted = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*leaves), target, reduction="none")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ops, options = torch.ops.autopar, {"ignore_index": -100}
+    loss, lse = ops.linear_nll(x, table, None, target, **options)
+    forward = torch.cuda.max_memory_allocated() - before
+    assert forward < 1.2 * CHUNK * x.itemsize
+    found = ops.linear_nll_backward(
+        grad, x, table, None, lse, target, offset=0, mask=[True, True, False], **options
+    )
+    assert_near(loss.to(dtype), wanted.detach(), times=4)
+    for a, b in zip(found, torch.autograd.grad(wanted, leaves, grad.double()), strict=False):
+        assert_near(a, b, times=4)
 
 
 @pytest.mark.parametrize("name", ["lookup", "statistics"])

@@ -8,6 +8,7 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
+from autopar.strategies.combine import Combine, Gathered
 from autopar.strategies.localize import local_length, local_offset, local_shape
 from autopar.strategies.registry import (
     LinearSets,
@@ -17,9 +18,11 @@ from autopar.strategies.registry import (
     Metas,
     Notation,
     autopar,
+    combining,
     lowering,
     rule,
 )
+from autopar.strategies.rules.combined import with_operands
 
 BILINEAR: LinearSets = ((0,), (1,))
 FIRST: LinearSets = ((0,),)
@@ -106,8 +109,51 @@ def _lower_classes(logits: int) -> Lowering:
     return lower
 
 
+def _lower_rows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    return replace_kwargs(node, offset=local_offset(metas[2].shape[0], strategy.inputs[2].dims[0]))
+
+
 lowering(autopar.nll)(_lower_classes(logits=0))
 lowering(autopar.nll_backward)(_lower_classes(logits=1))
+
+
+# The same with the product that makes the logits. Its summed dim is never cut: logits would be partial sums, and to
+# exchange them is to make them all.
+
+
+def _linear_nll(node: Node, metas: Metas) -> str:
+    bias = ", v" if len(metas) == 4 else ""
+    return f"... [k], {{v}} [k]{bias}, ... -> ... / v, ... / v"
+
+
+def _linear_nll_backward(node: Node, metas: Metas) -> str:
+    bias = ", v" if len(metas) == 6 else ""
+    return f"..., ... [k], v [k]{bias}, ..., ... -> ... [k], v [k], v"
+
+
+def _products(node: Node, metas: Metas) -> float:
+    """The logits again, and a product for each gradient."""
+    gradients = sum(made is not None for made in node.outputs[:2])
+    return 2.0 * (1 + gradients) * metas[1].numel * metas[2].shape[0]
+
+
+rule(autopar.linear_nll, _linear_nll, flops="product")
+rule(autopar.linear_nll_backward, _linear_nll_backward, linear=FIRST, flops=_products)
+lowering(autopar.linear_nll_backward)(_lower_rows)
+
+
+@combining(autopar.linear_nll)
+def _told_of_classes(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+    classes, axes = metas[1].shape[0], strategy.inputs[1].dims[0]
+    if not axes:
+        return None
+    ignored = ("ignore_index", node.kwarg("ignore_index"))
+    shape = strategy.inputs[0].local_shape(metas[0].shape, mesh)
+    told = TensorMeta((2, *shape[:-1]), "float64" if metas[0].dtype == "float64" else "float32")
+    args = with_operands(node.args)
+    summary = ("autopar.linear_nll_part.default", args, (ignored, ("offset", local_offset(classes, axes))))
+    finish = ("autopar.linear_nll_of_parts.default", (Gathered(), args[-1]), (ignored,))
+    return Combine(summary, (told,), axes, finish)
 
 
 # Connectionist temporal classification: frames and labels of a sample belong together.

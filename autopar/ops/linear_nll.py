@@ -1,0 +1,162 @@
+"""A linear layer over classes and the cross-entropy behind it, some classes at a time: the other logits never exist.
+
+Forward, the logits of a chunk of classes give its log-sum-exp for each row and, where the chunk has the row's target,
+that logit; chunks add up as the shards of a cut vocabulary do (``cross_entropy``), of which a rank may hold any part.
+Backward, the logits are computed again, chunk by chunk, and their gradient is in both products before the next. So one
+product more is paid for never holding logits, or their gradient, of more than a chunk (Wijmans et al., "Cut your losses
+in large-vocabulary language models", 2024). Chunks are of classes and not of rows: then each row of the table's
+gradient is written once, and what adds up over chunks is the smaller gradient of the activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.cross_entropy import _flat, _nll_backward, _place, _softmax_statistics
+from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
+
+# Logits of a chunk, and the fewest classes of one, so that products stay efficient where rows are many.
+CPU_CHUNK = 1 << 22
+CHUNK = 1 << 26
+LEAST_CLASSES = 128
+
+
+def _chunks(flat: Tensor, classes: int) -> Iterator[slice]:
+    chunk = CPU_CHUNK if flat.device.type == "cpu" else CHUNK
+    step = max(LEAST_CLASSES, chunk // max(1, len(flat)) // LEAST_CLASSES * LEAST_CLASSES)
+    return (slice(start, min(classes, start + step)) for start in range(0, classes, step))
+
+
+def _logits(flat: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> Tensor:
+    columns = weight[part].t()
+    return flat @ columns if bias is None else torch.addmm(bias[part], flat, columns)
+
+
+def _linear_nll_part(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int, offset: int
+) -> Tensor:
+    """Log-sum-exp of this shard's logits, and the target's logit where it is here, else 0: [2, ...]."""
+    flat, labels = _flat(x), target.reshape(-1)
+    told = torch.zeros([2, len(flat)], dtype=accumulation_dtype(x.dtype), device=x.device)
+    lse, chosen = told.unbind()
+    lse.fill_(-math.inf)
+    for part in _chunks(flat, len(weight)):
+        logits = _logits(flat, weight, bias, part)
+        largest, total = _softmax_statistics(logits)
+        torch.logaddexp(lse, total.log_().add_(largest), out=lse)
+        here, position = _place(labels, ignore_index, offset + part.start, logits.shape[1])
+        chosen += logits.gather(-1, position.unsqueeze(-1)).squeeze(-1).where(here, 0)
+        del logits
+    return told.view(2, *x.shape[:-1])
+
+
+def _linear_nll_part_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int, offset: int
+) -> Tensor:
+    return x.new_empty([2, *x.shape[:-1]], dtype=accumulation_dtype(x.dtype))
+
+
+def _linear_nll_of_parts(told: Tensor, target: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Each row's loss, 0 where it is ignored, and the log-sum-exp of its logits, from what is told of each part."""
+    lse = told[:, 0].logsumexp(0)
+    return (lse - told[:, 1].sum(0)).where(target != ignore_index, 0).contiguous(), lse.contiguous()
+
+
+def _linear_nll_of_parts_fake(told: Tensor, target: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor]:
+    return told.new_empty(told.shape[2:]), told.new_empty(told.shape[2:])
+
+
+def _linear_nll(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    told = _linear_nll_part(x, weight, bias, target, ignore_index=ignore_index, offset=0)
+    return _linear_nll_of_parts(told.unsqueeze(0), target, ignore_index=ignore_index)
+
+
+def _linear_nll_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    rows = x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype))
+    return rows, torch.empty_like(rows)
+
+
+def _linear_nll_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
+    ignore_index: int, offset: int, mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight and bias, of a shard of the classes; empty where ``mask`` wants none."""
+    flat, labels, grads, sums = _flat(x), target.reshape(-1), grad.reshape(-1), lse.reshape(-1)
+    dx = torch.zeros_like(flat, dtype=accumulation_dtype(x.dtype)) if mask[0] else None
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if mask[1] else None
+    db = torch.empty_like(bias) if mask[2] and bias is not None else None
+    for part in _chunks(flat, len(weight)):
+        logits = _logits(flat, weight, bias, part)
+        of_logits = _nll_backward(grads, logits, sums, labels, ignore_index=ignore_index, offset=offset + part.start)
+        del logits
+        if dw is not None:
+            torch.mm(of_logits.t(), flat, out=dw[part])
+        if db is not None:
+            torch.sum(of_logits, 0, out=db[part])
+        if dx is not None and dx.dtype == of_logits.dtype:
+            dx.addmm_(of_logits, weight[part])
+        elif dx is not None:
+            dx += of_logits @ weight[part]
+        del of_logits
+    return (
+        x.new_empty(0) if dx is None else dx.to(x.dtype).view(x.shape),
+        x.new_empty(0) if dw is None else dw,
+        x.new_empty(0) if db is None else db,
+    )
+
+
+def _linear_nll_backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
+    ignore_index: int, offset: int, mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given = zip((x, weight, bias), mask, strict=True)
+    made = [x.new_empty(t.shape if wanted and t is not None else [0]) for t, wanted in given]
+    return made[0], made[1], made[2]
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    x, weight, bias, target = inputs
+    ctx.save_for_backward(x, weight, bias, output[1], target)
+    ctx.options = keyword_only_inputs
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    mask = list(ctx.needs_input_grad[:3])
+    found = torch.ops.autopar.linear_nll_backward(grad, *ctx.saved_tensors, offset=0, mask=mask, **ctx.options)
+    return (*(g if wanted else None for g, wanted in zip(found, mask, strict=True)), None)
+
+
+define(
+    "linear_nll(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index) -> (Tensor, Tensor)",
+    _linear_nll,
+    _linear_nll_fake,
+)
+define(
+    "linear_nll_part(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index, SymInt offset)"
+    " -> Tensor",
+    _linear_nll_part,
+    _linear_nll_part_fake,
+)
+define(
+    "linear_nll_of_parts(Tensor told, Tensor target, *, int ignore_index) -> (Tensor, Tensor)",
+    _linear_nll_of_parts,
+    _linear_nll_of_parts_fake,
+)
+define(
+    "linear_nll_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor lse, Tensor target, *,"
+    " int ignore_index, SymInt offset, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    _linear_nll_backward,
+    _linear_nll_backward_fake,
+)
+differentiate("linear_nll", _gradient, _context)
+once_differentiable("linear_nll_backward")
