@@ -15,7 +15,8 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.chunked import in_chunks
 from autopar.planner.options import Options
-from autopar.planner.search import Planned, Progress, plan_graph
+from autopar.planner.rounds import Progress
+from autopar.planner.search import Planned, plan_graph
 from autopar.planner.transients import CHUNKS
 from autopar.solver.clock import now
 
