@@ -18,13 +18,14 @@ from autopar.solver.pieces import Pieces
 from autopar.solver.powers import contract
 from autopar.solver.problem import USAGE_TOLERANCE, Problem, UsagePrices, relative_gap
 from autopar.solver.reductions import drop_forbidden, reduce
-from autopar.solver.relaxation import Coupled, Relaxation
+from autopar.solver.relaxation import Relaxation
 
 SolveBound = Callable[[Problem, float], float]
 """A bound on a problem, found in so many seconds."""
 
 MAX_SWEEPS = 1000
-SWEEPS_A_LOOK = 6
+LEAST_SWEEPS, SWEEPS_A_LOOK = 6, 2
+"""Messages take some sweeps to come around; then the bound is looked at after each to and fro."""
 TELLING = 0.25
 """Of the gap that was asked, what a bound may leave: raising it on takes time that nobody asked for."""
 
@@ -49,16 +50,23 @@ class Bounds:
         paid = usage_prices.total()
         self.constant = paid * parts.whole.limit * (1 + USAGE_TOLERANCE) if paid else 0.0
         self.ends, self.blocks = self.relaxation.ends, self.relaxation.blocks
-        self.pruned = False
-        self.pieces: Pieces | None = None
+        self.pruned = self.coupled = False
 
     @cached_property
-    def coupled(self) -> Coupled:
-        return self.relaxation.coupled()
+    def pieces(self) -> Pieces:
+        return Pieces(self.relaxation)
 
-    @cached_property
-    def dual(self) -> Dual:
-        return Dual(self.coupled.graph)
+    def begin_coupled(self, incumbent: Incumbent, deadline: float) -> None:
+        """Begin again with the prices of all pieces together, where their trade got stuck."""
+        self.coupled = True
+        pieces = self.relaxation.coupled()
+        dual = Dual(pieces.graph)
+        _ascend(
+            lambda forward: dual.sweep(forward=forward, decode=False).lower_bound,
+            lambda: incumbent.seconds() > deadline,
+            lambda bound: 0.01 * TELLING * incumbent.gap * abs(bound), lambda _: False,
+        )  # fmt: skip
+        self.pieces = Pieces(self.relaxation, (pieces, dual))
 
     def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
         """By message passing, until it rises no more by ``stalled``, a share of the gap; no later than the deadline."""
@@ -70,21 +78,11 @@ class Bounds:
         def told(bound: float) -> bool:
             return relative_gap(incumbent.objective, bound - self.constant) <= TELLING * incumbent.gap
 
-        if self.pieces is None:
-            middle = incumbent.seconds() + 0.4 * max(deadline - incumbent.seconds(), 0.0)
-            early = _ascend(self._sweep_coupled, lambda: incumbent.seconds() > middle, enough, told)
-            if told(early):
-                incumbent.raise_bound(early - self.constant)
-                return
-            self.pieces = Pieces(self.relaxation, self.coupled, self.dual)
         pieces = self.pieces
         best = _ascend(
             lambda forward: pieces.sweep(forward=forward), lambda: incumbent.seconds() > deadline, enough, told
         )
         incumbent.raise_bound(best - self.constant)
-
-    def _sweep_coupled(self, forward: bool) -> float:
-        return self.dual.sweep(forward=forward, decode=False).lower_bound + self.coupled.offset
 
     def contract(self, incumbent: Incumbent, deadline: float, most: float = MOST_WORK) -> bool:
         """The optimum under the prices of the limit, and so the best bound of theirs; whether it was found.
@@ -107,10 +105,10 @@ class Bounds:
 
     def prune(self, incumbent: Incumbent, deadline: float) -> None:
         """Leave out the options that no choice better than the incumbent takes in even one copy of a block."""
-        if incumbent.choice is None or self.pieces is None:
+        if incumbent.choice is None:
             return
         bounds, least = [], []
-        for dual in self.pieces.duals:
+        for dual, numbers in zip(self.pieces.duals, self.pieces.numbers, strict=True):
             best, marginals = -math.inf, {node: np.full(len(t), -math.inf) for node, t in dual.theta.items()}
             for count in range(TELLING_SWEEPS):
                 result = dual.sweep(forward=count % 2 == 1, decode=False)
@@ -120,7 +118,7 @@ class Bounds:
                 if incumbent.seconds() > deadline:
                     break
             bounds.append(best)
-            least.append(marginals)
+            least.append({node: marginals[place] for node, place in numbers.items()})
         bound = sum(weight * best for weight, best in zip(self.pieces.weights, bounds, strict=True))
         incumbent.raise_bound(bound - self.constant)
         room = incumbent.cutoff() + self.constant - bound
@@ -136,7 +134,6 @@ class Bounds:
 
     def solve_pieces(self, incumbent: Incumbent, deadline: float, solve_bound: SolveBound) -> None:
         """By the best bound that can be proven for each piece."""
-        assert self.pieces is not None
         prices = self.pieces.prices
         blocks = [self.relaxation.priced_block(i, prices) for i in range(len(self.parts.blocks))]
         weights = [block.count for block in self.parts.blocks]
@@ -150,14 +147,14 @@ class Bounds:
 
 
 def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float, late: Callable[[], bool]) -> Graph:
-    """``graph`` without the options whose marginals (of its nodes in order) are above ``most``.
+    """``graph`` without the options whose marginals are above ``most``.
 
     Raises:
         InfeasibleError: nothing is left.
     """
     left = graph.copy()
-    for place, node in enumerate(graph.nodes()):
-        left.keep(node, marginals[place] <= most)
+    for node in graph.nodes():
+        left.keep(node, marginals[node] <= most)
     drop_forbidden(left)
     reduce(left, WorkBudget(WORK, late))
     return left
@@ -172,7 +169,7 @@ def _ascend(
     for count in range(MAX_SWEEPS):
         best = max(best, sweep(count % 2 == 1))
         if count % SWEEPS_A_LOOK == SWEEPS_A_LOOK - 1:
-            if late() or best - last <= enough(best):
+            if late() or (count >= LEAST_SWEEPS - 1 and best - last <= enough(best)):
                 break
             last = best
         if told(best):

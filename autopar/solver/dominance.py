@@ -24,10 +24,12 @@ AT_ONCE = 50_000
 @dataclass
 class WorkBudget:
     """How many element operations may still be spent; counted, not timed, so that runs repeat exactly. Only where
-    ``late`` says that there is no time left at all, reductions end where they are."""
+    ``late`` says that there is no time left at all, reductions end where they are. What takes more than ``each`` by
+    itself is left as it is: a few sweeps of messages over two large matrices take less than their product."""
 
     elements: float
     late: Callable[[], bool] = field(default=lambda: False)
+    each: float = np.inf
 
 
 def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
@@ -60,6 +62,8 @@ def _undominated(graph: Graph, node: int, work: WorkBudget) -> np.ndarray:
 
 def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
     """worst[a, a'] = max over b of (matrix[a', b] - matrix[a, b])."""
+    if len(matrix) * matrix.size > work.each:
+        return np.full((len(matrix), len(matrix)), np.inf)
     if len(matrix) * matrix.size <= AT_ONCE:
         work.elements -= len(matrix) * matrix.size
         small = np.minimum(matrix, _FORBIDDEN)

@@ -7,6 +7,7 @@ the blocks to choose alike (see ``relaxation``), so that the gap holds for the p
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,19 +39,21 @@ TELLING_GAP = 0.02
 LEAST_SAVED = 0.2
 """Of the nodes, those that folding must save to be worth it."""
 
-ROUGH, FINE = 0.1, 0.01
-"""Rise of the bound over so many sweeps, as a share of the gap, below which message passing ends."""
+ROUGH, FINE = 0.03, 0.003
+"""Rise of the bound between two looks at it, as a share of the gap, below which message passing ends."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is solved without folding; ``size`` is written to. Without ``exact``, message passing alone."""
+    """What is solved without folding; ``size`` is written to. Without ``exact``, message passing alone. ``aim``: an
+    objective that is good enough."""
 
     problem: Problem
     seconds: float
     gap: float
     exact: bool
     warm_starts: tuple[tuple[int, ...], ...] = ()
+    aim: float = -math.inf
     size: dict[str, int] = field(default_factory=dict)
 
 
@@ -135,7 +138,10 @@ class _Folding:
         self.bounds.raise_bound(self.incumbent, deadline, FINE)
 
     def turn(self, seconds: float, *, exact: bool) -> None:
-        """A better choice, then a better bound, each in half of the time."""
+        """A better choice and a better bound, each in half of the time; where there is no limit a bound comes first, so
+        that no choice is looked for that is much better than it has to be."""
+        if not exact and self.bounds is not None:
+            self.bounds.raise_bound(self.incumbent, self.incumbent.seconds() + seconds / 4, ROUGH)
         found = self._tied_choice(seconds / 2, exact=exact)
         if self.bounds is None or len(found.usage_prices.times):
             self.bounds = Bounds(self.parts, found.usage_prices)
@@ -143,6 +149,9 @@ class _Folding:
         if not exact:
             self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
         if not self.incumbent.proven():
+            self.bounds.raise_bound(self.incumbent, deadline, FINE)
+        if not self.incumbent.proven() and not self.bounds.coupled:
+            self.bounds.begin_coupled(self.incumbent, 0.5 * (self.incumbent.seconds() + deadline))
             self.bounds.raise_bound(self.incumbent, deadline, FINE)
         if not self.incumbent.proven():
             self.bounds.prune(self.incumbent, deadline)
@@ -155,7 +164,8 @@ class _Folding:
         """Solve the tied problem, or what its reduced pieces leave of it, where there is no limit."""
         core = self._core
         problem, warm = (self.tied.problem, self.warm) if core is None else (core.problem, map(core.project, self.warm))
-        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm))
+        aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (0.0 if core is None else core.offset)
+        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm), aim)
         found = self.solve_part(part)
         told = {name: count for name, count in part.size.items() if core is None or name.startswith("reduced_")}
         self.size.update({f"folded_{name}": count for name, count in told.items()})

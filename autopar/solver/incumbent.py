@@ -25,6 +25,7 @@ class Incumbent:
         self.lower_bound = 0.0  # no cost is negative
         self.found_by = ""
         self.usage_prices = UsagePrices()
+        self.aim = -math.inf  # an objective that is good enough
         self.trace: list[TraceEntry] = []
         self._progress = progress
         self._began = now()
@@ -55,9 +56,11 @@ class Incumbent:
         return min(self.lower_bound, self.objective)
 
     def proven(self) -> bool:
-        """Whether the gap is as small as was asked, or as rounding can tell."""
+        """Whether the gap is as small as was asked, or as rounding can tell; or the objective is good enough."""
         if self.choice is None:
             return False
+        if self.objective <= self.aim:
+            return True
         return relative_gap(self.objective, self.bound()) <= max(self.gap, ROUNDING)
 
     def cutoff(self) -> float:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.solver.dual import Dual
-from autopar.solver.graph import Graph
 from autopar.solver.problem import Array
 from autopar.solver.relaxation import Coupled, Prices, Relaxation
 
@@ -22,7 +21,7 @@ MOST_SLACK = 1e6
 
 
 class _End(NamedTuple):
-    """A node where a price counts ``rate`` times: its piece, its number there, and its options in original numbers."""
+    """A node of a piece where a price counts ``rate`` times, and its options in original numbers."""
 
     dual: Dual
     node: int
@@ -42,16 +41,25 @@ class _End(NamedTuple):
 
 
 class Pieces:
-    """The pieces under prices that change. ``duals``: of the ends, then of each block, for one copy."""
+    """The pieces under prices that change. ``duals``: of the ends, then of each block, for one copy; ``numbers``: of
+    their nodes in there.
 
-    def __init__(self, relaxation: Relaxation, coupled: Coupled, dual: Dual) -> None:
+    Args:
+        start: the coupled pieces whose prices to begin with; none.
+    """
+
+    def __init__(self, relaxation: Relaxation, start: tuple[Coupled, Dual] | None = None) -> None:
         self.relaxation = relaxation
-        self.prices = relaxation.prices_of(coupled, dual)
-        found = list(relaxation.duals(coupled, dual))
-        self.weights = [weight for weight, _ in found]
-        self.duals = [piece for _, piece in found]
-        self._graphs = [relaxation.ends, *relaxation.blocks]
-        self._number = [{node: i for i, node in enumerate(graph.nodes())} for graph in self._graphs]
+        self.weights = [1, *(block.count for block in relaxation.parts.blocks)]
+        self.graphs = [relaxation.ends, *relaxation.blocks]
+        if start is None:
+            self.prices = relaxation.no_prices()
+            self.duals = [Dual(graph) for graph in self.graphs]
+            self.numbers = [{node: node for node in graph.nodes()} for graph in self.graphs]
+        else:
+            self.prices = relaxation.prices_of(*start)
+            self.duals = [piece for _, piece in relaxation.duals(*start)]
+            self.numbers = [{node: i for i, node in enumerate(graph.nodes())} for graph in self.graphs]
 
     def sweep(self, *, forward: bool) -> float:
         """One pass over each piece, then trade; the bound."""
@@ -78,8 +86,7 @@ class Pieces:
         self.prices = Prices(tuple(seams), tuple(outer))
 
     def _end(self, piece: int, node: int, rate: float = 1.0) -> _End:
-        graph: Graph = self._graphs[piece]
-        return _End(self.duals[piece], self._number[piece][node], graph.options[node], rate)
+        return _End(self.duals[piece], self.numbers[piece][node], self.graphs[piece].options[node], rate)
 
 
 def _meet(plus: Sequence[_End], minus: Sequence[_End], size: int) -> Array:

@@ -36,6 +36,9 @@ MAX_FLAT_PAIRS = 1_500_000
 WORK = 1.5e8
 """Element operations that looking for dominated options may take: some tenths of a second."""
 
+EACH = 3e5
+"""Of them one product of two matrices, as long as message passing has not told which options are superfluous."""
+
 AT_ONCE = 2e7
 MOST_ELEMENTS = 2e8
 """Elements of tables up to which a narrow rest is eliminated, before message passing and after it."""
@@ -141,6 +144,7 @@ def _part_solver(backend: str) -> SolvePart:
 
     def solve_part(part: Part) -> Incumbent:
         incumbent = Incumbent(part.problem, part.seconds, part.gap, None)
+        incumbent.aim = part.aim
         for choice in part.warm_starts:
             incumbent.offer(choice, "warm start")
         _solve_flat(incumbent, backend, part.warm_starts, part.size, [], exact=part.exact)
@@ -166,7 +170,7 @@ def _solve_flat(
         graph = Graph(incumbent.problem)
         size.update(_sizes("", graph))
         latest = incumbent.seconds() + REDUCING_SHARE * max(incumbent.seconds_left(), 0.0)
-        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > latest))
+        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > latest, EACH))
         if incumbent.choice is not None:
             # Where time is short, a first choice made better is all that there will be.
             late = incumbent.seconds() + SEARCHING_SHARE * max(incumbent.seconds_left(), 0.0)

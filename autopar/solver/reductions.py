@@ -197,14 +197,14 @@ def eliminate(graph: Graph, work: WorkBudget = UNLIMITED) -> bool:
                 return changed
             if graph.alive[node] and not graph.rows[node] and node not in graph.protected:
                 around = list(graph.neighbours[node])
-                if _eliminate_node(graph, node):
+                if _eliminate_node(graph, node, work):
                     changed = True
                     touched.update(around)
         waiting = sorted(touched)
     return changed
 
 
-def _eliminate_node(graph: Graph, node: int) -> bool:
+def _eliminate_node(graph: Graph, node: int, work: WorkBudget) -> bool:
     around = sorted(graph.neighbours[node])
     if len(around) == 0:
         graph.offset += float(graph.costs[node].min())
@@ -212,7 +212,7 @@ def _eliminate_node(graph: Graph, node: int) -> bool:
         (other,) = around
         best = (graph.costs[node][:, None] + graph.neighbours[node][other]).min(axis=0)
         graph.costs[other] = graph.costs[other] + best
-    elif len(around) == 2 and _elimination_is_small(graph, node, *around):
+    elif len(around) == 2 and _elimination_is_small(graph, node, around[0], around[1], work.each):
         _join(graph, node, *around)
     else:
         return False
@@ -220,8 +220,10 @@ def _eliminate_node(graph: Graph, node: int) -> bool:
     return True
 
 
-def _elimination_is_small(graph: Graph, node: int, u: int, v: int) -> bool:
+def _elimination_is_small(graph: Graph, node: int, u: int, v: int, most: float) -> bool:
     mine, one, two = len(graph.costs[node]), len(graph.costs[u]), len(graph.costs[v])
+    if mine * one * two > most:
+        return False
     return v in graph.neighbours[u] or one * two <= FILL_FACTOR * mine * (one + two)
 
 

@@ -6,8 +6,8 @@ vector p on a seam's column and -p on its ghost, the prices of all copies cancel
     optimum >= min of (ends + p at the node before the run - p at the ghost behind it + m * q at outer nodes)
                + m * min of (block + p at the column - p at its ghost - q at ghosts of outer nodes)
 
-holds for any p and q. Message passing over the ends and m times one block, whose column and ghost are tied, finds
-good ones.
+holds for any p and q. Message passing within the pieces, which trade prices, finds good ones (see ``pieces``);
+where it gets stuck, message passing over the ends and m times one block, whose column and ghost are tied, finds others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from autopar.solver.reductions import drop_forbidden, reduce
 from autopar.solver.usage import with_usages_priced
 
 WORK = 1e8
-"""Element operations that looking for dominated options of a part may take."""
+EACH = 3e5
+"""Element operations that looking for dominated options of a part may take, and one look or one product."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Core:
     problem: Problem
     graphs: tuple[Graph, ...]
     places: tuple[dict[int, int], ...]
+    offset: float
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The tied choice of a choice."""
@@ -73,7 +75,8 @@ class Core:
 @dataclass(frozen=True, eq=False)
 class Coupled:
     """The parts in one graph, less ``offset``. ``places``: where the nodes of the ends and of each block went;
-    ``ties``: the node between a node and its ghost."""
+    ``ties``: the node between a node and its ghost. What it costs is no bound: it leaves out what prices of seams take
+    from the ends."""
 
     graph: Graph
     offset: float
@@ -96,6 +99,14 @@ class Relaxation:
             kept = {node for column, ghost, _, _ in block.seams for node in (column, ghost)}
             kept |= {ghost for ghost, _ in block.outer}
             self.blocks.append(_reduced(with_usages_priced(block.problem, usage_prices), kept))
+
+    def no_prices(self) -> Prices:
+        """To begin with."""
+        ends = self.parts.ends.costs
+        return Prices(
+            tuple(tuple(np.zeros(len(ends[before])) for _, _, before, _ in b.seams) for b in self.parts.blocks),
+            tuple(tuple(np.zeros(len(ends[node])) for _, node in b.outer) for b in self.parts.blocks),
+        )
 
     def core(self, tied: Tied) -> Core:
         """The reduced pieces tied together; of limits nothing is left.
@@ -122,8 +133,8 @@ class Relaxation:
             edges += [Edge(place[u], place[v], counted[id(graph.neighbours[u][v])]) for u, v in graph.pairs()]
         offset = sum(weight * graph.offset for graph, weight in zip(graphs, weights, strict=True))
         if costs and offset > 0:  # counts too, where gaps are told as shares
-            costs[0] = costs[0] + offset
-        return Core(tied, Problem(tuple(costs), tuple(edges)), graphs, places)
+            costs[0], offset = costs[0] + offset, 0.0
+        return Core(tied, Problem(tuple(costs), tuple(edges)), graphs, places, offset)
 
     def coupled(self) -> Coupled:
         """The ends and each block once, with the weight of all its copies; ghosts are tied to the block's own columns
@@ -189,7 +200,6 @@ class Relaxation:
             _add(extra, ghost, -price)
         return _with_costs(self.blocks[index], extra)
 
-
     def duals(self, coupled: Coupled, dual: Dual) -> Iterator[tuple[float, Dual]]:
         """For the ends and each block under the prices of ``dual``: how often it counts, and its own ascent, which
         begins where that of all of them is. The bound is the sum over their bounds."""
@@ -233,7 +243,7 @@ class _Messages:
 
 def _reduced(problem: Problem, kept: set[int]) -> Graph:
     graph = Graph(problem, kept)
-    reduce(graph, WorkBudget(WORK))
+    reduce(graph, WorkBudget(WORK, each=EACH))
     return graph
 
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, Usage, UsagePrices, brute_force, evaluate, solve
-from autopar.solver.dual import Dual
-from autopar.solver.folding import LEAST_COPIES, foldable
+from autopar.solver.bounds import Bounds
+from autopar.solver.folding import LEAST_COPIES, fold, foldable
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.minimum_cut import least_crossing
 from autopar.solver.parts import take_apart, tie
+from autopar.solver.pieces import Pieces
 from autopar.solver.pipeline import _solve_flat
 from autopar.solver.relaxation import Prices, Relaxation
 from autopar.solver.repetition import find_runs
@@ -204,11 +205,10 @@ class TestBound:
     def test_message_passing_finds_prices_that_close_the_gap_of_a_chain(self) -> None:
         problem = chain(np.random.default_rng(7), 30, width=1)
         relaxation = Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
-        coupled = relaxation.coupled()
-        dual = Dual(coupled.graph)
+        pieces = Pieces(relaxation)
         for count in range(100):
-            dual.sweep(forward=count % 2 == 1)
-        prices = relaxation.prices_of(coupled, dual)
+            pieces.sweep(forward=count % 2 == 1)
+        prices = pieces.prices
         bound = 0.0
         for count, (part, offset) in (
             (1, relaxation.priced_ends(prices)),
@@ -217,6 +217,52 @@ class TestBound:
             bound += count * (optimum(part) + offset)
         assert bound <= flat_optimum(problem) + 1e-6
         assert bound >= 0.9 * flat_optimum(problem)
+
+
+    def test_what_is_cheap_once_on_the_way_into_a_run_is_not_counted_out(self) -> None:
+        """Blocks that stay as they are cost 1 each; the first few, which end elsewhere than they began, nothing."""
+        free, states = 7, 10
+        move = np.full((states, states), 100.0)
+        move[range(free), range(1, free + 1)] = 0.0
+        move[free, free] = 1.0
+        move[[free, free + 1], [free + 1, free + 2]] = 0.0
+        first, last = np.full(states, 100.0), np.full(states, 100.0)
+        first[0] = last[free + 2] = 0.0
+        length = 40
+        costs = (first, *[np.zeros(states)] * (length - 2), last)
+        problem = Problem(costs, tuple(Edge(i, i + 1, move) for i in range(length - 1)))
+        tied = fold(problem)
+        assert tied is not None
+        best = length - 1 - free - 2
+        incumbent = Incumbent(problem, 60.0, 1e-3, None)
+        bounds = Bounds(tied.parts, UsagePrices())
+        for stuck in (True, False):
+            bounds.raise_bound(incumbent, 60.0, 0.003)
+            assert incumbent.bound() <= best + 1e-6
+            if stuck:
+                bounds.begin_coupled(incumbent, 60.0)
+        last = [bounds.pieces.sweep(forward=count % 2 == 1) for count in range(600)][-1]
+        assert 0.3 * best <= last <= best + 1e-6
+
+
+class TestCore:
+    @given(seeds)
+    @settings(max_examples=25, deadline=None)
+    def test_its_optimum_is_that_of_the_tied_problem(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, int(random.integers(8, 20)), width=3, hub=bool(seed % 2))
+        tied = tie(take_apart(problem, foldable(find_runs(problem)), 1))
+        try:
+            core = Relaxation(tied.parts, UsagePrices()).core(tied)
+            expected = flat_optimum(tied.problem)
+        except InfeasibleError:
+            return
+        assert len(core.problem.costs) <= len(tied.problem.costs)
+        found = solve(core.problem, gap=0.0)
+        assert found.objective + core.offset == pytest.approx(expected)
+        choice = core.expand(found.choice)
+        assert evaluate(tied.problem, choice)[0] == pytest.approx(expected)
+        assert evaluate(core.problem, core.project(choice))[0] == pytest.approx(found.objective)
 
 
 class TestSolve:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, UsagePrices, brute_force, evaluate, fold, solve
 from autopar.solver.bounds import Bounds
-from autopar.solver.dual import Dual
 from autopar.solver.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.folding import foldable
 from autopar.solver.graph import Graph
@@ -182,10 +181,7 @@ class TestPieces:
             relaxation = Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
         except InfeasibleError:
             return
-        coupled = relaxation.coupled()
-        dual = Dual(coupled.graph)
-        dual.sweep(forward=False)
-        pieces, last = Pieces(relaxation, coupled, dual), -math.inf
+        pieces, last = Pieces(relaxation), -math.inf
         for count in range(12):
             bound = pieces.sweep(forward=count % 2 == 1)
             assert bound >= last - 1e-6
