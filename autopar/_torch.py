@@ -31,7 +31,7 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 # A GraphModule that prints and compiles its own code when that is first asked for: most of ours never are.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
@@ -39,15 +39,13 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 # Sees every op that runs; there is no public hook below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-# What torch.nn.utils.rnn packs sequences with.
-VARIABLE_FUNCTIONS: Any = torch._VF
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",

@@ -18,6 +18,8 @@ from autopar.ops import (
     grouped,
     indexing,
     interpolation,
+    lengths,
+    linear_algebra,
     linear_nll,
     norms,
     pooling,
@@ -27,6 +29,6 @@ from autopar.ops import (
 
 __all__ = [
     "along", "attention", "batch_norm", "contract", "convolution", "cross_entropy", "ctc", "embedding",
-    "experts", "grouped", "indexing", "interpolation", "linear_nll", "norms", "pooling", "random",
-    "statistics",
+    "experts", "grouped", "indexing", "interpolation", "lengths", "linear_algebra", "linear_nll", "norms",
+    "pooling", "random", "statistics",
 ]  # fmt: skip

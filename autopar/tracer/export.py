@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch import FakeTensorMode, HigherOrderOperator, OpOverload, changes_arguments, is_functionalized
+from autopar._torch import (
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    changes_arguments,
+    is_functionalized,
+)
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
 from autopar.tracer import functions
+from autopar.tracer.adaptive_softmax import clusters_of_all_samples
 from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
 from autopar.tracer.checks import taken_as_passed
 from autopar.tracer.convert import source_line
@@ -25,8 +34,10 @@ from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.experts import experts_by_token
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
+from autopar.tracer.linear_algebra import covariances
 from autopar.tracer.masked import merge_equal_masks
 from autopar.tracer.normalize import CONTEXTS
+from autopar.tracer.packed import packed_by_mask
 from autopar.tracer.python_state import Change, Depending, changed, kept, plain_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
@@ -208,7 +219,8 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            without_tables(), averaged_by_count(), experts_by_token(), watched(overridden),
+            without_tables(), averaged_by_count(), experts_by_token(), watched(overridden), packed_by_mask(),
+            clusters_of_all_samples(), covariances(),
             taken_as_passed() as checks, skipping(model, runs) as skipped,
         ):  # fmt: skip
             with kept(model):
@@ -337,12 +349,13 @@ def _refuse_state(
     Raises:
         CaptureError: it is.
     """
-    with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
-        flat(*call.tensors)
+    with contextlib.suppress(DynamicOutputShapeException):  # what a mask chooses has a shape in an export alone
+        with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
+            flat(*call.tensors)
+        kept_tensors = tensors_in(flat.returned.changes.values())
+        if kept_tensors and not any(t in data for t in kept_tensors):
+            return
     changes = flat.returned.changes
-    kept_tensors = tensors_in(changes.values())
-    if kept_tensors and not any(t in data for t in kept_tensors):
-        return
     try:
         again = torch.export.export(flat, call.tensors, strict=False)
     except Exception:  # noqa: BLE001  it worked in the first call

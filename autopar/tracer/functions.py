@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar._torch import VARIABLE_FUNCTIONS
 from autopar.errors import CaptureError
 from autopar.tracer import flat
 from autopar.tracer.replacements import REPLACEMENTS
@@ -83,22 +82,12 @@ def opaque(overridden: list[str]) -> Iterator[None]:
     with (
         mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
         mock.patch.object(Tensor, "register_hook", _refuse_hook),
-        mock.patch.object(VARIABLE_FUNCTIONS, "_pack_padded_sequence", _refuse_packing),
     ):
         yield
 
 
 def _need_grad(values: Sequence[Any]) -> bool:
     return any(isinstance(v, Tensor) and v.requires_grad for v in values)
-
-
-def _refuse_packing(*_: Any) -> None:
-    raise CaptureError(
-        "Packed sequences are not captured: how long each step is depends on values.",
-        found="pack_padded_sequence",
-        hint="run the recurrent layer over the padded batch, and mask its results or gather the last one of each "
-        "sequence; for a backward direction reverse each sequence by gather first.",
-    )
 
 
 def _refuse_hook(tensor: Tensor, hook: Any) -> None:

@@ -125,6 +125,18 @@ def _conjugated(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _det(a: torch.Tensor) -> Any:
+    return torch.ops.autopar.linalg_det(a, contiguous=a.is_contiguous())
+
+
+def _slogdet(a: torch.Tensor) -> Any:
+    return torch.ops.autopar.linalg_slogdet(a, contiguous=a.is_contiguous())
+
+
+def _solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
+    return torch.ops.autopar.linalg_solve(a, b, left=left, contiguous=a.is_contiguous())
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     **torch_decompositions(
         aten.rot90.default, aten.block_diag.default, aten.addr.default, aten.renorm.default,
@@ -134,6 +146,9 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten._conj.default: _conjugated,
     aten.mean.dim: _mean,
     aten.mean.default: _mean_all,
+    aten._linalg_det.default: _det,
+    aten._linalg_slogdet.default: _slogdet,
+    aten._linalg_solve_ex.default: _solve,
 }  # fmt: skip
 """Ops that are taken apart into others, which have rules."""
 

@@ -5,7 +5,10 @@ A singular matrix raises on one device; in the captured program what is made of 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -45,3 +48,38 @@ def dist(tracer: Any, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
 def lu_factor(tracer: Any, a: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor]:
     factors, pivots, _ = torch.linalg.lu_factor_ex(materialize(a), pivot=pivot)
     return factors, pivots
+
+
+@contextlib.contextmanager
+def covariances() -> Iterator[None]:
+    """While exporting: torch's own asks whether there are more weights than one."""
+    with contextlib.ExitStack() as stack:
+        for owner in (torch, Tensor):
+            stack.enter_context(mock.patch.object(owner, "cov", _cov))
+            stack.enter_context(mock.patch.object(owner, "corrcoef", _corrcoef))
+        yield
+
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None  # noqa: A002
+) -> Tensor:  # fmt: skip
+    """Of rows, whose columns are observations."""
+    x = input.reshape(1, -1) if input.ndim < 2 else input
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    if weights is None:
+        x = x - x.mean(1, keepdim=True)
+        return (x @ x.mH / max(x.shape[1] - correction, 0)).squeeze()
+    total = weights.sum()
+    x = x - (x * weights).sum(1, keepdim=True) / total
+    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+    return (x @ (x * weights).mH / (total - lost).clamp(min=0)).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:  # noqa: A002
+    c = _cov(input)
+    if not c.ndim:
+        return c / c
+    deviation = c.diagonal().real.sqrt() if c.is_complex() else c.diagonal().sqrt()
+    c = c / deviation.unsqueeze(1) / deviation
+    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)

@@ -112,8 +112,9 @@ def _chosen(x: Tensor, mask: Tensor, lead: int) -> Masked:
 
 
 def merge_equal_masks(graph: fx.Graph) -> None:
-    """``y[x > 0] = h[x > 0]`` computes a mask twice: they become one, where nothing that they read is ever changed."""
-    if not any(node.target is aten.index_put_.default for node in graph.nodes):
+    """``y[x > 0] = h[x > 0]`` and ``loss(h[x > 0], y[x > 0])`` compute a mask twice: they become one, where nothing
+    that they read is ever changed."""
+    if not any(node.target in (aten.index.Tensor, aten.index_put_.default) for node in graph.nodes):
         return
     written = {storage_key(value) for node in graph.nodes for value in _written(node)}
     first: dict[Any, fx.Node] = {}
@@ -128,6 +129,8 @@ def merge_equal_masks(graph: fx.Graph) -> None:
             continue
         computed = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
         earlier = first.setdefault((target, str(computed)), node)
+        if target._opname == "to" and storage_key(value) == storage_key(read[0]):  # as it was already
+            earlier = computed[0][0]
         same[node] = earlier
         if earlier is not node and value.dtype == torch.bool:
             node.replace_all_uses_with(earlier)
@@ -161,6 +164,8 @@ def run(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The op on what masks chose; NotImplemented where what was not chosen could show."""
     if target in _OPS:
         return _OPS[target](tracer, *args, **kwargs)
+    if target in _ROW_BY_ROW:
+        return _by_rows(tracer, target, args, kwargs)
     if torch.Tag.pointwise not in getattr(target, "tags", ()):
         return NotImplemented
     if not target._schema.is_mutable:
@@ -187,6 +192,27 @@ def _pointwise(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return first.filled(x, 1) if isinstance(x, Tensor) and x.requires_grad else x
 
     return first.with_whole(target(*tree_map(enter, args, is_leaf=is_masked), **tree_map(enter, kwargs)))
+
+
+_ROW_BY_ROW = {
+    aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.embedding.default, aten.softmax.int,
+    aten.log_softmax.int, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor,
+    aten.unsqueeze.default, aten.sum.dim_IntList,
+}  # fmt: skip
+
+
+def _by_rows(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on every row, where it treats rows alike: then it can be done while leading dims are flattened, too."""
+    at = 1 if target is aten.embedding.default else 0
+    x, others = args[at], (*args[:at], *args[at + 1 :])
+    if not is_masked(x) or x.lead or has_masked((others, kwargs)):
+        return NotImplemented
+    rows = Flat(x.filled(x.whole, 1 if x.whole.is_floating_point() else 0), x.mask.ndim)
+    made = tracer.call_function(target, (*args[:at], rows, *args[at + 1 :]), kwargs)
+    several = made if isinstance(made, (list, tuple)) else [made]
+    if not all(isinstance(m, Flat) and m.lead_shape == x.mask.shape for m in several):
+        return NotImplemented
+    return tree_map(lambda m: x.with_whole(m.base), made, is_leaf=lambda m: isinstance(m, Flat))
 
 
 def _may_stop(target: Any, args: Any) -> bool:

@@ -24,6 +24,7 @@ from autopar.tracer.export import Call, Exported, FlatModel, bind, export, refus
 from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.hooks import without_lost_hooks
 from autopar.tracer.joint import Joint, joint_of, loss_of
+from autopar.tracer.packed import packed_by_mask
 from autopar.tracer.random_ops import refuse_random
 from autopar.tracer.repeated import IrregularError
 from autopar.tracer.stamping import stamp
@@ -170,7 +171,7 @@ class ColoTracer:
 def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
     """The error of the joint trace, which knows an op's module, by the line at which the model itself fails so."""
     try:
-        with mode:
+        with mode, packed_by_mask():
             run_once(model, call)
     except CaptureError as found:
         if type(found.__cause__) is type(error):

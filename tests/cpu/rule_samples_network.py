@@ -99,16 +99,19 @@ def grouped() -> Iterator[Sample]:
 def linear_algebra() -> Iterator[Sample]:
     square = x(4, 3, 3) + 20 * torch.eye(3, dtype=torch.float64)
     positive_definite = square @ square.mT
-    for op in (aten.linalg_inv_ex, aten.linalg_lu_factor_ex, aten._linalg_det, aten._linalg_slogdet, aten.linalg_lu):
+    for op in (aten.linalg_inv_ex, aten.linalg_lu_factor_ex, aten.linalg_lu):
         yield sample(op.default, square)
     for op in (aten.linalg_cholesky_ex, aten._linalg_eigh):
         yield sample(op.default, positive_definite)
     yield sample(aten.linalg_matrix_exp.default, x(4, 3, 3) / 8)
     yield sample(aten.linalg_qr.default, x(4, 5, 3))
     yield sample(aten._linalg_svd.default, positive_definite)
-    yield sample(aten._linalg_solve_ex.default, square, x(4, 3, 5))
-    yield sample(aten._linalg_solve_ex.default, square, x(4, 5, 3), left=False)
-    yield sample(aten._linalg_solve_ex.default, square, x(4, 3))
+    for contiguous in (False, True):
+        yield sample("autopar.linalg_det.default", square, contiguous=contiguous)
+        yield sample("autopar.linalg_slogdet.default", square, contiguous=contiguous)
+        yield sample("autopar.linalg_solve.default", square, x(4, 3, 5), left=True, contiguous=contiguous)
+    yield sample("autopar.linalg_solve.default", square, x(4, 5, 3), left=False, contiguous=True)
+    yield sample("autopar.linalg_solve.default", square, x(4, 3), left=True, contiguous=True)
     yield sample(aten.linalg_solve_triangular.default, square.tril(), x(4, 3, 5), upper=False)
     yield sample(aten.linalg_solve_triangular.default, square.tril(), x(4, 5, 3), upper=False, left=False)
     factors, pivots = aten.linalg_lu_factor_ex.default(square)[:2]

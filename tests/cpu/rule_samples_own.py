@@ -126,6 +126,8 @@ def positional() -> Iterator[Sample]:
     yield from speech()
     yield sample(autopar.dropout.default, x(4, 5, 6), seed, p=0.5, site=1, **place)
     yield sample(autopar.uniform.default, seed, site=1, shape=[4, 5, 6], dtype=torch.float64, **place)
+    for exact in (False, True):
+        yield sample("autopar.checked_length.default", x(4, 5), torch.tensor(3), steps=3, exact=exact)
     table, rows = x(7, 6), index(7, 4, 5)
     for padding in (-1, 3):
         yield sample(autopar.lookup.default, table, rows, offset=0, padding_idx=padding)

@@ -136,10 +136,18 @@ def regressed(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
     return loss + F.binary_cross_entropy(h[mask].sigmoid() * 0.5, x[mask].sigmoid()) + F.huber_loss(h[mask], x[mask])
 
 
+def through_layers(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """As heads of masked language models see the tokens that count. What is filled with ones is divided by zero."""
+    rows = m.lin(1 / (h[labels > 0] - 1))
+    left, right = F.layer_norm(rows, (D,), m.scale).chunk(2, -1)
+    left = (left @ m.lin.weight[:2, :2]).softmax(-1) * F.embedding(labels[labels > 0], m.lin.weight)[:, :2]
+    return F.cross_entropy(rows, labels[labels > 0]) + (left * right).sum(-1).mean() + rows.log_softmax(-1).mean()
+
+
 FORMS = (
     scaled, columns, by_parameters, from_another, masks_written_out, rows_in_order,
     without_a_gradient_elsewhere, in_place_between, under_no_grad, nothing_chosen, averaged, selected, classified,
-    regressed,
+    regressed, through_layers,
 )  # fmt: skip
 
 
@@ -219,7 +227,13 @@ def rows_of_it(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
     return chosen.sum()
 
 
-LEFT = (other_masks, changed_between, read_and_changed, sorted_values, softmax_over, counted, returned, rows_of_it)
+def mixed_by_a_product(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    chosen = h[labels > 0]
+    return (x.view(-1, D) @ chosen.T).sum()
+
+
+LEFT = (other_masks, changed_between, read_and_changed, sorted_values, softmax_over, counted, returned, rows_of_it,
+        mixed_by_a_product)  # fmt: skip
 
 
 @pytest.mark.parametrize("body", LEFT, ids=lambda b: b.__name__)

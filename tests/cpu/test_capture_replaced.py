@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar import passes, planner
 from autopar.errors import CaptureError
+from autopar.mesh import Mesh
+from autopar.runtime.simulation import simulate_program
 from autopar.tracer import ColoTracer
 from tests.cpu.bad_input_checks import refused
+from tests.cpu.model_checks import assert_equal, cluster_where_sharding_pays
 from tests.zoo.entry import Entry
 from tests.zoo.measure import captured, check
 
@@ -105,6 +110,31 @@ def test_solving_and_inverting_batches_of_matrices() -> None:
     equal(nn.Linear(4, 4), {"x": torch.randn(8, 4, 4)}, body)
 
 
+def test_factors_are_read_as_the_matrix_lay_in_memory_at_capture() -> None:
+    """torch factors the transposed of a contiguous matrix. A parameter in columns is not, and its shards are."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Parameter((torch.randn(4, 4) + 4 * torch.eye(4)).T.contiguous().T)
+
+        def forward(self, x: Tensor) -> Tensor:
+            solved = torch.linalg.solve(self.mix, x.T).square().sum() + torch.linalg.solve(x.T @ x, self.mix).sum()
+            return solved + torch.linalg.slogdet(self.mix).logabsdet + torch.det(self.mix.T @ self.mix).log()
+
+    entry = Entry("mixing", "other", Mixing, lambda: {"x": torch.randn(8, 4)})
+    of = captured(entry)
+    assert not of.model.mix.is_contiguous()
+    check(entry, of, (2, 2))
+    on = Mesh((2,))
+    for seed in range(3):
+        options = planner.Options(search=f"random:{seed}", time_limit_s=5)
+        planned = planner.plan_graph(of.capture.graph, on, cluster_where_sharding_pays().sized(2), options)
+        lowered = passes.lower(planned.program, of.capture.graph, on)
+        outputs, result = simulate_program(lowered, of.capture.graph, on, of.named(), 0)
+        assert_equal(replace(result, outputs=outputs), of.reference, 1e-9)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -158,6 +188,9 @@ TAKEN_APART: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "cross": lambda m, x: torch.linalg.cross(m(x)[:, :3], x[:, 1:4]),
     "index_fill": lambda m, x: m(x).index_fill(0, torch.tensor([1, 3]), 2.0),
     "eigenvalues": lambda m, x: torch.linalg.eigvals(m(x).T @ x).abs(),
+    "covariance": lambda m, x: torch.cov(m(x).T) + torch.cov(x.T, correction=0, aweights=m(x)[:, 0].abs()),
+    "covariance_weighted": lambda m, x: m(x).T.cov(fweights=LABELS[3, :4].abs(), aweights=x[:, 0].exp()),
+    "correlation": lambda m, x: torch.corrcoef(m(x)) * m(x)[0].cov() + m(x)[0].corrcoef(),
     "affine_grid": lambda m, x: F.affine_grid(m(x)[:, :3].reshape(2, 2, 3), [2, 1, 4, 6], align_corners=False),
 }
 

@@ -57,6 +57,8 @@ def _contraction(node: Node, metas: Metas) -> str:
 rule(autopar.contract, _contraction, linear=BILINEAR, flops="product")
 
 
+rule(autopar.checked_length, "..., - -> ...", linear=FIRST)
+
 # Random numbers by global position.
 
 rule(autopar.dropout, "..., - -> ...", linear=FIRST, elementwise=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir import Node
-from autopar.strategies.registry import Metas, aten, rule
+from autopar.strategies.registry import Metas, aten, autopar, rule
 from autopar.strategies.rules.terms import names, replicated, term
 
 SQUARE = "... [i] [j]"
@@ -12,8 +12,8 @@ rule(aten.linalg_inv_ex, f"{SQUARE} -> {SQUARE}, ...")
 rule(aten.linalg_cholesky_ex, f"{SQUARE} -> {SQUARE}, ...")
 rule(aten.linalg_matrix_exp, f"{SQUARE} -> {SQUARE}")
 rule(aten.linalg_lu_factor_ex, f"{SQUARE} -> {SQUARE}, ... [pivot], ...")
-rule(aten._linalg_det, f"{SQUARE} -> ..., {SQUARE}, ... [pivot]")
-rule(aten._linalg_slogdet, f"{SQUARE} -> ..., ..., {SQUARE}, ... [pivot]")
+rule(autopar.linalg_det, f"{SQUARE} -> ..., {SQUARE}, ... [pivot]")
+rule(autopar.linalg_slogdet, f"{SQUARE} -> ..., ..., {SQUARE}, ... [pivot]")
 rule(aten._linalg_eigh, f"{SQUARE} -> ... [value], {SQUARE}")
 rule(aten.linalg_qr, f"{SQUARE} -> ... [i] [k], ... [k] [j]")
 rule(aten._linalg_svd, f"{SQUARE} -> ... [i] [u], ... [value], ... [v] [j]")
@@ -44,7 +44,7 @@ def _solved(node: Node, metas: Metas) -> str:
     return f"{SQUARE}, ... {sides[0]} -> ... {sides[1]}, {SQUARE} / r, ... [pivot] / r, ... / r"
 
 
-rule(aten._linalg_solve_ex, _solved, linear=((1,),))
+rule(autopar.linalg_solve, _solved, linear=((1,),))
 
 
 def _triangular(node: Node, metas: Metas) -> str:
