@@ -7,6 +7,8 @@ from torch import Tensor
 
 from autopar.ops.registration import define, without_gradient
 
+aten = torch.ops.aten
+
 
 def _checked(x: Tensor, longest: Tensor, *, steps: int, exact: bool) -> Tensor:
     """``x``. On a GPU nothing waits for the check: its error comes with the next synchronization."""
@@ -14,7 +16,7 @@ def _checked(x: Tensor, longest: Tensor, *, steps: int, exact: bool) -> Tensor:
         holds, must = longest == steps, f"as long as the padded batch, {steps} steps: give pad_packed_sequence its"
     else:
         holds, must = longest <= steps, f"within its total_length, {steps} steps: give pad_packed_sequence a larger"
-    torch._assert_async(holds, f"The longest sequence that is packed must be {must} total_length.")
+    aten._assert_async.msg(holds, f"The longest sequence that is packed must be {must} total_length.")
     return x.clone(memory_format=torch.contiguous_format)
 
 
