@@ -101,7 +101,7 @@ def _all_gather(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tupl
     part = -(-length // ways)
     wire = _numel(after, step.dim, part) * meta.itemsize
     packed = wire if x.shape[step.dim] != part or not x.is_contiguous else 0
-    joins = step.dim != 0 and (_copied(after[: step.dim]) or part * ways != length)
+    joins = step.dim != 0 and (_copied(after[: step.dim], ways) or part * ways != length)
     joined = math.prod(after) * meta.itemsize if joins else 0
     return Packing(packed, 0, ways * wire, joined, keeps_source=not packed)
 
@@ -116,7 +116,7 @@ def _all_to_all(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tupl
     packed, launch = _rows(x, step.to_dim, ways, meta.itemsize)
     received = packed or x.numel * meta.itemsize
     cut = after[step.to_dim] != -(-x.shape[step.to_dim] // ways)
-    joined = _copied(after[: step.dim]) or cut or part * ways != gathered
+    joined = _copied(after[: step.dim], ways) or cut or part * ways != gathered
     result = math.prod(after) * meta.itemsize if joined else 0
     if packed:
         return Packing(packed, max(padded + launch - received, 0), received, result, keeps_source=False)
@@ -141,7 +141,7 @@ def _reduce_scatter(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: 
         sent, launch = sent or size, launch + (size if sent else 0)
     received = (sent or size) // ways
     result = math.prod(after) * meta.itemsize
-    short = after[step.dim] != -(-x.shape[step.dim] // ways) and _copied(x.shape[: step.dim])
+    short = after[step.dim] != -(-x.shape[step.dim] // ways) and _copied(x.shape[: step.dim], ways)
     copied = short or converted or (step.reduction == "avg" and ways > 1)
     return Packing(sent, max(launch - received, 0), received, result if copied else 0, keeps_source=not sent)
 
@@ -152,8 +152,8 @@ def _rows(x: Layout, dim: int, ways: int, itemsize: int) -> tuple[int, int]:
     size = _numel(x.shape, dim, part * ways) * itemsize
     padded = x.shape[dim] != part * ways
     if padded:
-        return size, size if _copied(x.shape[:dim]) else 0
-    if x.is_contiguous and not _copied(x.shape[:dim]):
+        return size, size if _copied(x.shape[:dim], ways) else 0
+    if x.is_contiguous and not _copied(x.shape[:dim], ways):
         return 0, 0
     return size, 0
 
@@ -165,9 +165,9 @@ def _numel(shape: tuple[int, ...], dim: int, n: int) -> int:
 
 def packs(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
     """Whether a gather or a reduce-scatter of one contiguous tensor by itself packs or unpacks it."""
-    return _copied(after.local_shape(meta.shape, mesh)[: step.dim])
+    return _copied(after.local_shape(meta.shape, mesh)[: step.dim], mesh.shape[step.axis])
 
 
-def _copied(before: tuple[int, ...]) -> bool:
-    """Whether stacking or joining along a dim moves data: not where all dims before it have length 1."""
-    return math.prod(before) != 1
+def _copied(before: tuple[int, ...], ways: int) -> bool:
+    """Whether stacking or joining ``ways`` parts along a dim moves data: not where all dims before it have length 1."""
+    return ways > 1 and math.prod(before) != 1

@@ -298,7 +298,7 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 def _rows(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
     """``x``, in ``dtype`` where one is given, cut ``size`` ways along ``dim``, the parts stacked along a new dim 0."""
     part = -(-x.shape[dim] // size)
-    stacked = x.is_contiguous() and part * size == x.shape[dim] and math.prod(x.shape[:dim]) == 1
+    stacked = x.is_contiguous() and part * size == x.shape[dim] and 1 in (size, math.prod(x.shape[:dim]))
     if (not stacked or dtype not in (None, x.dtype)) and kernels.enabled(x, integers=True):
         packed: Tensor = kernels.run("pack", x, dim, size, dtype)
         return packed
@@ -310,7 +310,7 @@ def _rows(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> T
 def _joined(rows: Tensor, dim: int, length: int) -> Tensor:
     """The parts along dim 0 joined along ``dim`` of a part and trimmed to ``length``."""
     size, part = rows.shape[0], rows.shape[dim + 1]
-    joined = rows.is_contiguous() and part * size == length and math.prod(rows.shape[1 : dim + 1]) == 1
+    joined = rows.is_contiguous() and part * size == length and 1 in (size, math.prod(rows.shape[1 : dim + 1]))
     if not joined and kernels.enabled(rows, integers=True):
         unpacked: Tensor = kernels.run("unpack", rows, dim, length)
         return unpacked
