@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import hashlib
 import heapq
+import itertools
 import math
 import os
 import time
@@ -38,6 +39,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 # Sees every op that runs; there is no public hook below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -601,12 +603,14 @@ def inductor(
     # A mode that counts memory, as the first step may run under, would see the trace.
     with torch.no_grad(), _disable_current_modes(), mode:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
-        table = {op: d for op, d in select_decomp_table().items() if _packet(op) not in _PRODUCTS}
+        table = {op: d for op, d in select_decomp_table().items() if _packet(op) not in _PRODUCTS | _GATHERED}
         table |= decompositions
         # Inductor takes graphs without mutations: it moves an addition in place as if it were a read.
         functional = torch.func.functionalize(function, remove="mutations")
+        table = {op: _marks_inner(d) for op, d in table.items()}
         graph = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
     _mark_sections(graph.graph)
+    _mark_shared(graph.graph)
     choices, in_order = _as_planned()
     as_planned = config.patch(
         reorder_for_locality=False, reorder_for_peak_memory=False, layout_optimization=False, pattern_matcher=False,
@@ -648,6 +652,8 @@ def realized_for(*ops: OpOverload) -> None:
 
 _SECTION = "autopar_section"
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+_GATHERED = frozenset({"max_pool2d_with_indices_backward"})
+"""Lowered, each element from where it came from, not decomposed into additions, over whose result nothing is made."""
 _RESHAPING = ("pool", "upsample", "index_put", "scatter")
 
 
@@ -666,11 +672,71 @@ def _mark_sections(graph: fx.Graph) -> None:
         section += alone
     for node in graph.nodes:
         if any(user.meta[_SECTION] != node.meta[_SECTION] for user in node.users):
-            made = node
-            while made.op == "call_function" and _is_view(made.target):
-                made = made.all_input_nodes[0]
+            made = _base(node)
             if made.op == "call_function" and made.all_input_nodes and not _is_external(made.target):
                 made.meta["inductor_realize_to_strides"] = True
+
+
+_INNER = "autopar_inner"
+_REDUCTION = getattr(torch.Tag, "reduction", None)
+
+
+def _marks_inner(decompose: Callable[..., Any]) -> Callable[..., Any]:
+    """``decompose``, all of whose nodes but those of its results are marked: no plan counts them as tensors."""
+    from torch.fx.experimental import proxy_tensor
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        mode = proxy_tensor.get_proxy_mode()
+        nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        before = next(iter(reversed(nodes)), None)
+        results = decompose(*args, **kwargs)
+        if mode is None or results is NotImplemented:
+            return results
+        slots = (
+            proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in tree_leaves(results)
+            if isinstance(x, torch.Tensor)
+        )  # fmt: skip
+        own = {_base(slot.proxy.node) for slot in slots if slot is not None}
+        for node in itertools.takewhile(lambda n: n is not before, reversed(nodes)):
+            node.meta[_INNER] = node not in own
+        return results
+
+    return traced
+
+
+def _mark_shared(graph: fx.Graph) -> None:
+    """What several ops read becomes a tensor where Inductor would compute it anew for each of them, and hold operands
+    of more bytes than it has until the last one has."""
+    operands: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        read = frozenset[fx.Node]().union(*(operands.get(n, {n}) for n in map(_base, node.all_input_nodes)))
+        realized = node.meta.get("inductor_realize_to_strides") or _REDUCTION in getattr(node.target, "tags", ())
+        computed = node.op == "call_function" and read and not realized and not _is_external(node.target)
+        if not computed or _is_view(node.target):
+            continue
+        larger = sum(map(_bytes, read)) > _bytes(node)
+        if larger and not node.meta.get(_INNER) and _has_several_readers(node):
+            node.meta["inductor_realize_to_strides"] = True
+        else:
+            operands[node] = read
+
+
+def _has_several_readers(node: fx.Node) -> bool:
+    users = list(node.users)
+    if len(users) == 1 and (_is_view(users[0].target) or users[0].meta.get(_INNER)):
+        return _has_several_readers(users[0])
+    return len(users) > 1
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(x.numel() * x.itemsize for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a view is of."""
+    while node.op == "call_function" and _is_view(node.target):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _packet(target: Any) -> str:
