@@ -1,7 +1,8 @@
 """Step time against memory budget on one process: autopar beside the known ways to recompute, and joint beside
 two-stage search on a mesh.
 
-    python benchmarks/remat.py [--models mlp gpt2 llama] [--points 6] [--measure] [--json FILE] [--plot FILE]
+    python benchmarks/remat.py [--models mlp gpt2 llama] [--points 6] [--measure] [--json FILE]
+    python benchmarks/remat.py --of FILE... [--markdown FILE] [--plot FILE]
 
 Every rule decides what is kept on the same captured graph, and all are scheduled, timed and measured by the same
 models, so that they differ in their decisions alone:
@@ -17,13 +18,15 @@ rotor       for every block: keep all of it, its input, or nothing (Beaumont et 
 
 ``--measure`` also runs the steps, on this machine: seconds of the processor are medians, bytes those that the
 simulation counts while it runs. It runs torch.compile with activation_memory_budget too, whose graph is another: its
-seconds are measured, and the bytes that it saves for the backward. ``--plot`` needs matplotlib.
+seconds are measured, and the bytes that it saves for the backward. ``--of`` shows what earlier runs wrote, several
+together, and ``--markdown`` writes it as tables; ``--plot`` needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime as dt
 import json
 import math
 import platform
@@ -173,14 +176,51 @@ def beaten(rows: Sequence[Record], tolerance: float) -> list[str]:
     return found
 
 
+COLUMNS = ("autopar", *RULES)
+
+
+def markdown(found: Record, lost: Sequence[str]) -> str:
+    """All tables, with what they were made with."""
+    lines = [
+        "# Recomputation: step time against memory budget", "",
+        "Milliseconds a step as predicted for one process, in brackets medians of real steps in seconds of the",
+        "processor; all plans are of the same graph, scheduled, timed and measured by the same models. Dashes: nothing",
+        "of that kind fits. `torch` and `rotor` are these rules on our graph, as the first lines of",
+        "`benchmarks/remat.py` say.", "",
+        *(f"`python benchmarks/remat.py {r['arguments']}`, {r['machine']}, {r['date']}." for r in found["runs"]), "",
+        "; ".join(lost) or "autopar is on or below every other curve at every budget.", "",
+        "The curves are in [remat.png](remat.png).",
+    ]  # fmt: skip
+    for title, rows, columns in (
+        *((m, [r for r in found["rows"] if r["model"] == m], COLUMNS) for m in _models(found["rows"])),
+        ("Joint and two-stage search, gpt2 on 4 devices", found["joint"], ("joint", "two-stage")),
+    ):
+        cells = [[f"{r['budget'] / 1e6:.1f} MB", f"{r['share']:.0%}", *(_cell(r["plans"].get(c)) for c in columns)]
+                 for r in rows]  # fmt: skip
+        head = ["budget", "share", *columns]
+        lines += ["", f"## {title}", "", *(f"| {' | '.join(c)} |" for c in (head, ["---"] * len(head), *cells))]
+    for model in _models(found["torch.compile"]):
+        runs = [r for r in found["torch.compile"] if r["model"] == model]
+        each = "; ".join(
+            f"budget {r['share']:g}: {r['measured_s'] * 1e3:.1f} ms, saves {r['saved_bytes'] / 1e6:.1f} MB"
+            for r in runs
+        )
+        lines += ["", f"torch.compile itself on {model} (`aot_eager_decomp_partition`): {each}."]
+    return "\n".join(lines) + "\n"
+
+
+def _models(rows: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(r["model"] for r in rows))
+
+
 def plot(rows: Sequence[Record], path: Path) -> None:
     """Step time over the budget, a panel for each model."""
     import matplotlib.pyplot as plt
 
-    models = list(dict.fromkeys(r["model"] for r in rows))
+    models = _models(rows)
     _, panels = plt.subplots(1, len(models), figsize=(5 * len(models), 4), squeeze=False)
     for panel, model in zip(panels[0], models, strict=True):
-        for name in ("autopar", *RULES):
+        for name in COLUMNS:
             points = [(r["budget"] / 1e6, r["plans"][name]["step_s"] * 1e3) for r in rows
                       if r["model"] == model and name in r["plans"]]  # fmt: skip
             panel.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == "autopar" else 1)
@@ -192,7 +232,7 @@ def plot(rows: Sequence[Record], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--points", type=int, default=6, help="budgets (default 6)")
     parser.add_argument("--cluster", default="cpu-2")
@@ -201,8 +241,29 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true", help="run the steps too")
     parser.add_argument("--no-joint", action="store_true", help="leave the joint and the two-stage search out")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--of", nargs="+", type=Path, help="show these files of --json instead of running")
+    parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    found = _read(options.of) if options.of else _run(options)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    lost = beaten(found["rows"], 1e-4)
+    console.print("\n".join(lost) or "autopar is on or below every other curve at every budget")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(found, lost))
+    if options.plot:
+        plot(found["rows"], options.plot)
+    return bool(lost)
+
+
+def _read(files: Sequence[Path]) -> Record:
+    every = [json.loads(file.read_text()) for file in files]
+    return {key: [x for one in every for x in one[key]] for key in every[0]}
+
+
+def _run(options: argparse.Namespace) -> Record:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
@@ -216,25 +277,21 @@ def main() -> int:
         model, inputs = MODELS[name](options.layers)
         case = Case(name, model, inputs, cluster, options.time_limit)
         rows += compare(case, options.points, run=options.measure)
-        console.print(table([r for r in rows if r["model"] == name], ("autopar", *RULES)))
+        console.print(table([r for r in rows if r["model"] == name], COLUMNS))
         if options.measure:
             by_torch += compiled(case)
             for row in by_torch[-5:]:
                 figures = f"{row['measured_s'] * 1e3:.1f} ms, saves {row['saved_bytes'] / 1e6:.1f} MB"
                 console.print(f"torch.compile, activation_memory_budget {row['share']}: {figures}")
-    lost = beaten(rows, 1e-4)
-    console.print("\n".join(lost) or "autopar is on or below every other curve at every budget")
     gains = [] if options.no_joint else joint_gain(4, options.time_limit)
     if gains:
         console.print(table(gains, ("joint", "two-stage")))
-    if options.json:
-        cpu = platform.processor() or platform.machine()
-        on = f"{cpu}, Python {platform.python_version()}, torch {torch.__version__}"
-        everything = {"machine": on, "rows": rows, "torch.compile": by_torch, "joint": gains}
-        options.json.write_text(json.dumps(everything, indent=1) + "\n")
-    if options.plot:
-        plot(rows, options.plot)
-    return bool(lost)
+    cpu = platform.processor() or platform.machine()
+    run = {
+        "arguments": " ".join(sys.argv[1:]), "date": f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}",
+        "machine": f"{cpu}, Python {platform.python_version()}, torch {torch.__version__}",
+    }  # fmt: skip
+    return {"runs": [run], "rows": rows, "torch.compile": by_torch, "joint": gains}
 
 
 if __name__ == "__main__":
