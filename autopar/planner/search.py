@@ -47,6 +47,8 @@ SHARDED_SHARE = 0.3
 SHARDED_TIMES = 3.0
 """Of the time, and times what the free optimum took, for what to keep and recompute with shardings that are known, from
 which the joint search begins."""
+SMALLEST_SHARE = 0.25
+"""Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
 SECOND_STAGE_GAP = 0.01
 """Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
 free optimum."""
@@ -169,12 +171,16 @@ class _Search(Rounds):
         over_budget: is told the deadline where the optimum without a budget is over it, and gives the one from then on.
         baseline: the cheapest that fits the budget.
         free_s: seconds that the optimum without a budget took.
+        kept_back_s: seconds for the smallest peak, where no baseline fits.
+        latest: when the search ends, these included.
     """
 
     with_reruns: Callable[[], Decisions] = field(kw_only=True)
     over_budget: Callable[[float], float] = field(kw_only=True)
     baseline: str = ""
     free_s: float = 0.0
+    kept_back_s: float = 0.0
+    latest: float = math.inf
 
     def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
         """The search's own plan, or a baseline that fits and is better.
@@ -246,6 +252,8 @@ class _Search(Rounds):
         self.free, self.hideable_s = free, forward_seconds(free.program)
         self.bound = free.solution.lower_bound
         self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
+        self.kept_back_s, self.latest = SMALLEST_SHARE * max(deadline - now(), 0.0), deadline
+        deadline -= 0.0 if self.baseline else self.kept_back_s
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._all_by_checkpoints(free, deadline)
         self.say("over the budget: keep less")
@@ -276,11 +284,17 @@ class _Search(Rounds):
             return replace(kept, solution=replace(kept.solution, lower_bound=min(bound, kept.solution.objective)))
         if result is None and self.baseline:
             return None
+        late = now() > deadline
         if result is None:
+            deadline = self._until_smallest()
             result = self._smallest(deadline)
         if result.memory.peak_bytes > self.budget:
-            raise self._infeasible(result, late=now() > deadline)
+            raise self._infeasible(result, late=late or now() > deadline)
         return result
+
+    def _until_smallest(self) -> float:
+        """As long for each budget, so that one that an error names is found again."""
+        return max(now() + LEAST_S, min(now() + self.kept_back_s, self.latest))
 
     def _checkpoints(self, free: Result) -> CheckpointSearch:
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
@@ -301,12 +315,14 @@ class _Search(Rounds):
         found = checkpoints.within(self.budget, deadline)
         if found is None and self.baseline:
             return None
+        late = now() > deadline
         if found is None:
-            found = checkpoints.smallest(max(deadline, now() + LEAST_S))
+            deadline = self._until_smallest()
+            found = checkpoints.smallest(deadline)
         result = self._better(None, found)
         assert result is not None
         if result.memory.peak_bytes > self.budget:
-            raise self._infeasible(result, late=now() > deadline)
+            raise self._infeasible(result, late=late or now() > deadline)
         if self.decisions.mesh.size == 1:
             return result
         bound = min(self.bound, result.solution.objective)  # other shardings may be better

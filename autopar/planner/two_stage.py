@@ -37,7 +37,7 @@ STARTS = 3
 SMALLEST_S = 5.0
 EQUAL = 1e-12
 """Relative difference of objectives that is none."""
-SMALLER = 0.99
+LESS, MUCH_LESS = 0.01, 0.16
 
 Open = Sequence["tuple[int, ...] | None"]
 """The options of each variable that are still open; None where all are."""
@@ -170,14 +170,14 @@ class CheckpointSearch:
         return [*sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]]
 
     def smallest(self, deadline: float) -> Checkpointed:
-        """The choice of the smallest peak that was found: by rules, then each a little smaller than the last."""
+        """The choice of the smallest peak that was found: by rules, then each smaller than the last, by ever less."""
         choice = self._smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
-        best = self._checkpointed(choice)
+        best, less = self._checkpointed(choice), MUCH_LESS
         while now() < deadline:
-            smaller = self.within(best.memory.peak_bytes * SMALLER, deadline, [best.solution.choice])
-            if smaller is None:
+            smaller = self._search(best.memory.peak_bytes * (1 - less), deadline, [best.solution.choice])
+            if smaller is None and less == LESS:
                 break
-            best = smaller
+            best, less = smaller or best, less if smaller else max(less / 4, LESS)
         return best
 
     def _smallest_by_rules(self) -> Sequence[int]:
