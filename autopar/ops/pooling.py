@@ -37,30 +37,22 @@ def _moved(index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequenc
 
 
 def _max(
-    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], starts: list[int],
-    whole: list[int],
+    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
+    starts: list[int], whole: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Indices are those of the whole image."""
     n = len(kernel)
     pool = aten.max_pool2d_with_indices if n == 2 else aten.max_pool3d_with_indices
-    out, index = pool(x, kernel, stride, padding, dilation)
+    out, index = pool(x, kernel, stride, padding, dilation, ceil)
     return out.contiguous(), _moved(index, x.shape[-n:], starts, whole)[0].contiguous()
 
 
-def _pooled_shape(
-    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> list[int]:
-    n = len(kernel)
-    padded = [size + 2 * p for size, p in zip(x.shape[-n:], padding, strict=True)]
-    sizes = [(size - d * (k - 1) - 1) // s + 1 for size, d, k, s in zip(padded, dilation, kernel, stride, strict=True)]
-    return [*x.shape[:-n], *sizes]
-
-
 def _max_fake(
-    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], **_: Any
+    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    shape = _pooled_shape(x, kernel, stride, padding, dilation)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+    pool = aten.max_pool2d_with_indices if len(kernel) == 2 else aten.max_pool3d_with_indices
+    out, index = pool(x, kernel, stride, padding, dilation, ceil)
+    return out.new_empty(out.shape), index.new_empty(index.shape)
 
 
 def _max_backward(grad: Tensor, x: Tensor, index: Tensor, *, starts: list[int], whole: list[int]) -> Tensor:
@@ -77,24 +69,72 @@ def _like_x(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _mean_backward(
-    grad: Tensor, x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], include: bool,
-    divisor: int | None, dims: list[int], first: list[int],
+def _recount_(
+    result: Tensor, kernel: list[int], stride: list[int], include: bool, dims: list[int], pads: list[int],
+    starts: list[int], whole: list[int],
+) -> None:  # fmt: skip
+    """Divide averages, whose windows beyond an end of a cut dim counted all their rows, by as many as count.
+
+    Args:
+        pads: of each of ``dims``, on the whole image.
+        starts: which row of the whole result the first one is.
+        whole: lengths of the whole image.
+    """
+    for dim, pad, start, n in zip(dims, pads, starts, whole, strict=True):
+        i = dim - result.ndim
+        shares = []
+        for row in range(start, start + result.shape[dim]):
+            first = row * stride[i] - pad
+            last = min(first + kernel[i], n + pad)
+            counted = last - first if include else min(last, n) - max(first, 0)
+            shares.append(kernel[i] / max(counted, 1))
+        if any(share != 1 for share in shares):
+            exact = torch.promote_types(result.dtype, torch.float32)
+            scale = torch.tensor(shares, dtype=exact, device=result.device)
+            result.mul_(scale.reshape([-1] + [1] * (-i - 1)))
+
+
+def _mean(
+    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, include: bool,
+    dims: list[int], pads: list[int], starts: list[int], whole: list[int],
 ) -> Tensor:  # fmt: skip
-    """``first``: where the rank's own rows of each of ``dims`` are among those from which its window comes."""
+    """Along the cut ``dims`` padding comes with x: ``padding`` is none there, ``pads`` that of the whole image."""
+    pool = aten.avg_pool2d if len(kernel) == 2 else aten.avg_pool3d
+    out: Tensor = pool(x, kernel, stride, padding, ceil, include)
+    _recount_(out, kernel, stride, include, dims, pads, starts, whole)
+    return out.contiguous()
+
+
+def _mean_fake(
+    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, include: bool, **_: Any
+) -> Tensor:
+    pool = aten.avg_pool2d if len(kernel) == 2 else aten.avg_pool3d
+    out: Tensor = pool(x, kernel, stride, padding, ceil, include)
+    return out.new_empty(out.shape)
+
+
+def _mean_backward(
+    grad: Tensor, x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, include: bool,
+    divisor: int | None, dims: list[int], first: list[int], pads: list[int], starts: list[int], whole: list[int],
+) -> Tensor:  # fmt: skip
+    """``first``: where the rank's own rows of each of ``dims`` are among those from which its window comes. Without
+    ``pads`` every window counts all its rows."""
     n = len(kernel)
+    if pads:
+        grad = grad.clone()
+        _recount_(grad, kernel, stride, include, dims, pads, starts, whole)
     pool = aten.avg_pool2d_backward if n == 2 else aten.avg_pool3d_backward
     shape = list(x.shape)
     for dim in dims:
         i = dim - (x.ndim - n)
         shape[dim] = (grad.shape[dim] - 1) * stride[i] + kernel[i]
-    wide: Tensor = pool(grad, x.new_empty(shape), kernel, stride, padding, False, include, divisor)
+    wide: Tensor = pool(grad, x.new_empty(shape), kernel, stride, padding, ceil, include, divisor)
     return rows_of(wide, dims, first, [x.shape[dim] for dim in dims])
 
 
 define(
-    "max_pool_part(Tensor x, *, int[] kernel, int[] stride, int[] padding, int[] dilation, SymInt[] starts,"
-    " SymInt[] whole) -> (Tensor, Tensor)",
+    "max_pool_part(Tensor x, *, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil,"
+    " SymInt[] starts, SymInt[] whole) -> (Tensor, Tensor)",
     _max,
     _max_fake,
 )
@@ -106,8 +146,15 @@ define(
 )
 once_differentiable("max_pool_part_backward")
 define(
-    "avg_pool_part_backward(Tensor grad, Tensor x, *, int[] kernel, int[] stride, int[] padding, bool include,"
-    " int? divisor, int[] dims, SymInt[] first) -> Tensor",
+    "avg_pool_part(Tensor x, *, int[] kernel, int[] stride, int[] padding, bool ceil, bool include, int[] dims,"
+    " int[] pads, SymInt[] starts, SymInt[] whole) -> Tensor",
+    _mean,
+    _mean_fake,
+)
+once_differentiable("avg_pool_part")
+define(
+    "avg_pool_part_backward(Tensor grad, Tensor x, *, int[] kernel, int[] stride, int[] padding, bool ceil,"
+    " bool include, int? divisor, int[] dims, SymInt[] first, int[] pads, SymInt[] starts, SymInt[] whole) -> Tensor",
     _mean_backward,
     _like_x,
 )

@@ -494,7 +494,8 @@ def _avg_pool_part_backward(op: LocalOp) -> int:
     given = op.call[2]
     dims, first = given["dims"], len(x.shape) - len(given["kernel"])
     rows = [(grad.shape[d] - 1) * given["stride"][d - first] + given["kernel"][d - first] for d in dims]
-    return _beside_gradient(op, _resized(x, dims, rows) * size, op.written)
+    counted = grad.numel * size if given["pads"] else 0
+    return counted + _beside_gradient(op, _resized(x, dims, rows) * size, op.written)
 
 
 def _convolution_transposed_part(op: LocalOp) -> int:

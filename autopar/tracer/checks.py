@@ -11,31 +11,40 @@ import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
+from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 
 @contextlib.contextmanager
 def taken_as_passed() -> Iterator[list[str]]:
-    """While tracing, ``if x.max() >= n: raise`` and ``assert (x > 0).all()`` pass; yields where they stand.
+    """While tracing, ``if x.max() >= n: raise`` and ``assert (x > 0).all().item()`` pass; yields where they stand.
 
     The values that they look at do not exist yet. Every other use of a tensor as a truth value is left as it is.
     """
     found: list[str] = []
-    ordinary = Tensor.__bool__
+    ordinary, ordinary_item = Tensor.__bool__, Tensor.item
+
+    def passing_at(frame: FrameType) -> bool | None:
+        passing = passing_value(frame.f_code, frame.f_lineno)
+        if passing is not None:
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        return passing
 
     def truth(tensor: Tensor) -> bool:
-        frame = sys._getframe(1)
-        passing = passing_value(frame.f_code, frame.f_lineno)
-        if passing is None:
-            return ordinary(tensor)
-        found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-        return passing
+        passing = passing_at(sys._getframe(1))
+        return ordinary(tensor) if passing is None else passing
+
+    def item(tensor: Tensor) -> Any:
+        passing = passing_at(sys._getframe(1)) if tensor.dtype == torch.bool else None
+        return ordinary_item(tensor) if passing is None else passing
 
     with (
         mock.patch.object(Tensor, "__bool__", truth),
+        mock.patch.object(Tensor, "item", item),
         mock.patch.dict(os.environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),  # that library's own switch
     ):
         yield found

@@ -237,7 +237,7 @@ def resampling() -> Iterator[Sample]:
 
 
 def pools() -> Iterator[Sample]:
-    """Windows along rows that are cut: overlapping, padded, strided, dilated, and those whose rows stay whole."""
+    """Windows along rows that are cut: overlapping, padded, strided, dilated, and beyond the end."""
     cases: list[tuple[int, int, int, int]] = [(8, 3, 2, 1), (9, 3, 1, 1), (12, 2, 2, 0), (11, 3, 2, 0), (13, 3, 2, 1)]
     for rows, kernel, stride, padding in cases:
         image, window = distinct(2, 2, rows, 5), ([kernel, 2], [stride, 2], [padding, 1])
@@ -264,7 +264,14 @@ def pools() -> Iterator[Sample]:
     pool = sample(aten.max_pool2d_with_indices.default, distinct(2, 2, 13, 4), *wide)
     yield pool
     yield sample(backward, x(*pool.results[0].shape), *pool.operands, *wide, False, pool.results[1])
-    yield sample(aten.max_pool2d_with_indices.default, distinct(2, 2, 8, 4), [3, 3], [2, 2], [1, 1], [1, 1], True)
+    image, window = distinct(2, 2, 16, 4), ([3, 3], [2, 2], [1, 1])  # the last windows reach beyond the padding
+    pool = sample(aten.max_pool2d_with_indices.default, image, *window, [1, 1], True)
+    yield pool
+    grad = x(*pool.results[0].shape)
+    yield sample(backward, grad, image, *window, [1, 1], True, pool.results[1])
+    for include, divisor in ((True, None), (False, None), (False, 3)):
+        yield sample(aten.avg_pool2d.default, image, *window, True, include, divisor)
+        yield sample(aten.avg_pool2d_backward.default, grad, image, *window, True, include, divisor)
 
 
 def resizes() -> Iterator[Sample]:

@@ -55,7 +55,7 @@ def either(m: Any, x: Tensor) -> Tensor:
 
 def asserted(m: Any, x: Tensor) -> Tensor:
     assert (x < 100).all(), "too large"
-    assert not (x > 100).any()
+    assert not (x > 100).any().item(), "too large"
     return m.lin(x)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import autopar
 from autopar.mesh import Mesh
@@ -58,6 +60,35 @@ def test_a_plan_with_halos_runs_as_planned_and_after_saving() -> None:
         pytest.fail("no random plan has halos on both sides")
     assert "spmd.shift" in plan.source
     assert_equal(autopar.Plan.from_json(plan.to_json()), x)
+
+
+class Border(nn.Module):
+    """Windows of which a part counts: at padding, and beyond the last row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(functional.max_pool2d(self.stem(x), 3, 2, 1, ceil_mode=True)).relu()
+        x = functional.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
+        return functional.avg_pool2d(x, 2, 2, ceil_mode=True).square().mean()
+
+
+def test_windows_that_count_in_part() -> None:
+    torch.manual_seed(0)
+    made, x = Border().double(), image()
+    for seed in range(40):
+        plan = autopar.plan(made, x, mesh=(2,), search=f"random:{seed}", time_limit=2)
+        if all(part in plan.source for part in ("max_pool_part(", "avg_pool_part(", "avg_pool_part_backward(")):
+            break
+    else:
+        pytest.fail("no random plan cuts rows of all pooling")
+    result = autopar.simulate(made, x, plan=plan)
+    output, grads, _ = eager(made, x)
+    assert_same(result.outputs, output)
+    assert_grads(result.grads, grads)
+    assert result.peak_memory <= plan.peak_memory
 
 
 def test_windows_beyond_the_neighbours_are_no_strategy() -> None:

@@ -1,7 +1,6 @@
 """Pooling of images and volumes: samples, channels and dims of space are cut.
 
-Where a dim of space is cut, the window reads rows of the neighbours' shards. With ``ceil_mode``, or where padding does
-not count, space stays whole.
+Where a dim of space is cut, the window reads rows of the neighbours' shards, and padding beyond the ends.
 """
 
 from __future__ import annotations
@@ -49,9 +48,17 @@ class _Pool:
     def dilations(self, node: Node) -> tuple[int, ...]:
         return (1,) * self.n if self.dilation is None else self.numbers(node, self.dilation, (1,))
 
-    def slides(self, node: Node) -> bool:
-        counts = self.counts is None or bool(arg(node, self.counts, True)) or not any(self.geometry(node)[2])
-        return counts and not bool(arg(node, self.ceil, False))
+    def ceils(self, node: Node) -> bool:
+        return bool(arg(node, self.ceil, False))
+
+    def includes(self, node: Node) -> bool:
+        """Whether padding counts."""
+        return self.counts is None or bool(arg(node, self.counts, True))
+
+    def counts_all(self, node: Node) -> bool:
+        """Whether an average is over as many elements in every window."""
+        divisor = self.counts is not None and arg(node, self.counts + 1) is not None
+        return divisor or not (self.ceils(node) or (any(self.geometry(node)[2]) and not self.includes(node)))
 
     def slide(self, node: Node, i: int) -> Slide:
         kernel, stride, padding = self.geometry(node)
@@ -59,8 +66,6 @@ class _Pool:
 
     def terms(self, node: Node) -> tuple[str, str]:
         """Of x and of the result."""
-        if not self.slides(node):
-            return tuple("... " + " ".join(f"[{side}{i}]" for i in range(self.n)) for side in "xy")  # type: ignore[return-value]
         dims = [f"h{i}" for i in range(self.n)]
         return f"... {' '.join(dims)}", f"... {' '.join(d + APOSTROPHE for d in dims)}"
 
@@ -159,8 +164,8 @@ def _maximum(n: int) -> None:
         kernel, stride, _ = kind.geometry(node)
         kwargs: dict[str, LocalArg] = {
             "kernel": kernel, "stride": stride, "padding": _padding(kind, node, shape, cuts),
-            "dilation": kind.dilations(node), "starts": _starts(n, shape, cuts, lambda dim, axis: of[dim]),
-            "whole": shape[len(shape) - n :],
+            "dilation": kind.dilations(node), "ceil": kind.ceils(node),
+            "starts": _starts(n, shape, cuts, lambda dim, axis: of[dim]), "whole": shape[len(shape) - n :],
         }  # fmt: skip
         return "autopar.max_pool_part.default", node.args[:1], tuple(kwargs.items())
 
@@ -197,8 +202,16 @@ def _average(n: int) -> None:
         if not cuts:
             return node.op, node.args, node.kwargs
         kernel, stride, _ = kind.geometry(node)
-        padding = _padding(kind, node, metas[0].shape, cuts)
-        return node.op, (node.args[0], kernel, stride, padding, *node.args[4:]), node.kwargs
+        padding, result = _padding(kind, node, metas[0].shape, cuts), node.outputs[0]
+        if kind.counts_all(node) or result is None:
+            return node.op, (node.args[0], kernel, stride, padding, *node.args[4:]), node.kwargs
+        rows = [own_rows(result.shape[dim], mesh.shape[axis]) for dim, axis in cuts]
+        kwargs: dict[str, LocalArg] = {
+            "kernel": kernel, "stride": stride, "padding": padding, "ceil": kind.ceils(node),
+            "include": kind.includes(node), "dims": tuple(dim for dim, _ in cuts),
+            **_counting(kind, node, metas[0], cuts, rows),
+        }  # fmt: skip
+        return "autopar.avg_pool_part.default", node.args[:1], tuple(kwargs.items())
 
     @lowering(back)
     def lower_back(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
@@ -207,12 +220,29 @@ def _average(n: int) -> None:
             return node.op, node.args, node.kwargs
         kernel, stride, _ = kind_back.geometry(node)
         firsts = tuple(LocalChoice(_first(kind_back, node, metas, dim, axis, mesh), axis) for dim, axis in cuts)
+        rows = [_into(kind_back, node, metas, dim, axis, mesh) for dim, axis in cuts]
+        none: dict[str, LocalArg] = {"pads": (), "starts": (), "whole": ()}
         kwargs: dict[str, LocalArg] = {
             "kernel": kernel, "stride": stride, "padding": _padding(kind_back, node, shape, cuts),
-            "include": bool(arg(node, 6, True)), "divisor": arg(node, 7), "dims": tuple(dim for dim, _ in cuts),
-            "first": firsts,
+            "ceil": kind_back.ceils(node), "include": kind_back.includes(node), "divisor": arg(node, 7),
+            "dims": tuple(dim for dim, _ in cuts), "first": firsts,
+            **(none if kind_back.counts_all(node) else _counting(kind_back, node, metas[1], cuts, rows)),
         }  # fmt: skip
         return "autopar.avg_pool_part_backward.default", node.args[:2], tuple(kwargs.items())
+
+
+def _counting(
+    kind: _Pool, node: Node, x: TensorMeta, cuts: Sequence[tuple[int, int]], rows: Sequence[Sequence[Window]]
+) -> dict[str, LocalArg]:
+    """Where windows of cut dims lie on the whole image, by the rank's rows of the result for each of ``cuts``."""
+    padding, space = kind.geometry(node)[2], len(x.shape) - kind.n
+    return {
+        "pads": tuple(padding[dim - space] for dim, _ in cuts),
+        "starts": tuple(
+            LocalChoice(tuple(start for start, _ in of), axis) for of, (_, axis) in zip(rows, cuts, strict=True)
+        ),
+        "whole": tuple(x.shape[dim] for dim, _ in cuts),
+    }
 
 
 def _first(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> tuple[int, ...]:
