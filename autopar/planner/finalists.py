@@ -46,7 +46,8 @@ def budget_bytes(cluster: Cluster, options: Options) -> float:
 class Finalist:
     """A complete plan. ``name`` is the baseline's, or ``chosen`` for the search's own. Seconds and bytes.
 
-    ``solution`` has the cost of collectives that are launched one by one."""
+    ``solution`` has the cost of collectives that are launched one by one. ``arranged_s``: of a step before what nothing
+    waits for is deferred."""
 
     name: str
     decisions: Decisions
@@ -54,14 +55,18 @@ class Finalist:
     program: Program
     memory: MemoryProfile
     timeline: Timeline
+    arranged_s: float
 
     @staticmethod
     def of(
         name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options,
         tried: Tried | None = None,
     ) -> Finalist:  # fmt: skip
-        """A scheduled solution with its collectives arranged for the budget. ``tried``: ways to arrange those of
-        ``in_place`` of it, where they are known."""
+        """A scheduled solution with its collectives arranged for the budget, and what nothing waits for deferred.
+
+        Args:
+            tried: ways to arrange those of ``in_place`` of it, where they are known.
+        """
 
         def profiled(arranged: Program) -> MemoryProfile:
             return profile(arranged, d.graph, d.mesh, options)
@@ -73,11 +78,13 @@ class Finalist:
         if d.accumulation_steps > 1:
             before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
         if after.seconds < before.seconds:
-            return Finalist(name, d, solution, found.program, found.memory, after)
-        memory = found.memory if found.program is program else profiled(program)
-        return Finalist(name, d, solution, program, memory, before)
+            arranged = Finalist(name, d, solution, found.program, found.memory, after, after.seconds)
+        else:
+            memory = found.memory if found.program is program else profiled(program)
+            arranged = Finalist(name, d, solution, program, memory, before, before.seconds)
+        return arranged._deferred(prices, options)
 
-    def deferred(self, prices: Prices, options: Options) -> Finalist:
+    def _deferred(self, prices: Prices, options: Options) -> Finalist:
         """With the work that nothing waits for behind the collectives that the backward waits for, where its step is
         shorter so and it fits the budget."""
         d, moved = self.decisions, replace(self.program, ops=deferred(self.program, self.decisions.graph))
@@ -145,7 +152,7 @@ class Rival:
 
     @property
     def least_s(self) -> float:
-        """The shortest step of its program, whatever it holds."""
+        """The shortest step of its program, whatever it holds, with nothing deferred."""
         return self._tried.least_s() if self.stated.decisions.accumulation_steps == 1 else 0.0
 
     @cached_property
@@ -153,8 +160,7 @@ class Rival:
         """Scheduled, timed and measured."""
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        found = Finalist.of(self.name, d, solution, self._program, prices, options, self._tried)
-        return found.deferred(prices, options) if options.compare else found
+        return Finalist.of(self.name, d, solution, self._program, prices, options, self._tried)
 
 
 def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> Finalist:

@@ -24,10 +24,7 @@ from autopar.program import Program
 from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, solve
 from autopar.solver.clock import now
 
-MOST_UNDER_ROWS = 3
-"""Weightings of what may hide behind what, under a budget, beginning with the best of the free problem."""
-
-SOLVE_SHARE = 0.4
+SOLVE_SHARE = 0.6
 """Of the time left, for each of several weightings."""
 
 HOST_TIME = 10_000
@@ -132,8 +129,8 @@ class Rounds:
             self.prices_of_memory = found.usage_prices
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
-        # Rows that set something aside give no bound, so the weights that are known will do.
-        known, most = ((), 1 if any(rows.unseen.values()) else MOST_UNDER_ROWS) if rows else (self.seeds, MOST_SOLVES)
+        # Under rows, each solve of which takes long, the weights that are best without them will do.
+        known, most = ((), 1) if rows else (self.seeds, MOST_SOLVES)
         return self.objective.minimize(asked, solve_from, self.options.gap, known, most)
 
     def _say_gap(self, found: TraceEntry) -> None:

@@ -40,16 +40,16 @@ ROUND_SHARE = 0.5
 NEARLY_FREE = 0.002
 """Where keeping less costs no more than this share beyond the free optimum, there is no need to recompute."""
 
-KEEPING_SHARE = 0.2
+KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
-SHARDED_TIMES = 3.0
+SHARDED_TIMES = 1.0
 """Of the time, and times what the free optimum took, for what to keep and recompute with shardings that are known, from
 which the joint search begins."""
 SMALLEST_SHARE = 0.25
 """Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
-SECOND_STAGE_GAP = 0.01
+SECOND_STAGE_GAP = 0.02
 """Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
 free optimum."""
 SECOND_STAGE_MOST = 2000
@@ -110,7 +110,6 @@ def plan_graph(
     arranging_s = min(ARRANGING * (priced - started), ARRANGING_SHARE * options.time_limit_s)
     best = search.best(compared, began + options.time_limit_s - arranging_s)
     search.timings["strategies"] = listed - started
-    best = best.deferred(objective.prices, options)
     looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
     return Planned(
         best.program, best.decisions, best.solution, best.memory, best.timeline, search.timings, notices,
@@ -200,9 +199,8 @@ class _Search(Rounds):
         self.say("collectives")
         started = time.perf_counter()
         own = Finalist.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
-        own = own.deferred(self.prices, self.options)
         self.timings["arrange"] = time.perf_counter() - started
-        fitting = list(self._fitting(own.timeline.seconds, deadline, own.solution.objective))
+        fitting = list(self._fitting(own.arranged_s, deadline, own.solution.objective))
         best = settled([own, *fitting], fitting, self.options.gap)
         return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
 

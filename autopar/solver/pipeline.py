@@ -46,7 +46,7 @@ MOST_ELEMENTS = 2e8
 MAX_UNFOLDED_PAIRS = 500_000
 """Pairs of options up to which a problem with a limit is not folded."""
 
-BLOCKS_SHARE = 0.5
+BLOCKS_SHARE = 0.8
 """Of the time, for the linear program of repeated blocks."""
 
 REDUCING_SHARE = 0.6

@@ -18,7 +18,7 @@ GAP = 1e-3
 def finalist(name: str, cost: float, step_s: float) -> Finalist:
     return Finalist(
         name, cast("Any", None), Solution((), cost, 0.0, proven=False), Program((), ()), MemoryProfile((1,), 0, {}),
-        Timeline((), step_s, step_s, 0.0),
+        Timeline((), step_s, step_s, 0.0), step_s,
     )  # fmt: skip
 
 
