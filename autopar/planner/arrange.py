@@ -183,7 +183,7 @@ def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, f
     if short is None:
         return ways.search(ways.seconds, deadline)
     few, more = (Ways(take_apart(p), ways.prices, ways) for p in short.programs)
-    tried = few.search(lambda a: short.seconds(few.seconds(a), more.seconds(a)), deadline)
+    tried = few.search(lambda a: short.depths.seconds(few.seconds(a), more.seconds(a)), deadline)
     least = min(tried.values())
     near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]
     exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MOST_EXACT]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -30,6 +30,9 @@ from autopar.solver import Edge, Problem, Tied, Usage, fold, solve, sum_of_least
 Mask = npt.NDArray[np.bool_]
 Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
 """What a mesh axis may do with an op: take one of these factors, anything but these, or leave it whole."""
+
+LAYERS = 4
+"""Of those that are alike, from so many all are told."""
 
 WHOLE: Role = ("whole", frozenset())
 
@@ -359,17 +362,31 @@ def _sliced(problem: Problem, kept: Sequence[npt.NDArray[np.int64]]) -> Problem:
     )
 
 
+def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
+    """What baselines leave open: of a deep model as one with fewer layers tells it, since all layers are alike."""
+    fewer = objective.with_fewer_layers(LAYERS)
+    if fewer is None:
+        return Restrictions(objective.decisions).masks
+    restrictions, place = Restrictions(fewer.decisions), fewer.place
+
+    def masks(baseline: Baseline) -> Masks | None:
+        found = restrictions.masks(baseline)
+        return found and replace(found, of=found.of[place])
+
+    return masks
+
+
 def restricted_choices(
     objective: Objective, *, time_limit: float, backend: str, gap: float, only: str | None = None
 ) -> Iterator[tuple[Baseline, tuple[int, ...]]]:
     """Each baseline that applies with its best choice. ``time_limit``: seconds for one."""
-    restrictions = Restrictions(objective.decisions)
+    masks_of = _masks(objective)
     problem = objective.problem()
     folded = objective.fold(problem)
     for baseline in baselines(objective.decisions.mesh):
         if only is not None and baseline.name != only:
             continue
-        masks = restrictions.masks(baseline)
+        masks = masks_of(baseline)
         if masks is None:
             continue
         choice = solve_restricted(problem, masks, time_limit=time_limit, backend=backend, gap=gap, folded=folded)

@@ -16,11 +16,14 @@ from autopar.planner.decisions import Decisions
 from autopar.planner.deferral import deferred
 from autopar.planner.in_place import made_in_place, reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
+from autopar.planner.movable import take_apart
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.schedule import schedule
+from autopar.planner.shortening import Depths
 from autopar.planner.timeline import Timeline, simulate_streams
+from autopar.planner.ways import Ways
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution
@@ -33,6 +36,12 @@ far more than they need, so that what is compared does not hang on the clock."""
 ARRANGING_SHARE = 0.2
 LEAST_ARRANGING_S = 0.5
 """Of the time limit, and at least, for the collectives of one program."""
+
+DEPTHS_TRIED = 3
+"""The layers that a launch spans are known only from a program that has some."""
+
+SHALLOW = 0.4
+"""Where more than this share of the layers would be left, the whole is looked at: that is quick, and exact."""
 
 
 def budget_bytes(cluster: Cluster, options: Options) -> float:
@@ -154,6 +163,30 @@ class Rival:
     def least_s(self) -> float:
         """The shortest step of its program, whatever it holds, with nothing deferred."""
         return self._tried.least_s() if self.stated.decisions.accumulation_steps == 1 else 0.0
+
+    @cached_property
+    def about_s(self) -> float:
+        """``least_s`` as two programs of fewer layers tell it; 0 where they cannot."""
+        prices, span = self.stated.prices, 0.0
+        for _ in range(DEPTHS_TRIED):
+            depths = Depths.of(self.stated.depth, span)
+            longer = depths and self._of_layers(depths.more)
+            if depths is None or longer is None or depths.more > SHALLOW * depths.whole:
+                return 0.0
+            span = Ways(take_apart(longer), prices).largest_launch() * depths.more
+            shorter = self._of_layers(depths.few) if Depths.of(depths.whole, span) == depths else None
+            if shorter is not None:
+                both = (Tried.of(p, prices, _arranged_by(self.options)) for p in (shorter, longer))
+                return depths.seconds(*(tried.least_s() for tried in both))
+        return 0.0
+
+    def _of_layers(self, layers: int) -> Program | None:
+        """Its program with fewer layers; None where the layers differ, or cannot be taken out."""
+        fewer = self.stated.with_fewer_layers(layers)
+        choice = None if fewer is None else fewer.choice(self.choice)
+        if fewer is None or choice is None or self.stated.decisions.accumulation_steps > 1:
+            return None
+        return in_place(schedule(fewer.decisions, choice, self.stated.prices), fewer.decisions)
 
     @cached_property
     def finalist(self) -> Finalist:

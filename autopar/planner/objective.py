@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.critical_paths import Bucket, Group, Roles, Sections, buckets, groups, roles, sections
+from autopar.planner.fewer_layers import FewerLayers, with_fewer_layers
 from autopar.planner.pricing import Array, Prices, costs, edges
 from autopar.planner.variables import Decisions
 from autopar.solver import Problem, Run, Solution, Tied, Usage, evaluate, find_runs, fold, highest_point
@@ -96,6 +97,7 @@ class Objective:
     weights: Array = field(init=False)
     _sums: dict[bytes, Problem] = field(default_factory=dict)
     _tied: dict[int, tuple[Problem, Tied | None]] = field(default_factory=dict)
+    _fewer: dict[int, FewerLayers | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.weights = self._computing()
@@ -111,6 +113,17 @@ class Objective:
     def _runs(self) -> tuple[Run, ...]:
         """Equal blocks, whatever hides."""
         return find_runs(Problem(costs(self.decisions, self.prices), edges(self.decisions, self.prices)))
+
+    @property
+    def depth(self) -> int:
+        """Layers of the longest runs of equal ones."""
+        return max((len(run.copies) for run in self._runs), default=0)
+
+    def with_fewer_layers(self, layers: int) -> FewerLayers | None:
+        """The decisions with so many layers; None where they have no more, or cannot do without."""
+        if layers not in self._fewer:
+            self._fewer[layers] = with_fewer_layers(self.decisions, self._runs, layers)
+        return self._fewer[layers]
 
     @cached_property
     def _cut(self) -> Sections:

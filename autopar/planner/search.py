@@ -126,6 +126,9 @@ ARRANGING = 4.0
 ARRANGING_SHARE = 0.2
 """Of the time limit, the most that is kept back for that."""
 
+ROUGH = 0.005
+"""What fewer layers tell of a step may be wrong by this share; a third of a percent was seen at most."""
+
 LATE_S = 1.0
 """So long after the search's end known ways to train are still looked at, the cheapest first: one may be better."""
 
@@ -214,7 +217,9 @@ class _Search(Rounds):
         most_s = max(cost, HOPELESS[self.decisions.mesh.ndim > 1] * step_s)
         steps: dict[str, float] = {}
         for rival in self.rivals:
-            if rival.objective <= most_s and now() < deadline + LATE_S:
+            if rival.objective > most_s or now() > deadline + LATE_S:
+                continue
+            if rival.about_s <= (1 + ROUGH) * step_s:
                 steps[rival.name] = rival.least_s
         known = False
         may_win_s = (1 + UNSURE) * max(step_s, min(steps.values(), default=0.0))

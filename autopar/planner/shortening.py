@@ -31,18 +31,31 @@ LEAST_RUN = 64
 """Distances at which ops are looked for that are alike, and ops in a phase from which on it is worth it."""
 
 
-@dataclass(frozen=True)
-class Shortened:
-    """``programs`` of so many ``layers`` as a program that has ``depth``."""
+class Depths(NamedTuple):
+    """Layers of the two, and of what they tell of."""
 
-    programs: tuple[Program, Program]
-    layers: tuple[int, int]
-    depth: int
+    few: int
+    more: int
+    whole: int
+
+    @classmethod
+    def of(cls, whole: int, span: float) -> Depths | None:
+        """``span``: of how many layers collectives go in the largest launch. None where nothing is saved."""
+        few = max(LEAST, BUCKETS * math.ceil(span))
+        more = few + max(MORE, 2 * BUCKETS * math.ceil(span))
+        return cls(few, more, whole) if few + more <= WORTH * 2 * whole else None
 
     def seconds(self, few_s: float, more_s: float) -> float:
         """What the whole takes, where the two take so long."""
-        few, more = self.layers
-        return more_s + (self.depth - more) * (more_s - few_s) / (more - few)
+        return more_s + (self.whole - self.more) * (more_s - few_s) / (self.more - self.few)
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """``programs`` of so many layers as a deeper one."""
+
+    programs: tuple[Program, Program]
+    depths: Depths
 
 
 class _Run(NamedTuple):
@@ -66,13 +79,11 @@ def shortened(program: Program, share: float) -> Shortened | None:
     if not found:
         return None
     depth = min(run.copies for run in found)
-    span = math.ceil(share * depth)
-    few = max(LEAST, BUCKETS * span)
-    more = few + max(MORE, 2 * BUCKETS * span)
-    if few + more > WORTH * 2 * depth:
+    depths = Depths.of(depth, share * depth)
+    if depths is None:
         return None
-    both = _without(program, found, depth - few), _without(program, found, depth - more)
-    return Shortened(both, (few, more), depth)
+    both = _without(program, found, depth - depths.few), _without(program, found, depth - depths.more)
+    return Shortened(both, depths)
 
 
 def _repeated(ops: Sequence[Op], start: int, end: int) -> _Run | None:

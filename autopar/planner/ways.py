@@ -113,16 +113,22 @@ class Ways:
 
     def largest_share(self) -> float:
         """Of what can go together, the most that goes in one launch where it takes several."""
-        shares = [0.0]
+        return max((share for share in self._shares() if share < 1), default=0.0)
+
+    def largest_launch(self) -> float:
+        """What the largest launch could carry, as a share of what there is of one kind: more than 1 where all goes in
+        one."""
+        return max(self._shares(), default=0.0)
+
+    def _shares(self) -> Iterator[float]:
         for kind in ("early", "late"):
             most = SIZES[-1] * self.launch_bytes(kind)
             sent: dict[tuple[object, ...], int] = {}
             for m in self._of_kind[kind]:
                 if m.op.wire_bytes < most:
                     sent[m.key] = sent.get(m.key, 0) + m.op.wire_bytes
-            several = max(most, NEGLIGIBLE * self._total_bytes(kind))
-            shares += [most / size for size in sent.values() if size > several]
-        return max(shares)
+            several = NEGLIGIBLE * self._total_bytes(kind)
+            yield from (most / size for size in sent.values() if size > several)
 
     def _total_bytes(self, kind: str) -> int:
         return sum(m.op.wire_bytes for m in self._of_kind[kind]) + 1

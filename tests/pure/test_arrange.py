@@ -239,11 +239,11 @@ def test_few_layers_tell_how_long_many_take(length, compute_s) -> None:
     ways = Ways(take_apart(program), PRICES)
     short = shortened(program, ways.largest_share())
     assert short is not None
-    assert 118 <= short.depth <= 120  # half a layer repeats already
+    assert 118 <= short.depths.whole <= 120  # half a layer repeats already
     few, more = (Ways(take_apart(p), PRICES, ways) for p in short.programs)
     assert all(len(p.ops) < 0.6 * len(program.ops) for p in short.programs)
     for a in (Arrangement(), Arrangement(0, 0, 1), Arrangement(*ways.sizes("late")[1:2], ways.sizes("early")[1], 2)):
-        assert short.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(ways.seconds(a), rel=2e-3)
+        assert short.depths.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(ways.seconds(a), rel=2e-3)
 
 
 def test_a_deep_program_is_arranged_as_well_as_if_every_way_was_tried_on_all_of_it() -> None:

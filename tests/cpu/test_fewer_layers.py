@@ -1,0 +1,120 @@
+"""Layers taken out of a captured model: what is left is the model with fewer layers, and tells of the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from autopar.ir import Graph
+from autopar.mesh import Cluster, Mesh
+from autopar.planner.baselines import Restrictions, baselines
+from autopar.planner.constraints import resolve
+from autopar.planner.decisions import decide
+from autopar.planner.finalists import rivals
+from autopar.planner.objective import Objective
+from autopar.planner.options import Options
+from autopar.planner.pricing import Prices
+from autopar.planner.search import ROUGH
+from autopar.tracer import ColoTracer
+
+MODELS = {
+    "gpt2": lambda n: GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=n, n_head=8, n_positions=256)),
+    "llama": lambda n: LlamaForCausalLM(
+        LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=n, num_attention_heads=32,
+                    num_key_value_heads=8, vocab_size=32000)
+    ),
+    "t5": lambda n: T5ForConditionalGeneration(
+        T5Config(d_model=256, d_kv=32, d_ff=1024, num_layers=n, num_decoder_layers=n, num_heads=8,
+                 decoder_start_token_id=0)
+    ),
+}  # fmt: skip
+DEPTH = {"gpt2": 12, "llama": 22, "t5": 10}
+
+
+@cache
+def captured(name: str, layers: int) -> Graph:
+    with torch.device("meta"):
+        model = MODELS[name](layers).bfloat16()
+    ids = torch.empty(32, 256, dtype=torch.int64, device="meta")
+    return ColoTracer().capture(model, {"input_ids": ids, "labels": ids}).graph
+
+
+@cache
+def objective(name: str, mesh: tuple[int, ...]) -> Objective:
+    graph, options = captured(name, DEPTH[name]), Options()
+    decisions = decide(graph, Mesh(mesh), options, resolve(graph, Mesh(mesh), {}, {}))
+    return Objective(decisions, Prices(Mesh(mesh), Cluster.load("dgx-h100").sized(8)))
+
+
+def ops(graph: Graph) -> Counter[object]:
+    """Without what is told in keywords, where random ops have the number of their place."""
+    operands = {n.name: tuple(graph.meta(v) for v in n.inputs) for n in graph.nodes}
+    return Counter((n.op, n.signature[0], operands[n.name], n.outputs, n.phase) for n in graph.nodes)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 4), ("llama", 6), ("t5", 4)])
+def test_what_is_left_is_the_model_with_fewer_layers(name: str, layers: int) -> None:
+    fewer = objective(name, (8,)).with_fewer_layers(layers)
+    assert fewer is not None
+    left, model = fewer.decisions.graph, captured(name, DEPTH[name] - (fewer.depth - layers))
+    assert ops(left) == ops(model)
+    assert Counter(i.kind for i in left.inputs) == Counter(i.kind for i in model.inputs)
+    assert Counter((o.kind, left.meta(o.value)) for o in left.outputs) == Counter(
+        (o.kind, model.meta(o.value)) for o in model.outputs
+    )
+    made = set()
+    for node in left.nodes:
+        assert {v.node for v in node.inputs} <= made, "in an order that runs"
+        made.add(node.name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_decided_is_what_is_decided_of_that_model(name: str) -> None:
+    fewer = objective(name, (8,)).with_fewer_layers(4)
+    assert fewer is not None
+    graph, mesh, options = fewer.decisions.graph, Mesh((8,)), Options()
+    asked = decide(graph, mesh, options, resolve(graph, mesh, {}, {}))
+    found = {v.key: v.options for v in fewer.decisions.variables}
+    assert found == {v.key: v.options for v in asked.variables}
+    assert {v.key: i for i, v in enumerate(fewer.decisions.variables)} == fewer.decisions.index
+
+
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)])
+@pytest.mark.parametrize("name", MODELS)
+def test_known_ways_to_train_leave_open_what_they_do_for_all_layers(name: str, mesh: tuple[int, ...]) -> None:
+    whole, fewer = objective(name, mesh), objective(name, mesh).with_fewer_layers(4)
+    assert fewer is not None
+    of_all, of_few = Restrictions(whole.decisions), Restrictions(fewer.decisions)
+    for baseline in baselines(Mesh(mesh)):
+        asked, told = of_all.masks(baseline), of_few.masks(baseline)
+        assert (asked is None) == (told is None)
+        if asked is not None and told is not None:
+            for i, place in enumerate(fewer.place.tolist()):
+                assert (asked[i] == told[place]).all(), (baseline.name, whole.decisions.variables[i].key)
+
+
+def test_fewer_layers_tell_how_long_a_step_takes() -> None:
+    told = [r for r in rivals(objective("llama", (8,)), Options()) if r.about_s > 0]
+    assert {"ZeRO-1/2", "ZeRO-3", "TP"} <= {r.name for r in told}
+    for rival in told:
+        assert rival.about_s == pytest.approx(rival.least_s, rel=ROUGH), rival.name
+
+
+def test_where_layers_share_launches_fewer_tell_nothing() -> None:
+    told = {r.name: r.about_s for r in rivals(objective("gpt2", (8,)), Options())}
+    assert told["DDP"] == 0
+
+
+def test_layers_that_are_not_there_are_not_taken_out() -> None:
+    assert objective("gpt2", (8,)).with_fewer_layers(DEPTH["gpt2"]) is None
