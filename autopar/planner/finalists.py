@@ -14,6 +14,7 @@ from autopar.planner.arrange import ALIKE, Tried, arrange
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
 from autopar.planner.deferral import deferred
+from autopar.planner.fitting import held
 from autopar.planner.in_place import made_in_place, reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.movable import take_apart
@@ -152,7 +153,7 @@ class Rival:
     def peak_bytes(self) -> int:
         """Of its program before the collectives are arranged, which keeps to a budget that this fits."""
         d = self.stated.decisions
-        return profile(reduced_in_place(self._program, d.graph), d.graph, d.mesh, self.options).peak_bytes
+        return held(self._program, d.graph, d.mesh, self.options).peak_bytes
 
     @cached_property
     def _tried(self) -> Tried:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from autopar.ir import Graph
 from autopar.mesh import Mesh
+from autopar.planner.in_place import made_in_place, reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
@@ -28,7 +29,13 @@ def scheduled(
 ) -> tuple[Program, MemoryProfile]:
     """The program of ``choice`` and its exact memory, within ``budget`` bytes where transfers can see to it."""
     program = schedule(d, choice, prices)
-    return fitted(program, profile(program, d.graph, d.mesh, options), d.graph, d.mesh, options, budget)
+    return fitted(program, held(program, d.graph, d.mesh, options), d.graph, d.mesh, options, budget)
+
+
+def held(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
+    """The exact memory of ``program`` once it overwrites what it can, as the plan that is made of it will: transfers
+    that give way change nothing about that."""
+    return profile(made_in_place(reduced_in_place(program, graph), graph), graph, mesh, options)
 
 
 def fitted(
@@ -42,7 +49,7 @@ def fitted(
         moved = _given_way(program, memory.timeline, budget)
         if moved is None:
             break
-        now = profile(moved, graph, mesh, options)
+        now = held(moved, graph, mesh, options)
         if now.peak_bytes > memory.peak_bytes:
             break
         program, memory = moved, now

@@ -151,7 +151,8 @@ def test_the_joint_search_is_never_behind_the_two_stage_one() -> None:
 def test_the_laws_hold_where_shardings_are_chosen_too(name) -> None:
     free = on_two(name, None, "joint")
     every = [free, *(on_two(name, int(free.memory.peak_bytes * share), "joint") for share in (1.0, 0.97, 0.93))]
-    assert every[1].program == free.program
+    assert every[1].solution.objective == free.solution.objective
+    assert not runs_again(every[1])
     for more, less in zip(every, every[1:], strict=False):
         assert less.memory.peak_bytes <= more.memory.peak_bytes
         assert less.solution.proven
