@@ -24,6 +24,9 @@ from autopar.program import Program
 from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, solve
 from autopar.solver.clock import now
 
+MOST_SEEDS = 2
+"""Known choices beside the best one, without a budget: which of them is cheaper hardly matters to what is found."""
+
 SOLVE_SHARE = 0.6
 """Of the time left, for each of several weightings."""
 
@@ -117,7 +120,7 @@ class Rounds:
         seeds = self.seeds if warm is None else (warm, *self.seeds)
 
         def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
-            begin = (*best, *seeds)
+            begin = (*best, *(seeds if rows else seeds[:MOST_SEEDS]))
             if rows:
                 problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
             left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
