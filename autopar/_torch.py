@@ -39,7 +39,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 # Sees every op that runs; there is no public hook below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -466,12 +466,14 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def dtensor_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: str) -> Any:
+def dtensor_spec(
+    device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> Any:
     """What DTensor keeps of a contiguous tensor beside the shard: to find it takes longer than to wrap the shard."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     stride = torch.empty(tuple(shape), device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, getattr(torch, dtype))
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
 
 
@@ -484,6 +486,35 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
 
     made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return made
+
+
+def gradient_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """The same for autograd, which detaches what it puts into ``.grad``: a DTensor there, without a search for what
+    that means for shards."""
+    kind = _arriving()
+    made: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
+    return made
+
+
+@cache
+def _arriving() -> type[DTensor]:
+    """A DTensor on its way to ``.grad``."""
+    from torch.distributed.tensor import DTensor
+
+    class Arriving(DTensor):
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.detach.default:
+                return dtensor_of(args[0]._local_tensor.detach(), args[0]._spec)
+
+            def plain(x: Any) -> Any:
+                return dtensor_of(x._local_tensor, x._spec) if isinstance(x, Arriving) else x
+
+            return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    return Arriving
 
 
 def shard_of(value: Any) -> Any:
@@ -592,14 +623,17 @@ def inductor(
     that move ops, by what they take for memory or locality, are off. They would also order collectives by sizes of
     shards, which differ between ranks.
     """
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Inductor keeps what it made of a graph on disk only where sizes could be symbols.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     # A mode that counts memory, as the first step may run under, would see the trace.
     with torch.no_grad(), _disable_current_modes(), mode:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
@@ -618,14 +652,87 @@ def inductor(
     )  # fmt: skip
     # On CPUs all kernels up to the next product are put into one function, which would be given all their buffers.
     one_by_one = mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0)
-    alone = _disable_current_modes()
-    with torch.no_grad(), alone, V.set_fake_mode(mode), V.set_choices_handler(choices), as_planned, one_by_one:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(V.set_fake_mode(mode))
+        stack.enter_context(V.set_choices_handler(choices))
+        stack.enter_context(as_planned)
+        stack.enter_context(one_by_one)
+        stack.enter_context(_cpp_kernels_together())
         made: Any = compile_fx_inner(graph, fakes, is_inference=True)
 
     def run(tensors: list[Any]) -> Any:
         return made(tensors)
 
     return run
+
+
+@dataclass(frozen=True)
+class _CppKernel:
+    """One that Inductor wrote and that waits to be compiled."""
+
+    argtypes: tuple[str, ...]
+    source: str
+
+    @property
+    def includes(self) -> list[str]:
+        return [line for line in self.source.splitlines() if line.startswith("#include")]
+
+    def within(self, namespace: str) -> str:
+        """Its source in a namespace of its own: all are called ``kernel``."""
+        lines = (line for line in self.source.splitlines() if not line.startswith("#include"))
+        return "\n".join([f"namespace {namespace} {{", *lines, "}"]).replace('extern "C"', "")
+
+
+KERNELS_A_UNIT = 64
+
+
+@contextlib.contextmanager
+def _cpp_kernels_together() -> Iterator[None]:
+    """Inductor's kernels for CPUs, compiled many in one unit: most of what a compiler does for one by itself is to read
+    headers. Each is a function of one extension module, bound as Inductor binds them."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    template = Cache.suffix_template
+    at, end = template.find("static PyObject* {entry_func}_py"), template.find("static PyMethodDef")
+    method = '{{"{entry_func}", {entry_func}_py, METH_VARARGS, ""}},'
+    if not 0 < at < end or method not in template[end:]:
+        yield  # a torch that binds them otherwise
+        return
+    finish = AsyncCompile.wait
+
+    def unit(kernels: Sequence[_CppKernel]) -> str:
+        bound = []
+        for i, k in enumerate(kernels):
+            taken = (f"parse_arg<{t.replace('const ', '')}>(args, {n})" for n, t in enumerate(k.argtypes))
+            call = f"unit_{i}::{Cache.call_entry_function.format(', '.join(taken))}"
+            named = {"entry_func": f"kernel_{i}", "arg_len": len(k.argtypes), "call_entry_func": call}
+            bound.append(template[at:end].format(**named))
+        methods = "\n".join(method.format(entry_func=f"kernel_{i}") for i in range(len(kernels)))
+        head, tail = template[:at], template[end:].replace(method, "@methods@")
+        return "\n".join([
+            *dict.fromkeys(line for k in kernels for line in k.includes),
+            *(k.within(f"unit_{i}") for i, k in enumerate(kernels)),
+            head.format(entry_func=Cache.entry_function, extra_parse_arg=""), *bound,
+            tail.format(entry_func=Cache.entry_function).replace("@methods@", methods),
+        ])  # fmt: skip
+
+    def gather(self: Any, argtypes: list[str], source: str) -> _CppKernel:
+        return _CppKernel(tuple(argtypes), source)
+
+    def wait(self: Any, scope: dict[str, Any]) -> None:
+        names = [n for n, v in scope.items() if isinstance(v, _CppKernel)]
+        parts = [names[i : i + KERNELS_A_UNIT] for i in range(0, len(names), KERNELS_A_UNIT)]
+        for part in parts:
+            module = Cache.load_async(unit([scope[n] for n in part]))()
+            scope.update({n: getattr(module, f"kernel_{i}") for i, n in enumerate(part)})
+        finish(self, scope)
+
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", gather), mock.patch.object(AsyncCompile, "wait", wait):
+        yield
 
 
 @cache
@@ -782,7 +889,14 @@ def _as_planned() -> tuple[Any, Any]:
         def uuid(self) -> str:
             return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
+        def __reduce__(self) -> tuple[Any, ...]:  # a part of the key under which Inductor keeps what it made
+            return _in_order_again, (self.uuid(),)
+
     return Choices(), InOrder()
+
+
+def _in_order_again(_: str) -> Any:
+    return _as_planned()[1]
 
 
 def _section(kernel: Any) -> int:

@@ -112,12 +112,17 @@ class Run:
 
 def as_dtensor(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> DTensor:
     """Wrap this rank's shard of a tensor of global ``shape``."""
-    dtype = str(local.dtype).removeprefix("torch.")
-    return _torch.dtensor_of(local, _described(spec, tuple(shape), dtype, host.mesh, host.device_mesh))
+    return _torch.dtensor_of(local, _spec_of(local, spec, shape, host))
+
+
+def _spec_of(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> Any:
+    return _described(spec, tuple(shape), local.dtype, host.mesh, host.device_mesh)
 
 
 @lru_cache(maxsize=65536)
-def _described(spec: ShardingSpec, shape: tuple[int, ...], dtype: str, mesh: Mesh, device_mesh: DeviceMesh) -> Any:
+def _described(
+    spec: ShardingSpec, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh
+) -> Any:
     return _torch.dtensor_spec(device_mesh, to_placements(spec, mesh, shape), shape, dtype)
 
 
@@ -258,4 +263,6 @@ def _gradient_of(
     meaning: Input, described: tuple[Output, ShardingSpec, TensorMeta], gradient: Tensor, host: Host
 ) -> Tensor:
     _, spec, meta = described
-    return as_dtensor(gradient, spec, meta.shape, host) if meaning.kind == "parameter" else gradient
+    if meaning.kind != "parameter":
+        return gradient
+    return _torch.gradient_of(gradient, _spec_of(gradient, spec, meta.shape, host))

@@ -82,6 +82,35 @@ def test_every_decomposition_is_tried() -> None:
     assert {op for op, _, _ in ((o.default, *_) for o, *_ in examples().values())} == set(DECOMPOSITIONS)
 
 
+def test_kernels_for_a_cpu_are_compiled_together_and_kept(monkeypatch, tmp_path) -> None:
+    """One unit for all of a graph; the next process that compiles the graph finds what Inductor made of it."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import codecache
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def several(rank, inputs):
+        (x,) = inputs
+        y = (x.exp() + 1).sum(-1)
+        z = torch.mm(x, x).relu() * 2
+        return y.sqrt(), (z.softmax(-1) @ x).tanh(), (z + 0.5).argmax(-1)
+
+    x = torch.rand(32, 32)
+    expected, units = several(None, [x]), []
+    load = codecache.CppPythonBindingsCodeCache.load_async
+    monkeypatch.setattr(
+        codecache.CppPythonBindingsCodeCache, "load_async", lambda *a, **k: units.append(a[0]) or load(*a, **k)
+    )
+    for found in ("fxgraph_cache_miss", "fxgraph_cache_hit"):
+        counters.clear()
+        for value, wanted in zip(codegen.compiled(several)(None, [x]), expected, strict=True):
+            torch.testing.assert_close(value, wanted)
+        assert counters["inductor"][found] == 1
+        torch._inductor.codecache.PyCodeCache.cache_clear()
+    assert all(unit.count("namespace unit_") >= 3 for unit in units)
+    assert 1 <= len(units) <= 2
+
+
 def test_booleans_that_are_sent_as_bytes_compile() -> None:
     def count(rank, inputs):
         (sent,) = inputs

@@ -73,6 +73,30 @@ def test_the_class_is_swapped_in_place_and_looks_the_same():
     assert parallel.plan.mesh.size == 1
 
 
+def test_gradients_are_dtensors_however_they_are_asked_for():
+    model, reference = made(), Net()
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    reference.load_state_dict(state)
+    x, target = torch.randn(6, 8), torch.randn(6, 4)
+    seen = []
+    model.layer.weight.register_hook(lambda g: seen.append(g * 2))
+    for times in (1, 2):  # the second adds to the first
+        model(x, target)[0].backward()
+        reference(x, target)[0].backward()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            assert type(a.grad) is DTensor
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+        assert len(seen) == times
+    assert type(seen[0]) is DTensor
+    weights = tuple(model.parameters())
+    wanted = torch.autograd.grad(reference(x, target)[0], tuple(reference.parameters()))
+    for a, b in zip(torch.autograd.grad(model(x, target)[0], weights), wanted, strict=True):
+        assert isinstance(a, DTensor)
+        torch.testing.assert_close(a.full_tensor(), b)
+        torch.testing.assert_close((a + a).to_local(), b + b)
+        torch.testing.assert_close(a.clone().norm().full_tensor(), b.norm())
+
+
 def test_positional_and_keyword_calls_are_one_program():
     model = made()
     x, target = torch.randn(6, 8), torch.randn(6, 4)
