@@ -645,7 +645,7 @@ def inductor(
         graph = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
     _mark_sections(graph.graph)
     _mark_shared(graph.graph)
-    choices, in_order = _as_planned()
+    choices, in_order = _as_planned(_marks(graph.graph))
     as_planned = config.patch(
         reorder_for_locality=False, reorder_for_peak_memory=False, layout_optimization=False, pattern_matcher=False,
         _post_fusion_custom_pass=in_order,
@@ -867,7 +867,7 @@ def _is_view(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.is_view
 
 
-def _as_planned() -> tuple[Any, Any]:
+def _as_planned(marks: str) -> tuple[Any, Any]:
     """What keeps Inductor from fusing across sections, and the pass that puts its kernels into the order of the graph.
 
     The plan's order is that in which collectives overlap with what runs, and in which tensors are freed as predicted.
@@ -887,16 +887,21 @@ def _as_planned() -> tuple[Any, Any]:
             return _in_program_order(kernels)
 
         def uuid(self) -> str:
-            return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+            return hashlib.sha256(Path(__file__).read_bytes() + marks.encode()).hexdigest()
 
         def __reduce__(self) -> tuple[Any, ...]:  # a part of the key under which Inductor keeps what it made
-            return _in_order_again, (self.uuid(),)
+            return _in_order_of, (marks, self.uuid())
 
     return Choices(), InOrder()
 
 
-def _in_order_again(_: str) -> Any:
-    return _as_planned()[1]
+def _in_order_of(marks: str, _: str) -> Any:
+    return _as_planned(marks)[1]
+
+
+def _marks(graph: fx.Graph) -> str:
+    """What the marks of a graph's ops say, which its code does not."""
+    return repr([(n.meta[_SECTION], n.meta.get("inductor_realize_to_strides", False)) for n in graph.nodes])
 
 
 def _section(kernel: Any) -> int:
