@@ -46,10 +46,12 @@ _KNOWN = {
 
 _EXPERTS = (
     "this loop goes over the experts that were hit, which are values of a tensor: multiply each token by the matrices "
-    "of its experts, torch.bmm(weight[ids], x), or sort tokens by expert and call torch._grouped_mm; experts that "
-    "set_experts_implementation knows are captured as they are."
+    "of its experts, torch.bmm(weight[ids], x), or sort tokens by expert and call torch._grouped_mm, or let every "
+    "expert see all tokens and weigh what it makes, expert(x) * (weights * (ids == i)).sum(-1, keepdim=True); experts "
+    "that set_experts_implementation knows are captured as they are."
 )
 
+_COUNTS = ("DynamicOutputShape", "Unbacked", "dynamic shape operator")
 _NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_dense", "tolist", "__format__")
 
 
@@ -80,12 +82,18 @@ def line_at(file: str, number: int, function: str) -> Line:
 def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     """The error for the user: their line, what torch said, and what usually helps."""
     where = user_line(error)
+    of_experts = "expert" in where.partition(" in ")[2].lower() and _needs_values(error)
     reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
     return CaptureError(
         f"{type(model).__name__} cannot be captured{f' because of {where}' if where else ''}.",
         found=f"{type(error).__name__}: {reason}",
-        hint=_EXPERTS if "expert" in where and "transformers" in where else _hint(error),
+        hint=_EXPERTS if of_experts else _hint(error),
     )
+
+
+def _needs_values(error: BaseException) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return any(word in text for word in (*_COUNTS, *_NEEDS_VALUES))
 
 
 def _hint(error: BaseException) -> str:
@@ -93,8 +101,11 @@ def _hint(error: BaseException) -> str:
     known = next((hint for word, hint in _KNOWN.items() if word in text), None)
     if known is not None:
         return known
-    if any(w in text for w in ("DynamicOutputShape", "Unbacked", "dynamic shape operator")):
-        return "how many elements this line gives depends on values; use torch.where, a mask or topk instead."
+    if any(w in text for w in _COUNTS):
+        return (
+            "how many elements this line gives depends on values; keep all of them, and choose by "
+            "torch.where(mask, a, b), by weights that are zero elsewhere, or by topk instead."
+        )
     if any(w in text for w in _NEEDS_VALUES):
         return "this line needs the values of a tensor; write it with torch.where or masks, or move it out of forward."
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -227,10 +227,9 @@ def multinomial(tracer: Any, p: Operand, n: int, replacement: bool = False, *, g
 def rrelu(
     tracer: Any, x: Operand, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
-    if not training:
-        return NotImplemented
     base = base_of(x)
-    slope = _uniform(tracer, base.shape, base.dtype) * (upper - lower) + lower
+    drawn: Any = _uniform(tracer, base.shape, base.dtype) if training else 0.5
+    slope = drawn * (upper - lower) + lower
     return like(x, torch.where(base > 0, base, base * slope))
 
 

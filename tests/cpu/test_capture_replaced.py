@@ -191,6 +191,7 @@ TAKEN_APART: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "covariance": lambda m, x: torch.cov(m(x).T) + torch.cov(x.T, correction=0, aweights=m(x)[:, 0].abs()),
     "covariance_weighted": lambda m, x: m(x).T.cov(fweights=LABELS[3, :4].abs(), aweights=x[:, 0].exp()),
     "correlation": lambda m, x: torch.corrcoef(m(x)) * m(x)[0].cov() + m(x)[0].corrcoef(),
+    "rrelu_outside_of_training": lambda m, x: F.rrelu(m(x), training=False),
     "affine_grid": lambda m, x: F.affine_grid(m(x)[:, :3].reshape(2, 2, 3), [2, 1, 4, 6], align_corners=False),
 }
 

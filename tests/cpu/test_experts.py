@@ -244,15 +244,38 @@ def test_a_loop_of_a_librarys_own_is_refused_with_what_is_captured() -> None:
         ColoTracer().capture(longcat.LongcatFlashMoE(config), (torch.randn(2, 3, HIDDEN),))
 
 
+class Chosen(nn.Module):
+    """A loop over all experts that picks the tokens of each, as it is mostly written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(ids == i)[0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out.sum()
+
+
+def test_a_loop_that_picks_tokens_is_refused_with_what_is_captured() -> None:
+    with refused(CaptureError, "torch.where(ids == i)", "weights that are zero elsewhere"):
+        ColoTracer().capture(Chosen(), (torch.randn(6, HIDDEN), torch.randint(0, EXPERTS, (6,))))
+
+
 class Gathered(nn.Module):
-    """The way out that the error names."""
+    """The ways out that the errors name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return torch.bmm(self.weight[ids], x.unsqueeze(2)).square().sum()
+        out = torch.bmm(self.weight[ids], x.unsqueeze(2)).square().sum()
+        for i in range(EXPERTS):
+            out = out + ((x @ self.weight[i]) * (ids == i).unsqueeze(-1)).sum()
+        return out
 
 
 def test_what_the_error_names_is_captured() -> None:
