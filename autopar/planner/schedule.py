@@ -27,6 +27,9 @@ from autopar.strategies import halos
 AGAIN = "|again"
 """Marks the ops and tensors of a second run in the backward."""
 
+SECOND = "|2"
+"""Marks a tensor that is made in a spec once more."""
+
 FORWARD: tuple[Phase, ...] = ("forward",)
 BACKWARD: tuple[Phase, ...] = ("backward",)
 BOTH = FORWARD + BACKWARD
@@ -60,6 +63,7 @@ class _Scheduler:
     )
     base: dict[Phase, dict[Value, ShardingSpec]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
     rerun: set[str] = field(default_factory=set)
+    redistributed: set[str] = field(default_factory=set)
     chains: list[list[Callable[[], None]]] = field(default_factory=list)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
     ways: dict[tuple[object, ...], _Way] = field(default_factory=dict)
@@ -337,6 +341,9 @@ class _Scheduler:
         phase: Phase,
     ) -> str:  # fmt: skip
         name = _redistributed(value, after, phase)
+        if name in self.redistributed:  # before a constraint took the value there and back
+            name += SECOND
+        self.redistributed.add(name)
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
         costs = self.prices.collectives.of(meta.dtype)
         seconds, launch_s = self.prices.step_seconds(step, before, meta)

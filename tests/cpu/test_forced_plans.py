@@ -68,3 +68,12 @@ def test_megatron_by_globs_through_the_public_interface() -> None:
     assert str(plan.specs["lm_head.weight"]) == "S1R"  # tied to the embedding
     assert str(plan.specs["transformer.h.0.mlp"]) == "S0RR"
     assert str(plan.specs["output:logits"]) == "S0RS1"
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_a_result_that_is_taken_to_its_forced_spec_and_back_is_two_tensors(name) -> None:
+    of = subject(name, torch.float64)
+    ran = run(of, (2, 2), FORCED["fully_sharded"](name, of, (2, 2)))
+    made = [t.name for op in ran.planned.program.ops for t in op.writes]
+    assert len(made) == len(set(made))
+    assert_equals_one_device(of, ran.result, torch.float64)
