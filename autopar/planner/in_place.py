@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir import Graph, Value
+from autopar.ir import Graph, Node, Value
 from autopar.planner.kernels import VIEWS
 from autopar.planner.layouts import MAYBE_VIEWS
 from autopar.planner.movable import FLOATS, SUMMED
@@ -89,12 +89,19 @@ def _overwritable(op: Op, program: Program, graph: Graph) -> Sequence[str]:
     if op.kind != "compute" or op.kernels or len(set(op.reads)) < len(op.reads):
         return ()
     node = graph.by_name[op.node]
-    count = OVERWRITING.get(node.op, 0)
-    if not all(isinstance(a, Value) for a in node.args[:count]) or (count == 2 and node.kwargs):
+    if not may_overwrite(node, graph):
         return ()
-    made, *given = op.writes[0], *(program.tensors[name] for name in op.reads)
-    alike = len(made.meta.shape) > 1 and all(t.meta == made.meta and t.bytes == made.bytes for t in given)
-    return op.reads[:count] if alike else ()
+    alike = all(program.tensors[name].bytes == op.writes[0].bytes for name in op.reads)
+    return op.reads[: OVERWRITING[node.op]] if alike else ()
+
+
+def may_overwrite(node: Node, graph: Graph) -> bool:
+    """Whether ``node`` can be made in an operand, if that ends there: one of its shape and dtype, as all are."""
+    count = OVERWRITING.get(node.op, 0)
+    if not count or not all(isinstance(a, Value) for a in node.args[:count]) or (count == 2 and node.kwargs):
+        return False
+    made = node.outputs[0]
+    return made is not None and len(made.shape) > 1 and all(graph.meta(v) == made for v in node.inputs)
 
 
 def _only_reads(op: Op, graph: Graph) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir import ITEMSIZE, Graph, Phase, TensorMeta, Value
+from autopar.planner.in_place import may_overwrite
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.options import Options
 from autopar.planner.pricing import state_bytes
@@ -128,7 +129,8 @@ def _held(
                 reads = lives.forward if hold_key(value) in d.index else lives.whole
                 at = lives.at[v.node.name]
                 last = max(reads.get(value, -1), -1 if value in lives.stored else at)
-                yield _sizes(d, result, v.options, out), at, last
+                # While it runs it may be in the place of an operand: rows are not above what is held.
+                yield _sizes(d, result, v.options, out), at + may_overwrite(v.node, d.graph), last
 
 
 def _sizes(d: Decisions, meta: TensorMeta, options: Sequence[Strategy], out: int) -> Array:

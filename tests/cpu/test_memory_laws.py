@@ -35,11 +35,11 @@ def of(name: str):
 
 
 @cache
-def planned(name: str, budget: int | None = None) -> Planned | None:
+def planned(name: str, budget: int | None = None, seconds: float = 6.0) -> Planned | None:
     """A plan for one device, whose host is too slow to offload to; None where nothing fits."""
     cluster = cluster_where_sharding_pays().sized(1)
     cluster = dataclasses.replace(cluster, host=dataclasses.replace(cluster.host, bandwidth_bytes_per_s=1.0))
-    options = Options(budget, "sgd", aliases=canonical_names(of(name).model), time_limit_s=6.0, gap=1e-4)
+    options = Options(budget, "sgd", aliases=canonical_names(of(name).model), time_limit_s=seconds, gap=1e-4)
     try:
         return planner.plan_graph(of(name).capture.graph, Mesh((1,)), cluster, options, compare=False)
     except InfeasibleError:
@@ -88,8 +88,9 @@ def test_dropout_is_drawn_again_to_the_same_bits_also_inside_attention() -> None
     free = planned("gpt2")
     assert free is not None
     shares = (0.4, 0.45, 0.5, NEARLY_ALL)
-    short = (free.memory.peak_bytes - share * free.memory.by_kind["activations"] for share in shares)
-    least = next(p for budget in short if (p := planned("gpt2", int(budget))) is not None and _draws_again(p))
+    short = [int(free.memory.peak_bytes - share * free.memory.by_kind["activations"]) for share in shares]
+    tries = (planned("gpt2", budget, seconds) for seconds in (6.0, 24.0) for budget in short)
+    least = next(p for p in tries if p is not None and _draws_again(p))
     expected, result, other = simulated("gpt2", free), simulated("gpt2", least), simulated("gpt2", least, seed=4)
     assert_same_bits(expected.outputs, result.outputs)
     assert_same_bits(expected.grads, result.grads)
