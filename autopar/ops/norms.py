@@ -14,16 +14,25 @@ from autopar.ops.registration import accumulation_dtype, define, once_differenti
 ROWS = ("mean", "rstd")
 
 
+def _row_dtype(x: Tensor, like: torch.dtype, weight: Tensor | None, centred: bool) -> torch.dtype:
+    """The dtype of statistics. torch's gradient of a layer norm may be what reads them, and on CPUs takes only what
+    torch's layer norm makes there: that of the weight, or of the sum where there is none."""
+    if centred and x.device.type == "cpu":
+        return like if weight is None else weight.dtype
+    return accumulation_dtype(like)
+
+
 def _add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool,
     results: list[str],
 ) -> list[Tensor]:  # fmt: skip
     given = [t for t in (x, residual, weight, bias) if t is not None]
+    rows = _row_dtype(x, x.dtype if residual is None else residual.dtype, weight, centred)
     if kernels.enabled(*given):
         made: list[Tensor] = kernels.run(
             "add_norm", x, residual, weight, bias, eps=eps, centred=centred, results=results
         )
-        return made
+        return [t.to(rows) if name in ROWS else t for name, t in zip(results, made, strict=True)]
     total = x.clone() if residual is None else x.to(residual.dtype) + residual
     wide = total.to(accumulation_dtype(total.dtype))
     mean = wide.mean(-1, keepdim=True)
@@ -37,7 +46,8 @@ def _add_norm(
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
     found = {
-        "total": total, "out": out.to(total.dtype), "mean": mean, "rstd": rstd, "wide": wide, "hat": hat
+        "total": total, "out": out.to(total.dtype), "mean": mean.to(rows), "rstd": rstd.to(rows), "wide": wide,
+        "hat": hat,
     }  # fmt: skip
     return [found[name].contiguous() for name in results]
 
@@ -47,11 +57,9 @@ def _add_norm_fake(
     results: list[str],
 ) -> list[Tensor]:  # fmt: skip
     dtype = x.dtype if residual is None else residual.dtype
+    own = {"wide": accumulation_dtype(dtype)} | dict.fromkeys(ROWS, _row_dtype(x, dtype, weight, centred))
     return [
-        x.new_empty(
-            [*x.shape[:-1], 1] if name in ROWS else x.shape,
-            dtype=accumulation_dtype(dtype) if name in (*ROWS, "wide") else dtype,
-        )
+        x.new_empty([*x.shape[:-1], 1] if name in ROWS else x.shape, dtype=own.get(name, dtype))
         for name in results
     ]
 

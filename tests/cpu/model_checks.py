@@ -22,6 +22,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import module_outputs
 from autopar.planner.pricing import state_bytes
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.spmd import Lowered
 from autopar.structure import flatten
 from autopar.tracer import Capture, ColoTracer
 from tests.models import ZOO
@@ -119,6 +120,15 @@ def run(
     seed: int = 0, cluster: Cluster | None = None,
 ) -> Ran:  # fmt: skip
     """Plan and simulate. Fails where an op has no rule."""
+    planned, lowered = plan(of, mesh, constraints, search, cluster)
+    return Ran(planned, simulate(lowered, of, mesh, seed))
+
+
+def plan(
+    of: Subject, mesh: tuple[int, ...], constraints: Mapping[str, str] | None = None, search: str = "joint",
+    cluster: Cluster | None = None,
+) -> tuple[planner.Planned, Lowered]:  # fmt: skip
+    """Plan and lower. Fails where an op has no rule."""
     on = Mesh(mesh)
     options = planner.Options(
         constraints=constraints or {}, aliases=canonical_names(of.model), search=search, time_limit_s=100.0, gap=0.05
@@ -128,9 +138,14 @@ def run(
         warnings.simplefilter("error")
         planned = planner.plan_graph(of.capture.graph, on, sized, options)
     assert not planned.notices
-    lowered = passes.compose(passes.lower(planned.program, of.capture.graph, on), of.capture.graph)
-    outputs, rest = simulate_program(lowered, of.capture.graph, on, of.named(), seed)
-    return Ran(planned, dataclasses.replace(rest, outputs=outputs))
+    written = Counter(t.name for op in planned.program.ops for t in op.writes)
+    assert max(written.values()) == 1, f"written more than once: {[n for n, times in written.items() if times > 1]}"
+    return planned, passes.compose(passes.lower(planned.program, of.capture.graph, on), of.capture.graph)
+
+
+def simulate(lowered: Lowered, of: Subject, mesh: tuple[int, ...], seed: int = 0) -> Simulation:
+    outputs, rest = simulate_program(lowered, of.capture.graph, Mesh(mesh), of.named(), seed)
+    return dataclasses.replace(rest, outputs=outputs)
 
 
 def predicted_during_the_step(of: Subject, ran: Ran, mesh: tuple[int, ...]) -> int:
