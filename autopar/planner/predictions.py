@@ -14,6 +14,7 @@ from autopar.planner.explain import explain
 from autopar.planner.facts import gather_facts
 from autopar.planner.pricing import moved_state_bytes
 from autopar.planner.schedule import AGAIN
+from autopar.planner.variables import forced_key
 from autopar.plans import Activation, Plan
 from autopar.program import Program
 from autopar.sharding import ShardingSpec
@@ -49,10 +50,11 @@ def make_plan(
     for alias, name in options.aliases.items():
         if name in specs:
             specs[alias] = specs[name]
-    reduced = _reduced(made)
+    reduced, forced = _reduced(made), _forced(planned)
     for module, node in module_outputs(graph).items():
         name = str(Value(node.name))
-        specs.setdefault(module, reduced.get(name, made[name]) if made[name].partial else made[name])
+        own = reduced.get(name, made[name]) if made[name].partial else made[name]
+        specs.setdefault(module, forced.get(Value(node.name), own))
     for node in graph.nodes:
         if node.op != "placeholder" and str(Value(node.name)) in made:
             specs.setdefault(node.name, made[node.name])
@@ -76,6 +78,16 @@ def _state_on_host(program: Program, graph: Graph, mesh: Mesh, options: Options)
     stored = {graph.input_of[op.node].name: op.writes[0] for op in program.ops if op.kind == "input"}
     away = (stored[name] for name in program.offloaded_optimizer)
     return sum(moved_state_bytes(t.meta, t.spec, mesh, options) for t in away)
+
+
+def _forced(planned: Planned) -> dict[Value, ShardingSpec]:
+    """What constraints on modules make of their outputs."""
+    chosen = zip(planned.decisions.variables, planned.solution.choice, strict=False)
+    return {
+        v.value: v.options[option].inputs[0]
+        for v, option in chosen
+        if v.value is not None and v.key == forced_key(v.value)
+    }
 
 
 def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:

@@ -77,3 +77,14 @@ def test_a_result_that_is_taken_to_its_forced_spec_and_back_is_two_tensors(name)
     made = [t.name for op in ran.planned.program.ops for t in op.writes]
     assert len(made) == len(set(made))
     assert_equals_one_device(of, ran.result, torch.float64)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 2, 2)])
+def test_a_plan_tells_the_spec_to_which_a_constraint_takes_a_module_s_output(mesh) -> None:
+    model, inputs = ZOO["cnn"].made(torch.float32)
+    of = subject("cnn", torch.float32)
+    constraints = FORCED["fully_sharded"]("cnn", of, mesh)
+    forced = {n: s for n, s in constraints.items() if n in dict(model.named_modules())}
+    assert forced
+    plan = autopar.plan(model, inputs, mesh=mesh, constraints=constraints)
+    assert {n: str(plan.specs[n]) for n in forced} == forced
