@@ -27,9 +27,7 @@ def _channels_last(*shape, dtype):
 def _attention(dtype, p=0.0, mask=None, s=5, d_v=8, is_causal=False):
     q = torch.randn(2, s, 4, 8, dtype=dtype).transpose(1, 2)
     k, v = torch.randn(2, 2, 7, 8, dtype=dtype), torch.randn(2, 7, 2, d_v, dtype=dtype).transpose(1, 2)
-    options = dict(
-        is_causal=is_causal, scale=0.3, dropout_p=p, site=1, global_shape=[4, 4, s, 7], offset=[2, 0, 0, 0]
-    )
+    options = dict(is_causal=is_causal, scale=0.3, dropout_p=p, site=1, global_shape=[4, 4, s, 7], offset=[2, 0, 0, 0])
     return (q, k, v, mask, SEED if p else None), options
 
 
@@ -87,8 +85,38 @@ def _cases(dtype):
             (torch.randn(9, 2, 5, dtype=dtype).log_softmax(-1), LABELS, torch.tensor([9, 8]), torch.tensor([3, 2])),
             dict(blank=0, zero_infinity=True),
         ),
+        *_linear_nll_cases(dtype, statistics),
+        *_matrix_cases(),
+        ("checked_length", (x.transpose(0, 1), torch.tensor(5)), dict(steps=5, exact=True)),
+        ("checked_length", (x, torch.tensor(4)), dict(steps=5, exact=False)),
         *_halo_cases(dtype),
         *op_cases_cut.cases(dtype),
+    ]
+
+
+def _linear_nll_cases(dtype, statistics):
+    """Rows of any strides over 9 classes, of which the last are another rank's."""
+    x, weight, bias = torch.randn(3, 5, 4, dtype=dtype), torch.randn(9, 4, dtype=dtype), torch.randn(9, dtype=dtype)
+    target = torch.tensor([[1, -100, 8, 0, 4]] * 3)
+    lse = (x @ weight.t()).logsumexp(-1).to(statistics)
+    grad, turned = torch.randn(3, 5, dtype=statistics), (x.transpose(0, 1), weight.t().contiguous().t(), None)
+    some, every = dict(ignore_index=-100), dict(ignore_index=-100, offset=2, mask=[True] * 3)
+    return [
+        ("linear_nll", (x, weight, bias, target), some),
+        ("linear_nll", (*turned, target.t()), some),
+        ("linear_nll_part", (x, weight, bias, target), dict(offset=3, **some)),
+        ("linear_nll_of_parts", (torch.randn(2, 2, 3, 5, dtype=statistics), target), some),
+        ("linear_nll_backward", (grad, x, weight, bias, lse, target), every),
+        ("linear_nll_backward", (grad.t(), *turned, lse.t(), target.t()), {**every, "mask": [True, False, False]}),
+    ]
+
+
+def _matrix_cases():
+    """In float64, as half precision has no factors."""
+    a, b = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    return [
+        *((name, (a,), dict(contiguous=c)) for name in ("linalg_det", "linalg_slogdet") for c in (True, False)),
+        *(("linalg_solve", (a, b), dict(left=True, contiguous=c)) for c in (True, False)),
     ]
 
 
@@ -115,6 +143,7 @@ def _halo_cases(dtype):
     made = dict(made_first=[1], made_size=[2])
     back = dict(stride=[2, 1], padding=[0, 1], dilation=[1, 1], output_padding=[0, 0], groups=1, dims=[2])
     pool = dict(kernel=[2, 2], stride=[2, 2], padding=[0, 0])
+    cubes, counted = dict(kernel=[2] * 3, stride=[2] * 3, padding=[0] * 3), dict(pads=[1], starts=[0], whole=[6])
     pooled, image = torch.randn(2, 4, 2, 3, dtype=dtype), torch.randn(2, 4, 4, 6, dtype=dtype)
     wide = torch.randn(2, 3, 9, 4, dtype=dtype)
     volume = torch.randn(2, 4, 4, 4, dtype=dtype)
@@ -145,14 +174,31 @@ def _halo_cases(dtype):
             (wide, torch.randn(2, 4, 3, 5, dtype=dtype), small),
             dict(bias_sizes=[3], mask=[True] * 3, first=[1], size=[7], **back, **made),
         ),
-        ("max_pool_part", (image,), dict(dilation=[1, 1], starts=[1, 0], whole=[6, 6], **pool)),
+        ("max_pool_part", (image,), dict(dilation=[1, 1], ceil=False, starts=[1, 0], whole=[6, 6], **pool)),
         (
             "max_pool_part",
             (volume,),
-            dict(kernel=[2] * 3, stride=[1] * 3, padding=[0] * 3, dilation=[1] * 3, starts=[1, 0, 2], whole=[6] * 3),
+            dict(
+                kernel=[2] * 3,
+                stride=[1] * 3,
+                padding=[0] * 3,
+                dilation=[1] * 3,
+                ceil=True,
+                starts=[1, 0, 2],
+                whole=[6] * 3,
+            ),
         ),
         ("max_pool_part_backward", (pooled, image, index), dict(starts=[1, 0], whole=[6, 6])),
-        ("avg_pool_part_backward", (pooled, image), dict(include=True, divisor=None, dims=[2], first=[0], **pool)),
+        ("avg_pool_part", (image,), dict(ceil=False, include=False, dims=[2], **counted, **pool)),
+        ("avg_pool_part", (volume.double(),), dict(ceil=True, include=True, dims=[1], **counted, **cubes)),
+        *(
+            (
+                "avg_pool_part_backward",
+                (pooled, image),
+                dict(ceil=False, divisor=None, dims=[2], first=[0], **o, **pool),
+            )
+            for o in (dict(include=True, pads=[], starts=[], whole=[]), dict(include=False, **counted))
+        ),
     ]
 
 
@@ -167,6 +213,7 @@ GRADIENT = {
     "ctc": (0,),
     "interpolate": (0,),
     "experts_mm": (0, 1),
+    "linear_nll": (0, 1, 2),
 }
 NAMES = [name for name, _, _ in _cases(torch.float64)]
 IDS = [f"{name}-{number}" for number, name in enumerate(NAMES)]
@@ -251,6 +298,7 @@ def test_operands_are_left_as_they_were(number):
         ("nll", ["nll_backward"]),
         ("batch_norm", ["batch_norm_backward_reduce", "batch_norm_backward_input"]),
         ("experts_mm", ["experts_mm", "experts_mm_weight"]),
+        ("linear_nll", ["linear_nll_backward"]),
     ],
 )
 def test_a_joint_graph_shows_the_ops_of_forward_and_backward(name, backward_ops):
