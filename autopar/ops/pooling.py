@@ -90,8 +90,7 @@ def _recount_(
             shares.append(kernel[i] / max(counted, 1))
         if any(share != 1 for share in shares):
             exact = torch.promote_types(result.dtype, torch.float32)
-            scale = torch.tensor(shares, dtype=exact, device=result.device)
-            result.mul_(scale.reshape([-1] + [1] * (-i - 1)))
+            result.mul_(torch.tensor(shares, dtype=exact, device=result.device).reshape([-1] + [1] * (-i - 1)))
 
 
 def _mean(

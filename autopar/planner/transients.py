@@ -489,6 +489,29 @@ def _convolution_part_backward(op: LocalOp) -> int:
     return _beside_gradient(op, _resized(x, dims, rows) * size, op.nbytes(op.results[0]))
 
 
+def _avg_pool_part(op: LocalOp) -> int:
+    """By what averages at an end of a cut dim are divided, one dim after the other."""
+    made, size = op.results[0]
+    given, held = op.call[2], [0]
+    for dim, pad, start, n in zip(*(given[k] for k in ("dims", "pads", "starts", "whole")), strict=True):
+        at = dim - len(made.shape)
+        kernel, stride = given["kernel"][at], given["stride"][at]
+        first, last = start * stride - pad, (start + made.shape[dim] - 1) * stride - pad + kernel
+        end = n + pad if given["include"] else n
+        if last > end or (first < 0 and not given["include"]):
+            held.append(made.shape[dim] * wide(size))
+    return max(held)
+
+
+def _factors(op: LocalOp) -> int:
+    """At most: a copy of the matrix in the layout that is asked for, where it has another, and one of each result in
+    that of LAPACK."""
+    a, size = op.operands[0]
+    order = (*range(len(a.shape) - 2), len(a.shape) - 1, len(a.shape) - 2)
+    there = a if op.call[2]["contiguous"] else permuted(a, order)
+    return op.written + (0 if there.is_contiguous else a.numel * size)
+
+
 def _avg_pool_part_backward(op: LocalOp) -> int:
     (grad, _), (x, size) = op.operands
     given = op.call[2]
@@ -682,6 +705,9 @@ FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.convolution_part_backward": _convolution_part_backward,
     "autopar.convolution_transposed_part": _convolution_transposed_part,
     "autopar.convolution_transposed_part_backward": _convolution_transposed_part_backward,
+    "autopar.avg_pool_part": _avg_pool_part,
+    **dict.fromkeys(("autopar.linalg_det", "autopar.linalg_slogdet", "autopar.linalg_solve"), _factors),
+    "autopar.checked_length": lambda op: 1,
     "autopar.avg_pool_part_backward": _avg_pool_part_backward,
     "autopar.max_pool_part": _max_pool_part,
     "autopar.max_pool_part_backward": _max_pool_part_backward,

@@ -30,7 +30,8 @@ MESHES = [Mesh((2,)), Mesh((3,)), Mesh((2, 2))]
 BOUNDED = {
     f"autopar.{n}" for n in (
         "attention", "attention_backward", "batch_norm", "batch_norm_backward_input", "ctc", "dropout",
-        "interpolate_part", "interpolate_part_backward", "linear_nll", "linear_nll_backward", "lookup",
+        "interpolate_part", "interpolate_part_backward", "linalg_det", "linalg_slogdet", "linalg_solve",
+        "linear_nll", "linear_nll_backward", "lookup",
         "lookup_backward", "nll", "nll_backward", "uniform",
     )
 }  # fmt: skip
