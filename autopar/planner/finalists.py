@@ -171,8 +171,10 @@ class Rival:
         prices, span = self.stated.prices, 0.0
         for _ in range(DEPTHS_TRIED):
             depths = Depths.of(self.stated.depth, span)
-            longer = depths and self._of_layers(depths.more)
-            if depths is None or longer is None or depths.more > SHALLOW * depths.whole:
+            if depths is None or depths.more > SHALLOW * depths.whole:
+                return 0.0
+            longer = self._of_layers(depths.more)
+            if longer is None:
                 return 0.0
             span = Ways(take_apart(longer), prices).largest_launch() * depths.more
             shorter = self._of_layers(depths.few) if Depths.of(depths.whole, span) == depths else None
