@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autopar import spmd
 from autopar._torch import OpOverload, defining_module
-from autopar.codegen.expressions import expression, function, inlined, literal
+from autopar.codegen.expressions import expression, function, inlined, literal, quoted
 from autopar.codegen.names import Names, name_nodes
 from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
@@ -91,7 +91,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
 
     def rows(ends: Iterable[tuple[str, str, ShardingSpec]], nodes: Sequence[fx.Node]) -> str:
         made = [
-            f'    ("{kind}", "{name}", {described(node.meta["tensor"].meta, spec)}),'
+            f'    ("{kind}", {quoted(name)}, {described(node.meta["tensor"].meta, spec)}),'
             for (kind, name, spec), node in zip(ends, nodes, strict=True)
         ]
         return "\n".join(["[", *made, "]"]) if made else "[]"
@@ -112,7 +112,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
     lines += [f"{title} = {rows(ends, nodes)}" for title, ends, nodes in tables]  # type: ignore[arg-type]
     if lowered.accumulate is not None:
         lines += ["# What accumulate returns, and the micro-batches of a step: the last runs backward instead."]
-        lines += ["SUMS = [", *(f'    ("{o.kind}", "{o.name}"),' for o, _ in lowered.accumulated), "]"]
+        lines += ["SUMS = [", *(f'    ("{o.kind}", {quoted(o.name)}),' for o, _ in lowered.accumulated), "]"]
         lines.append(f"MICRO_BATCHES = {micro_batches}")
     used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
     written = {n: t for n, t in constants.items() if n in used and t.numel() <= LITERAL}
@@ -125,7 +125,7 @@ def _constant(name: str, tensor: Tensor) -> str:
     flat = textwrap.wrap(plain, WIDTH - 8)
     shape = f".reshape({tuple(tensor.shape)})" if tensor.ndim != 1 else ""
     values = "\n".join(f"        {line}" for line in flat)
-    return f'    "{name}": torch.tensor(\n{values},\n        dtype={tensor.dtype},\n    ){shape},'
+    return f'    {quoted(name)}: torch.tensor(\n{values},\n        dtype={tensor.dtype},\n    ){shape},'
 
 
 def results_of(
@@ -186,8 +186,8 @@ class _Printer:
         line = f"    del {', '.join(self.names[d] for d in dead)}"
         if len(line) <= WIDTH:
             return line
-        names = textwrap.fill(", ".join(self.names[d] for d in dead), WIDTH - 8)
-        return f"    del (\n{textwrap.indent(names, ' ' * 8)},\n    )"
+        names = _filled(f"{', '.join(self.names[d] for d in dead)},")
+        return "\n".join(["    del (", *names, "    )"])
 
     def _assignment(self, node: fx.Node, items: Sequence[fx.Node]) -> list[str]:
         left = ", ".join(self.names[n] for n in items) if items else self.names[node]
@@ -307,7 +307,7 @@ def _section(node: fx.Node, current: str, lines: list[str], *, everywhere: bool)
     if not (module or everywhere):
         return current
     if module != current:
-        lines += ["", f'    spmd.section("{module}")']
+        lines += ["", f"    spmd.section({quoted(module)})"]
     return module
 
 

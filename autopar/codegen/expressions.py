@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -154,6 +155,11 @@ def _slice(node: fx.Node, args: list[str]) -> str:
 def _dtype(value: Any) -> str:
     tensor = value.meta.get("tensor") if isinstance(value, fx.Node) else None
     return tensor.meta.dtype if isinstance(tensor, LocalTensor) else ""
+
+
+def quoted(text: str) -> str:
+    """A path of the user's as Python; keys of a ``ModuleDict`` may have any character but a dot."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:

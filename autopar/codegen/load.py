@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import linecache
 import re
 import sys
@@ -18,7 +19,7 @@ from autopar.errors import PlanError
 from autopar.ir import Graph
 
 FUNCTIONS = ("forward", "backward", "accumulate")
-_SECTION = re.compile(r'\bsection\("(.*)"\)')
+_SECTION = re.compile(r'\bsection\((".*")\)')
 
 
 def load(source: str, name: str = "autopar_program", graph: Graph | None = None) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def _pointing(
 def _explain(error: Exception, filename: str, source: str, graph: Graph | None) -> None:
     line = _line_in(error, filename)
     before = source.splitlines()[:line]
-    module = next((m.group(1) for text in reversed(before) if (m := _SECTION.search(text))), "")
+    module = next((json.loads(m.group(1)) for text in reversed(before) if (m := _SECTION.search(text))), "")
     lines = {node.module: node.source for node in reversed(graph.nodes) if node.source} if graph else {}
     place = f"{module!r} of the model" if module else "the model's own forward"
     note = f"This is line {line} of the local program, {place}"

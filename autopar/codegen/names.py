@@ -23,6 +23,9 @@ STEPS = {
 }  # fmt: skip
 """What a redistribution adds to the name of what it redistributes."""
 
+_MOVED = re.compile(rf"(_(partial|{'|'.join(STEPS.values())})(_\d+)?)+$")
+_SUM_MOVED = re.compile(_MOVED.pattern.replace("partial", "sum|partial"))
+
 PARTS = {
     "native_layer_norm": ("", "mean", "rstd"), "native_layer_norm_backward": ("input", "weight", "bias"),
     "native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
@@ -185,8 +188,7 @@ def _of_call(node: fx.Node, names: Names, last: Mapping[fx.Node, str], prefix: s
         kind = ""  # what a module for it makes needs no more than the module's name
     if kind == "add" and prefix and not base and source is not None:
         # Autograd adds up the gradients of what several modules read: named after the first of them.
-        first = names.of[source].removesuffix("_partial")
-        return f"{first}{'' if first.endswith('_sum') else '_sum'}{partial}"
+        return f"{_SUM_MOVED.sub('', names.of[source])}_sum{partial}"
     again = "_again" if isinstance(op, Op) and op.name.endswith("_again") else ""
     return prefix + "_".join(part for part in (base, kind) if part) + again + partial
 
@@ -227,9 +229,7 @@ def _of_part(node: fx.Node, source: fx.Node, names: Names) -> str:
 def _redistributed(op: Op, names: Names, source: fx.Node | None) -> str:
     assert op.step is not None
     base = names.of[source] if source is not None else op.node
-    for suffix in ("partial", *STEPS.values()):
-        base = base.removesuffix(f"_{suffix}")
-    return f"{base}_{STEPS.get(op.step.kind, op.step.kind)}"
+    return f"{_MOVED.sub('', base)}_{STEPS.get(op.step.kind, op.step.kind)}"
 
 
 def _kind(node: fx.Node) -> str:

@@ -9,9 +9,11 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar import passes, planner
+from autopar.codegen.load import load
 from autopar.mesh import Mesh
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 from tests.models import ZOO
@@ -69,6 +71,36 @@ def test_every_line_is_short_and_every_name_is_assigned_once_before_it_is_freed(
     for text in functions(source):
         stores = (n.id for n in ast.walk(ast.parse(f"def f{text}")) if isinstance(n, ast.Name) and is_store(n))
         assert [name for name, count in Counter(stores).items() if count > 1] == []
+
+
+def test_names_do_not_grow_with_the_way_of_a_value() -> None:
+    """Gradients that add up along the residuals, and go from spec to spec between."""
+    model, inputs = ZOO["llama"].made(torch.float32)
+    source = autopar.plan(
+        model, inputs, mesh=(2,), search="random+recompute:2", accumulation_steps=2, cluster=cluster_where_sharding_pays()
+    ).source
+    names = {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
+    assert max(map(len, names)) < 70
+    assert [line for line in source.splitlines() if len(line) > 120] == []
+
+
+def test_keys_of_modules_may_be_any_text() -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({'the "big" one': nn.Linear(8, 8), "a\\b\n": nn.Linear(8, 8), "für": nn.Linear(8, 8)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers.values():
+                x = torch.tanh(layer(x))
+            return x.sum()
+
+    model, x = Keyed(), torch.randn(4, 8)
+    plan = autopar.plan(model, (x,), mesh=(2,), cluster="cpu-2")
+    program = load(plan.source)
+    parameters = [name for kind, name, *_ in program["INPUTS"] if kind == "parameter"]
+    assert sorted(parameters) == sorted(n for n, _ in model.named_parameters())
+    assert "the_big_one_weight" in plan.source and "für_weight" in plan.source
 
 
 def test_what_was_taken_apart_is_together_again() -> None:

@@ -70,9 +70,9 @@ def plan(away: str) -> autopar.Plan:
     return dataclasses.replace(found, program=dataclasses.replace(found.program, offloaded_optimizer=names))
 
 
-def made(away: str | None = "") -> nn.Module:
+def made(away: str | None = "", backend: str = "eager") -> nn.Module:
     torch.manual_seed(0)
-    return autopar.autoparallelize(Mlp(), (X,), plan=plan("nothing" if away is None else away))
+    return autopar.autoparallelize(Mlp(), (X,), plan=plan("nothing" if away is None else away), backend=backend)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -163,6 +163,37 @@ def test_within_a_budget_too_small_for_all_state_some_is_the_hosts_and_the_predi
         optimizers[0].step()
     for p, q in zip(model.parameters(), ordinary.parameters(), strict=True):
         torch.testing.assert_close(p.to_local(), q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("away", ["", "down"])
+def test_steps_of_a_compiled_model_are_the_ordinary_ones_bit_for_bit(away) -> None:
+    ordinary, ours = made(None, "inductor"), made(away, "inductor")
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (ordinary, ours)]
+    assert train(ordinary, optimizers[0], 4) == train(ours, optimizers[1], 4)
+    assert equal(ordinary, ours)
+    for name, parameter in ours.named_parameters():
+        assert on_host(optimizers[1].state[parameter]["exp_avg"]) == name.startswith(away)
+
+
+def test_a_plan_for_inductor_keeps_state_on_the_host_under_a_budget_and_trains_as_one_device() -> None:
+    torch.manual_seed(0)
+    ordinary, x = Deep(), torch.randn(4, 64)
+    options = {"mesh": (1,), "backend": "inductor"}
+    most = int(0.7 * autopar.plan(ordinary, (x,), **options).peak_memory)
+    model = autopar.autoparallelize(copy.deepcopy(ordinary), (x,), memory_budget=most, **options)
+    assert 0 < len(model.plan.offloaded_optimizer) < 6
+    assert model.plan.peak_memory <= most
+    for module in (ordinary, model):
+        optimizer = torch.optim.AdamW(module.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(x).backward()
+            optimizer.step()
+    assert {n for n, p in model.named_parameters() if on_host(optimizer.state[p]["exp_avg"])} == set(
+        model.plan.offloaded_optimizer
+    )
+    for p, q in zip(model.parameters(), ordinary.parameters(), strict=True):
+        torch.testing.assert_close(p.to_local(), q, rtol=1e-5, atol=1e-6)
 
 
 def test_only_the_named_parameters_state_goes() -> None:

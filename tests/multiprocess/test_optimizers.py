@@ -168,6 +168,34 @@ def test_optimizers_whose_state_the_host_keeps(pool: RankPool):
         assert {name: value for name, value in found.items() if value > EXACT} == {}
 
 
+def _compiled_on_host() -> tuple[list[bool], float, bool]:
+    """Whether steps with a compiled program have the same bits wherever the optimizer's state is."""
+    options = _kept_by_host(("",), SHARDED["mlp"])
+    there = options["plan"]
+    here = dataclasses.replace(there, program=dataclasses.replace(there.program, offloaded_optimizer=()))
+    trained = []
+    for plan in (here, there):
+        reference, model, x = _mlp(constraints=None, plan=plan, backend="inductor")
+        for module in (reference, model):
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(x).square().mean().backward()
+                optimizer.step()
+        trained.append(model)
+    states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, DTensor)]
+    pairs = zip(*(m.parameters() for m in trained), strict=True)
+    equal = [torch.equal(p.to_local(), q.to_local()) for p, q in pairs]
+    return equal, state_distance(model, reference), bool(states) and all(v._autopar_on_host for v in states)
+
+
+def test_a_compiled_program_steps_on_state_that_the_host_keeps(pool: RankPool):
+    for equal, distance, on_host in pool.run(_compiled_on_host):
+        assert on_host
+        assert all(equal)
+        assert distance < EXACT
+
+
 def _checkpointed_on_host(folder: str) -> float:
     """Save with all optimizer state on the host; go on under another plan, with some of it there."""
     reference, first, x = _mlp(constraints=None, **_kept_by_host(("",), SHARDED["mlp"]))
