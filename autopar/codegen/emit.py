@@ -125,7 +125,7 @@ def _constant(name: str, tensor: Tensor) -> str:
     flat = textwrap.wrap(plain, WIDTH - 8)
     shape = f".reshape({tuple(tensor.shape)})" if tensor.ndim != 1 else ""
     values = "\n".join(f"        {line}" for line in flat)
-    return f'    {quoted(name)}: torch.tensor(\n{values},\n        dtype={tensor.dtype},\n    ){shape},'
+    return f"    {quoted(name)}: torch.tensor(\n{values},\n        dtype={tensor.dtype},\n    ){shape},"
 
 
 def results_of(

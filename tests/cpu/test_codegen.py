@@ -76,9 +76,8 @@ def test_every_line_is_short_and_every_name_is_assigned_once_before_it_is_freed(
 def test_names_do_not_grow_with_the_way_of_a_value() -> None:
     """Gradients that add up along the residuals, and go from spec to spec between."""
     model, inputs = ZOO["llama"].made(torch.float32)
-    source = autopar.plan(
-        model, inputs, mesh=(2,), search="random+recompute:2", accumulation_steps=2, cluster=cluster_where_sharding_pays()
-    ).source
+    options = {"search": "random+recompute:2", "accumulation_steps": 2}
+    source = autopar.plan(model, inputs, mesh=(2,), cluster=cluster_where_sharding_pays(), **options).source
     names = {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
     assert max(map(len, names)) < 70
     assert [line for line in source.splitlines() if len(line) > 120] == []
@@ -88,7 +87,7 @@ def test_keys_of_modules_may_be_any_text() -> None:
     class Keyed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleDict({'the "big" one': nn.Linear(8, 8), "a\\b\n": nn.Linear(8, 8), "für": nn.Linear(8, 8)})
+            self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in ('the "big" one', "a\\b\n", "für")})
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers.values():
