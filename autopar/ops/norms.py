@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 
 from autopar import kernels
-from autopar.ops.registration import accumulation_dtype, define, once_differentiable
+from autopar.ops.registration import accumulation_dtype, define, layer_statistics_dtype, once_differentiable
 
 ROWS = ("mean", "rstd")
 
 
 def _row_dtype(x: Tensor, like: torch.dtype, weight: Tensor | None, centred: bool) -> torch.dtype:
-    """The dtype of statistics. torch's gradient of a layer norm may be what reads them, and on CPUs takes only what
-    torch's layer norm makes there: that of the weight, or of the sum where there is none."""
-    if centred and x.device.type == "cpu":
-        return like if weight is None else weight.dtype
-    return accumulation_dtype(like)
+    return layer_statistics_dtype(x, like, weight) if centred else accumulation_dtype(like)
 
 
 def _add_norm(

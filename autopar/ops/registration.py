@@ -55,6 +55,18 @@ def without_gradient(name: str) -> None:
     differentiate(name, backward, lambda ctx, inputs, output: ctx.mark_non_differentiable(output))
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums over float16 and bfloat16 run in float32, as in torch's own kernels."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def layer_statistics_dtype(x: torch.Tensor, like: torch.dtype, weight: torch.Tensor | None) -> torch.dtype:
+    """The dtype of a layer norm's statistics on the device of ``x``. torch's gradient may be what reads them, and on
+    CPUs takes only what torch's layer norm makes there: that of the weight, or of what is normed where there is none.
+    """
+    if x.device.type == "cpu":
+        return like if weight is None else weight.dtype
+    return accumulation_dtype(like)

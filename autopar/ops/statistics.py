@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from autopar.ops.registration import accumulation_dtype, define, once_differentiable
+from autopar.ops.registration import accumulation_dtype, define, layer_statistics_dtype, once_differentiable
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -77,21 +77,27 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _layer_norm(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _normed(
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     mean, deviations, total = _combined(told, counts)
     rstd = (deviations / total + eps).rsqrt_()
     y = (_wide(x) - mean).mul_(rstd)
-    return _affine(y, weight, bias).to(x.dtype).contiguous(), mean.to(dtype), rstd.to(dtype)
+    return _affine(y, weight, bias).to(x.dtype).contiguous(), mean, rstd
+
+
+def _layer_norm(
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, mean, rstd = _normed(x, told, weight, bias, counts, eps)
+    dtype = layer_statistics_dtype(x, x.dtype, weight)
+    return y, mean.to(dtype), rstd.to(dtype)
 
 
 def _layer_norm_fake(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    like = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    like, dtype = torch.empty_like(x, memory_format=torch.contiguous_format), layer_statistics_dtype(x, x.dtype, weight)
     return like, told.new_empty(told.shape[2:], dtype=dtype), told.new_empty(told.shape[2:], dtype=dtype)
 
 
@@ -197,18 +203,19 @@ def _group_moments_fake(x: Tensor, groups: int) -> Tensor:
 
 
 def _group_norm(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int],
-    eps: float, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its statistics have the weight's dtype, as torch's own on every device."""
     affine = _by_channel(weight, groups), _by_channel(bias, groups)
-    y, mean, rstd = _layer_norm(_grouped(x, groups), told, *affine, counts=counts, eps=eps, dtype=dtype)
-    return y.view(x.shape), mean.view(x.shape[0], groups), rstd.view(x.shape[0], groups)
+    y, mean, rstd = _normed(_grouped(x, groups), told, *affine, counts, eps)
+    dtype = x.dtype if weight is None else weight.dtype
+    return y.view(x.shape), mean.to(dtype).view(x.shape[0], groups), rstd.to(dtype).view(x.shape[0], groups)
 
 
 def _group_norm_fake(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int],
-    eps: float, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = x.dtype if weight is None else weight.dtype
     like = torch.empty_like(x, memory_format=torch.contiguous_format)
     return like, told.new_empty([x.shape[0], groups], dtype=dtype), told.new_empty([x.shape[0], groups], dtype=dtype)
 
@@ -262,7 +269,7 @@ define(
 )
 define(
     "layer_norm_of_moments(Tensor x, Tensor told, Tensor? weight, Tensor? bias, *, SymInt[] counts,"
-    " float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    " float eps) -> (Tensor, Tensor, Tensor)",
     _layer_norm,
     _layer_norm_fake,
 )
@@ -296,7 +303,7 @@ define(
 )
 define(
     "group_norm_of_moments(Tensor x, Tensor told, Tensor? weight, Tensor? bias, *, SymInt groups,"
-    " SymInt[] counts, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    " SymInt[] counts, float eps) -> (Tensor, Tensor, Tensor)",
     _group_norm,
     _group_norm_fake,
 )

@@ -27,6 +27,7 @@ from autopar.tracer import functions
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples
 from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
 from autopar.tracer.checks import taken_as_passed
+from autopar.tracer.combinations import combinations_by_index
 from autopar.tracer.convert import source_line
 from autopar.tracer.ctc import forget_packed, without_tables
 from autopar.tracer.cutting import cut
@@ -220,7 +221,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
             without_tables(), averaged_by_count(), experts_by_token(), watched(overridden), packed_by_mask(),
-            clusters_of_all_samples(), covariances(),
+            clusters_of_all_samples(), covariances(), combinations_by_index(),
             taken_as_passed() as checks, skipping(model, runs) as skipped,
         ):  # fmt: skip
             with kept(model):

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import JointInput, JointOutput, joint_graph, storage_key, torch_decompositions
+from autopar.ops.registration import HALF
 from autopar.tracer.normalize import Normalizing
 
 aten = torch.ops.aten
@@ -106,23 +107,38 @@ def loss_of(paths: Sequence[str], values: Sequence[Any], differentiable: Sequenc
 def _mean(
     x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A sum and a division: the mean of a shard is not the mean."""
+    """A sum and a division: the mean of a shard is not the mean. Half precision cannot hold the sum."""
     dims = list(range(x.ndim)) if dims is None or dims == [] else list(dims)
     count = 1
     for d in dims:
         count *= x.shape[d]
-    total: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
-    return total / count
+    kind = dtype or x.dtype
+    wide = torch.float32 if kind in HALF else dtype
+    total: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=wide)
+    return (total / count).to(kind)
 
 
 def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     return _mean(x, None, dtype=dtype)
 
 
+def _sum_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Of one number, partial sums of ranks cost nothing in float32; as a loss they should be rounded but once."""
+    if x.dtype not in HALF or dtype is not None:
+        return NotImplemented
+    total: torch.Tensor = aten.sum.default(x, dtype=torch.float32)
+    return total.to(x.dtype)
+
+
 def _conjugated(x: torch.Tensor) -> torch.Tensor:
     """At once: whether a conjugate is a view is not in the graph, and some ops do not take such views."""
     result: torch.Tensor = aten._conj_physical.default(x)
     return result
+
+
+def _diagonal_copy(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """Of torch.diag. A view has the rule."""
+    return x.diagonal(offset, dim1, dim2).clone()
 
 
 def _det(a: torch.Tensor) -> Any:
@@ -144,8 +160,10 @@ DECOMPOSITIONS: dict[Any, Any] = {
         aten.index_fill.int_Tensor, aten.affine_grid_generator.default,
     ),
     aten._conj.default: _conjugated,
+    aten.diagonal_copy.default: _diagonal_copy,
     aten.mean.dim: _mean,
     aten.mean.default: _mean_all,
+    aten.sum.default: _sum_all,
     aten._linalg_det.default: _det,
     aten._linalg_slogdet.default: _slogdet,
     aten._linalg_solve_ex.default: _solve,

@@ -44,6 +44,15 @@ def dist(tracer: Any, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
     return result
 
 
+@replaces(aten.pdist.default)
+def pdist(tracer: Any, x: Tensor, p: float = 2) -> Tensor:
+    """Those of all pairs, whose rows can be cut, above the diagonal; without products, which lose digits."""
+    points = materialize(x)
+    first, second = torch.triu_indices(len(points), len(points), 1).unbind()
+    result: Tensor = aten.cdist.default(points, points, p, 2)[first, second]
+    return result
+
+
 @replaces(aten.linalg_lu_factor.default)
 def lu_factor(tracer: Any, a: Tensor, *, pivot: bool = True) -> tuple[Tensor, Tensor]:
     factors, pivots, _ = torch.linalg.lu_factor_ex(materialize(a), pivot=pivot)

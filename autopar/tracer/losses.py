@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.registration import HALF
 from autopar.tracer.flat import Flat, materialize
 from autopar.tracer.replacements import REPLACEMENTS, Operand, Replacement, base_of, replaces
 
@@ -77,8 +78,14 @@ def _smooth(scores: Tensor, lse: Tensor, weight: Tensor | None) -> Tensor:
 
 def _loss_dtype(scores: Tensor) -> torch.dtype:
     """Autocast computes losses in float32."""
-    lower = torch.is_autocast_enabled("cpu") and scores.dtype in (torch.bfloat16, torch.float16)
+    lower = torch.is_autocast_enabled("cpu") and scores.dtype in HALF
     return torch.float32 if lower else scores.dtype
+
+
+def _average(each: Tensor) -> Tensor:
+    """Half precision cannot hold the sum."""
+    wide = torch.float32 if each.dtype in HALF else None
+    return (each.sum(dtype=wide) / each.numel()).to(each.dtype)
 
 
 def _averaged(loss: Any) -> Replacement:
@@ -98,7 +105,7 @@ def _averaged(loss: Any) -> Replacement:
         if reduction == 0:
             return NotImplemented
         each = loss(*values)
-        return each.sum() if reduction == 2 else each.sum() / each.numel()
+        return each.sum() if reduction == SUM else _average(each)
 
     return summed
 
@@ -122,4 +129,4 @@ def multilabel_margin_loss(tracer: Any, x: Operand, target: Operand, reduction: 
     losses = margins.where(named.unsqueeze(-1) & torch.eq(counts, 0).unsqueeze(-2), 0).sum((-2, -1)) / classes
     if reduction not in (MEAN, SUM):
         return losses
-    return losses.sum() / losses.numel() if reduction == MEAN else losses.sum()
+    return _average(losses) if reduction == MEAN else losses.sum()

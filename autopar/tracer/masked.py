@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_map
 
 from autopar._torch import OpOverload, storage_key
+from autopar.ops.registration import HALF
 from autopar.tracer.flat import Deferred, Flat, materialize
 from autopar.tracer.losses import MEAN, SUM, cross_entropy_loss
 from autopar.tracer.replacements import Operand, replaces
@@ -272,7 +273,7 @@ def _sum(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor:
 def _mean(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor:
     """Rounded once, as torch's own: neither the sum nor the count is what half precision can hold."""
     kind = dtype or x.whole.dtype
-    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
+    wide = torch.float32 if kind in HALF else kind
     return (_sum(tracer, x, dtype=wide) / x.total()).to(kind)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from autopar.ops.registration import HALF
 from autopar.tracer import flat, linear_algebra, losses, masked, random_ops
 from autopar.tracer.flat import Flat
 from autopar.tracer.replacements import REPLACEMENTS
@@ -54,7 +55,6 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 _WIDENS = {aten.to.dtype, aten._to_copy.default}
-_HALVES = {torch.float16, torch.bfloat16}
 _SHIFTS = {aten.slice.Tensor, aten.contiguous.default, aten.clone.default, aten.alias.default}
 """What models do to logits between their conversion to float32 and the loss."""
 
@@ -94,7 +94,7 @@ class Normalizing(fx.Interpreter):
         x, made = args[0], result
         if not isinstance(x, torch.Tensor) or not isinstance(made, torch.Tensor) or x is made:
             return
-        if target in _WIDENS and x.dtype in _HALVES and made.dtype == torch.float32:
+        if target in _WIDENS and x.dtype in HALF and made.dtype == torch.float32:
             self._narrow[id(made)] = made, lambda: x
         elif target in _SHIFTS and id(x) in self._narrow:
             of_narrow = self._narrow[id(x)][1]

@@ -42,7 +42,7 @@ def _statistics(dtype: torch.dtype) -> list[Case]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rows, weight, image = torch.randn(4, 6, dtype=dtype), torch.randn(6, dtype=dtype), torch.randn(2, 6, 3, dtype=dtype)
     told, of_groups = torch.rand(3, 2, 4, 1, dtype=wide), torch.rand(3, 2, 2, 3, 1, 1, dtype=wide)
-    counted = {"counts": [6, 6, 2], "eps": 1e-5, "dtype": dtype}
+    counted = {"counts": [6, 6, 2], "eps": 1e-5}
     mean, rstd = torch.randn(4, 1, dtype=dtype), torch.rand(4, 1, dtype=dtype)
     means, rstds = torch.randn(2, 3, dtype=dtype), torch.rand(2, 3, dtype=dtype)
     norm, group = {"count": 14, "own": [0]}, {"groups": 3, "count": 10}
@@ -52,7 +52,7 @@ def _statistics(dtype: torch.dtype) -> list[Case]:
         ("var_mean_of_moments", (told, [6, 6, 2], 0.0, False, [4, 1], dtype), {}),
         ("layer_norm_of_moments", (rows, told, weight, weight), counted),
         ("layer_norm_of_moments", (rows, told, None, None), counted),
-        ("rms_norm_of_moments", (rows, told, weight), counted),
+        ("rms_norm_of_moments", (rows, told, weight), {**counted, "dtype": dtype}),
         ("norm_sums", (rows, rows, mean, rstd, weight, [1]), {}),
         ("norm_sums", (rows, rows, None, rstd, None, [1]), {}),
         ("layer_norm_backward_of_sums", (rows, rows, mean, rstd, weight, told), {**norm, "mask": [True] * 3}),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import AutoparError
 from autopar.tracer import Capture, ColoTracer
+from tests.cpu.model_checks import cluster_where_sharding_pays
 
 
 class Inside(nn.Module):
@@ -96,3 +97,26 @@ def test_a_precision_that_does_not_exist_is_refused() -> None:
     with pytest.raises(AutoparError, match="mixed_precision names no precision") as refused:
         autopar.plan(Around(), (torch.randn(8, 8), torch.randint(0, 4, (8,))), mesh=(2,), mixed_precision="int3")
     assert '"bf16"' in str(refused.value)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 6), nn.RMSNorm(8)], ids=lambda n: type(n).__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_norms_of_half_precision_with_weights_in_single(norm: nn.Module, seed: int) -> None:
+    """Cut or whole, forward and backward agree on the dtype of the statistics, whichever of them is cut."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(8, 8), copy.deepcopy(norm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.norm(self.first(x)).relu().float().square().mean()
+
+    model, x = Normed(), torch.randn(4, 6, 8)
+    wanted = {"mesh": (4,), "cluster": cluster_where_sharding_pays(), "search": f"random:{seed}"}
+    result = autopar.simulate(model, x, plan=autopar.plan(model, x, **wanted))
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert (result.grads[name] - parameter.grad).abs().max() <= 3e-2 * scale, name

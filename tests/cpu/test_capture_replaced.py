@@ -135,6 +135,27 @@ def test_factors_are_read_as_the_matrix_lay_in_memory_at_capture() -> None:
         assert_equal(replace(result, outputs=outputs), of.reference, 1e-9)
 
 
+@pytest.mark.parametrize(("r", "repeated"), [(2, False), (2, True), (3, False), (5, False)])
+def test_combinations(r, repeated) -> None:
+    """Of four elements there are none of five."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        h = m(x).mean(0)
+        return torch.cat([h, torch.combinations(h, r, with_replacement=repeated).prod(-1)])
+
+    equal(nn.Linear(6, 4), {"x": torch.randn(8, 6)}, body)
+
+
+def test_pairs_of_features() -> None:
+    """As in factorisation machines: what is combined are numbers of columns."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        first, second = torch.combinations(torch.arange(5)).unbind(1)
+        return m(x)[:, first] * m(x)[:, second]
+
+    equal(nn.Linear(6, 5), {"x": torch.randn(8, 6)}, body)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -183,9 +204,11 @@ TAKEN_APART: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "addbmm": lambda m, x: torch.addbmm(x[:1], m(x).unsqueeze(2), x.unsqueeze(1), beta=0.5, alpha=2),
     "renorm": lambda m, x: m(x).renorm(2, 1, 0.5),
     "dist": lambda m, x: m(x).dist(x) + m(x).dist(x, 1),
+    "pdist": lambda m, x: F.pdist(m(x)) * F.pdist(x, 1),
     "rot90": lambda m, x: m(x).rot90(1, (0, 1)) @ x,
     "block_diag": lambda m, x: torch.block_diag(m(x), x),
     "cross": lambda m, x: torch.linalg.cross(m(x)[:, :3], x[:, 1:4]),
+    "diag": lambda m, x: torch.diag(m(x).T @ x, 1) + torch.diag(x[0]).trace(),
     "index_fill": lambda m, x: m(x).index_fill(0, torch.tensor([1, 3]), 2.0),
     "eigenvalues": lambda m, x: torch.linalg.eigvals(m(x).T @ x).abs(),
     "covariance": lambda m, x: torch.cov(m(x).T) + torch.cov(x.T, correction=0, aweights=m(x)[:, 0].abs()),

@@ -1,4 +1,4 @@
-"""Losses of logits in half precision: no copy of the logits in float32, the same bits."""
+"""Losses in half precision: no copy of the logits in float32, the same bits; sums and averages are rounded once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.tracer.normalize import Normalizing
+from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.models import ZOO
 
 VOCABULARY = 50
@@ -75,3 +76,44 @@ def test_a_model_of_hugging_face_keeps_no_wide_logits(monkeypatch) -> None:
     expected = autopar.simulate(model, given, plan=plainly)
     for name, gradient in expected.grads.items():
         torch.testing.assert_close(result.grads[name], gradient, rtol=0.1, atol=0.02 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_averages_in_half_precision_hold_sums_that_it_does_not(dtype: torch.dtype) -> None:
+    """3,200 times 90 is more than float16 holds."""
+
+    class Means(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * self.scale
+            return h.mean((1, 2)).mean() + nn.functional.mse_loss(h, 0.99 * h) + nn.functional.l1_loss(h, x / 2)
+
+    x, model = torch.linspace(80, 100, 4 * 400 * 8).reshape(4, 400, 8).to(dtype), Means()
+    model(x).backward()
+    expected = model.scale.grad
+    assert expected.isfinite().all()
+    for mesh in [(2,), (4,)]:
+        plan = autopar.plan(model, x, mesh=mesh, cluster=cluster_where_sharding_pays(), time_limit=2)
+        found = autopar.simulate(model, x, plan=plan)
+        torch.testing.assert_close(found.outputs, model(x).detach(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(found.grads["scale"], expected, rtol=0.02, atol=0)
+
+
+def test_a_sum_in_half_precision_is_rounded_once() -> None:
+    """Not each rank's part: 257 and 261 would be 256 and 260, whose sum is 516, and 518 is 520."""
+
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).sum()
+
+    x, model = torch.tensor([256.0, 1.0, 260.0, 1.0], dtype=torch.bfloat16), Total()
+    wanted = {"cluster": cluster_where_sharding_pays(), "constraints": {"input:x": "S0"}}
+    plan = autopar.plan(model, x, mesh=(2,), **wanted)
+    assert torch.equal(autopar.simulate(model, x, plan=plan).outputs, model(x).detach())

@@ -136,7 +136,7 @@ def _combined_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> 
     eps = arg(node, 4 if layer else 3, None, "eps")
     finish: tuple[Any, ...] = (Operand(0), TOLD, _vector(node, 2), *([_vector(node, 3)] if layer else []))
     # Without an epsilon RMS norm takes the dtype's own.
-    options = (("counts", local_counts(strategy, metas, dims, mesh)), ("dtype", _dtype(node, 1)),
+    options = (("counts", local_counts(strategy, metas, dims, mesh)), *([] if layer else [("dtype", _dtype(node, 1))]),
                ("eps", EPSILON[metas[0].dtype] if eps is None else eps))  # fmt: skip
     op = f"autopar.{'layer' if layer else 'rms'}_norm_of_moments.default"
     summary = ("autopar.moments.default", (Operand(0), tuple(dims)), ())
@@ -180,8 +180,7 @@ def _combined_group_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mes
     own: LocalArg = 1 if groups == 1 else local_length(groups, spec.dims[1], mesh)
     counted = local_counts(strategy, metas, dims, mesh)
     each = 1 if groups == 1 else metas[0].shape[1] // groups
-    options = (("groups", own), ("counts", tuple(n * each for n in counted)), ("eps", node.args[7]),
-               ("dtype", _dtype(node, 1)))  # fmt: skip
+    options = (("groups", own), ("counts", tuple(n * each for n in counted)), ("eps", node.args[7]))
     finish = (Operand(0), TOLD, _vector(node, 1), _vector(node, 2))
     summary = ("autopar.group_moments.default", (Operand(0), own), ())
     told = _group_told(strategy, metas, own, 0, mesh)

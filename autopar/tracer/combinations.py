@@ -1,0 +1,30 @@
+"""Combinations of elements: torch's own chooses them by a mask, whose count of ones no graph knows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+_ordinary = torch.combinations
+
+
+@contextlib.contextmanager
+def combinations_by_index() -> Iterator[None]:
+    """While exporting: which elements are combined depends on their number alone, and is a constant."""
+    with mock.patch.object(torch, "combinations", _combinations):
+        yield
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:  # noqa: A002
+    if input.ndim != 1 or r < 1:
+        return _ordinary(input, r, with_replacement)
+    if r == 2:
+        return input[torch.triu_indices(len(input), len(input), 0 if with_replacement else 1, device=input.device).mT]
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    chosen = torch.tensor(list(choose(range(len(input)), r)), dtype=torch.int64, device=input.device)
+    return input.index_select(0, chosen.reshape(-1)).reshape(-1, r)
