@@ -122,7 +122,7 @@ def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Ten
     return _mean(x, None, dtype=dtype)
 
 
-def _sum_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _sum_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
     """Of one number, partial sums of ranks cost nothing in float32; as a loss they should be rounded but once."""
     if x.dtype not in HALF or dtype is not None:
         return NotImplemented
