@@ -97,6 +97,14 @@ def check_cross_entropy(
     found = [made("nll_backward", weight, s, lse, target, **o) for (_, s), o in zip(shards, options, strict=True)]
     assert {f.dtype for f in found} == {dtype}
     assert_near(torch.cat(found, -1), exact.grad, times=4 * large)
+    options = [{**o, "own": 0.9, "each": 0.1 / v} for o in options]
+    found = [made("nll_backward", weight, s, lse, target, **o) for (_, s), o in zip(shards, options, strict=True)]
+    exact.grad = None
+    loss = torch.nn.functional.cross_entropy(
+        exact, target.long(), ignore_index=-100, reduction="none", label_smoothing=0.1
+    )
+    (loss * weight).sum().backward()
+    assert_near(torch.cat(found, -1), exact.grad, times=4 * large)
 
 
 def check_norm(

@@ -35,21 +35,29 @@ def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Ten
     return here, local.where(here, 0)
 
 
-def _nll(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int) -> Tensor:
+def _nll(
+    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0
+) -> Tensor:
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
-    return (lse - chosen).to(lse.dtype).where(here, 0)
+    loss = (lse - chosen).to(lse.dtype).where(here, 0)
+    if not each:
+        return loss
+    others = lse * x.shape[-1] - x.to(lse.dtype).sum(-1)
+    return own * loss + (each * others).where(target != ignore_index, 0)
 
 
 def _nll_backward(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int
-) -> Tensor:
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
+    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     scale = grad.masked_fill(target == ignore_index, 0).to(lse.dtype).unsqueeze(-1)
     columns = torch.arange(x.shape[-1], device=x.device)
     chosen = (columns == position.unsqueeze(-1)) & here.unsqueeze(-1)
     softmax = (x.to(lse.dtype) - lse.unsqueeze(-1)).exp()
-    return ((softmax - chosen.to(lse.dtype)) * scale).to(x.dtype)
+    labels = own * chosen.to(lse.dtype) + each if each else chosen.to(lse.dtype)
+    return ((softmax - labels) * scale).to(x.dtype)
 
 
 def _lookup(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:

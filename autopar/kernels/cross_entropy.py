@@ -94,7 +94,7 @@ def nll(
 
 
 @triton.jit
-def nll_backward_kernel(grad, x, lse, target, out, v, stride, offset, ignore, BLOCK: tl.constexpr):
+def nll_backward_kernel(grad, x, lse, target, out, v, stride, offset, ignore, own, each, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(target + row).to(tl.int64)
@@ -104,7 +104,7 @@ def nll_backward_kernel(grad, x, lse, target, out, v, stride, offset, ignore, BL
         scale = 0.0
     value = tl.load(x + row * stride + column, mask=column < v, other=float("-inf")).to(tl.float32)
     part = tl.exp(value - tl.load(lse + row))
-    part = tl.where(column == local, part - 1.0, part)
+    part = tl.where(column == local, part - own, part) - each
     # Of an ignored row 0, also where the exponential is infinite.
     part = tl.where(scale == 0.0, 0.0, part * scale)
     tl.store(out + row * v + column, part.to(out.dtype.element_ty), mask=column < v)
@@ -112,16 +112,16 @@ def nll_backward_kernel(grad, x, lse, target, out, v, stride, offset, ignore, BL
 
 def nll_backward(
     grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, *, ignore_index: int, offset: int,
-    BLOCK: int = 4096, num_warps: int = 8,
+    own: float = 1.0, each: float = 0.0, BLOCK: int = 4096, num_warps: int = 8,
 ):
-    """(softmax - one hot) * grad of this shard's logits, in their dtype, in one pass."""
+    """(softmax - own * one hot - each) * grad of this shard's logits, in their dtype, in one pass."""
     flat, v = _rows(x), x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(BLOCK, triton.next_power_of_2(v))
         nll_backward_kernel[(len(flat), triton.cdiv(v, block))](
             grad.contiguous(), flat, lse.contiguous(), target.contiguous(), out, v, flat.stride(0), offset,
-            ignore_index, BLOCK=block, num_warps=num_warps,
+            ignore_index, own, each, BLOCK=block, num_warps=num_warps,
         )
     return out
 

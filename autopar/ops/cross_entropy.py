@@ -2,6 +2,9 @@
 
 The formulation is that of Megatron-LM (Shoeybi et al. 2019, section 3): with m the maximum over the whole vocabulary
 and lse = m + log(sum of ``sumexp(x, m)`` over the shards), an element's loss is the sum of ``nll`` over the shards.
+
+Labels that are smoothed by s over V classes are ``own=1 - s, each=s / V``: what the target's loss counts, and what that
+of each class counts beside it.
 """
 
 from __future__ import annotations
@@ -72,28 +75,46 @@ def _place(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tens
     return here, (target - offset).where(here, 0)
 
 
-def _nll(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int) -> Tensor:
+def _sum(x: Tensor) -> Tensor:
+    """Of the last dim, in the accumulation dtype, without a copy of x in that."""
+    out = torch.empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype), device=x.device)
+    flat_x, flat_out = _flat(x), out.view(-1)
+    for rows in _blocks(flat_x):
+        torch.sum(flat_x[rows].to(out.dtype), -1, out=flat_out[rows])
+    return out
+
+
+def _nll(
+    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0
+) -> Tensor:
     if x.shape[-1] == 0:
         return torch.zeros_like(lse, memory_format=torch.contiguous_format)
     if kernels.enabled(x, lse):
         loss: Tensor = kernels.run("nll", x, lse, target, ignore_index=ignore_index, offset=offset)
-        return loss
-    here, position = _place(target, ignore_index, offset, x.shape[-1])
-    chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
-    return torch.sub(lse, chosen).to(lse.dtype).where(here, 0).contiguous()
+    else:
+        here, position = _place(target, ignore_index, offset, x.shape[-1])
+        chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
+        loss = torch.sub(lse, chosen).to(lse.dtype).where(here, 0).contiguous()
+        del chosen, here, position
+    if each:
+        others = _sum(x).sub_(lse, alpha=x.shape[-1]).mul_(-each).masked_fill_(target == ignore_index, 0)
+        loss.mul_(own).add_(others)
+    return loss
 
 
-def _nll_fake(x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int) -> Tensor:
+def _nll_fake(
+    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0
+) -> Tensor:
     return torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
 def _nll_backward(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int
-) -> Tensor:
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
+    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
     if kernels.enabled(x, lse, grad):
-        fused: Tensor = kernels.run(
-            "nll_backward", grad, x, lse, target, ignore_index=ignore_index, offset=offset
-        )
+        options = {"ignore_index": ignore_index, "offset": offset, "own": own, "each": each}
+        fused: Tensor = kernels.run("nll_backward", grad, x, lse, target, **options)
         return fused
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
@@ -105,20 +126,28 @@ def _nll_backward(
     for rows in _blocks(flat_x):
         place = flat_out[rows] if out.dtype == lse.dtype else torch.empty_like(flat_x[rows], dtype=lse.dtype)
         part = exp_(torch.sub(flat_x[rows], flat_lse[rows], out=place))
-        part.scatter_add_(-1, position[rows], here[rows].to(part.dtype).neg_())
+        part.scatter_add_(-1, position[rows], here[rows].to(part.dtype).mul_(-own))
+        if each:
+            part.sub_(each)
         torch.mul(part, scale[rows], out=flat_out[rows])
     return out
 
 
 def _nll_backward_fake(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int
-) -> Tensor:
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
+    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _nll_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
-    ctx.options = keyword_only_inputs
+    ctx.options = options_of_loss(keyword_only_inputs)
+
+
+def options_of_loss(given: dict[str, Any]) -> dict[str, Any]:
+    """Without those of smoothed labels where they are not."""
+    return {k: v for k, v in given.items() if k not in ("own", "each") or given["each"]}
 
 
 def _nll_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -135,10 +164,14 @@ define(
     lambda total, own, m: total.new_empty(total.shape),
 )  # fmt: skip
 define(
-    "nll(Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset) -> Tensor", _nll, _nll_fake
+    "nll(Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset, float own=1.0, float each=0.0)"
+    " -> Tensor",
+    _nll,
+    _nll_fake,
 )
 define(
-    "nll_backward(Tensor grad, Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset) -> Tensor",
+    "nll_backward(Tensor grad, Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset,"
+    " float own=1.0, float each=0.0) -> Tensor",
     _nll_backward,
     _nll_backward_fake,
 )

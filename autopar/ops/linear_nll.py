@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.cross_entropy import _flat, _nll_backward, _place, _softmax_statistics
+from autopar.ops.cross_entropy import _flat, _nll_backward, _place, _softmax_statistics, _sum, options_of_loss
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
 # Logits of a chunk, and the fewest classes of one, so that products stay efficient where rows are many.
@@ -38,9 +38,11 @@ def _logits(flat: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> T
 
 
 def _linear_nll_part(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int, offset: int
-) -> Tensor:
-    """Log-sum-exp of this shard's logits, and the target's logit where it is here, else 0: [2, ...]."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
+    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Log-sum-exp of this shard's logits, and the target's logit where it is here, else 0: [2, ...]. Of smoothed labels
+    the second is the logits' sum, weighed as the labels are."""
     flat, labels = _flat(x), target.reshape(-1)
     told = torch.zeros([2, len(flat)], dtype=accumulation_dtype(x.dtype), device=x.device)
     lse, chosen = told.unbind()
@@ -50,14 +52,17 @@ def _linear_nll_part(
         largest, total = _softmax_statistics(logits)
         torch.logaddexp(lse, total.log_().add_(largest), out=lse)
         here, position = _place(labels, ignore_index, offset + part.start, logits.shape[1])
-        chosen += logits.gather(-1, position.unsqueeze(-1)).squeeze(-1).where(here, 0)
+        chosen.add_(logits.gather(-1, position.unsqueeze(-1)).squeeze(-1).where(here, 0), alpha=own)
+        if each:
+            chosen.add_(_sum(logits), alpha=each)
         del logits
     return told.view(2, *x.shape[:-1])
 
 
 def _linear_nll_part_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int, offset: int
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
+    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
     return x.new_empty([2, *x.shape[:-1]], dtype=accumulation_dtype(x.dtype))
 
 
@@ -72,22 +77,24 @@ def _linear_nll_of_parts_fake(told: Tensor, target: Tensor, *, ignore_index: int
 
 
 def _linear_nll(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    told = _linear_nll_part(x, weight, bias, target, ignore_index=ignore_index, offset=0)
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
+    ignore_index: int, own: float = 1.0, each: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    told = _linear_nll_part(x, weight, bias, target, ignore_index=ignore_index, offset=0, own=own, each=each)
     return _linear_nll_of_parts(told.unsqueeze(0), target, ignore_index=ignore_index)
 
 
 def _linear_nll_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
+    ignore_index: int, own: float = 1.0, each: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype))
     return rows, torch.empty_like(rows)
 
 
 def _linear_nll_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
-    ignore_index: int, offset: int, mask: list[bool],
+    ignore_index: int, offset: int, mask: list[bool], own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight and bias, of a shard of the classes; empty where ``mask`` wants none."""
     flat, labels, grads, sums = _flat(x), target.reshape(-1), grad.reshape(-1), lse.reshape(-1)
@@ -96,7 +103,9 @@ def _linear_nll_backward(
     db = torch.empty_like(bias) if mask[2] and bias is not None else None
     for part in _chunks(flat, len(weight)):
         logits = _logits(flat, weight, bias, part)
-        of_logits = _nll_backward(grads, logits, sums, labels, ignore_index=ignore_index, offset=offset + part.start)
+        of_logits = _nll_backward(
+            grads, logits, sums, labels, ignore_index=ignore_index, offset=offset + part.start, own=own, each=each
+        )
         del logits
         if dw is not None:
             torch.mm(of_logits.t(), flat, out=dw[part])
@@ -116,7 +125,7 @@ def _linear_nll_backward(
 
 def _linear_nll_backward_fake(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
-    ignore_index: int, offset: int, mask: list[bool],
+    ignore_index: int, offset: int, mask: list[bool], own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = zip((x, weight, bias), mask, strict=True)
     made = [x.new_empty(t.shape if wanted and t is not None else [0]) for t, wanted in given]
@@ -126,7 +135,7 @@ def _linear_nll_backward_fake(
 def _context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     x, weight, bias, target = inputs
     ctx.save_for_backward(x, weight, bias, output[1], target)
-    ctx.options = keyword_only_inputs
+    ctx.options = options_of_loss(keyword_only_inputs)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -137,13 +146,14 @@ def _gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 define(
-    "linear_nll(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index) -> (Tensor, Tensor)",
+    "linear_nll(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index,"
+    " float own=1.0, float each=0.0) -> (Tensor, Tensor)",
     _linear_nll,
     _linear_nll_fake,
 )
 define(
-    "linear_nll_part(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index, SymInt offset)"
-    " -> Tensor",
+    "linear_nll_part(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index, SymInt offset,"
+    " float own=1.0, float each=0.0) -> Tensor",
     _linear_nll_part,
     _linear_nll_part_fake,
 )
@@ -154,7 +164,7 @@ define(
 )
 define(
     "linear_nll_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor lse, Tensor target, *,"
-    " int ignore_index, SymInt offset, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    " int ignore_index, SymInt offset, bool[] mask, float own=1.0, float each=0.0) -> (Tensor, Tensor, Tensor)",
     _linear_nll_backward,
     _linear_nll_backward_fake,
 )

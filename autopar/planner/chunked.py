@@ -188,7 +188,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     target = loss.nll.inputs[2]
     forward = Node(
         _unused("linear_nll", names), "autopar.linear_nll.default", (x, table, loss.bias, target),
-        (("ignore_index", loss.nll.kwarg("ignore_index")),), (rows, rows), loss.nll.phase,
+        tuple(k for k in loss.nll.kwargs if k[0] != "offset"), (rows, rows), loss.nll.phase,
         loss.product.module, loss.product.source,
     )  # fmt: skip
     lse = Value(forward.name, 1)

@@ -67,7 +67,7 @@ def bytes_moved(
     """
     written = [local_bytes(m, s, mesh) if m and s else 0 for m, s in zip(node.outputs, option.outputs, strict=True)]
     read = [local_bytes(m, s, mesh) for m, s in zip(metas, option.inputs, strict=True)]
-    if node.packet in GATHERS and read:
+    if node.packet in GATHERS and read and not node.kwarg("each"):  # smoothed labels count every class
         read[0] = min(read[0], sum(written))
     return float(
         sum(b for i, b in enumerate(read) if reads is None or i in reads)

@@ -353,10 +353,13 @@ def _sumexp(op: LocalOp) -> int:
 
 
 def _nll(op: LocalOp) -> int:
-    n = _rows_of(op.operands[0][0])
-    if _by_kernel(op, op.operands[0]):
-        return 0
-    return n * (9 + op.operands[0][1] + 2 * wide(op.operands[1][1])) + SCALARS
+    x = op.operands[0]
+    n = _rows_of(x[0])
+    chosen = 0 if _by_kernel(op, x) else n * (9 + x[1] + 2 * wide(op.operands[1][1])) + SCALARS
+    if not op.call[2].get("each"):
+        return chosen
+    copy = 0 if x[0].is_contiguous else op.nbytes(x)
+    return max(chosen, copy + n * wide(x[1]) + max(n, _class_block(op, x) * 4 if x[1] < 4 else 0))
 
 
 def _nll_backward(op: LocalOp) -> int:
@@ -378,10 +381,11 @@ def _chunk(op: LocalOp, x: Layout, classes: int) -> int:
 def _linear_nll(op: LocalOp) -> int:
     (x, size), (weight, _) = op.operands[:2]
     chunk, rows = _chunk(op, x, weight.shape[0]), _rows_of(x)
-    kernel = op.device == "cuda" and size <= 4
+    smoothed = bool(op.call[2].get("each"))
+    kernel = op.device == "cuda" and size <= 4 and not (smoothed and size < 4)
     block = 0 if kernel else min(chunk, max(rows and chunk // rows, BLOCKS[op.device][1])) * wide(size)
     copy = 0 if x.is_contiguous else x.numel * size
-    return copy + chunk * size + block + rows * (26 + 2 * size + 5 * wide(size)) + SCALARS
+    return copy + chunk * size + block + rows * (26 + 2 * size + (5 + smoothed) * wide(size)) + SCALARS
 
 
 def _linear_nll_backward(op: LocalOp) -> int:

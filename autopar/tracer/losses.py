@@ -36,7 +36,7 @@ def cross_entropy_loss(
         flat = False
         if scores.ndim > 2:
             scores = scores.movedim(1, -1)
-    if not label_smoothing:
+    if not label_smoothing or weight is None:
         # The ops compute in float32 whatever they read, so a copy of the logits in it would only take memory.
         scores = tracer.before_widening(scores)
     losses, counted = _losses(scores, index, materialize(weight), ignore_index, label_smoothing)
@@ -55,24 +55,23 @@ def _losses(
     detached = scores.detach()
     largest = detached.amax(-1)
     lse = ops.sumexp(detached, largest).log() + largest
-    losses = ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0)
+    smoothed = {"own": 1 - smoothing, "each": smoothing / scores.shape[-1]} if smoothing and weight is None else {}
+    losses = ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0, **smoothed)
     counted = torch.ne(index, ignore_index)
     own = None if weight is None else weight[index.where(counted, 0)].where(counted, 0).to(losses.dtype)
     if own is not None:
         losses = losses * own
-    if smoothing:
+    if smoothing and weight is not None:
         smooth = _smooth(scores, lse, weight).where(counted, 0)
         losses = losses * (1 - smoothing) + smooth * (smoothing / scores.shape[-1])
     return losses, counted if own is None else own
 
 
-def _smooth(scores: Tensor, lse: Tensor, weight: Tensor | None) -> Tensor:
-    """Minus the sum of the (weighted) log-probabilities of all classes."""
+def _smooth(scores: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
+    """Minus the sum of the weighted log-probabilities of all classes."""
     shares = (scores.detach() - lse.unsqueeze(-1)).exp()
     # lse is a constant; what is added to it is zero and has its gradient, the probabilities.
     tracked = lse + (shares * (scores - scores.detach())).sum(-1)
-    if weight is None:
-        return tracked * scores.shape[-1] - scores.sum(-1)
     return tracked * weight.sum() - (scores * weight).sum(-1)
 
 

@@ -137,14 +137,17 @@ def positional() -> Iterator[Sample]:
     lse = logits.logsumexp(-1)
     options = {"ignore_index": -100, "offset": 0}
     yield sample(autopar.sumexp.default, logits, logits.amax(-1))
-    yield sample(autopar.nll.default, logits, lse, target, **options)
-    yield sample(autopar.nll_backward.default, x(4, 2), logits, lse, target, **options)
+    for smoothed in ({}, {"own": 0.75, "each": 0.25 / 7}):
+        yield sample(autopar.nll.default, logits, lse, target, **options, **smoothed)
+        yield sample(autopar.nll_backward.default, x(4, 2), logits, lse, target, **options, **smoothed)
     yield from linear_losses(target)
 
 
 def linear_losses(target: Tensor) -> Iterator[Sample]:
     hidden, table, ignored = x(4, 2, 3), x(7, 3), {"ignore_index": -100}
     for bias in (None, x(7)):
+        if bias is not None:
+            ignored |= {"own": 0.75, "each": 0.25 / 7}
         forward = sample(autopar.linear_nll.default, hidden, table, bias, target, **ignored)
         yield forward
         for wanted in ([True, True, bias is not None], [True, False, False]):

@@ -30,7 +30,7 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
     target = torch.tensor([[0, 9, -100, 12, 3], [8, 14, 7, 2, -100], [10, 11, 13, 6, 5]])
     lse = x.exp().sum(-1).log()
     image, statistic, scale = torch.randn(4, 3, 5, 2), torch.randn(3), torch.rand(3) + 0.5
-    loss = {"ignore_index": -100, "offset": 7}
+    loss, smoothed = {"ignore_index": -100, "offset": 7}, {"own": 0.9, "each": 0.01}
     wider = {"kind": "linear", "align": False, "scales": [0.0, 0.0], "n": [5, 2], "out": [7, 6]}
     random = {"p": 0.3, "site": 5, "global_shape": [3, 11, 15], "offset": [0, 3, 8]}
     q, k, v, grad = torch.randn(4, 2, 4, 6, 8).unbind()
@@ -48,6 +48,8 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
         "rescaled": (ops.rescaled, (lse, x[..., 0], x[..., 1]), {}),
         "nll": (ops.nll, (x, lse, target), loss),
         "nll_backward": (ops.nll_backward, (torch.randn(3, 5), x, lse, target), loss),
+        "nll, smoothed": (ops.nll, (x, lse, target), loss | smoothed),
+        "nll_backward, smoothed": (ops.nll_backward, (torch.randn(3, 5), x, lse, target), loss | smoothed),
         "lookup": (ops.lookup, (weight, torch.tensor([[0, 3, 5], [7, 8, 4]])), {"offset": 4}),
         "dropout": (ops.dropout, (x, torch.tensor(2**61 + 11)), random),
         "dropout of nothing": (ops.dropout, (x, torch.tensor(3)), {**random, "p": 0.0}),

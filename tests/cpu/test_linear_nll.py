@@ -46,22 +46,22 @@ def test_the_planner_knows_the_chunks() -> None:
 # The op.
 
 
-def reference(x: Tensor, table: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
-    logits = functional.linear(x, table, bias)
-    return functional.cross_entropy(
-        logits.view(-1, len(table)), target.view(-1), ignore_index=ignore_index, reduction="none"
-    ).view(target.shape)
+def reference(
+    x: Tensor, table: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, smoothing: float = 0.0
+) -> Tensor:
+    logits = functional.linear(x, table, bias).view(-1, len(table))
+    options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": "none"}
+    return functional.cross_entropy(logits, target.view(-1), **options).view(target.shape)
 
 
-def in_shards(x, table, bias, target, grad, cuts, ignore_index):
+def in_shards(x, table, bias, target, grad, cuts, ignore_index, smoothing=0.0):
     """Loss, log-sum-exp and gradients, as ranks that hold parts of the table compute them."""
     parts = [slice(a, b) for a, b in itertools.pairwise(cuts)]
     own = [(table[p].contiguous(), None if bias is None else bias[p].contiguous(), p.start) for p in parts]
-    told = torch.stack([
-        OPS.linear_nll_part(x, w, b, target, ignore_index=ignore_index, offset=o) for w, b, o in own
-    ])  # fmt: skip
+    smoothed = {"ignore_index": ignore_index, "own": 1 - smoothing, "each": smoothing / len(table)}
+    told = torch.stack([OPS.linear_nll_part(x, w, b, target, offset=o, **smoothed) for w, b, o in own])
     loss, lse = OPS.linear_nll_of_parts(told, target, ignore_index=ignore_index)
-    options = {"ignore_index": ignore_index, "mask": [True, True, bias is not None]}
+    options = smoothed | {"mask": [True, True, bias is not None]}
     found = [OPS.linear_nll_backward(grad, x, w, b, lse, target, offset=o, **options) for w, b, o in own]
     dx, dw, db = zip(*found, strict=True)
     return loss, sum(d.to(lse.dtype) for d in dx), torch.cat(dw), torch.cat(db)
@@ -70,7 +70,8 @@ def in_shards(x, table, bias, target, grad, cuts, ignore_index):
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("ignore_index", [-100, 3])
 @pytest.mark.parametrize("cuts", [(0, 700), (0, 350, 700), (0, 1, 300, 300, 700), (0, 700, 700)], ids=str)
-def test_shards_and_chunks_of_classes_make_up_the_loss(cuts, ignore_index, biased, small_chunks) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_shards_and_chunks_of_classes_make_up_the_loss(cuts, ignore_index, biased, smoothing, small_chunks) -> None:
     torch.manual_seed(0)
     x, table = torch.randn(3, 11, 5, dtype=torch.float64), torch.randn(700, 5, dtype=torch.float64) * 3
     bias = torch.randn(700, dtype=torch.float64) if biased else None
@@ -78,15 +79,16 @@ def test_shards_and_chunks_of_classes_make_up_the_loss(cuts, ignore_index, biase
     target[1, 2:9] = ignore_index
     assert len(list(linear_nll._chunks(x.view(-1, 5), 700))) > 4
     leaves = [t.clone().requires_grad_() for t in (x, table, *([bias] if biased else []))]
-    expected = reference(*leaves[:2], leaves[2] if biased else None, target, ignore_index)
-    loss, *grads = in_shards(x, table, bias, target, grad, cuts, ignore_index)
+    expected = reference(*leaves[:2], leaves[2] if biased else None, target, ignore_index, smoothing)
+    loss, *grads = in_shards(x, table, bias, target, grad, cuts, ignore_index, smoothing)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
     for found, wanted in zip(grads, torch.autograd.grad(expected, leaves, grad), strict=False):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_eight_uneven_shards_of_gpt2s_vocabulary(dtype) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_eight_uneven_shards_of_gpt2s_vocabulary(dtype, smoothing) -> None:
     """In every dtype as exact as the logits that are rounded to it."""
     torch.manual_seed(0)
     classes, rows, width = 50257, 48, 16
@@ -95,8 +97,8 @@ def test_eight_uneven_shards_of_gpt2s_vocabulary(dtype) -> None:
     target[5:9] = -100
     cuts = [min(classes, i * -(-classes // 8)) for i in range(9)]
     leaves = [t.double().requires_grad_() for t in (x, table)]
-    expected = reference(*leaves, None, target, -100)
-    loss, dx, dw, _ = in_shards(x, table, None, target, grad, cuts, -100)
+    expected = reference(*leaves, None, target, -100, smoothing)
+    loss, dx, dw, _ = in_shards(x, table, None, target, grad, cuts, -100, smoothing)
     rough = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=rough, atol=rough)
@@ -203,6 +205,7 @@ def subject(model: nn.Module, inputs: dict[str, Tensor] | None = None) -> Subjec
 
 MODELS = {
     "plain": {}, "shifted": {"shift": True}, "biased": {"bias": True}, "tied": {"tied": True},
+    "smoothed": {"bias": True, "smoothing": 0.1},
     "shifted and biased": {"shift": True, "bias": True},
 }  # fmt: skip
 
@@ -242,7 +245,7 @@ def test_a_frozen_table_has_no_gradient(small_chunks) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [WithLogits(), Language(smoothing=0.1), Regularized()], ids=["output", "smoothing", "regularized"]
+    "model", [WithLogits(), Regularized()], ids=["output", "regularized"]
 )
 def test_logits_that_somebody_else_reads_stay(model) -> None:
     graph = subject(model).capture.graph
@@ -330,7 +333,7 @@ def trained(model: nn.Module, plan: autopar.Plan | None, **options: object) -> t
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_it_trains_like_the_model_as_it_was(backend, small_chunks) -> None:
     torch.manual_seed(0)
-    model = Language(shift=True, bias=True)
+    model = Language(shift=True, bias=True, smoothing=0.1)
     plan = chosen(model, budget(model), backend=backend)
     assert "linear_nll(" in plan.source
     (losses, parameters), (expected, wanted) = trained(model, plan, backend=backend), trained(model, None)

@@ -67,10 +67,11 @@ def _cases(dtype):
         ("sumexp", (x.transpose(0, 1), x.amax(-1).t()), {}),
         ("nll", (x, x.logsumexp(-1).to(statistics), target), dict(ignore_index=-100, offset=0)),
         ("nll", (x.transpose(0, 1), x.logsumexp(-1).to(statistics).t(), target.t()), dict(ignore_index=4, offset=3)),
+        ("nll", (x, x.logsumexp(-1).to(statistics), target), dict(ignore_index=4, offset=3, own=0.9, each=0.01)),
         (
             "nll_backward",
             (torch.randn(3, 5, dtype=statistics), x, x.logsumexp(-1).to(statistics), target),
-            dict(ignore_index=-100, offset=0),
+            dict(ignore_index=-100, offset=0, own=0.9, each=0.01),
         ),
         ("softmax_statistics", (x.transpose(0, 1),), {}),
         ("rescaled", (mean.t(), torch.randn(4, dtype=dtype), torch.randn(4, dtype=dtype)), {}),
@@ -104,7 +105,9 @@ def _linear_nll_cases(dtype, statistics):
     return [
         ("linear_nll", (x, weight, bias, target), some),
         ("linear_nll", (*turned, target.t()), some),
+        ("linear_nll", (x, weight, bias, target), dict(own=0.9, each=0.01, **some)),
         ("linear_nll_part", (x, weight, bias, target), dict(offset=3, **some)),
+        ("linear_nll_backward", (grad, x, weight, bias, lse, target), dict(own=0.9, each=0.01, **every)),
         ("linear_nll_of_parts", (torch.randn(2, 2, 3, 5, dtype=statistics), target), some),
         ("linear_nll_backward", (grad, x, weight, bias, lse, target), every),
         ("linear_nll_backward", (grad.t(), *turned, lse.t(), target.t()), {**every, "mask": [True, False, False]}),

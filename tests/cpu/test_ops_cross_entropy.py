@@ -9,28 +9,32 @@ from autopar.ops import cross_entropy
 OPS = torch.ops.autopar
 
 
-def _loss(shards, offsets, target, ignore_index=-100):
+def _loss(shards, offsets, target, ignore_index=-100, **smoothed):
     """As ranks that hold parts of the vocabulary compute it: [...]."""
     m = torch.stack([s.detach().amax(-1) for s in shards if s.shape[-1]]).amax(0)
     lse = m + sum(OPS.sumexp(s, m) for s in shards).log()
     return sum(
-        OPS.nll(s, lse, target, ignore_index=ignore_index, offset=o) for s, o in zip(shards, offsets, strict=True)
+        OPS.nll(s, lse, target, ignore_index=ignore_index, offset=o, **smoothed)
+        for s, o in zip(shards, offsets, strict=True)
     )
 
 
 @pytest.mark.parametrize("cuts", [(0, 11), (0, 6, 11), (0, 3, 3, 7, 11), (0, 11, 11)])
 @pytest.mark.parametrize("ignore_index", [-100, 3])
 @pytest.mark.parametrize("block", [1, 1 << 18])
-def test_the_shards_losses_and_gradients_are_torchs(cuts, ignore_index, block, monkeypatch):
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_shards_losses_and_gradients_are_torchs(cuts, ignore_index, block, smoothing, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CPU_BLOCK", block)
     x = torch.randn(4, 6, 11, dtype=torch.float64) * 5
     target = torch.randint(0, 11, (4, 6))
     target[1, 2:] = ignore_index
     whole = x.clone().requires_grad_()
     rows = whole.view(-1, 11), target.view(-1)
-    expected = functional.cross_entropy(*rows, ignore_index=ignore_index, reduction="none")
+    expected = functional.cross_entropy(
+        *rows, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
+    )
     shards = [x[..., a:b].clone().requires_grad_() for a, b in itertools.pairwise(cuts)]
-    found = _loss(shards, cuts[:-1], target, ignore_index)
+    found = _loss(shards, cuts[:-1], target, ignore_index, own=1 - smoothing, each=smoothing / 11)
     weight = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(found.view(-1), expected, rtol=1e-12, atol=1e-12)
     grads = torch.autograd.grad(found, shards, weight)

@@ -55,14 +55,16 @@ def test_two_compiled_ranks_equal_two_eager_ones(name) -> None:
 
 
 def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
-    """Two steps of AdamW on the eager and on the compiled program of one plan."""
+    """Two steps on the eager and on the compiled program of one plan, with the same dropout. Of SGD: where a gradient is
+    next to nothing, AdamW makes of its rounding a whole step."""
     model, inputs = ZOO[name].made(torch.float32, 0.1)
     options = {"mesh": (2,), "search": search, "accumulation_steps": micro_batches, "mixed_precision": "bf16"}
-    plan = autopar.plan(model, inputs, optimizer="adamw", **options)
+    plan = autopar.plan(model, inputs, optimizer="sgd", **options)
     found: list[dict[str, Tensor]] = []
     for backend in ("eager", "inductor"):
         parallel = autopar.autoparallelize(copy.deepcopy(model), inputs, plan=plan, backend=backend)
-        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        torch.manual_seed(1)
         for _ in range(2):
             for _ in range(micro_batches):
                 loss = parallel(**inputs)
@@ -83,7 +85,7 @@ def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_two_compiled_ranks_offload_recompute_and_add_up_in_half_precision(pool: RankPool, name) -> None:
-    for found in pool.run(_trained, name, "random+recompute:2", 2, timeout=280):
+    for found in pool.run(_trained, name, "random+recompute:2", 2, timeout=600):
         assert found["fetched"] > 0
         assert found["compared"] > 8
         assert found["worst"] < 2e-2

@@ -150,10 +150,11 @@ def _told_of_classes(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -
     if not axes:
         return None
     ignored = ("ignore_index", node.kwarg("ignore_index"))
+    smoothed = tuple((name, value) for name, value in node.kwargs if name in ("own", "each"))
     shape = strategy.inputs[0].local_shape(metas[0].shape, mesh)
     told = TensorMeta((2, *shape[:-1]), "float64" if metas[0].dtype == "float64" else "float32")
     args = with_operands(node.args)
-    summary = ("autopar.linear_nll_part.default", args, (ignored, ("offset", local_offset(classes, axes))))
+    summary = ("autopar.linear_nll_part.default", args, (ignored, ("offset", local_offset(classes, axes)), *smoothed))
     finish = ("autopar.linear_nll_of_parts.default", (Gathered(), args[-1]), (ignored,))
     return Combine(summary, (told,), axes, finish)
 
