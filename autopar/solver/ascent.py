@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.solver.dual import Dual
+from autopar.solver.dual import Dual, Pushes
 from autopar.solver.graph import Graph
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.problem import Array, relative_gap
@@ -37,15 +37,16 @@ def search_from(
 
 
 def ascend(
-    graph: Graph, incumbent: Incumbent, sweeps: int, prices: Array | None, deadline: float, *, choice_only: bool = False
-) -> Dual:
+    graph: Graph, incumbent: Incumbent, sweeps: int, prices: Array | None, deadline: float, *,
+    choice_only: bool = False, start: Pushes | None = None,
+) -> Dual:  # fmt: skip
     """Sweep until the bound stalls, the gap closes or the clock (seconds since the start) reaches the deadline.
 
     Options that every better choice avoids are removed from the graph on the way, when they are many, and at the end.
     With usages, prices move after every second sweep. With ``choice_only`` it also ends when the gap is small and no
-    better choice was found for long.
+    better choice was found for long. ``start``: messages to begin with.
     """
-    dual = Dual(graph, prices)
+    dual = Dual(graph, prices, start)
     best_prices, best = dual.prices.copy(), -math.inf
     superfluous = _Superfluous(graph)
     boldness, stalled, found = 1.0, 0, 0

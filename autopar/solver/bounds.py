@@ -78,11 +78,22 @@ class Bounds:
         def told(bound: float) -> bool:
             return relative_gap(incumbent.objective, bound - self.constant) <= TELLING * incumbent.gap
 
-        pieces = self.pieces
-        best = _ascend(
-            lambda forward: pieces.sweep(forward=forward), lambda: incumbent.seconds() > deadline, enough, told
-        )
-        incumbent.raise_bound(best - self.constant)
+        pieces, most = self.pieces, incumbent.cutoff() + self.constant
+
+        def leave_out() -> None:
+            if incumbent.choice is not None:
+                pieces.leave_out(most)
+                self.pruned = True
+
+        try:
+            best = _ascend(
+                lambda forward: pieces.sweep(forward=forward), lambda: incumbent.seconds() > deadline, enough, told,
+                leave_out,
+            )  # fmt: skip
+        except InfeasibleError:
+            best = most
+        # Choices that cost more than the best one may have been left out.
+        incumbent.raise_bound(min(best - self.constant, incumbent.objective))
 
     def contract(self, incumbent: Incumbent, deadline: float, most: float = MOST_WORK) -> bool:
         """The optimum under the prices of the limit, and so the best bound of theirs; whether it was found.
@@ -162,7 +173,7 @@ def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float, late: 
 
 def _ascend(
     sweep: Callable[[bool], float], late: Callable[[], bool], enough: Callable[[float], float],
-    told: Callable[[float], bool],
+    told: Callable[[float], bool], between: Callable[[], None] = lambda: None,
 ) -> float:  # fmt: skip
     """Sweep to and fro until the bound rises no more by what is enough, tells enough, or it is late; the bound."""
     last = best = -math.inf
@@ -174,4 +185,6 @@ def _ascend(
             last = best
         if told(best):
             break
+        if count % SWEEPS_A_LOOK == SWEEPS_A_LOOK - 1:
+            between()
     return best

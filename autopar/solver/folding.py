@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from autopar.errors import InfeasibleError
 from autopar.solver.bounds import AT_ONCE, Bounds
+from autopar.solver.dual import Pushes
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.mixture import Mixing, few_rows
 from autopar.solver.parts import Tied, take_apart, tie
@@ -46,7 +47,7 @@ ROUGH, FINE = 0.03, 0.003
 @dataclass(frozen=True)
 class Part:
     """What is solved without folding; ``size`` is written to. Without ``exact``, message passing alone. ``aim``: an
-    objective that is good enough."""
+    objective that is good enough. ``pushes``: messages to begin with, of a problem that is reduced already."""
 
     problem: Problem
     seconds: float
@@ -54,6 +55,7 @@ class Part:
     exact: bool
     warm_starts: tuple[tuple[int, ...], ...] = ()
     aim: float = -math.inf
+    pushes: Pushes | None = None
     size: dict[str, int] = field(default_factory=dict)
 
 
@@ -165,7 +167,8 @@ class _Folding:
         core = self._core
         problem, warm = (self.tied.problem, self.warm) if core is None else (core.problem, map(core.project, self.warm))
         aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (0.0 if core is None else core.offset)
-        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm), aim)
+        pushes = None if core is None or self.bounds is None else core.pushes(self.bounds.pieces.messages())
+        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm), aim, pushes)
         found = self.solve_part(part)
         told = {name: count for name, count in part.size.items() if core is None or name.startswith("reduced_")}
         self.size.update({f"folded_{name}": count for name, count in told.items()})

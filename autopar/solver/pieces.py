@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.dual import Dual
+from autopar.solver.dual import Dual, Pushes, SweepResult
 from autopar.solver.problem import Array
 from autopar.solver.relaxation import Coupled, Prices, Relaxation
+
+MANY = 0.3
+"""Share of the options whose removal is worth copying all the matrices."""
 
 MOST_SLACK = 1e6
 """Seconds that stand for the slack of an option which is not there."""
@@ -52,6 +55,7 @@ class Pieces:
         self.relaxation = relaxation
         self.weights = [1, *(block.count for block in relaxation.parts.blocks)]
         self.graphs = [relaxation.ends, *relaxation.blocks]
+        self.found: list[SweepResult] = []
         if start is None:
             self.prices = relaxation.no_prices()
             self.duals = [Dual(graph) for graph in self.graphs]
@@ -61,14 +65,38 @@ class Pieces:
             self.duals = [piece for _, piece in relaxation.duals(*start)]
             self.numbers = [{node: i for i, node in enumerate(graph.nodes())} for graph in self.graphs]
 
+    def messages(self) -> list[Pushes]:
+        """What the nodes of each piece have handed to one another, for the options and in the numbers of its graph."""
+        return [
+            {u: {v: dual.push[at][numbers[v]] for v in graph.neighbours[u]} for u, at in numbers.items()}
+            for dual, numbers, graph in zip(self.duals, self.numbers, self.graphs, strict=True)
+        ]
+
     def sweep(self, *, forward: bool) -> float:
         """One pass over each piece, then trade; the bound."""
-        bound = sum(
-            weight * piece.sweep(forward=forward, decode=False).lower_bound
-            for weight, piece in zip(self.weights, self.duals, strict=True)
-        )
+        self.found = [piece.sweep(forward=forward, decode=False) for piece in self.duals]
         self._trade()
-        return float(bound)
+        return self._bound()
+
+    def _bound(self) -> float:
+        return float(sum(w * found.lower_bound for w, found in zip(self.weights, self.found, strict=True)))
+
+    def leave_out(self, most: float) -> None:
+        """By the last sweep, the options that no choice which costs at most ``most`` takes in even one copy of a block,
+        where they are many.
+
+        Raises:
+            InfeasibleError: no choice costs so little.
+        """
+        room = most - self._bound()
+        masks = [{node: m <= f.lower_bound + room for node, m in f.marginals.items()} for f in self.found]
+        left, options = (sum(int(of(m)) for each in masks for m in each.values()) for of in (np.sum, len))
+        if left >= (1 - MANY) * options:
+            return
+        for dual, graph, each in zip(self.duals, self.graphs, masks, strict=True):
+            if dual.graph is graph:
+                dual.keep(each)
+                graph.forget_shared()
 
     def _trade(self) -> None:
         seams, outer = [], []

@@ -14,6 +14,7 @@ from autopar.solver import highs, linear
 from autopar.solver.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
 from autopar.solver.blocks_linear import relax_blocks
 from autopar.solver.dominance import WorkBudget
+from autopar.solver.dual import Pushes
 from autopar.solver.elimination import eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.folding import Part, SolvePart, fold, solve_folded
 from autopar.solver.graph import Graph
@@ -24,7 +25,7 @@ from autopar.solver.neighbourhood import improve_parts
 from autopar.solver.parts import Tied
 from autopar.solver.problem import Problem, Solution, TraceEntry, UsagePrices, evaluate, relative_gap
 from autopar.solver.pulp_backend import check_solver, solve_pulp
-from autopar.solver.reductions import reduce
+from autopar.solver.reductions import drop_forbidden, reduce
 from autopar.solver.search import Search
 
 MAX_FLOWS = 400_000
@@ -147,7 +148,7 @@ def _part_solver(backend: str) -> SolvePart:
         incumbent.aim = part.aim
         for choice in part.warm_starts:
             incumbent.offer(choice, "warm start")
-        _solve_flat(incumbent, backend, part.warm_starts, part.size, [], exact=part.exact)
+        _solve_flat(incumbent, backend, part.warm_starts, part.size, [], exact=part.exact, pushes=part.pushes)
         return incumbent
 
     return solve_part
@@ -162,16 +163,20 @@ def _flat_is_worth_trying(incumbent: Incumbent) -> bool:
 
 def _solve_flat(
     incumbent: Incumbent, backend: str, warm_starts: Sequence[Sequence[int]], size: dict[str, int], method: list[str],
-    *, exact: bool = True,
+    *, exact: bool = True, pushes: Pushes | None = None,
 ) -> None:  # fmt: skip
-    """Every node on its own; without ``exact``, message passing alone."""
-    method.append("reductions")
+    """Every node on its own; without ``exact``, message passing alone. ``pushes``: messages to begin with, where the
+    problem is reduced already."""
     try:
         graph = Graph(incumbent.problem)
         size.update(_sizes("", graph))
-        latest = incumbent.seconds() + REDUCING_SHARE * max(incumbent.seconds_left(), 0.0)
-        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > latest, EACH))
-        if incumbent.choice is not None:
+        if pushes is not None:
+            drop_forbidden(graph)
+        else:
+            method.append("reductions")
+            latest = incumbent.seconds() + REDUCING_SHARE * max(incumbent.seconds_left(), 0.0)
+            reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > latest, EACH))
+        if incumbent.choice is not None and pushes is None:
             # Where time is short, a first choice made better is all that there will be.
             late = incumbent.seconds() + SEARCHING_SHARE * max(incumbent.seconds_left(), 0.0)
             search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
@@ -184,7 +189,7 @@ def _solve_flat(
             relaxed = linear.relax(graph, incumbent, 0.6 * max(incumbent.seconds_left(), 0.0))
         if incumbent.proven():
             return
-        left = relaxed or _pass_messages(graph, incumbent, size, method, exact=exact)
+        left = relaxed or _pass_messages(graph, incumbent, size, method, exact=exact, pushes=pushes)
         if left and exact:
             _prove(graph, incumbent, backend, size, method)
     except InfeasibleError:
@@ -224,8 +229,9 @@ def _offer_projections(graph: Graph, incumbent: Incumbent, choices: Sequence[Seq
 
 
 def _pass_messages(
-    graph: Graph, incumbent: Incumbent, size: dict[str, int], method: list[str], *, exact: bool
-) -> bool:
+    graph: Graph, incumbent: Incumbent, size: dict[str, int], method: list[str], *, exact: bool,
+    pushes: Pushes | None = None,
+) -> bool:  # fmt: skip
     """Message passing and reductions in turns, each for a share of the time left; whether anything is left to do."""
     share = 0.25 if exact else 0.9
     for _ in range(ROUNDS):
@@ -240,8 +246,9 @@ def _pass_messages(
         deadline = incumbent.seconds() + share * max(incumbent.seconds_left(), 0.0)
         times = graph.times
         prices = ascend(
-            graph, incumbent, SWEEPS, incumbent.usage_prices.at(times), deadline, choice_only=not exact
+            graph, incumbent, SWEEPS, incumbent.usage_prices.at(times), deadline, choice_only=not exact, start=pushes
         ).prices
+        pushes = None
         incumbent.usage_prices = UsagePrices(times.astype(float), prices)
         if "message passing" not in method:
             method.append("message passing")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.dominance import WorkBudget
-from autopar.solver.dual import Dual
+from autopar.solver.dual import Dual, Pushes
 from autopar.solver.graph import Graph
 from autopar.solver.parts import Parts, Tied
 from autopar.solver.powers import share_options
@@ -45,11 +45,14 @@ class Prices:
 @dataclass(frozen=True, eq=False)
 class Core:
     """What is left of the tied problem once its pieces are reduced: choices differ by as much as the tied ones for
-    which they stand. ``graphs``: of the ends and of each block; ``places``: their nodes' numbers in ``problem``."""
+    which they stand. ``graphs``: of the ends and of each block, each of which counts as its ``weights`` say, and as they
+    were ``reduced``; ``places``: their nodes' numbers in ``problem``."""
 
     tied: Tied
     problem: Problem
     graphs: tuple[Graph, ...]
+    reduced: tuple[Graph, ...]
+    weights: tuple[int, ...]
     places: tuple[dict[int, int], ...]
     offset: float
 
@@ -67,6 +70,21 @@ class Core:
             near = graph.project(tuple(choice[at] for at in tied))
             chosen[[place[node] for node in near]] = list(near.values())
         return tuple(chosen.tolist())
+
+    def pushes(self, messages: Sequence[Pushes]) -> Pushes:
+        """The messages of the pieces, which may have lost options since, added up: all prices of seams cancel."""
+        found: dict[int, dict[int, Array]] = {}
+        for graph, place, weight, of_piece, whole in zip(
+            self.graphs, self.places, self.weights, messages, self.reduced, strict=True
+        ):
+            for u, v in graph.pairs():
+                for a, b in ((u, v), (v, u)):
+                    if place[a] != place[b]:
+                        handed = np.full(len(graph.problem.costs[a]), of_piece[a][b].min())
+                        handed[whole.options[a]] = of_piece[a][b]
+                        counted, to = weight * handed[graph.options[a]], found.setdefault(place[a], {})
+                        to[place[b]] = to[place[b]] + counted if place[b] in to else counted
+        return found
 
     def _pieces(self) -> Iterator[tuple[Graph, dict[int, int], IndexArray]]:
         return zip(self.graphs, self.places, (self.tied.ends, *self.tied.blocks), strict=True)
@@ -134,7 +152,8 @@ class Relaxation:
         offset = sum(weight * graph.offset for graph, weight in zip(graphs, weights, strict=True))
         if costs and offset > 0:  # counts too, where gaps are told as shares
             costs[0], offset = costs[0] + offset, 0.0
-        return Core(tied, Problem(tuple(costs), tuple(edges)), graphs, places, offset)
+        reduced = (self.ends, *self.blocks)
+        return Core(tied, Problem(tuple(costs), tuple(edges)), graphs, reduced, tuple(weights), places, offset)
 
     def coupled(self) -> Coupled:
         """The ends and each block once, with the weight of all its copies; ghosts are tied to the block's own columns
