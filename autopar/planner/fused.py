@@ -34,7 +34,8 @@ class Fused:
         """Those of ``graph``; ``across``: only those between whose ops a collective may stand."""
         found = tuple(f for f in fusions(graph) if f.kernel == STATISTICS or not across)
         of_node = {name: f for f in found for name in f.nodes}
-        return cls(found, of_node, {name: b for f in found for name, b in _borders(graph, f)})
+        delivered = frozenset(o.value for o in graph.outputs)
+        return cls(found, of_node, {name: b for f in found for name, b in _borders(graph, f, delivered)})
 
     def inside(self, d: Decisions, h: Handover) -> bool:
         """Whether a handover leads from op to op of a kernel, which has to be in one spec throughout."""
@@ -51,7 +52,7 @@ class Fused:
         return target.node is not None and target.node.name in fusion.nodes
 
 
-def _borders(graph: Graph, fusion: Fusion) -> Iterator[tuple[str, Border]]:
+def _borders(graph: Graph, fusion: Fusion, delivered: frozenset[Value]) -> Iterator[tuple[str, Border]]:
     read, taken = set[Value](), {v for _, v in fusion.reads}
     for name in fusion.nodes:
         node, reads = graph.by_name[name], set[int]()
@@ -60,16 +61,15 @@ def _borders(graph: Graph, fusion: Fusion) -> Iterator[tuple[str, Border]]:
                 read.add(value)
                 reads.add(position)
         results = (Value(name, i) for i in range(len(node.outputs)))
-        writes = frozenset(v.index for v in results if _leaves(graph, fusion, v))
+        writes = frozenset(v.index for v in results if v in delivered or _leaves(graph, fusion, v))
         first = name == fusion.nodes[0] or fusion.kernel == STATISTICS
         yield name, Border(frozenset(reads), writes, first, 0 if fusion.kernel == STATISTICS else fusion.dim)
 
 
 def _leaves(graph: Graph, fusion: Fusion, value: Value) -> bool:
-    """Whether somebody else reads a result."""
+    """Whether another op reads a result."""
     readers = (n.name for n, _ in graph.consumers.get(value, ()))
-    leaves = any(o.value == value for o in graph.outputs) or any(name not in fusion.nodes for name in readers)
-    return leaves or fusion.kernel == STATISTICS
+    return fusion.kernel == STATISTICS or any(name not in fusion.nodes for name in readers)
 
 
 def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Program:

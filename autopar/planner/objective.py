@@ -19,19 +19,19 @@ reductions in one of n, and one without them in the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.planner.critical_paths import Bucket, Group, Roles, Sections, buckets, groups, roles, sections
 from autopar.planner.fewer_layers import FewerLayers, with_fewer_layers
-from autopar.planner.pricing import Array, Prices, costs, edges
-from autopar.planner.variables import Decisions
-from autopar.solver import Problem, Run, Solution, Tied, Usage, evaluate, find_runs, fold, highest_point
+from autopar.planner.pricing import Array, Prices, costs, edges, handed
+from autopar.planner.variables import Decisions, Handover
+from autopar.solver import Edge, Problem, Run, Solution, Tied, Usage, find_runs, fold, highest_point
+from autopar.solver.problem import IndexArray
 
 Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
 
@@ -52,29 +52,41 @@ class Point(NamedTuple):
     bucket_s: Array
 
 
+class _Kinds(NamedTuple):
+    """Which are alike: one of each kind, and of each its kind."""
+
+    first: list[int]
+    of: IndexArray
+
+    @classmethod
+    def by(cls, looks: Iterable[object]) -> _Kinds:
+        numbers: dict[object, int] = {}
+        of = np.array([numbers.setdefault(look, len(numbers)) for look in looks], dtype=np.int64)
+        return cls(np.unique(of, return_index=True)[1].tolist(), of)
+
+
 @dataclass(eq=False)
 class _InBuckets:
-    """Seconds by option, or by pair of options, each in one bucket; arrays that are shared are there once."""
+    """Seconds by option, or by pair of options, each in one bucket."""
 
     count: int
     _tables: list[Array] = field(default_factory=list)
-    _starts: dict[int, int] = field(default_factory=dict)
     _size: int = 0
-    _places: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    _places: list[IndexArray] = field(default_factory=list)
 
-    def add(self, bucket: int, seconds: Array, row: int, column: int | None = None) -> None:
-        """Those of variable ``row``, or of the pair with ``column``."""
-        if id(seconds) not in self._starts:
-            self._starts[id(seconds)] = self._size
-            self._tables.append(seconds)
-            self._size += seconds.size
-        width = 1 if column is None else seconds.shape[1]
-        self._places.append((bucket, self._starts[id(seconds)], width, row, -1 if column is None else column))
+    def add(self, bucket: int, seconds: Array, rows: IndexArray, columns: IndexArray | None = None) -> None:
+        """Those of each of the variables ``rows``, or of each pair with one of ``columns``."""
+        width = 1 if columns is None else seconds.shape[1]
+        others = np.full(len(rows), -1) if columns is None else columns
+        same = (np.full(len(rows), number) for number in (bucket, self._size, width))
+        self._places.append(np.stack([*same, rows, others]))
+        self._tables.append(seconds)
+        self._size += seconds.size
 
     @cached_property
-    def _flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
+    def _flat(self) -> tuple[Array, IndexArray]:
         flat = np.concatenate([t.ravel() for t in self._tables]) if self._tables else np.zeros(0)
-        return flat, np.array(self._places, dtype=np.int64).reshape(-1, 5).T
+        return flat, np.concatenate([np.zeros((5, 0), dtype=np.int64), *self._places], axis=1)
 
     def seconds(self, choice: Sequence[int]) -> Array:
         """Of each bucket."""
@@ -110,9 +122,14 @@ class Objective:
     # The phases.
 
     @cached_property
+    def _alone(self) -> tuple[Array, ...]:
+        """Seconds of every option, whatever hides."""
+        return costs(self.decisions, self.prices)
+
+    @cached_property
     def _runs(self) -> tuple[Run, ...]:
         """Equal blocks, whatever hides."""
-        return find_runs(Problem(costs(self.decisions, self.prices), edges(self.decisions, self.prices)))
+        return find_runs(Problem(self._alone, edges(self.decisions, self.prices)))
 
     @property
     def depth(self) -> int:
@@ -172,15 +189,38 @@ class Objective:
         key = asked.tobytes()
         if key not in self._sums:
             counts = self._plain + asked @ self._paths
-            of = {bucket: float(counts[i]) for bucket, i in self._order.items()}
-            found = self._roles
-            sent = [(bs[0].work, tuple(of[b] for b in bs)) if bs else None for bs in found.handovers]
-            self._sums[key] = Problem(
-                costs(self.decisions, self.prices, [1.0 if b is None else of[b] for b in found.variables]),
-                edges(self.decisions, self.prices, sent),
-            )
+            self._sums[key] = self._sum({bucket: float(counts[i]) for bucket, i in self._order.items()})
         free = self._sums[key]
         return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
+
+    def _sum(self, of: Mapping[Bucket | None, float]) -> Problem:
+        """Seconds of each bucket times its weight; those that are alike are one array."""
+        d, prices, variables, handovers = self.decisions, self.prices, *self._alike
+        found = self._roles
+        own = [prices.weighted(self._alone[i], of.get(found.variables[i], 1.0)) for i in variables.first]
+        sent = []
+        for i in handovers.first:
+            buckets = found.handovers[i]
+            weight = (buckets[0].work, tuple(of[b] for b in buckets)) if buckets else None
+            sent.append(handed(d, prices, d.handovers[i], weight))
+        joined = zip(d.handovers, handovers.of.tolist(), strict=True)
+        return Problem(
+            tuple([own[kind] for kind in variables.of.tolist()]),
+            tuple([Edge(h.source, h.target, sent[kind]) for h, kind in joined if h.source != h.target]),
+        )
+
+    @cached_property
+    def _alike(self) -> tuple[_Kinds, _Kinds]:
+        """Variables and handovers that cost the same under any weights."""
+        d, prices, found = self.decisions, self.prices, self._roles
+
+        def look(h: Handover, buckets: tuple[Bucket, ...]) -> object:
+            if not buckets or buckets[0].work == "wait":
+                return id(prices.waiting(d, h)), buckets
+            return id(prices.hideable(d.variables[h.source], d.variables[h.target], h)[0]), buckets
+
+        variables = zip(map(id, self._alone), found.variables, strict=True)
+        return _Kinds.by(variables), _Kinds.by(map(look, d.handovers, found.handovers))
 
     def fold(self, problem: Problem) -> Tied | None:
         """``problem`` with repeated blocks tied together, found once for each free one."""
@@ -204,24 +244,32 @@ class Objective:
 
     def point(self, choice: Sequence[int]) -> Point:
         """What a choice takes, by bucket."""
-        bucket_s = self._in_buckets.seconds(choice)
-        counted = self._plain + self.weights @ self._paths
-        return Point(evaluate(self.problem(), choice)[0] - float(counted @ bucket_s), bucket_s)
+        *bucket_s, exposed_s = self._in_buckets.seconds(choice)
+        return Point(float(exposed_s), np.array(bucket_s))
 
     @cached_property
     def _in_buckets(self) -> _InBuckets:
-        d, prices = self.decisions, self.prices
-        found = _InBuckets(len(self._order))
-        for i, (bucket, seconds) in enumerate(zip(self._roles.variables, costs(d, prices), strict=True)):
-            if bucket is not None:
-                found.add(self._order[bucket], seconds, i)
-        for h, among in zip(d.handovers, self._roles.handovers, strict=True):
-            if among and among[0].work == "wait":
-                found.add(self._order[among[0]], prices.waiting(d, h), h.source, h.target)
-            elif among:
-                sent = prices.hideable(d.variables[h.source], d.variables[h.target], h)[1]
-                for bucket, seconds in zip(among, sent, strict=True):
-                    found.add(self._order[bucket], seconds, h.source, h.target)
+        """What nothing hides is behind all other buckets."""
+        d, prices, variables, handovers = self.decisions, self.prices, *self._alike
+        found, exposed = _InBuckets(len(self._order) + 1), len(self._order)
+        for kind, first in enumerate(variables.first):
+            bucket = self._roles.variables[first]
+            at = exposed if bucket is None else self._order[bucket]
+            found.add(at, self._alone[first], np.flatnonzero(variables.of == kind))
+        ends = np.array([(h.source, h.target) for h in d.handovers], dtype=np.int64).reshape(-1, 2)
+        for kind, first in enumerate(handovers.first):
+            h, among = d.handovers[first], self._roles.handovers[first]
+            rows, columns = ends[handovers.of == kind].T
+            if h.source == h.target:
+                continue
+            if not among or among[0].work == "wait":
+                found.add(self._order[among[0]] if among else exposed, prices.waiting(d, h), rows, columns)
+                continue
+            launches, sent = prices.hideable(d.variables[h.source], d.variables[h.target], h)
+            share = 1 / d.accumulation_steps if among[0].work == "reduce" else 1.0
+            found.add(exposed, share * launches, rows, columns)
+            for bucket, seconds in zip(among, sent, strict=True):
+                found.add(self._order[bucket], seconds, rows, columns)
         return found
 
     # The minimum.

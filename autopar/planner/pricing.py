@@ -421,18 +421,17 @@ def edges(
         weights: for each handover whether the program waits for it, and the weight, or may compute beside it
             ("gather", "reduce"), and the weight on each axis.
     """
-
-    def of(h: Handover, weight: tuple[str, tuple[float, ...]] | None) -> Edge:
-        work, counted = weight or ("wait", (1.0,))
-        if work == "wait":
-            cost = prices.waiting_edge(d, h, *counted)
-        else:
-            ends = d.variables[h.source], d.variables[h.target]
-            cost = prices.hiding_edge(*ends, h, counted, 1 / d.accumulation_steps if work == "reduce" else 1.0)
-        return Edge(h.source, h.target, cost)
-
     weighted = zip(d.handovers, weights or [None] * len(d.handovers), strict=True)
-    return tuple(of(h, weight) for h, weight in weighted if h.source != h.target)
+    return tuple(Edge(h.source, h.target, handed(d, prices, h, w)) for h, w in weighted if h.source != h.target)
+
+
+def handed(d: Decisions, prices: Prices, h: Handover, weight: tuple[str, tuple[float, ...]] | None = None) -> Array:
+    """Seconds of one handover times its weight, as of ``edges``."""
+    work, counted = weight or ("wait", (1.0,))
+    if work == "wait":
+        return prices.waiting_edge(d, h, *counted)
+    ends = d.variables[h.source], d.variables[h.target]
+    return prices.hiding_edge(*ends, h, counted, 1 / d.accumulation_steps if work == "reduce" else 1.0)
 
 
 @dataclass(frozen=True)

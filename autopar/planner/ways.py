@@ -53,7 +53,7 @@ class _Launch:
     place: int
     starts_s: float = 0.0
 
-    @property
+    @cached_property
     def order(self) -> tuple[bool, int, int, float, int]:
         """What is needed first goes first where several are launched at one place."""
         first = self.members[0]
@@ -76,6 +76,8 @@ class Ways:
     _priced: dict[tuple[int, ...], tuple[float, float, int]] = field(default_factory=dict)
     _copied: dict[int, float] = field(default_factory=dict)
     _launch_of: dict[tuple[str, int], int] = field(default_factory=dict)
+    _placed: dict[tuple[object, ...], list[_Launch]] = field(default_factory=dict)
+    _seen: dict[int, tuple[tuple[Movable, ...], Event]] = field(default_factory=dict)
 
     def search(self, seconds: Callable[[Arrangement], float], deadline: float) -> dict[Arrangement, float]:
         """Simulated seconds of the ways that were tried: first how to reduce, then how to gather."""
@@ -154,7 +156,9 @@ class Ways:
             if launch.place > at:
                 yield from self._computed(at, launch.place)
                 at = launch.place
-            yield self._event(launch.members)
+            if id(launch.members) not in self._seen:
+                self._seen[id(launch.members)] = launch.members, self._event(launch.members)
+            yield self._seen[id(launch.members)][1]
         yield from self._computed(at, len(self.parts.fixed))
 
     def _computed(self, start: int, end: int) -> Iterator[Event]:
@@ -228,8 +232,7 @@ class Ways:
 
     def _launches(self, a: Arrangement, leads: Leads) -> list[_Launch]:
         """Every launch in the order of the program."""
-        ahead = [*self._middle, *self._early(a, leads)]
-        placed = [*ahead, *self._late(a, ahead, leads)]
+        placed = self._all_placed(a, leads)
         of = {m.at: launch for launch in placed for m in launch.members}
         done: set[int] = set()
         order: list[_Launch] = []
@@ -245,6 +248,24 @@ class Ways:
         for launch in sorted(placed, key=attrgetter("order")):
             add(launch)
         return order
+
+    def _all_placed(self, a: Arrangement, leads: Leads) -> list[_Launch]:
+        """Every launch. Where no single one has a lead of its own, those of other ways that are alike are known."""
+        if leads:
+            ahead = [*self._middle, *self._early(a, leads)]
+            return [*ahead, *self._late(a, ahead, leads)]
+        early = "early", a.gathered_bytes, a.prefetch
+        if early not in self._placed:
+            self._placed[early] = [*self._middle, *self._early(a, {})]
+        late = "late", a.reduced_bytes, early if self._late_waits_for_early else ()
+        if late not in self._placed:
+            self._placed[late] = self._late(a, self._placed[early], {})
+        return [*self._placed[early], *self._placed[late]]
+
+    @cached_property
+    def _late_waits_for_early(self) -> bool:
+        awaited = {i for m in self._of_kind["late"] for i in m.waits_for}
+        return any(m.at in awaited for m in self._of_kind["early"])
 
     @cached_property
     def _of_kind(self) -> Mapping[str, list[Movable]]:

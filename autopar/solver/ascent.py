@@ -44,9 +44,10 @@ def ascend(
 
     Options that every better choice avoids are removed from the graph on the way, when they are many, and at the end.
     With usages, prices move after every second sweep. With ``choice_only`` it also ends when the gap is small and no
-    better choice was found for long. ``start``: messages to begin with.
+    better choice was found for long. ``start``: messages to begin with, of all options.
     """
-    dual = Dual(graph, prices, start)
+    left = {u: {v: handed[graph.options[u]] for v, handed in around.items()} for u, around in (start or {}).items()}
+    dual = Dual(graph, prices, left)
     best_prices, best = dual.prices.copy(), -math.inf
     superfluous = _Superfluous(graph)
     boldness, stalled, found = 1.0, 0, 0

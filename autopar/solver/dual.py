@@ -27,8 +27,7 @@ A_LOOK = 500
 """Nodes of a sweep between looks at the clock."""
 
 Pushes: TypeAlias = Mapping[int, Mapping[int, Array]]
-"""What each node has handed to the edge to each neighbour, by option as the problem numbers them. Any start will do, a
-good one saves sweeps."""
+"""What each node has handed to the edge to each neighbour, by option. Any start will do, a good one saves sweeps."""
 
 
 @dataclass
@@ -55,8 +54,7 @@ class Dual:
             for node in self.nodes
         }
         for node, pushed in (start or {}).items():
-            left = graph.options[node]
-            self.push[node].update({other: handed[left] for other, handed in pushed.items()})
+            self.push[node].update(pushed)
             self.theta[node] -= np.sum(list(self.push[node].values()), axis=0)
         rank = {node: place for place, node in enumerate(self.order)}
         self.earlier = {node: [o for o in self.push[node] if rank[o] < rank[node]] for node in self.nodes}
