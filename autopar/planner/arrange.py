@@ -21,7 +21,7 @@ import numpy.typing as npt
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.movable import take_apart
 from autopar.planner.pricing import Prices
-from autopar.planner.shortening import shortened
+from autopar.planner.shortening import Depths, shortened
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.planner.waits import place_waits
 from autopar.planner.ways import ALONE, Ways
@@ -32,6 +32,10 @@ ALIKE = 1e-4
 
 UNSURE, MOST_EXACT = 2e-3, 2
 """Of a deep program, ways within this share of the shortest step are looked at with all layers, so many at most."""
+
+NEAR, MOST_NEAR = 0.01, 6
+"""Where two short programs tell of a deep one, ways within this share of the shorter one's best are looked at in the
+longer one, so many at most."""
 
 MOST_CHECKED = 8
 """Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
@@ -81,6 +85,16 @@ class Tried:
         before_s = self.before.seconds
         shorter = (a for a, seconds in self.seconds.items() if seconds < before_s)
         return sorted(shorter, key=lambda a: _rank(a, self.seconds[a], before_s))
+
+
+def least_s_of(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> float:
+    """``Tried.least_s`` of a deep program, as two of fewer layers tell it. ``deadline``: as there."""
+    more = Ways(take_apart(longer), prices)
+    few = Ways(take_apart(shorter), prices, more)
+    found = [depths.seconds(*(simulate_streams(p, prices.overlap).seconds for p in (shorter, longer)))]
+    tried = few.search(few.seconds, deadline) if shorter.collectives else {}
+    near = [a for a in sorted(tried, key=tried.__getitem__) if tried[a] <= (1 + NEAR) * min(tried.values())]
+    return min(found + [depths.seconds(tried[a], more.seconds(a)) for a in near[:MOST_NEAR]])
 
 
 def arrange(

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from autopar.mesh import Cluster
 from autopar.planner.accumulation import without_delivery
-from autopar.planner.arrange import ALIKE, Tried, arrange
+from autopar.planner.arrange import ALIKE, Tried, arrange, least_s_of
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
 from autopar.planner.deferral import deferred
@@ -179,8 +179,7 @@ class Rival:
             span = Ways(take_apart(longer), prices).largest_launch() * depths.more
             shorter = self._of_layers(depths.few) if Depths.of(depths.whole, span) == depths else None
             if shorter is not None:
-                both = (Tried.of(p, prices, _arranged_by(self.options)) for p in (shorter, longer))
-                return depths.seconds(*(tried.least_s() for tried in both))
+                return least_s_of(depths, shorter, longer, prices, _arranged_by(self.options))
         return 0.0
 
     def _of_layers(self, layers: int) -> Program | None:

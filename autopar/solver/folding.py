@@ -145,8 +145,8 @@ class _Folding:
         if not exact and self.bounds is not None:
             self.bounds.raise_bound(self.incumbent, self.incumbent.seconds() + seconds / 4, ROUGH)
         found = self._tied_choice(seconds / 2, exact=exact)
-        if self.bounds is None or len(found.usage_prices.times):
-            self.bounds = Bounds(self.parts, found.usage_prices)
+        if self.bounds is None or (found is not None and len(found.usage_prices.times)):
+            self.bounds = Bounds(self.parts, UsagePrices() if found is None else found.usage_prices)
         deadline = self.incumbent.seconds() + seconds / 2
         if not exact:
             self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
@@ -162,7 +162,20 @@ class _Folding:
         if exact and not self.incumbent.proven() and not self.contracted:
             self.bounds.solve_pieces(self.incumbent, deadline, self._bound_of)
 
-    def _tied_choice(self, seconds: float, *, exact: bool) -> Incumbent:
+    def _tied_choice(self, seconds: float, *, exact: bool) -> Incumbent | None:
+        """The best choice in which blocks are alike; None where none is better than what is known.
+
+        Raises:
+            InfeasibleError: blocks cannot choose alike.
+        """
+        try:
+            return self._solve_tied(seconds, exact=exact)
+        except InfeasibleError:
+            if self.bounds is None or not self.bounds.pruned:
+                raise
+            return None
+
+    def _solve_tied(self, seconds: float, *, exact: bool) -> Incumbent:
         """Solve the tied problem, or what its reduced pieces leave of it, where there is no limit."""
         core = self._core
         problem, warm = (self.tied.problem, self.warm) if core is None else (core.problem, map(core.project, self.warm))

@@ -10,7 +10,7 @@ alike, so the result is the optimum of the problem as it was given, without its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,7 +109,7 @@ def contract(
     """
     ends = ends.copy()
     blocks = [block.copy() for block in blocks]
-    share_options(parts, ends, blocks)
+    _share_at_ends(parts, ends, blocks)
     plans = [_plan(block, graph) for block, graph in zip(parts.blocks, blocks, strict=True)]
     scopes = [_scope(block) for block in parts.blocks]
     factors = factors_of(ends)
@@ -124,7 +124,7 @@ def contract(
         runs.append(_Run(block, graph, inner))
         if late is not None and late():
             return None
-    found = eliminate_all([*factors, *(run.factor() for run in runs)], sizes_of(ends), order, (), late)
+    found = eliminate_all([*factors, *(run.factor(ends) for run in runs)], sizes_of(ends), order, (), late)
     if found is None:
         return None
     value = float(found.rest.table) + ends.offset + sum(run.graph.offset * run.block.count for run in runs)
@@ -134,22 +134,44 @@ def contract(
 
 
 def share_options(parts: Parts, ends: Graph, blocks: Sequence[Graph]) -> None:
-    """Ghosts and originals keep the options that all of them have."""
-    while True:
-        before = ends.size()[1], [graph.size()[1] for graph in blocks]
+    """Ghosts and originals keep the options that all of them have, as where all copies choose alike."""
+
+    def share(block: Block, graph: Graph) -> None:
+        for column, ghost, before, behind in block.seams:
+            _intersect((graph, column), (graph, ghost))
+            _intersect((ends, before), (graph, ghost))
+            _intersect((ends, behind), (graph, column))
+        for ghost, node in block.outer:
+            _intersect((ends, node), (graph, ghost))
+
+    _until_none_goes(share, parts, ends, blocks)
+
+
+def _share_at_ends(parts: Parts, ends: Graph, blocks: Sequence[Graph]) -> None:
+    """The node before a run is the first copy's ghost, the ghost behind it the last copy's column. A column may have
+    options that its ghost has not, and the other way around: each stands for all copies but one."""
+
+    def share(block: Block, graph: Graph) -> None:
+        for column, ghost, before, behind in block.seams:
+            for node, like in ((before, ghost), (behind, column)):
+                ends.keep(node, np.isin(ends.options[node], graph.options[like]))
+        for ghost, node in block.outer:
+            _intersect((ends, node), (graph, ghost))
+
+    _until_none_goes(share, parts, ends, blocks)
+
+
+def _until_none_goes(
+    share: Callable[[Block, Graph], None], parts: Parts, ends: Graph, blocks: Sequence[Graph]
+) -> None:  # fmt: skip
+    left = -1
+    while left != (left := sum(graph.size()[1] for graph in (ends, *blocks))):
         for block, graph in zip(parts.blocks, blocks, strict=True):
-            for column, ghost, node, behind in block.seams:
-                _intersect([(graph, column), (graph, ghost)])
-                _intersect([(ends, node), (graph, ghost)])
-                _intersect([(ends, behind), (graph, column)])
-            for ghost, node in block.outer:
-                _intersect([(ends, node), (graph, ghost)])
-        if (ends.size()[1], [graph.size()[1] for graph in blocks]) == before:
-            return
+            share(block, graph)
 
 
-def _intersect(nodes: Sequence[tuple[Graph, int]]) -> None:
-    (one, u), (other, v) = nodes
+def _intersect(here: tuple[Graph, int], there: tuple[Graph, int]) -> None:
+    (one, u), (other, v) = here, there
     mine, theirs = one.options[u], other.options[v]
     one.keep(u, np.isin(mine, theirs))
     other.keep(v, np.isin(theirs, mine))
@@ -169,9 +191,14 @@ def _plan(block: Block, graph: Graph) -> _Plan:
     sizes = sizes_of(graph)
     order = find_order([f.scope for f in factors_of(graph)], sizes, _kept(block))
     outer = float(np.prod([float(sizes[ghost]) for ghost, _ in block.outer]))
-    states = float(np.prod([float(sizes[column]) for column, *_ in block.seams]))
+    states = float(np.prod([float(len(options)) for options in _states(block, graph)]))
     products = 2.0 * block.count.bit_length()
     return _Plan(order, order.elements + products * outer * states**3)
+
+
+def _states(block: Block, graph: Graph) -> list[IndexArray]:
+    """Options in which a copy can end, or the next one find it, for each seam."""
+    return [np.union1d(graph.options[column], graph.options[ghost]) for column, ghost, *_ in block.seams]
 
 
 class _Run:
@@ -185,36 +212,60 @@ class _Run:
         kept = _kept(block)
         table = inner.rest.table.transpose([inner.rest.scope.index(node) for node in kept])
         self.outer = tuple(sizes[ghost] for ghost, _ in block.outer)
-        self.states = tuple(sizes[column] for column, *_ in block.seams)
+        self.options = _states(block, graph)
+        self.states = tuple(map(len, self.options))
+        full = np.full(self.outer + self.states + self.states, np.inf)
+        ghosts, columns = ([seam[at] for seam in block.seams] for at in (1, 0))
+        full[self._at(graph, ghosts, graph, columns)] = table
         count = int(np.prod(self.states))
-        self.power = Power(table.reshape(int(np.prod(self.outer)), count, count), block.count)
+        self.power = Power(full.reshape(int(np.prod(self.outer)), count, count), block.count)
 
-    def factor(self) -> Factor:
+    def _at(self, first: Graph, before: Sequence[int], last: Graph, behind: Sequence[int]) -> tuple[IndexArray, ...]:
+        """Where the options of nodes at both ends of a copy, or of the run, are in its table."""
+        places = [np.arange(size) for size in self.outer]
+        for graph, nodes in ((first, before), (last, behind)):
+            places += [np.searchsorted(s, graph.options[n]) for s, n in zip(self.options, nodes, strict=True)]
+        return np.ix_(*places)
+
+    def factor(self, ends: Graph) -> Factor:
         scope = _scope(self.block)
         table = self.power.table.reshape(self.outer + self.states + self.states)
+        before, behind = ([seam[at] for seam in self.block.seams] for at in (2, 3))
         order = np.argsort(scope)
-        return Factor(tuple(scope[i] for i in order), table.transpose(order))
+        return Factor(tuple(scope[i] for i in order), table[self._at(ends, before, ends, behind)].transpose(order))
 
-    def choices(self, ends: dict[int, int]) -> Iterator[tuple[int, ...]]:
+    def choices(self, ends: Graph, chosen: dict[int, int]) -> Iterator[tuple[int, ...]]:
         """The options of the block's nodes in each copy, in original numbers."""
-        outer = [ends[node] for _, node in self.block.outer]
-        first, last = (tuple(ends[seam[at]] for seam in self.block.seams) for at in (2, 3))
+        outer = [chosen[node] for _, node in self.block.outer]
+        first, last = (
+            [int(np.searchsorted(s, ends.options[seam[at]][chosen[seam[at]]])) for s, seam in self._seams()]
+            for at in (2, 3)
+        )
         at = int(np.ravel_multi_index(tuple(outer), self.outer)) if outer else 0
         state, end = (int(np.ravel_multi_index(s, self.states)) if s else 0 for s in (first, last))
         known: dict[tuple[int, int], tuple[int, ...]] = {}
         for following in self.power.states(at, state, end):
             if (state, following) not in known:
-                seams = [*np.unravel_index(state, self.states), *np.unravel_index(following, self.states)]
-                local = dict(zip(_kept(self.block), [*outer, *map(int, seams)], strict=True))
+                seams = [*self._local(state, 1), *self._local(following, 0)]
+                local = dict(zip(_kept(self.block), [*outer, *seams], strict=True))
                 known[state, following] = self.graph.expand(self.inner.complete(local))
             yield known[state, following]
             state = following
+
+    def _seams(self) -> Iterator[tuple[IndexArray, tuple[int, int, int, int]]]:
+        return zip(self.options, self.block.seams, strict=True)
+
+    def _local(self, state: int, at: int) -> Iterator[int]:
+        """Of a state the options of the ghosts (1) or columns (0)."""
+        options = np.unravel_index(state, self.states)
+        for option, (states, seam) in zip(options, self._seams(), strict=True):
+            yield int(np.searchsorted(self.graph.options[seam[at]], states[option]))
 
 
 def _choice(parts: Parts, ends: Graph, runs: Sequence[_Run], local: dict[int, int]) -> IndexArray:
     whole = np.zeros(len(parts.whole.costs), dtype=np.int64)
     whole[parts.explicit] = ends.expand(local)[: len(parts.explicit)]
     for run in runs:
-        for nodes, options in zip(run.block.copies, run.choices(local), strict=True):
+        for nodes, options in zip(run.block.copies, run.choices(ends, local), strict=True):
             whole[nodes] = options[: len(nodes)]
     return whole

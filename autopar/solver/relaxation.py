@@ -45,8 +45,14 @@ class Prices:
 @dataclass(frozen=True, eq=False)
 class Core:
     """What is left of the tied problem once its pieces are reduced: choices differ by as much as the tied ones for
-    which they stand. ``graphs``: of the ends and of each block, each of which counts ``weights`` times, and as they were
-    ``reduced``; ``places``: their nodes' numbers in ``problem``."""
+    which they stand.
+
+    Args:
+        graphs, reduced: of the ends and of each block, less options that some of their nodes' likes have lost, and as
+            the pieces are.
+        weights: how often each counts.
+        places: their nodes' numbers in ``problem``.
+    """
 
     tied: Tied
     problem: Problem
