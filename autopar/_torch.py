@@ -507,7 +507,7 @@ def _arriving() -> type[DTensor]:
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func is torch.ops.aten.detach.default:
-                return dtensor_of(args[0]._local_tensor.detach(), args[0]._spec)
+                return dtensor_of(args[0]._local_tensor, args[0]._spec)
 
             def plain(x: Any) -> Any:
                 return dtensor_of(x._local_tensor, x._spec) if isinstance(x, Arriving) else x

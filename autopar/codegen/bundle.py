@@ -141,8 +141,10 @@ class Bundle:
         """Imports and definitions."""
         future = "from __future__ import annotations"
         plain = sorted(line for line in self.imports if line.startswith("import") and line != future)
-        chosen = sorted(line for line in self.imports if line.startswith("from") and line != future)
-        return "\n".join([*plain, *chosen]) + "\n\n\n" + "\n\n\n".join(self.definitions)
+        chosen = sorted(line.split(" import ") for line in self.imports if line.startswith("from") and line != future)
+        names = {module: ", ".join(n for m, n in chosen if m == module) for module, _ in chosen}
+        lines = [*plain, *(f"{module} import {found}" for module, found in names.items())]
+        return "\n".join(lines) + "\n\n\n" + "\n\n\n".join(self.definitions)
 
 
 def bundled(program: str, entry: ModuleType, *, kernels: bool = False) -> tuple[str, str]:

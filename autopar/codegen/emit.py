@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import base64
 import operator
 import re
 import textwrap
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, fx
 
 from autopar import spmd
@@ -29,7 +32,8 @@ BOUND = "\0"
 """Stands for a space at which no line is broken."""
 
 LITERAL = 4096
-"""Constants of so many elements are written into the program."""
+"""Constants of so many elements are written into the program as numbers; others packed, if these are the letters."""
+PACKED = 1 << 15
 
 
 @collected_later()
@@ -47,13 +51,14 @@ def emit(
     names = name_nodes(lowered, ops)
     printer = _Printer(names, mesh)
     results = [output.name for output, _ in lowered.results]
-    parts = ['"""' + "\n".join(header) + '\n"""\n\n' + _prelude(ops, lowered)]
+    tables = _tables(lowered, mesh, constants or {}, micro_batches)
+    unpacking = "import base64\nimport zlib\n\n" if "base64" in tables else ""
+    parts = ['"""' + "\n".join(header) + '\n"""\n\n' + unpacking + _prelude(ops, lowered)]
     parts.append(printer.function("forward", lowered.forward.graph, results, "kept for the backward"))
     parts.append(printer.function("backward", lowered.backward.graph, [], ""))
     if lowered.accumulate is not None:
         parts.append(printer.function("accumulate", lowered.accumulate.graph, [], ""))
-    parts.append(_tables(lowered, mesh, constants or {}, micro_batches))
-    return "\n\n\n".join(parts) + "\n"
+    return "\n\n\n".join([*parts, tables]) + "\n"
 
 
 def _modules(lowered: Lowered) -> list[fx.GraphModule]:
@@ -115,17 +120,33 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
         lines += ["SUMS = [", *(f'    ("{o.kind}", {quoted(o.name)}),' for o, _ in lowered.accumulated), "]"]
         lines.append(f"MICRO_BATCHES = {micro_batches}")
     used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
-    written = {n: t for n, t in constants.items() if n in used and t.numel() <= LITERAL}
-    values = [_constant(name, tensor) for name, tensor in sorted(written.items())]
+    written = (_constant(name, tensor) for name, tensor in sorted(constants.items()) if name in used)
+    values = [text for text in written if text]
     return "\n".join([*lines, *(["CONSTANTS = {", *values, "}"] if values else ["CONSTANTS = {}"])])
 
 
 def _constant(name: str, tensor: Tensor) -> str:
+    """A line of the table; none for a tensor that would be longer than the program."""
+    if tensor.numel() > LITERAL:
+        return _packed(name, tensor)
     plain = re.sub(r"\b(nan|inf)\b", r"float('\1')", repr(tensor.flatten().tolist()))
     flat = textwrap.wrap(plain, WIDTH - 8)
     shape = f".reshape({tuple(tensor.shape)})" if tensor.ndim != 1 else ""
     values = "\n".join(f"        {line}" for line in flat)
     return f"    {quoted(name)}: torch.tensor(\n{values},\n        dtype={tensor.dtype},\n    ){shape},"
+
+
+def _packed(name: str, tensor: Tensor) -> str:
+    """The same of a tensor with few different values, as masks are: its bytes, compressed."""
+    if tensor.nbytes > 1000 * PACKED:  # zlib makes of a run a thousandth
+        return ""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    letters = base64.b64encode(zlib.compress(flat.numpy().tobytes(), 9)).decode()
+    if len(letters) > PACKED:
+        return ""
+    lines = "\n".join(f'        "{part}"' for part in textwrap.wrap(letters, WIDTH - 12))
+    unpacked = f"torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(\n{lines}\n    )))"
+    return f"    {quoted(name)}: {unpacked}, dtype={tensor.dtype}).reshape({tuple(tensor.shape)}),"
 
 
 def results_of(

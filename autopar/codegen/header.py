@@ -11,7 +11,7 @@ def header(plan: Plan) -> list[str]:
     """The lines of the program's docstring: model, mesh, plan, and what the plan predicts."""
     sent = sum(c.bytes for c in plan.collectives)
     axes = enumerate(zip(plan.mesh.shape, plan.mesh.names, strict=True))
-    names = ", ".join(f"axis {i} {name!r} of {n}" for i, (n, name) in axes)
+    names = ", ".join(f"axis {i} of {n}" + f" {name!r}" * (name != str(i)) for i, (n, name) in axes)
     return [
         f"{plan.model} on mesh {plan.mesh}: the program that every rank runs.",
         "",

@@ -23,6 +23,9 @@ Row = tuple[str, str, str, Sequence[int], str]
 STATE = "--state"
 """Stands among the tensors that were given when parameters were."""
 
+MISSING = "Add it, by this name, to what is saved for --state."
+UNSAVED = "Save it too: torch.save({**model.state_dict(), **dict(model.named_buffers())}, 'model.pt')"
+
 
 def main(program: Mapping[str, Any]) -> None:
     """Join the job that torchrun started, take steps, and say what came out.
@@ -143,7 +146,7 @@ def _fed(
         return torch.tensor(seed, device=rank.device)
     whole = given.get(name)
     if whole is None and (kind in ("buffer", "constant") or (kind == "parameter" and STATE in given)):
-        raise SystemExit(f"The {kind} {name} is in no file: add it to what is saved for --state.")
+        raise SystemExit(f"The {kind} {name} is in no file. {UNSAVED if kind == 'buffer' else MISSING}")
     if whole is None:
         wanted = getattr(torch, dtype)
         random = torch.randn(shape).mul_(0.02 if kind == "parameter" else 1.0)

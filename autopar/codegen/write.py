@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from pathlib import Path
 
 import autopar.ops  # noqa: F401  its implementations are copied
@@ -21,20 +22,26 @@ def write(source: str, path: str | Path, *, kernels: bool = False) -> Path:
     first = next(s for s in tree.body if isinstance(s, ast.FunctionDef))
     lines = source.splitlines(keepends=True)
     doc = ast.get_docstring(tree, clean=False) or ""
+    (mesh,) = (s.value for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == "MESH")
+    processes = math.prod(ast.literal_eval(mesh)[0])
     usage = (
         "\nRun it with torch alone:\n\n"
-        f"    torchrun --nproc-per-node N {Path(path).name} --state model.pt --batch batch.pt --out out.pt\n"
+        f"    torchrun --nproc-per-node {processes} {Path(path).name} --state model.pt --batch batch.pt --out out.pt\n"
     )
     body = "".join(lines[first.lineno - 1 :])
     support, program = bundled(body, standalone, kernels=kernels)
-    functional = "import torch.nn.functional as F\n" if "F." in body else ""
-    functional += "".join(line for line in lines[: first.lineno] if REGISTERS in line and "autopar" not in line)
+    imports, definitions = support.split("\n" * 3, 1)
+    own = {"import base64", "import zlib"} & {line.strip() for line in lines[: first.lineno]}
+    own |= {"import torch.nn.functional as F"} if "F." in body else set()
+    plain, chosen = imports[: imports.index("\nfrom ")], imports[imports.index("\nfrom ") :]
+    imports = "\n".join(sorted({*plain.splitlines(), *own})) + chosen
+    others = "".join(line for line in lines[: first.lineno] if REGISTERS in line and "autopar" not in line)
     text = "\n".join([
         f'"""{doc.rstrip()}\n{usage}"""\n\n# ruff: noqa\nfrom __future__ import annotations\n',
-        f"{functional}{support.split(chr(10) * 3, 1)[0]}\n\naten = torch.ops.aten\n\n",
+        f"{imports}\n{others}\naten = torch.ops.aten\n\n",
         program.rstrip(),
         "\n\n# What the program calls.\n\n",
-        support.split("\n" * 3, 1)[1],
+        definitions,
         '\n\nif __name__ == "__main__":\n    main(globals())\n',
     ])  # fmt: skip
     target = Path(path)

@@ -45,6 +45,7 @@ class Executable:
         accumulated: meaning of each of its results.
         compiled: by Inductor, whose code allocates without the dispatcher.
         held: positions of inputs whose memory is among the saved tensors, once a forward has run.
+        arriving: what DTensor keeps of each gradient, once a backward has run.
     """
 
     forward: Local
@@ -62,6 +63,7 @@ class Executable:
     accumulated: tuple[Output, ...] = ()
     compiled: bool = False
     held: list[tuple[int, ...]] = field(default_factory=list, compare=False)
+    arriving: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
     def positions(self) -> tuple[int | None, ...]:
@@ -242,7 +244,7 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
         made = executable.backward(host.rank, feeds)
     host.sums.complete()
     ends = zip(executable.inputs, executable.positions, strict=True)
-    return [None if at is None else _gradient_of(m, executable.gradients[at], made[at], host) for (m, _), at in ends]
+    return [None if at is None else _gradient_of(m, executable, at, made[at], host) for (m, _), at in ends]
 
 
 def _tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Tensor:
@@ -259,10 +261,10 @@ def _tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Te
     return given
 
 
-def _gradient_of(
-    meaning: Input, described: tuple[Output, ShardingSpec, TensorMeta], gradient: Tensor, host: Host
-) -> Tensor:
-    _, spec, meta = described
+def _gradient_of(meaning: Input, executable: Executable, at: int, gradient: Tensor, host: Host) -> Tensor:
     if meaning.kind != "parameter":
         return gradient
-    return _torch.gradient_of(gradient, _spec_of(gradient, spec, meta.shape, host))
+    if at not in executable.arriving:
+        _, spec, meta = executable.gradients[at]
+        executable.arriving[at] = _spec_of(gradient, spec, meta.shape, host)
+    return _torch.gradient_of(gradient, executable.arriving[at])

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
+from autopar.codegen.load import load
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.models import ZOO
 
@@ -102,6 +104,40 @@ def imports(script: Path) -> list[str]:
 )  # fmt: skip
 def test_other_models_uneven_shards_recomputation_and_offloading(name, processes, budget, tmp_path):
     checked(name, processes, tmp_path, budget)
+
+
+class Masked(nn.Module):
+    """A mask and a table that are not in its state, and an input in a structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(72, 72)
+        self.register_buffer("mask", torch.ones(72, 72, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("table", torch.randn(200, 72), persistent=False)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = self.layer(inputs["x"] @ (self.mask * torch.linspace(0, 1, 72)))
+        return (x * self.table.mean(0)).square().mean()
+
+
+def test_constants_of_few_values_are_in_the_file_and_others_are_asked_for(tmp_path):
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(6, 72)
+    plan = autopar.plan(model, ({"x": x},), mesh=(2,), cluster="cpu-2")
+    script = plan.emit(tmp_path / "step.py")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    name = next(n for kind, n, *_ in load(plan.source)["INPUTS"] if kind == "input")
+    torch.save({name: x}, tmp_path / "batch.pt")
+    files = [f"--{kind}={tmp_path / f'{kind}.pt'}" for kind in ("state", "batch", "out")]
+    asked = torchrun(script, 2, *files)
+    assert "The buffer table is in no file" in asked.stderr
+    assert "--nproc-per-node 2 step.py" in script.read_text()
+    torch.save({**model.state_dict(), **dict(model.named_buffers())}, tmp_path / "state.pt")
+    ran = torchrun(script, 2, *files)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    model({"x": x}).backward()
+    found = torch.load(tmp_path / "out.pt")
+    torch.testing.assert_close(found["grads"]["layer.weight"], model.layer.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_job_of_another_size_is_told_what_the_file_needs(tmp_path):

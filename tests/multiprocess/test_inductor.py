@@ -55,8 +55,8 @@ def test_two_compiled_ranks_equal_two_eager_ones(name) -> None:
 
 
 def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
-    """Two steps on the eager and on the compiled program of one plan, with the same dropout. Of SGD: where a gradient is
-    next to nothing, AdamW makes of its rounding a whole step."""
+    """Two steps on the eager and on the compiled program of one plan, with the same dropout. They are of SGD: where a
+    gradient is next to nothing, AdamW makes of its rounding a whole step."""
     model, inputs = ZOO[name].made(torch.float32, 0.1)
     options = {"mesh": (2,), "search": search, "accumulation_steps": micro_batches, "mixed_precision": "bf16"}
     plan = autopar.plan(model, inputs, optimizer="sgd", **options)
