@@ -91,10 +91,8 @@ def least_s_of(depths: Depths, shorter: Program, longer: Program, prices: Prices
     """``Tried.least_s`` of a deep program, as two of fewer layers tell it. ``deadline``: as there."""
     more = Ways(take_apart(longer), prices)
     few = Ways(take_apart(shorter), prices, more)
-    found = [depths.seconds(*(simulate_streams(p, prices.overlap).seconds for p in (shorter, longer)))]
-    tried = few.search(few.seconds, deadline) if shorter.collectives else {}
-    near = [a for a in sorted(tried, key=tried.__getitem__) if tried[a] <= (1 + NEAR) * min(tried.values())]
-    return min(found + [depths.seconds(tried[a], more.seconds(a)) for a in near[:MOST_NEAR]])
+    before_s = depths.seconds(*(simulate_streams(p, prices.overlap).seconds for p in (shorter, longer)))
+    return min([before_s, *_extrapolated(depths, few, more, deadline).values()] if shorter.collectives else [before_s])
 
 
 def arrange(
@@ -197,11 +195,20 @@ def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, f
     if short is None:
         return ways.search(ways.seconds, deadline)
     few, more = (Ways(take_apart(p), ways.prices, ways) for p in short.programs)
-    tried = few.search(lambda a: short.depths.seconds(few.seconds(a), more.seconds(a)), deadline)
+    tried = _extrapolated(short.depths, few, more, deadline)
     least = min(tried.values())
     near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]
     exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MOST_EXACT]
     return tried | {a: ways.seconds(a) for a in exact if time.perf_counter() < deadline}
+
+
+def _extrapolated(depths: Depths, few: Ways, more: Ways, deadline: float) -> dict[Arrangement, float]:
+    """What two short programs tell of a deep one: of ways that are far from the best in the shorter one, that alone."""
+    tried = few.search(few.seconds, deadline)
+    least, *others = sorted(tried, key=tried.__getitem__)
+    near = [least, *(a for a in others[: MOST_NEAR - 1] if tried[a] <= (1 + NEAR) * tried[least])]
+    whole = {a: depths.seconds(tried[a], more.seconds(a)) for a in near}
+    return {a: s * whole[least] / tried[least] for a, s in tried.items()} | whole
 
 
 def _holds_more(a: Arrangement, other: Arrangement) -> bool:

@@ -153,7 +153,8 @@ class Relaxation:
             for node, at in place.items():
                 cost = weight * graph.costs[node]
                 costs[at] = costs[at] + cost if len(costs[at]) else cost
-            counted = {id(graph.neighbours[u][v]): weight * graph.neighbours[u][v] for u, v in graph.pairs()}
+            matrices = [graph.neighbours[u][v] for u, v in graph.pairs()]
+            counted = {id(m): m if weight == 1 else weight * m for m in matrices}
             edges += [Edge(place[u], place[v], counted[id(graph.neighbours[u][v])]) for u, v in graph.pairs()]
         offset = sum(weight * graph.offset for graph, weight in zip(graphs, weights, strict=True))
         if costs and offset > 0:  # counts too, where gaps are told as shares

@@ -31,6 +31,9 @@ class Search:
         self.graph = graph
         self.choice = dict(choice)
         self.used = np.zeros(len(graph.limits))
+        self._moves = 1
+        self._stirred = dict.fromkeys(self.choice, 1)  # the last move of a node or one beside it
+        self._looked: dict[tuple[int, ...], int] = {}  # moves when one or two nodes were last looked at
         for node in graph.nodes():
             self._account(node, self.choice[node], 1.0)
         highest = max((float(cost.max(where=np.isfinite(cost), initial=0.0)) for cost in graph.costs), default=0.0)
@@ -56,6 +59,14 @@ class Search:
         self._account(node, self.choice[node], -1.0)
         self.choice[node] = option
         self._account(node, option, 1.0)
+        self._moves += 1
+        for other in (node, *self.graph.neighbours[node]):
+            self._stirred[other] = self._moves
+
+    def _is_settled(self, *nodes: int) -> bool:
+        """Whether nothing that these nodes depend on has changed since they were last asked about."""
+        seen, self._looked[nodes] = self._looked.get(nodes, 0), self._moves
+        return not len(self.graph.limits) and all(self._stirred[node] <= seen for node in nodes)
 
     def used_by_others(self, nodes: tuple[int, ...]) -> Array:
         """What all nodes but these use at each time."""
@@ -95,6 +106,8 @@ class Search:
         for count, node in enumerate(self.graph.nodes()):
             if count % A_LOOK == A_LOOK - 1 and late():
                 break
+            if self._is_settled(node):
+                continue
             total = self.conditional(node)
             if self.graph.rows[node]:
                 total = total + self.overuse_price * self._overuse(node)
@@ -110,7 +123,7 @@ class Search:
         for count, (u, v) in enumerate(self.graph.pairs()):
             if count % A_LOOK == A_LOOK - 1 and late():
                 break
-            changed |= self._improve_pair(u, v)
+            changed |= not self._is_settled(u, v) and self._improve_pair(u, v)
         return changed
 
     def _improve_pair(self, u: int, v: int) -> bool:
