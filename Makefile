@@ -13,6 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 JOBS   ?= 2
 RUN     = $(BIN)/python -m pytest -q $(PYTEST)
 SPREAD  = -n $(JOBS) --dist loadfile
+ZOO_TEST = tests/cpu/test_zoo.py::test_a_model_equals_one_device_on_every_mesh_and_can_be_sharded
 QUICK   = -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
@@ -59,8 +60,10 @@ test: ## all that must pass before a change goes in: check, then the tests tier 
 	@$(MAKE) --no-print-directory test-cpu
 	@$(MAKE) --no-print-directory test-multiprocess
 
+# The whole zoo goes by itself, for its progress bar and its table.
 test-all: check ## the slow tests too
-	@$(RUN) $(SPREAD) -m "not gpu" tests/pure tests/cpu
+	@$(RUN) $(SPREAD) -m "not gpu" --deselect $(ZOO_TEST) tests/pure tests/cpu
+	@$(BIN)/python -m tests.zoo --jobs $(JOBS)
 	@$(RUN) -m "not gpu" tests/multiprocess
 
 # Uses the machine's own Python, whose torch was built for its GPU; installs and fetches nothing.

@@ -24,9 +24,11 @@ def taken_as_passed() -> Iterator[list[str]]:
     """While tracing, ``if x.max() >= n: raise`` and ``assert (x > 0).all().item()`` pass; yields where they stand.
 
     The values that they look at do not exist yet. Every other use of a tensor as a truth value is left as it is.
+    ``torch.bincount`` with a ``minlength`` makes no more counts than that: that all values are below it is taken as
+    passed too.
     """
     found: list[str] = []
-    ordinary, ordinary_item = Tensor.__bool__, Tensor.item
+    ordinary, ordinary_item, ordinary_bincount = Tensor.__bool__, Tensor.item, torch.bincount
 
     def passing_at(frame: FrameType) -> bool | None:
         passing = passing_value(frame.f_code, frame.f_lineno)
@@ -42,12 +44,29 @@ def taken_as_passed() -> Iterator[list[str]]:
         passing = passing_at(sys._getframe(1)) if tensor.dtype == torch.bool else None
         return ordinary_item(tensor) if passing is None else passing
 
+    def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:  # noqa: A002
+        if minlength < 1:
+            return ordinary_bincount(input, weights, minlength)
+        frame = sys._getframe(1)
+        found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        return _counts(input, weights, minlength)
+
     with (
+        mock.patch.object(torch, "bincount", bincount),
+        mock.patch.object(Tensor, "bincount", bincount),
         mock.patch.object(Tensor, "__bool__", truth),
         mock.patch.object(Tensor, "item", item),
         mock.patch.dict(os.environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),  # that library's own switch
     ):
         yield found
+
+
+def _counts(values: Tensor, weights: Tensor | None, length: int) -> Tensor:
+    if weights is None:
+        added = torch.ones_like(values, dtype=torch.int64)
+    else:
+        added = weights.detach() if weights.dtype in (torch.float32, torch.float64) else weights.detach().double()
+    return torch.zeros(length, dtype=added.dtype, device=values.device).index_add(0, values, added)
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 from autopar.tracer.flat import materialize
 from autopar.tracer.replacements import replaces
@@ -61,12 +62,20 @@ def lu_factor(tracer: Any, a: Tensor, *, pivot: bool = True) -> tuple[Tensor, Te
 
 @contextlib.contextmanager
 def covariances() -> Iterator[None]:
-    """While exporting: torch's own asks whether there are more weights than one."""
+    """While exporting: torch's own asks whether there are more weights than one, and its distributions whether a
+    matrix is square and symmetric before they ask whether it is a covariance."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(type(constraints.positive_definite), "check", _definite))
         for owner in (torch, Tensor):
             stack.enter_context(mock.patch.object(owner, "cov", _cov))
             stack.enter_context(mock.patch.object(owner, "corrcoef", _corrcoef))
         yield
+
+
+def _definite(_: Any, value: Tensor) -> Tensor:
+    symmetric = torch.isclose(value, value.mT, atol=1e-6).flatten(-2).all(-1)
+    definite: Tensor = torch.linalg.cholesky_ex(value).info.eq(0)
+    return symmetric & definite
 
 
 def _cov(

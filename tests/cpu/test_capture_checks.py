@@ -108,6 +108,43 @@ def test_a_check_of_what_is_known_still_raises() -> None:
         captured(Checked(body), torch.randn(4, 4))
 
 
+def test_counts_of_values_below_a_given_number() -> None:
+    """As mixtures of experts count the tokens of each; how many counts there are would depend on values."""
+
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(4, 5)
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.gate(x).softmax(-1)
+            chosen = scores.topk(2)[1].flatten()
+            counts, weighted = torch.bincount(chosen, minlength=5), chosen.bincount(x[:, :2].flatten().exp(), 5)
+            return (scores.mean(0) * counts).sum() + (scores.sum(0) * weighted).mean()
+
+    for search in ("joint", "random:0", "random:1"):
+        plan = assert_simulates(Balanced(), torch.randn(8, 4, dtype=torch.float64), (2, 2), search=search)
+        assert any("checks of values are taken as passed: test_capture_checks.py" in n for n in plan.notices)
+
+
+def test_a_covariance_of_a_distribution_is_checked() -> None:
+    """Which torch does by branches that return."""
+
+    class Likelihood(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.factor = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 3))
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            covariance = self.factor @ self.factor.mT + torch.eye(3, dtype=x.dtype)
+            return -torch.distributions.MultivariateNormal(self.mean(x), covariance).log_prob(x[:, :3]).mean()
+
+    plan = assert_simulates(Likelihood(), torch.randn(8, 4, dtype=torch.float64))
+    assert any("checks of values are taken as passed" in n for n in plan.notices)
+
+
 def test_the_checks_of_one_hot_are_taken_as_passed() -> None:
     """As codebooks and gates use it: on newer versions of torch it asserts its range."""
 

@@ -136,7 +136,7 @@ def specs_of_products(ran: Ran) -> list[tuple[ShardingSpec, ShardingSpec]]:
     return [(op.writes[0].spec, held[op.reads[1]]) for op in found]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n if n == "Mixtral" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_plans_of_every_kind_equal_one_device(name: str) -> None:
     """Tokens, ways, rows and columns of matrices and experts: over some seed each is cut."""
     of, cuts = of_model(name), set()

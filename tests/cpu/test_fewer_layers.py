@@ -39,7 +39,7 @@ MODELS = {
                  decoder_start_token_id=0)
     ),
 }  # fmt: skip
-DEPTH = {"gpt2": 12, "llama": 22, "t5": 10}
+DEPTH = {"gpt2": 8, "llama": 22, "t5": 8}
 
 
 @cache
@@ -63,7 +63,7 @@ def ops(graph: Graph) -> Counter[object]:
     return Counter((n.op, n.signature[0], operands[n.name], n.outputs, n.phase) for n in graph.nodes)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 4), ("llama", 6), ("t5", 4)])
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 6), ("t5", 4)])
 def test_what_is_left_is_the_model_with_fewer_layers(name: str, layers: int) -> None:
     fewer = objective(name, (8,)).with_fewer_layers(layers)
     assert fewer is not None

@@ -88,8 +88,15 @@ def everything_offloaded(name, mesh):
     return of, program, offloaded(program)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ZOO)
+QUICK = ("mlp", "cnn", "gpt2", "mixtral")
+CASES = [
+    pytest.param(name, mesh, marks=[] if name in QUICK else pytest.mark.slow, id=f"{name}-{mesh}")
+    for name in ZOO
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_step_that_offloads_everything_is_exact(name, mesh) -> None:
     of, kept, program = everything_offloaded(name, mesh)
     assert sum(op.kind == "fetch" for op in program.ops) > len(saved(kept)) / 2
@@ -98,8 +105,7 @@ def test_a_step_that_offloads_everything_is_exact(name, mesh) -> None:
     assert_equals_one_device(of, dataclasses.replace(rest, outputs=outputs), ZOO[name].dtypes[-1])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_random_plan_that_recomputes_and_offloads_is_exact(name, mesh) -> None:
     dtype = ZOO[name].dtypes[-1]
     of = subject(name, dtype)

@@ -312,7 +312,13 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("start", ["", "dist.init_process_group('gloo')"], ids=["joins by itself", "joined before"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param("", id="joins by itself"),
+        pytest.param("dist.init_process_group('gloo')", id="joined before", marks=pytest.mark.slow),
+    ],
+)
 def test_torchrun_starts_it(tmp_path: Path, start: str):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT.format(start=start)))
