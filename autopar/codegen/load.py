@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import linecache
-import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.codegen.standalone import FUNCTIONS, annotate, failed_at
 from autopar.errors import PlanError
 from autopar.ir import Graph
-
-FUNCTIONS = ("forward", "backward", "accumulate")
-_SECTION = re.compile(r'\bsection\((".*")\)')
 
 
 def load(source: str, name: str = "autopar_program", graph: Graph | None = None) -> dict[str, Any]:
@@ -43,7 +38,7 @@ def load(source: str, name: str = "autopar_program", graph: Graph | None = None)
     except SyntaxError as error:
         raise _unusable(f"{filename}, line {error.lineno}: {error.msg}") from None
     except Exception as error:
-        line = _line_in(error, filename)
+        line, _ = failed_at(error, filename, source)
         raise _unusable(f"{filename}, line {line}: {type(error).__name__}: {error}") from error
     for needed in FUNCTIONS[:2]:
         if not callable(namespace.get(needed)):
@@ -117,22 +112,12 @@ def _pointing(
 
 
 def _explain(error: Exception, filename: str, source: str, graph: Graph | None) -> None:
-    line = _line_in(error, filename)
-    before = source.splitlines()[:line]
-    module = next((json.loads(m.group(1)) for text in reversed(before) if (m := _SECTION.search(text))), "")
+    line, module = failed_at(error, filename, source)
     lines = {node.module: node.source for node in reversed(graph.nodes) if node.source} if graph else {}
     place = f"{module!r} of the model" if module else "the model's own forward"
     note = f"This is line {line} of the local program, {place}"
     note += f", {lines[module]}" if lines.get(module) else ""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
-
-
-def _line_in(error: BaseException, filename: str) -> int:
-    frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
-    return frames[-1] or 0 if frames else 0
+    annotate(error, note)
 
 
 def _unusable(found: str) -> PlanError:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import time
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,9 @@ Row = tuple[str, str, str, Sequence[int], str]
 
 STATE = "--state"
 """Stands among the tensors that were given when parameters were."""
+
+FUNCTIONS = ("forward", "backward", "accumulate")
+SECTION = re.compile(r'\bsection\((".*")\)')
 
 MISSING = "Add it, by this name, to what is saved for --state."
 UNSAVED = "Save it too: torch.save({**model.state_dict(), **dict(model.named_buffers())}, 'model.pt')"
@@ -51,7 +58,7 @@ def main(program: Mapping[str, Any]) -> None:
     result: dict[str, dict[str, Tensor]] = {}
     for _ in range(arguments.steps):
         start = time.perf_counter()
-        result = step(program, rank, given, arguments.seed)
+        result = _explained(program, rank, given, arguments.seed)
         if dist.get_rank() == 0:
             shown = ", ".join(f"{n} {t.item():.6f}" for n, t in result["outputs"].items() if t.numel() == 1)
             print(f"{shown or 'done'}  ({(time.perf_counter() - start) * 1e3:.1f} ms)", flush=True)  # noqa: T201
@@ -59,6 +66,40 @@ def main(program: Mapping[str, Any]) -> None:
         torch.save(result, arguments.out)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _explained(
+    program: Mapping[str, Any], rank: ProcessRank, given: Mapping[str, Tensor], seed: int
+) -> dict[str, dict[str, Tensor]]:
+    """``step``, to whose errors the module of the model is added."""
+    try:
+        return step(program, rank, given, seed)
+    except Exception as error:
+        line, module = failed_at(error, program["__file__"], Path(program["__file__"]).read_text())
+        if line:
+            place = f"{module!r} of the model" if module else "the model's own forward"
+            annotate(error, f"This is line {line} of the program, {place}")
+        raise
+
+
+def failed_at(error: BaseException, filename: str, source: str) -> tuple[int, str]:
+    """The line of a program at which it failed, 0 for none, and the module of the model whose op stands there."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
+    own = [f for f in frames if f.name in FUNCTIONS] or frames
+    line = (own[-1].lineno if own else 0) or 0
+    for text in reversed(source.splitlines()[:line]):
+        found = SECTION.search(text)
+        if found or text.startswith("def "):
+            return line, json.loads(found.group(1)) if found else ""
+    return line, ""
+
+
+def annotate(error: BaseException, note: str) -> None:
+    """Add a note to what an error says."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
 def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:

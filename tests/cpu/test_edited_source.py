@@ -103,6 +103,27 @@ def test_an_error_names_the_module_and_the_line_of_the_model(module, tmp_path) -
     assert "of the local program, " + said in note
 
 
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+
+@pytest.mark.parametrize("emitted", [False, True], ids=["plan.source", "plan.emit"])
+def test_an_error_inside_what_the_program_calls_names_the_module_that_called(tmp_path, emitted) -> None:
+    model, ids, path = Looking(), torch.tensor([[0, 4], [1, 2]]), tmp_path / "step.py"
+    plan = autopar.plan(model, (ids,), mesh=(1,))
+    text = plan.emit(path).read_text() if emitted else plan.source
+    path.write_text(text.replace("ids, offset=0)", 'ids, offset="first")'))
+    parallel = autopar.autoparallelize(model, (ids,), plan=plan, source=path)
+    with pytest.raises((TypeError, RuntimeError)) as raised:
+        parallel(ids)
+    assert "'embed' of the model" in "\n".join(getattr(raised.value, "__notes__", [str(raised.value)]))
+
+
 BAD = {
     "syntax": ("def backward(rank, inputs):", "def backward(rank, inputs:", "line "),
     "name": ("aten = torch.ops.aten", "aten = torch.ops.aten\nmissing_name", "NameError: name 'missing_name'"),

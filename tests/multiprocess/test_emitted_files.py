@@ -140,6 +140,18 @@ def test_constants_of_few_values_are_in_the_file_and_others_are_asked_for(tmp_pa
     torch.testing.assert_close(found["grads"]["layer.weight"], model.layer.weight.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_an_error_under_torchrun_names_the_module_of_the_model(tmp_path):
+    model, inputs = ZOO["mlp"].made(torch.float32)
+    script = autopar.plan(model, inputs, mesh=(1,), cluster="cpu-2:1").emit(tmp_path / "step.py")
+    text = script.read_text()
+    line = next(x for x in text.splitlines() if "layers2_weight, layers2_bias)" in x)
+    script.write_text(text.replace(line, line.replace("layers2_weight", "layers2_bias")))
+    ran = torchrun(script, 1)
+    assert ran.returncode != 0
+    number = text.splitlines().index(line) + 1
+    assert f"This is line {number} of the program, 'layers.2' of the model" in ran.stderr
+
+
 def test_a_job_of_another_size_is_told_what_the_file_needs(tmp_path):
     model, inputs = ZOO["mlp"].made(torch.float32)
     script = autopar.plan(model, inputs, mesh=(2,), cluster="cpu-2").emit(tmp_path / "step.py")
