@@ -1,4 +1,4 @@
-"""Processes that the tests of a module share."""
+"""Processes that the tests share: to import torch takes a rank longer than most tests take."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ import pytest
 from tests.multiprocess.pool import RankPool
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Two ranks; a module that needs others has a pool of its own."""
-    made = RankPool(2)
+def _ranks(number: int) -> Iterator[RankPool]:
+    made = RankPool(number)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def single() -> Iterator[RankPool]:
+    yield from _ranks(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[RankPool]:
+    yield from _ranks(4)

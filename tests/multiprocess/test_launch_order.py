@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from autopar.spmd import ProcessRank
-from tests.multiprocess.pool import RankPool
 from tests.multiprocess.training_models import MODELS, gradient_distance, pair
 
 pytestmark = pytest.mark.multiprocess
@@ -24,13 +23,6 @@ SEARCHES = [*QUICK, *(pytest.param(*s, marks=pytest.mark.slow) for s in SLOW)]
 """Of different models, meshes and plans. Vocabularies of 66 and heads of 3 cut no axis evenly: shards are padded."""
 
 Launches = list[tuple[str, int]]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    made = RankPool(4)
-    yield made
-    made.close()
 
 
 @contextmanager

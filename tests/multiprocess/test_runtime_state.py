@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,13 +39,6 @@ from tests.multiprocess.training_models import (
 )
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture(scope="module")
-def single() -> Iterator[RankPool]:
-    made = RankPool(1)
-    yield made
-    made.close()
 
 
 def _small_gpt2(mesh: tuple[int, ...] = (2,), **options: Any) -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,9 @@ pytestmark = pytest.mark.multiprocess
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    made = {n: RankPool(n) for n in (2, 4)}
-    yield made
-    for pool in made.values():
-        pool.close()
+@pytest.fixture
+def pools(pool: RankPool, four: RankPool) -> dict[int, RankPool]:
+    return {2: pool, 4: four}
 
 
 def _trained(kind: str, mesh: tuple[int, ...], options: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,13 +42,6 @@ PLACED = [
     ((4, 7), (R, S(1))), ((6,), (R, R)), ((4, 6), (S(1), S(0))), ((), (R, R)),
 ]  # fmt: skip
 """Shapes and placements on a 2 x 2 mesh: uneven, with an empty shard, replicated over one axis, and over both."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(4)
-    yield made
-    made.close()
 
 
 def placed(whole: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> DTensor:
@@ -106,21 +98,21 @@ def _clipped(p: float, max_norm: float, partial: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, float("inf")])
-def test_the_norm_of_any_mixture_is_that_of_one_device(pool: RankPool, p: float):
-    for found in pool.run(_clipped, p, 0.3, False):
+def test_the_norm_of_any_mixture_is_that_of_one_device(four: RankPool, p: float):
+    for found in four.run(_clipped, p, 0.3, False):
         assert found.pop("plain")
         assert found.pop("collectives") == 1
         assert max(found.values()) < 1e-12, found
 
 
-def test_partial_sums_are_summed_before_they_are_measured(pool: RankPool):
-    for found in pool.run(_clipped, 2.0, 0.3, True):
+def test_partial_sums_are_summed_before_they_are_measured(four: RankPool):
+    for found in four.run(_clipped, 2.0, 0.3, True):
         assert found["norm"] < 1e-12
         assert found["gradients"] < 1e-12
 
 
-def test_small_gradients_stay(pool: RankPool):
-    for found in pool.run(_clipped, 2.0, 1e6, False):
+def test_small_gradients_stay(four: RankPool):
+    for found in four.run(_clipped, 2.0, 1e6, False):
         assert found["gradients"] == 0
 
 
@@ -131,8 +123,8 @@ def _clamped() -> float:
     return error(cut, whole)
 
 
-def test_values_are_clamped_as_on_one_device(pool: RankPool):
-    assert max(pool.run(_clamped)) < 1e-12
+def test_values_are_clamped_as_on_one_device(four: RankPool):
+    assert max(four.run(_clamped)) < 1e-12
 
 
 def _nonfinite_and_low() -> tuple[str, float]:
@@ -150,8 +142,8 @@ def _nonfinite_and_low() -> tuple[str, float]:
     return "", low
 
 
-def test_a_norm_that_is_not_finite_is_an_error_where_asked_and_low_precision_is_measured_in_float32(pool: RankPool):
-    for text, low in pool.run(_nonfinite_and_low):
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_and_low_precision_is_measured_in_float32(four: RankPool):
+    for text, low in four.run(_nonfinite_and_low):
         assert "no finite norm" in text
         assert low < 1e-5
 
@@ -181,8 +173,8 @@ def _overflowed(fused: bool, clip: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fused", "clip"), [(False, False), (True, False), (False, True)])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, fused: bool, clip: bool):
-    for found in pool.run(_overflowed, fused, clip):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(four: RankPool, fused: bool, clip: bool):
+    for found in four.run(_overflowed, fused, clip):
         assert found["moved"] == [True, False, True]
         assert found["scales"] == [2.0**16, 2.0**15, 2.0**15]
         assert found["finite"]
@@ -210,8 +202,8 @@ def _torch_s_own_scaler() -> dict[str, Any]:
     return {"moved": moved, "scale": scaler.get_scale(), "first": str(next(model.parameters()).placements)}
 
 
-def test_torch_s_own_scaler_skips_the_step_of_a_parallel_model_on_all_ranks(pool: RankPool):
-    for found in pool.run(_torch_s_own_scaler):
+def test_torch_s_own_scaler_skips_the_step_of_a_parallel_model_on_all_ranks(four: RankPool):
+    for found in four.run(_torch_s_own_scaler):
         assert "Shard" not in found["first"]
         assert found["moved"] == [True, False, True]
         assert found["scale"] == 2.0**15
@@ -225,8 +217,8 @@ def _averaged() -> list[float]:
     return [p.grad.item() for p in model.parameters()]
 
 
-def test_a_handler_averages_the_gradients_of_a_plain_module(pool: RankPool):
-    assert pool.run(_averaged) == [[1.5, 1.5]] * 4
+def test_a_handler_averages_the_gradients_of_a_plain_module(four: RankPool):
+    assert four.run(_averaged) == [[1.5, 1.5]] * 4
 
 
 def _utilities(folder: str) -> dict[str, Any]:
@@ -249,9 +241,9 @@ def _utilities(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_utilities_on_four_ranks(pool: RankPool):
+def test_utilities_on_four_ranks(four: RankPool):
     with tempfile.TemporaryDirectory() as folder:
-        found = pool.run(_utilities, folder)
+        found = four.run(_utilities, folder)
     for rank, each in enumerate(found):
         assert each["sum"] == [6.0, 4.0]
         assert each["mean"] == [1.5, 1.0]

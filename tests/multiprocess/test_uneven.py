@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -142,13 +140,6 @@ def test_halos_and_summaries_are_exchanged(pool: RankPool):
         assert found["permute"] > 3
         assert found["all_gather"] > 3
         assert found["worst"] < 1e-9
-
-
-@pytest.fixture
-def four() -> Iterator[RankPool]:
-    made = RankPool(4)
-    yield made
-    made.close()
 
 
 def _on_four() -> list[tuple[float, float]]:
