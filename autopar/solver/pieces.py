@@ -16,7 +16,7 @@ from autopar.solver.dual import Dual, Pushes, SweepResult
 from autopar.solver.problem import Array
 from autopar.solver.relaxation import Coupled, Prices, Relaxation
 
-MANY = 0.3
+MANY = 0.6
 """Share of the options whose removal is worth copying all the matrices."""
 
 MOST_SLACK = 1e6
