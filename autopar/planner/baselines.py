@@ -359,6 +359,7 @@ def _sliced(problem: Problem, kept: Sequence[npt.NDArray[np.int64]]) -> Problem:
         tuple(Edge(e.u, e.v, cut(e)) for e in problem.edges),
         tuple(Usage(u.node, u.option[kept[u.node]], u.start, u.end) for u in problem.usages),
         problem.limit,
+        trusted=True,
     )
 
 

@@ -91,7 +91,7 @@ class _Apart:
             for node in self.explicit
             for usage in self.usages.get(int(node), ())
         ]
-        ends = Problem(tuple(costs), tuple(edges), tuple(usages))
+        ends = Problem(tuple(costs), tuple(edges), tuple(usages), trusted=True)
         return Parts(self.problem, ends, self.explicit, tuple(blocks))
 
     def _block(
@@ -138,7 +138,7 @@ class _Apart:
             for c, node in enumerate(copies[1])
             for usage in self.usages.get(int(node), ())
         ]
-        problem = Problem(tuple(costs), tuple(edges), tuple(usages))
+        problem = Problem(tuple(costs), tuple(edges), tuple(usages), trusted=True)
         seams = tuple((c, ghosts[c], int(self.place[before[c]]), behind[c]) for c in sorted(ghosts))
         return Block(copies, problem, seams, tuple((ghost, node) for node, ghost in sorted(outer.items())))
 
@@ -199,5 +199,5 @@ def tie(parts: Parts) -> Tied:
         places.append(place)
     edges = [Edge(int(ends[e.u]) if e.u < len(ends) else e.u, int(ends[e.v]) if e.v < len(ends) else e.v, e.cost)
              for e in edges]  # fmt: skip
-    problem = Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit)
+    problem = Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit, trusted=True)
     return Tied(parts, problem, ends, tuple(places))

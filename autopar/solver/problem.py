@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -46,6 +46,7 @@ class Usage:
 @dataclass(frozen=True, eq=False)
 class Problem:
     """``costs``: one vector of seconds for each node (>= 0, inf forbids the option); ``limit``: bytes at every time.
+    ``trusted``: made of another problem's costs and usages, which were looked at.
 
     Raises:
         SolverError: a shape that does not fit, or a number that is negative or nan.
@@ -55,8 +56,13 @@ class Problem:
     edges: tuple[Edge, ...]
     usages: tuple[Usage, ...] = ()
     limit: float = math.inf
+    trusted: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
+        if not trusted:
+            self._check()
+
+    def _check(self) -> None:
         checked: set[int] = set()
         sizes = [_vector_size(cost, node, checked) for node, cost in enumerate(self.costs)]
         for edge in self.edges:

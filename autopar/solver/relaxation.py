@@ -160,7 +160,8 @@ class Relaxation:
         if costs and offset > 0:  # counts too, where gaps are told as shares
             costs[0], offset = costs[0] + offset, 0.0
         reduced = (self.ends, *self.blocks)
-        return Core(tied, Problem(tuple(costs), tuple(edges)), graphs, reduced, tuple(weights), places, offset)
+        problem = Problem(tuple(costs), tuple(edges), trusted=True)
+        return Core(tied, problem, graphs, reduced, tuple(weights), places, offset)
 
     def coupled(self) -> Coupled:
         """The ends and each block once, with the weight of all its copies; ghosts are tied to the block's own columns
@@ -294,4 +295,4 @@ def _with_costs(graph: Graph, extra: dict[int, Array]) -> tuple[Problem, float]:
         offset += least
         costs.append(cost - least)
     edges = tuple(Edge(place[u], place[v], graph.neighbours[u][v]) for u, v in graph.pairs())
-    return Problem(tuple(costs), edges), offset
+    return Problem(tuple(costs), edges, trusted=True), offset
