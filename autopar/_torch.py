@@ -482,9 +482,8 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
 
     Its ``__init__``, which does nothing, is left out: what hides it from Dynamo takes longer than all the rest.
     """
-    from torch.distributed.tensor import DTensor
-
-    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    kind = _dtensor()
+    made: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     return made
 
 
@@ -494,6 +493,13 @@ def gradient_of(local: torch.Tensor, spec: Any) -> DTensor:
     kind = _arriving()
     made: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     return made
+
+
+@cache
+def _dtensor() -> type[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
 
 
 @cache

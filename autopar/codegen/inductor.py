@@ -27,9 +27,9 @@ def compiled(function: Program) -> Program:
 
     @functools.wraps(function)
     def run(rank: Any, inputs: list[Any]) -> tuple[Any, ...]:
-        if not _known(inputs):
-            return function(rank, inputs)
         key = tuple(map(_kind, inputs))
+        if None in key:
+            return function(rank, inputs)
         if key not in made:
             made[key] = _compiled(function, rank, inputs)
         return made[key](rank, inputs)
@@ -41,10 +41,11 @@ def _known(values: Sequence[Any]) -> bool:
     return all(isinstance(x, (Tensor, HostTensor)) for x in values)
 
 
-def _kind(x: Any) -> Any:
-    held = isinstance(x, HostTensor)
-    x = x.tensor if held else x
-    return held, tuple(x.shape), x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+def _kind(x: Any) -> tuple[Any, ...] | None:
+    """What compiled code depends on; None for what it does not know."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+    return (HostTensor, _kind(x.tensor)) if isinstance(x, HostTensor) else None
 
 
 def _compiled(function: Program, rank: Any, inputs: list[Any]) -> Program:
