@@ -111,7 +111,7 @@ def _mean(
     dims = list(range(x.ndim)) if dims is None or dims == [] else list(dims)
     count = 1
     for d in dims:
-        count *= x.shape[d]
+        count *= x.shape[d] if x.ndim else 1
     kind = dtype or x.dtype
     wide = torch.float32 if kind in HALF else dtype
     total: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=wide)

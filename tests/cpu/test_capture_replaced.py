@@ -196,6 +196,14 @@ def test_ctc(reduction, packed) -> None:
 LABELS = torch.tensor([[0, 3, -1, 1, 1], [2, 1, 4, 0, -1], [-1, 0, 0, 0, 0], [1, 1, 2, -1, 3]])
 """Of several classes each; those after the first -1 do not count."""
 
+
+
+def _of_one_number(s: Tensor) -> Tensor:
+    """Which has a dim 0 for every op that asks for a dim."""
+    chosen = s.topk(1, 0)[0] * s.sort(0)[0] + s.cumsum(0) + s.index_select(0, torch.tensor([0]))
+    return chosen * s.mean(0) + s.softmax(0) * s.logsumexp(0) + s.log_softmax(0) + s.max(0)[0]
+
+
 TAKEN_APART: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "multilabel_margin": lambda m, x: F.multilabel_margin_loss(m(x), LABELS),
     "multilabel_margin_each": lambda m, x: F.multilabel_margin_loss(m(x), LABELS, reduction="none"),
@@ -214,6 +222,7 @@ TAKEN_APART: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "covariance": lambda m, x: torch.cov(m(x).T) + torch.cov(x.T, correction=0, aweights=m(x)[:, 0].abs()),
     "covariance_weighted": lambda m, x: m(x).T.cov(fweights=LABELS[3, :4].abs(), aweights=x[:, 0].exp()),
     "correlation": lambda m, x: torch.corrcoef(m(x)) * m(x)[0].cov() + m(x)[0].corrcoef(),
+    "one_number": lambda m, x: _of_one_number(m(x).mean()),
     "rrelu_outside_of_training": lambda m, x: F.rrelu(m(x), training=False),
     "affine_grid": lambda m, x: F.affine_grid(m(x)[:, :3].reshape(2, 2, 3), [2, 1, 4, 6], align_corners=False),
 }

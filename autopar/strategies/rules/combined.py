@@ -33,8 +33,9 @@ def result(node: Node, index: int = 0) -> TensorMeta:
 
 
 def cutting(strategy: Strategy, dims: Sequence[int], operand: int = 0) -> tuple[int, ...]:
-    """The mesh axes that cut any of ``dims``, in the order of the dims."""
-    return tuple(a for d in dims for a in strategy.inputs[operand].dims[d])
+    """The mesh axes that cut any of ``dims``, in the order of the dims. A single number has dim 0 too, never cut."""
+    cut = strategy.inputs[operand].dims
+    return tuple(a for d in dims if cut for a in cut[d])
 
 
 def kept(

@@ -111,6 +111,8 @@ def _index_add(node: Node, metas: Metas) -> str:
     dims = names(len(metas[0].shape))
     dim = dim_arg(node, 1, len(dims))
     source = [*dims[:dim], "j", *dims[dim + 1 :]]
+    if not dims:
+        return f"-, {'[j]' if metas[1].shape else '-'}, {'[j]' if metas[2].shape else '-'} -> -"
     return f"{term(dims)}, [j], {term(source, [dim])} -> {term(dims)}"
 
 

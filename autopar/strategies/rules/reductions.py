@@ -151,6 +151,8 @@ rule(aten.glu_backward, _halved, linear=((0,),))
 
 def _topk(node: Node, metas: Metas) -> str:
     dims = names(len(metas[0].shape))
+    if not dims:
+        return "- -> -, -"
     at = dim_arg(node, 2, len(dims), -1)
     before, after = (" ".join(to if i == at else d for i, d in enumerate(dims)) for to in (f"{{d{at}}}", "[k]"))
     return f"{before} -> {', '.join([f'{after} / d{at}'] * 2)}"
