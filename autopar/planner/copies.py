@@ -8,15 +8,17 @@ there as it is, which takes nothing and needs the maker's spec to be the same, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir import Value
+from autopar.ir import Phase, Value
+from autopar.planner.in_place import MAKES_NEW
 from autopar.planner.kernels import local_bytes
+from autopar.planner.lives import BEFORE, Lives, last_read, lives_of, taken_over, takes_over
 from autopar.planner.variables import Decisions, Handover, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage
@@ -26,13 +28,13 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Copy:
-    """A handover that may be copied, ``sizes`` by each spec in which it is read, and the positions while it lives."""
+    """A handover that may be copied, ``sizes`` by each spec in which it is read, and the places while it lives."""
 
     handover: Handover
     specs: tuple[ShardingSpec, ...]
     sizes: tuple[float, ...]
-    first: int
-    last: int
+    first: float
+    last: float
 
 
 @dataclass
@@ -43,10 +45,10 @@ class Copies:
     decisions: Decisions
     _arrays: dict[tuple[object, ...], Array] = field(default_factory=dict)
 
-    def extend(self, problem: Problem, positions: Sequence[int]) -> Problem:
-        """``problem`` with the copies that live at ``positions``, whose rows are at times 0, 1, ..."""
+    def extend(self, problem: Problem, places: Sequence[float]) -> Problem:
+        """``problem`` with the copies that live at ``places``, whose rows are at times 0, 1, ..."""
         costs, edges, usages = list(problem.costs), list(problem.edges), list(problem.usages)
-        for copy, times in self._at(positions):
+        for copy, times in self._at(places):
             node = len(costs)
             size = self._array(("sizes", copy.sizes), [0.0, *(b for z in copy.sizes for b in (0.0, z))])
             costs.append(self._array(("costs", len(size)), [0.0] * len(size)))
@@ -55,20 +57,21 @@ class Copies:
             usages += [Usage(node, size, t, t + 1) for t in times]
         return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit)
 
-    def states(self, choice: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
+    def states(self, choice: Sequence[int], places: Sequence[float]) -> tuple[int, ...]:
         """``choice`` with the nodes that ``extend`` adds."""
         added = []
-        for copy, _ in self._at(positions):
+        for copy, _ in self._at(places):
             made, read = self._specs(copy, choice)
-            added.append(0 if read is None else 1 + 2 * copy.specs.index(read) + int(made != read))
+            there = read is not None and self._there(copy.handover, made, read)
+            added.append(0 if read is None else 1 + 2 * copy.specs.index(read) + int(not there))
         return (*choice, *added)
 
-    def bytes(self, choice: Sequence[int], position: int) -> float:
-        """What all copies hold at ``position``."""
+    def bytes(self, choice: Sequence[int], place: float) -> float:
+        """What all copies hold at ``place``."""
         total = 0.0
-        for copy, _ in self._at((position,)):
+        for copy, _ in self._at((place,)):
             made, read = self._specs(copy, choice)
-            if read is not None and made != read:
+            if read is not None and not self._there(copy.handover, made, read):
                 total += copy.sizes[copy.specs.index(read)]
         return total
 
@@ -78,24 +81,34 @@ class Copies:
         read = self._spec_read(target, choice[h.target], h.position)
         return spec_made(v[h.source].options[choice[h.source]], h.out), read
 
+    def _there(self, h: Handover, made: ShardingSpec | None, read: ShardingSpec) -> bool:
+        """Whether what is read is there as it is, or takes the place of what was made: a sum over ranks may."""
+        if made is None or made == read or made.dims != read.dims or read.partial:
+            return made == read
+        node = self.decisions.variables[h.source].node
+        return node is not None and node.packet in MAKES_NEW
+
     def _spec_read(self, target: Variable, option: int, position: int) -> ShardingSpec | None:
         """None where the option reads nothing, or what the forward has gathered."""
         return None if target.kept and target.kept[option] else spec_read(target.options[option], position)
 
-    def _at(self, positions: Sequence[int]) -> Iterator[tuple[_Copy, list[int]]]:
+    def _at(self, places: Sequence[float]) -> Iterator[tuple[_Copy, list[int]]]:
         for copy in self.copies:
-            times = [t for t, p in enumerate(positions) if copy.first <= p <= copy.last]
+            times = [t for t, p in enumerate(places) if copy.first <= p <= copy.last]
             if times:
                 yield copy, times
 
     @cached_property
+    def _lives(self) -> Lives:
+        return lives_of(self.decisions)
+
+    @cached_property
     def copies(self) -> tuple[_Copy, ...]:
         d = self.decisions
-        at = {n.name: i for i, n in enumerate(d.graph.nodes)}
         found: dict[tuple[int, int, int], _Copy] = {}
         for h in d.handovers:
             target = d.variables[h.target]
-            life = self._life(target, at)
+            life = self._life(h, target)
             if h.kept or h.rerun or life is None or h.source == h.target or (h.source, h.out, h.target) in found:
                 continue
             read = (self._spec_read(target, o, h.position) for o in range(len(target.options)))
@@ -105,25 +118,34 @@ class Copies:
                 found[h.source, h.out, h.target] = _Copy(h, specs, sizes, *life)
         return tuple(found.values())
 
-    def _life(self, target: Variable, at: Mapping[str, int]) -> tuple[int, int] | None:
-        graph = self.decisions.graph
+    def _life(self, h: Handover, target: Variable) -> tuple[float, float] | None:
+        """The places at which what is read is there beside what is handed over."""
+        lives, value = self._lives, target.value
+        source = self.decisions.variables[h.source].node
         if target.kind == "op" and target.node is not None:
-            return at[target.node.name], at[target.node.name]
-        if target.kind == "output" and target.value is not None:
-            return at[target.value.node], len(graph.nodes)
-        if target.kind == "copy" and target.value is not None and not target.key.endswith("@module"):
-            return self._reads(target.value, target.phase, at)
+            at = lives.at[target.node.name]
+            handed = self.decisions.variables[h.source].value or (Value(source.name, h.out) if source else None)
+            last = handed is not None and lives.handed[target.phase].get(handed) == target.node.name
+            return at - BEFORE, at - BEFORE if last else at
+        if target.kind == "parameter" and h.position < 0 and source is not None:
+            return (lives.at[source.name] + BEFORE,) * 2
+        if target.kind == "output" and value is not None:
+            return lives.at[value.node] + BEFORE, last_read(self.decisions, value, lives)
+        if target.kind == "copy" and value is not None and not target.key.endswith("@module"):
+            if takes_over(self.decisions, target):
+                return (taken_over(self.decisions, target, lives)[0],) * 2
+            return self._reads(value, target.phase)
         return None
 
-    def _reads(self, value: Value, phase: str, at: Mapping[str, int]) -> tuple[int, int] | None:
-        places = [at[n.name] for n, _ in self.decisions.graph.consumers.get(value, ()) if n.phase == phase]
-        return (min(places), max(places)) if places else None
+    def _reads(self, value: Value, phase: Phase) -> tuple[float, float] | None:
+        first, last = self._lives.reads[phase]
+        return (first[value] - BEFORE, last[value]) if value in first else None
 
     def _made(self, copy: _Copy) -> Array:
         h = copy.handover
         options = self.decisions.variables[h.source].options
         made = [spec_made(o, h.out) for o in options]
-        fits = [[True, *(f for s in copy.specs for f in (m == s, True))] for m in made]
+        fits = [[True, *(f for s in copy.specs for f in (self._there(h, m, s), True))] for m in made]
         return self._array(("made", id(options), h.out, copy.specs), np.where(fits, 0.0, math.inf))
 
     def _read(self, copy: _Copy) -> Array:

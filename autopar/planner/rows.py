@@ -7,48 +7,38 @@ on the way; the exact liveness of the scheduled program has the last word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir import ITEMSIZE, Graph, Phase, TensorMeta, Value
+from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
 from autopar.planner.in_place import may_overwrite
 from autopar.planner.kernels import VIEWS, local_bytes
+from autopar.planner.lives import BEFORE, Lives, inherited, last_as_made, last_read, lives_of, taken_over, takes_over
 from autopar.planner.options import Options
 from autopar.planner.pricing import state_bytes
 from autopar.planner.transients import least_transients
-from autopar.planner.variables import Decisions, Variable, hold_key, spec_made
-from autopar.sharding import Strategy
+from autopar.planner.variables import Decisions, Variable, spec_made, spec_read
+from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Usage
 
 Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Lives:
-    """Positions in the graph between which a value's memory, and that of its views, is read."""
+def usages(d: Decisions, options: Options, places: Sequence[float]) -> tuple[Usage, ...]:
+    """What every option holds at each of ``places``; that of the graph's length is the end of the step.
 
-    at: Mapping[str, int]
-    forward: Mapping[Value, int]
-    backward: Mapping[Value, tuple[int, int]]
-    whole: Mapping[Value, int]
-    stored: frozenset[Value]
-
-
-def usages(d: Decisions, options: Options, positions: Sequence[int]) -> tuple[Usage, ...]:
-    """What every option holds at each of ``positions`` (indices of graph nodes; the graph's length is the end).
-
-    Time ``t`` of the result is ``positions[t]``.
+    Time ``t`` of the result is ``places[t]``.
     """
-    lives = _lives(d.graph)
-    made = _gradients_made(d.graph, lives.at)
+    lives = lives_of(d)
+    made = _gradients_made(d)
     found: list[Usage] = []
     for i, v in enumerate(d.variables):
         for size, start, end in _held(d, v, options, lives, made):
             if size.any():
-                found += [Usage(i, size, t, t + 1) for t, p in enumerate(positions) if start <= p <= end]
-    for t, p in enumerate(positions):
+                found += [Usage(i, size, t, t + 1) for t, p in enumerate(places) if start <= p <= end]
+    for t, p in enumerate(places):
         found += _while_running(d, options, p, t)
     return tuple(found)
 
@@ -74,8 +64,8 @@ def static_usages(
     Args:
         holds: also what hold variables keep for the backward; of it, with ``tied``, nothing for views.
     """
-    lives = _lives(d.graph)
-    made = _gradients_made(d.graph, lives.at)
+    lives = lives_of(d)
+    made = _gradients_made(d)
     found: list[Usage] = []
     for i, v in enumerate(d.variables):
         view = v.kind == "hold" and v.value is not None and d.graph.by_name[v.value.node].packet in VIEWS
@@ -88,102 +78,98 @@ def static_usages(
 
 
 def _held(
-    d: Decisions, v: Variable, options: Options, lives: _Lives, made: Mapping[str, int]
-) -> Iterator[tuple[Array, int, int]]:
-    """(bytes of each option, first position, last position) of what a variable holds."""
+    d: Decisions, v: Variable, options: Options, lives: Lives, made: Mapping[str, _Made]
+) -> Iterator[tuple[Array, float, float]]:
+    """(bytes of each option, first place, last place) of what a variable holds."""
     end = len(d.graph.nodes)
-    if v.kind == "parameter" and v.node is not None and v.node.outputs[0] is not None:
-        meaning, meta = d.graph.input_of[v.node.name], v.node.outputs[0]
-        specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
-        parts = [state_bytes(meta, s, d.mesh, meaning.trainable, options) for s in specs]
-        away = np.array(v.away or (0,) * len(parts), dtype=np.float64)
-        yield np.array([float(p.parameter + p.optimizer) for p in parts]) - away, 0, end
-        gradients = np.array([float(p.gradient) for p in parts])
-        reduced = d.reduced_dtype.get(meaning.name, meta.dtype)
-        yield gradients * (ITEMSIZE[reduced] / meta.itemsize), made.get(meaning.name, end), end - 1
-        yield gradients, end, end
-        yield np.array([float(p.step) for p in parts]) * (away == 0), end, end
+    if v.kind == "parameter" and v.node is not None:
+        yield from _of_parameter(d, v, options, made)
     elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
-        yield _sizes(d, v.node.outputs[0], v.options, 0), 0, lives.whole[Value(v.node.name)]
+        yield _sizes(d, v.node.outputs[0], v.options, 0), 0, lives.reads["backward"][1][Value(v.node.name)]
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
         meta = v.node.outputs[0]
         whole = v.kind == "input" and options.batch == "global"
         yield np.full(len(v.options), float(meta.bytes)) if whole else _sizes(d, meta, v.options, 0), 0, end
-    elif v.kind == "copy" and any(v.kept) and v.value is not None:
-        size = _sizes(d, d.graph.meta(v.value), v.options, 0) * np.array(v.kept)
-        yield size, lives.forward.get(v.value, 0), lives.backward.get(v.value, (0, -1))[1]
+    elif v.kind == "copy" and v.value is not None:
+        yield from _of_copy(d, v, v.value, lives)
+    elif v.kind == "output" and v.value is not None:
+        yield _sizes(d, d.graph.meta(v.value), v.options, 0), last_read(d, v.value, lives) + BEFORE, end
     elif v.kind == "hold" and v.value is not None:
         size = _sizes(d, d.graph.meta(v.value), v.options, 0)
         first, last = lives.backward.get(v.value, (end, -1))
         kept, remade, offloaded = (
             np.array([a == action for a in v.actions]) for action in ("keep", "recompute", "offload")
         )
-        yield size * kept, lives.forward.get(v.value, lives.at[v.value.node]) + 1, last
-        yield size * offloaded, first, last
+        yield size * kept, lives.forward.get(v.value, lives.at[v.value.node]) + BEFORE, last
+        yield size * offloaded, first - BEFORE, last
         if d.graph.by_name[v.value.node].packet not in VIEWS:
-            yield size * remade, first, last
-    elif v.kind == "op" and v.node is not None and v.node.packet not in VIEWS:
-        for out, result in enumerate(v.node.outputs):
-            value = Value(v.node.name, out)
-            if result is not None:
-                reads = lives.forward if hold_key(value) in d.index else lives.whole
-                at = lives.at[v.node.name]
-                last = max(reads.get(value, -1), -1 if value in lives.stored else at)
-                # While it runs it may be in the place of an operand: rows are not above what is held.
-                yield _sizes(d, result, v.options, out), at + may_overwrite(v.node, d.graph), last
+            yield size * remade, first - BEFORE, last
+    elif v.kind == "op" and v.node is not None:
+        yield from _of_op(d, v, v.node, lives)
+
+
+def _of_parameter(
+    d: Decisions, v: Variable, options: Options, made: Mapping[str, _Made]
+) -> Iterator[tuple[Array, float, float]]:  # fmt: skip
+    assert v.node is not None and v.node.outputs[0] is not None
+    end, meaning, meta = len(d.graph.nodes), d.graph.input_of[v.node.name], v.node.outputs[0]
+    specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
+    parts = [state_bytes(meta, s, d.mesh, meaning.trainable, options) for s in specs]
+    away = np.array(v.away or (0,) * len(parts), dtype=np.float64)
+    yield np.array([float(p.parameter + p.optimizer) for p in parts]) - away, 0, end
+    gradients = np.array([float(p.gradient) for p in parts])
+    as_made = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
+    at, settled = made.get(meaning.name, (end, end))
+    yield np.minimum(as_made, as_made.max(initial=0.0) / d.mesh.size), at + 1, settled - BEFORE
+    yield as_made, settled, end - BEFORE
+    yield gradients, end, end
+    yield np.array([float(p.step) for p in parts]) * (away == 0), end, end
+
+
+def _of_copy(d: Decisions, v: Variable, value: Value, lives: Lives) -> Iterator[tuple[Array, float, float]]:
+    size = _sizes(d, d.graph.meta(value), v.options, 0)
+    kept = np.array(v.kept or (False,) * len(v.options))
+    if takes_over(d, v):
+        beside, last = taken_over(d, v, lives)
+        yield size * ~kept, beside + BEFORE, last
+    if kept.any():  # until then it is the forward's own copy
+        yield size * kept, lives.forward.get(value, -1) + BEFORE, lives.backward.get(value, (0, -1))[1]
+
+
+def _of_op(d: Decisions, v: Variable, node: Node, lives: Lives) -> Iterator[tuple[Array, float, float]]:
+    at = lives.at[node.name]
+    for value in dict.fromkeys(node.inputs):
+        if lives.handed[node.phase].get(value) == node.name:
+            position = node.inputs.index(value)
+            yield _bytes(d, d.graph.meta(value), [spec_read(o, position) for o in v.options]), at, at
+    # While it runs it may be in the place of an operand: rows are not above what is held.
+    first, share = at + BEFORE * may_overwrite(node, d.graph), 1.0
+    if node.packet in VIEWS and node.inputs:
+        first, share = inherited(d, node, lives)
+    for out, result in enumerate(node.outputs if share else ()):
+        if result is not None:
+            yield share * _sizes(d, result, v.options, out), first, last_as_made(d, Value(node.name, out), lives)
 
 
 def _sizes(d: Decisions, meta: TensorMeta, options: Sequence[Strategy], out: int) -> Array:
-    specs = [spec_made(o, out) for o in options]
+    return _bytes(d, meta, [spec_made(o, out) for o in options])
+
+
+def _bytes(d: Decisions, meta: TensorMeta, specs: Sequence[ShardingSpec | None]) -> Array:
     return np.array([float(local_bytes(meta, s, d.mesh)) if s is not None else 0.0 for s in specs])
 
 
-def _gradients_made(graph: Graph, at: Mapping[str, int]) -> dict[str, int]:
-    return {o.name: at[o.value.node] for o in graph.outputs if o.kind == "gradient"}
+class _Made(NamedTuple):
+    """The place at which a gradient is made, and that from which on it is surely in its parameter's spec."""
+
+    at: int
+    settled: int
 
 
-def _lives(graph: Graph) -> _Lives:
-    at = {n.name: i for i, n in enumerate(graph.nodes)}
-    forward = _last_reads(graph, at, "forward")
-    first, last = _backward_reads(graph, at)
-    stored = frozenset(o.value for o in graph.outputs if o.kind == "gradient" and not o.name.startswith("input:"))
-    return _Lives(at, forward, {v: (first[v], last[v]) for v in first}, _last_reads(graph, at, None), stored)
-
-
-def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase | None) -> dict[Value, int]:
-    """Position of the last reader (of one phase) of each value's memory, through views; outputs live to the end."""
-    last: dict[Value, int] = {}
-    for value, readers in graph.consumers.items():
-        places = [at[n.name] for n, _ in readers if phase is None or n.phase == phase]
-        if places:
-            last[value] = max(places)
-    for output in graph.outputs:
-        if output.kind != "gradient" or output.name.startswith("input:"):
-            last[output.value] = len(graph.nodes)
-    for node in reversed(graph.nodes):
-        if node.packet in VIEWS and node.inputs:
-            ends = [last.get(Value(node.name, i), -1) for i in range(len(node.outputs))]
-            last[node.inputs[0]] = max([last.get(node.inputs[0], -1), *ends])
-    return last
-
-
-def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, int], dict[Value, int]]:
-    """First and last position in the backward at which each forward value is read, if it is there at all.
-
-    An op is run again just before its first reader. That may be another that is run again, as early as one likes; but
-    what the backward itself reads is taken to be made for that, so that the rows are not above what is held.
-    """
-    first: dict[Value, int] = {}
-    last: dict[Value, int] = {}
-    direct: set[Value] = set()
-    for node in reversed(graph.nodes):
-        backward = node.phase == "backward" and node.op != "placeholder"
-        made = (Value(node.name, i) for i in range(len(node.outputs)))
-        places = [at[node.name]] if backward else [first[v] for v in made if v in first]
-        for value, place in dict.fromkeys(node.inputs, min(places)).items() if places else ():
-            if backward or value not in direct:
-                first[value] = min(first.get(value, place), place)
-            last[value] = max(last.get(value, place), place)
-            if backward:
-                direct.add(value)
-    return first, last
+def _gradients_made(d: Decisions) -> dict[str, _Made]:
+    """Every further step of a gradient's redistribution comes when the next result is there."""
+    places = sorted({d.graph.order[o.value.node] for o in d.graph.outputs})
+    ends = [*places, *[len(d.graph.nodes)] * 2 * d.mesh.ndim]
+    settled = {place: ends[i + 2 * d.mesh.ndim - 1] for i, place in enumerate(places)}
+    found = ((o.name, d.graph.order[o.value.node]) for o in d.graph.outputs if o.kind == "gradient")
+    return {name: _Made(at, max(settled[at], at + 1)) for name, at in found}

@@ -16,6 +16,7 @@ from autopar.mesh import Mesh
 from autopar.planner.fused import marked
 from autopar.planner.implementations import implementation, packing_kernels
 from autopar.planner.kernels import VIEWS, local_bytes
+from autopar.planner.lives import takes_over
 from autopar.planner.pricing import Prices
 from autopar.planner.transfers import place_transfers, state_seconds, transfer_seconds
 from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
@@ -137,6 +138,8 @@ class _Scheduler:
         if self.forced:
             for i in range(len(node.outputs)):
                 self._force(Value(node.name, i), node.phase)
+        for i in range(len(node.outputs)):
+            self._take_over(Value(node.name, i), node.phase)
         if self.holds:
             for i in range(len(node.outputs)):
                 self._hold(Value(node.name, i))
@@ -190,6 +193,14 @@ class _Scheduler:
                 kernels=way.kernels, halos=way.halos, sent=way.sent,
             )
         )  # fmt: skip
+
+    def _take_over(self, value: Value, phase: Phase) -> None:
+        """A copy from which all read is made at once: what it is made of need not stay."""
+        at = self.copies.get((value, phase))
+        if at is not None and takes_over(self.d, self.d.variables[at]):
+            self._redistribute(
+                value, self.base[phase][value], self.d.variables[at].options[self.choice[at]].inputs[0], phase
+            )
 
     def _hold(self, value: Value) -> None:
         """Bring what is kept for the backward into the spec in which it is kept, at once."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.ir import Graph
 from autopar.planner.copies import Copies
+from autopar.planner.lives import BEFORE
 from autopar.planner.options import Options
 from autopar.planner.rows import usages
 from autopar.planner.schedule import AGAIN
@@ -27,11 +28,12 @@ MOST_AT_ONCE = 4
 
 @dataclass
 class Rows:
-    """Positions in the graph, and for each the bytes to set aside there; the graph's length is the end of the step."""
+    """Places of the program, and for each the bytes to set aside there; that of the graph's length is the end of the
+    step."""
 
     decisions: Decisions
     options: Options
-    unseen: dict[int, float] = field(default_factory=dict)
+    unseen: dict[float, float] = field(default_factory=dict)
     copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,35 +65,41 @@ class Rows:
 
     def watch(self, program: Program, timeline: Sequence[int], budget: float) -> None:
         """Rows for the moments at which a program of other decisions is over ``budget``."""
-        for position, _ in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
-            self.unseen.setdefault(position, 0.0)
+        for place, _ in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
+            self.unseen.setdefault(place, 0.0)
 
     def tighten(self, choice: Sequence[int], program: Program, timeline: Sequence[int], budget: float) -> bool:
         """Rows for the moments at which ``program`` is over ``budget``; whether any row is new or tighter."""
         changed = False
-        for position, held in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
-            rows = usages(self.decisions, self.options, (position,))
-            modelled = sum(float(u.option[choice[u.node]]) for u in rows) + self.copies.bytes(choice, position)
-            new = position not in self.unseen
+        for place, held in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
+            rows = usages(self.decisions, self.options, (place,))
+            modelled = sum(float(u.option[choice[u.node]]) for u in rows) + self.copies.bytes(choice, place)
+            new = place not in self.unseen
             # Where the row alone bars this program, nothing is set aside yet: so far its bound holds for all.
             unseen = 0.0 if new and modelled > budget else max(held - modelled, 0.0)
-            changed |= unseen > self.unseen.get(position, -1.0)
-            self.unseen[position] = max(unseen, self.unseen.get(position, 0.0))
+            changed |= unseen > self.unseen.get(place, -1.0)
+            self.unseen[place] = max(unseen, self.unseen.get(place, 0.0))
         return changed
 
 
-def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> list[tuple[int, int]]:
-    """(position, bytes) of every local peak over ``budget``, the highest first."""
-    at = {n.name: i for i, n in enumerate(graph.nodes)}
-    following = len(graph.nodes)
-    held: dict[int, int] = {}
-    for op, size in zip([*program.ops, None][::-1], timeline[::-1], strict=True):
-        if op is not None and op.kind == "compute" and not op.name.endswith(AGAIN):
-            following = at[op.node]
-        held[following] = max(held.get(following, 0), size)
+def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> list[tuple[float, int]]:
+    """(place, bytes) of every local peak over ``budget``, the highest first."""
+    held = held_at(program, graph, timeline)
     places = list(held)
     found = [
         (p, held[p]) for i, p in enumerate(places)
         if held[p] > budget and held[p] >= max((held[q] for q in places[max(i - 1, 0) : i + 2]), default=0)
     ]  # fmt: skip
     return sorted(found, key=lambda peak: -peak[1])
+
+
+def held_at(program: Program, graph: Graph, timeline: Sequence[int]) -> dict[float, int]:
+    """The most that ``program``, whose ops hold ``timeline``, holds at each place, the last first."""
+    following: float = len(graph.nodes)
+    held = {following: timeline[-1]}
+    for op, size in zip(program.ops[::-1], timeline[-2::-1], strict=True):
+        place = following - BEFORE
+        if op.kind == "compute" and not op.name.endswith(AGAIN):
+            place = following = graph.order[op.node]
+        held[place] = max(held.get(place, 0), size)
+    return held

@@ -79,6 +79,12 @@ class Decisions:
         """In which each parameter's gradient is made."""
         return {o.name: self.graph.meta(o.value).dtype for o in self.graph.outputs if o.kind == "gradient"}
 
+    @cached_property
+    def given(self) -> frozenset[Value]:
+        """What the caller gets."""
+        found = (o for o in self.graph.outputs if o.kind == "output" or o.name.startswith("input:"))
+        return frozenset(o.value for o in found)
+
     def add(self, variable: Variable) -> int:
         options = self.shared(variable.options)
         if options is not variable.options:

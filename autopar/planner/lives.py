@@ -1,0 +1,199 @@
+"""Between which places of the program the rows count what is held.
+
+A place is the index of a graph's node, while it runs, or half of one before it: what is done for it just before, such
+as redistributing its operands. So a result that one op reads in another spec is there until half before its reader, and
+what is read only while that runs. The memory of a value that nobody reads any more passes to its views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from autopar.ir import Graph, Node, Phase, Value
+from autopar.planner.accumulation import is_gradient
+from autopar.planner.kernels import VIEWS
+from autopar.planner.variables import Decisions, Variable, copy_key, forced_key, hold_key
+
+BEFORE = 0.5
+"""What is done just before a node is at its index less this."""
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Places between which values are read.
+
+    Args:
+        at: where each node runs.
+        forward: the last in the forward, through views, the end for what is given to the caller.
+        backward: the first and last of forward values, if they are there at all.
+        reads: in each phase the first and last.
+        stored: gradients, which their parameters hold.
+        handed: in each phase the last op that reads a value from its copy, or alone as it is made: what that takes in
+            another spec is all that is held then.
+    """
+
+    at: Mapping[str, int]
+    forward: Mapping[Value, int]
+    backward: Mapping[Value, tuple[int, int]]
+    reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
+    stored: Collection[Value]
+    handed: Mapping[Phase, Mapping[Value, str]]
+
+
+def lives_of(d: Decisions) -> Lives:
+    graph, at = d.graph, d.graph.order
+    turn = next((i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder"), len(at))
+    first, last = _backward_reads(graph, at)
+    mutated = {o.value: turn - 1 for o in graph.outputs if o.kind == "mutation"}
+    given = dict.fromkeys(d.given, len(at))
+    reads = {
+        phase: (_first_reads(graph, at, phase), _last_reads(graph, at, phase, mutated if phase == "forward" else {}))
+        for phase in PHASES
+    }
+    forward = _through_views(graph, _last_reads(graph, at, "forward", given))
+    return Lives(
+        at, forward, {v: (first[v], last[v]) for v in first}, reads,
+        {o.value for o in graph.outputs if is_gradient(o)}, _handed(d),
+    )  # fmt: skip
+
+
+def takes_over(d: Decisions, copy: Variable) -> bool:
+    """Whether a value is soon held in the copy's spec alone: where all read it from there. What is no op's result is
+    there anyway."""
+    value = copy.value
+    if value is None or copy.key != copy_key(value, copy.phase) or forced_key(value) in d.index:
+        return False
+    both = hold_key(value) not in d.index and copy_key(value, "backward") in d.index
+    later = both and (copy.phase == "forward" or value in d.given)
+    return _made_by_op(d, value) and not later
+
+
+def taken_over(d: Decisions, copy: Variable, lives: Lives) -> tuple[float, float]:
+    """The place at which a copy that takes over is there beside what it is made of, and the last at which it is read.
+    In the phase in which the value is made the copy is made at once."""
+    assert copy.value is not None
+    first, last = lives.reads[copy.phase]
+    soon = lives.at[copy.value.node] + 1
+    if d.graph.by_name[copy.value.node].phase != copy.phase:
+        soon = first.get(copy.value, soon)
+    if copy.value in lives.handed[copy.phase]:
+        return soon - BEFORE, last[copy.value] - BEFORE
+    return soon - BEFORE, last.get(copy.value, soon)
+
+
+def last_as_made(d: Decisions, value: Value, lives: Lives) -> float:
+    """The last place at which a result is there in the spec in which it is made."""
+    at = lives.at[value.node]
+    ends: list[float] = [at + BEFORE if value in lives.stored else at]
+    for phase in _phases(d, value):
+        copy = d.index.get(copy_key(value, phase))
+        last = lives.reads[phase][1]
+        if copy is not None and takes_over(d, d.variables[copy]):
+            ends.append(taken_over(d, d.variables[copy], lives)[0])
+        elif value in lives.handed[phase]:
+            ends.append(last.get(value, at) - BEFORE)
+        else:
+            ends.append(last.get(value, at))
+    return max(ends)
+
+
+def last_read(d: Decisions, value: Value, lives: Lives) -> int:
+    """The last place at which an op reads a value, or makes it, before it is the caller's alone."""
+    return max(lives.at[value.node], *(lives.reads[phase][1].get(value, -1) for phase in _phases(d, value)))
+
+
+def _phases(d: Decisions, value: Value) -> tuple[Phase, ...]:
+    """In which a value is read as it was made: what is held for the backward is held by itself."""
+    return PHASES if hold_key(value) not in d.index else PHASES[:1]
+
+
+def _made_by_op(d: Decisions, value: Value) -> bool:
+    node = d.variables[d.index[value.node]].node
+    return node is not None and node.op != "placeholder"
+
+
+def inherited(d: Decisions, view: Node, lives: Lives) -> tuple[float, float]:
+    """The first place at which a view's memory is not counted as that of a value that it is of, and the share of its
+    bytes that is counted then: views of one value may overlap, and be larger than it. Nothing of what is there anyway.
+    """
+    value, phase = view.inputs[0], view.phase
+    base = d.graph.by_name[value.node]
+    if base.op == "placeholder" or value in d.given:
+        return 0.0, 0.0
+    views = [n for n, _ in d.graph.consumers[value] if n.packet in VIEWS and n.phase == phase]
+    size = sum(m.bytes for n in views for m in n.outputs if m is not None)
+    share = min(1.0, d.graph.meta(value).bytes / size) if size else 1.0
+    first = BEFORE + max(last_as_made(d, value, lives), lives.reads[phase][1].get(value, lives.at[view.name]))
+    if base.packet in VIEWS and base.inputs:
+        earlier, part = inherited(d, base, lives)
+        return max(first, earlier), share * part
+    return first, share
+
+
+def _handed(d: Decisions) -> dict[Phase, dict[Value, str]]:
+    """What is held for the backward is so from the making on, and is no reader."""
+    readers: dict[tuple[int, int], list[Variable]] = {}
+    for h in d.handovers:
+        if not h.rerun and not h.kept and d.variables[h.target].kind != "hold":
+            readers.setdefault((h.source, h.out), []).append(d.variables[h.target])
+    found: dict[Phase, dict[Value, str]] = {phase: {} for phase in PHASES}
+    for (source, out), targets in readers.items():
+        s = d.variables[source]
+        nodes = [t.node.name for t in targets if t.kind == "op" and t.node is not None]
+        if len(nodes) < len(targets):
+            continue
+        last = max(nodes, key=d.graph.order.__getitem__)
+        if s.kind == "op" and s.node is not None and len(nodes) == 1:
+            found[targets[0].phase][Value(s.node.name, out)] = last
+        elif s.kind == "copy" and s.value is not None and not any(s.kept) and takes_over(d, s):
+            found[s.phase][s.value] = last
+    return found
+
+
+def _first_reads(graph: Graph, at: Mapping[str, int], phase: Phase) -> dict[Value, int]:
+    found = ((v, [at[n.name] for n, _ in readers if n.phase == phase]) for v, readers in graph.consumers.items())
+    return {value: min(places) for value, places in found if places}
+
+
+def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase, ends: Mapping[Value, int]) -> dict[Value, int]:
+    """The last reader of each value, or where it ends."""
+    last: dict[Value, int] = {}
+    for value, readers in graph.consumers.items():
+        places = [at[n.name] for n, _ in readers if n.phase == phase]
+        if places:
+            last[value] = max(places)
+    return last | {value: max(place, last.get(value, -1)) for value, place in ends.items()}
+
+
+def _through_views(graph: Graph, last: dict[Value, int]) -> dict[Value, int]:
+    for node in reversed(graph.nodes):
+        if node.packet in VIEWS and node.inputs:
+            found = [last[v] for i in range(len(node.outputs)) if (v := Value(node.name, i)) in last]
+            if found:
+                last[node.inputs[0]] = max([last.get(node.inputs[0], -1), *found])
+    return last
+
+
+def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, int], dict[Value, int]]:
+    """First and last position in the backward at which each forward value is read, if it is there at all.
+
+    An op is run again just before its first reader. That may be another that is run again, as early as one likes; but
+    what the backward itself reads is taken to be made for that, so that the rows are not above what is held.
+    """
+    first: dict[Value, int] = {}
+    last: dict[Value, int] = {}
+    direct: set[Value] = set()
+    for node in reversed(graph.nodes):
+        backward = node.phase == "backward" and node.op != "placeholder"
+        made = (Value(node.name, i) for i in range(len(node.outputs)))
+        places = [at[node.name]] if backward else [first[v] for v in made if v in first]
+        for value, place in dict.fromkeys(node.inputs, min(places)).items() if places else ():
+            if backward or value not in direct:
+                first[value] = min(first.get(value, place), place)
+            last[value] = max(last.get(value, place), place)
+            if backward:
+                direct.add(value)
+    return first, last
