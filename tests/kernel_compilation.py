@@ -1,15 +1,19 @@
 """Compile every Triton kernel for a GPU that need not be there: ``python -m tests.kernel_compilation [--quick]``.
 
 The interpreter runs kernels as Python; a compiler refuses more: types that change in a loop, shapes that do not
-broadcast, more registers or shared memory than there are. Launching functions are called with tensors on the CPU and a
-driver that claims to be a GPU's, and each launch compiles down to a cubin, in every configuration.
+broadcast, more shared memory than there is. Launching functions are called with tensors on the CPU and a driver that
+claims to be a GPU's, and each launch compiles down to a cubin, in every configuration. One configuration at least must
+keep nearly all in registers: what spills moves bytes that the kernel is there to save.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +24,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from autopar.kernels import KERNELS
+from autopar.planner.fusions import WIDEST, WIDEST_BACKWARD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHARED_BYTES = 227 * 1024
 """Of one block on an H100."""
+
+SPILLED_BYTES = 128
+"""Of a thread that may lie in memory where registers do not hold all: a small part of what it reads of a row."""
 
 
 class _Absent:
@@ -109,6 +117,21 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[st
                 yield "add_norm", (arriving, residual, weight, bias), {**options, "results": results}
             rows = mean if centred else None
             yield "norm_backward", (x, given, rows, mean, weight, residual), {"results": names}
+    widest = torch.zeros(2, WIDEST, dtype=dtype)
+    options = {"eps": 1e-5, "centred": True, "results": ["total", "out"]}
+    yield "add_norm", (widest, widest, widest[0], widest[0]), options
+    x = widest[:, :WIDEST_BACKWARD]
+    yield "norm_backward", (x, x, mean[:2], mean[:2], x[0], x), {"results": ["input_gradient", "bias_gradient"]}
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Of each thread, to memory: its stack, which kernels have no other use for."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", said)[0])
 
 
 def say(line: str) -> None:
@@ -123,6 +146,7 @@ def main() -> int:
     compiled, failed = Compiled(options.capability), 0
     for dtype in FLOATS[-1:] if options.quick else FLOATS:
         for name, args, kwargs in (*launches(dtype), *smallest(dtype)):
+            spilled = []
             for config in KERNELS[name].configs[: 1 if options.quick else None]:
                 before = len(compiled.kernels)
                 try:
@@ -131,10 +155,16 @@ def main() -> int:
                     failed += 1
                     say(f"{name} {dtype} {dict(config)}: {type(error).__name__} {str(error)[-600:]}")
                     continue
-                for kernel in compiled.kernels[before:]:
-                    if "cubin" not in kernel.asm or kernel.metadata.shared > SHARED_BYTES:
-                        failed += 1
-                        say(f"{name} {dtype} {dict(config)}: {kernel.metadata.shared} bytes of shared memory")
+                made = compiled.kernels[before:]
+                if any("cubin" not in k.asm or k.metadata.shared > SHARED_BYTES for k in made):
+                    failed += 1
+                    say(f"{name} {dtype} {dict(config)}: {[k.metadata.shared for k in made]} bytes of shared memory")
+                elif min(spilled, default=1):  # one that spills nothing is enough
+                    spilled.append(max((spilled_bytes(k.asm["cubin"]) for k in made), default=0))
+            if min(spilled, default=0) > SPILLED_BYTES:
+                failed += 1
+                shapes = [list(t.shape) for t in args if isinstance(t, torch.Tensor)]
+                say(f"{name} {dtype} {shapes}: {min(spilled)} bytes a thread spilled in every configuration")
     texts = {k.asm["ptx"] for k in compiled.kernels}
     say(f"triton {triton.__version__}, sm_{options.capability}: {len(texts)} kernels compiled, {failed} failed")
     return 1 if failed or not texts else 0

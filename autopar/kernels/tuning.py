@@ -40,14 +40,23 @@ class Tuning:
         self.path = (folder or cache_folder()) / f"kernels-{re.sub(r'[^a-z0-9]+', '-', device.lower())}.json"
         self._found: dict[str, Config] | None = None
 
-    def best(self, kernel: Kernel, size: str, measure: Callable[[Config], float] | None) -> Config:
-        """The configuration for ``size``: known, or else measured and stored; the first where ``measure`` is None."""
+    def best(
+        self, kernel: Kernel, size: str, measure: Callable[[Config], float] | None,
+        settle: Callable[[], object] = lambda: None,
+    ) -> Config:  # fmt: skip
+        """The configuration for ``size``: known, or else measured and stored; the first where ``measure`` is None.
+
+        Args:
+            settle: waits for what the device was given before. Who measures must not wait for a collective that another
+                process will launch once it is its own turn to measure.
+        """
         known = self._load()
         key = f"{kernel.name} {size} {_text_digest(kernel.name)}"
         if known.get(key) in kernel.configs:
             return known[key]
         if measure is None:
             return kernel.configs[0]
+        settle()
         with _alone(self.path):
             known |= read(self.path, self._version)
             if known.get(key) not in kernel.configs:

@@ -19,6 +19,9 @@ STATISTICS = "statistics"
 WIDEST = 32768
 """Elements of a row that a norm's kernel keeps in registers."""
 
+WIDEST_BACKWARD = 16384
+"""That of its gradient, which also keeps the sums for weight and bias: of longer rows the compiler spills them."""
+
 
 @dataclass(frozen=True)
 class Fusion:
@@ -171,7 +174,7 @@ class _Finder:
         grad, y = node.inputs[:2]
         like = self.graph.meta(y)
         beside = next((v for v in add.inputs if v != dx), None)
-        if beside is None or node.args[2] != (like.shape[-1],) or like.shape[-1] > WIDEST:
+        if beside is None or node.args[2] != (like.shape[-1],) or like.shape[-1] > WIDEST_BACKWARD:
             return None
         rows = [("mean", node.args[3]), ("rstd", node.args[4])] if centred else [("rstd", node.args[3])]
         affine = [("weight", node.args[5 if centred else 4])]
@@ -241,7 +244,7 @@ class _Finder:
     def _written_out_backward(self, cube: Node) -> Fusion | None:
         """From rstd ** 3, which only the gradient of rsqrt computes, back to what made it and on to the sums."""
         known = self.roots.get(cube.inputs[0]) if cube.args[1] == 3 and cube.phase == "backward" else None
-        if known is None:
+        if known is None or known[0].dim > WIDEST_BACKWARD:
             return None
         root, hat = known
         walked = self._chain(cube)

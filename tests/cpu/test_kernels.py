@@ -283,6 +283,22 @@ for name in ("nll", "lookup"):
     assert len(set(measured)) == 2
 
 
+def test_a_process_waits_for_its_device_before_it_is_its_turn_to_measure(tmp_path) -> None:
+    """Else it would measure behind a collective that a process launches which waits for its own turn."""
+    one, other, kernel = Tuning("Some GPU", tmp_path), Tuning("Some GPU", tmp_path), KERNELS["nll"]
+    turn: list[object] = []
+
+    def settle() -> None:  # what the device was given ends when the other process has had its turn
+        turn.append(other.best(kernel, "2^9x8", lambda config: -config["BLOCK"]))
+
+    assert one.best(kernel, "2^4x8", lambda config: config["BLOCK"], settle) == {"BLOCK": 128}
+    assert turn == [{"BLOCK": 512}]
+    assert Tuning("Some GPU", tmp_path).best(kernel, "2^9x8", None) == {"BLOCK": 512}
+    one.best(kernel, "2^4x8", None, settle)
+    one.best(kernel, "2^4x8", lambda config: 1.0, settle)
+    assert len(turn) == 1, "what is known waits for nothing"
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     assert Tuning("Some GPU", tmp_path / "file").best(KERNELS["nll"], "1", lambda config: 1.0) == {"BLOCK": 256}
