@@ -129,7 +129,7 @@ def test_counts_of_values_below_a_given_number() -> None:
 
 
 def test_a_covariance_of_a_distribution_is_checked() -> None:
-    """Which torch does by branches that return; said aloud, since Dynamo turns the default off for the whole process."""
+    """Which torch does by branches that return; said aloud, since Dynamo turns the default off for a whole process."""
 
     class Likelihood(nn.Module):
         def __init__(self) -> None:
