@@ -60,6 +60,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "as_later_versions",
     "copy_each",
     "count_as_changed",
     "dtensor_like",
@@ -74,10 +75,12 @@ __all__ = [
     "in_order",
     "inductor",
     "joint_graph",
+    "load_shards",
     "permute",
     "profiler_is_running",
     "redistribution_steps",
     "reduce_scatter",
+    "save_shards",
     "storage_key",
     "strided_shard",
     "strided_shard_type",
@@ -85,6 +88,7 @@ __all__ = [
     "wait",
     "whole_group",
     "with_ends_of",
+    "without_hooks_left",
 ]
 
 
@@ -157,6 +161,19 @@ def joint_graph(
     return graph_module, inputs, outputs
 
 
+@contextlib.contextmanager
+def without_hooks_left() -> Iterator[None]:
+    """Take away the hooks for buffers of any module that were added meanwhile: an export that fails leaves its own,
+    which keeps what was exported alive."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for added in set(hooks) - before:
+            del hooks[added]
+
+
 def changes_arguments(op: Any) -> bool:
     """Whether ``op`` is a custom op that changes some of its arguments."""
     return isinstance(op, OpOverload) and op._schema.is_mutable and op.namespace not in ("aten", "prims", "autopar")
@@ -186,6 +203,35 @@ def grouped_products() -> Iterator[None]:
 
     with mock.patch.object(registered, "_meta_grouped_mm_common", checked):
         yield
+
+
+@contextlib.contextmanager
+def as_later_versions() -> Iterator[None]:
+    """While tracing, right what torch 2.11 does wrong; later versions do the same by themselves.
+
+    The last states of an LSTM keep a dim of size one. A loss asks at once whether it has as many rows as labels, which
+    nobody knows where masks choose both, rather than when the program runs.
+    """
+    from torch._decomp import decompositions
+
+    layer: Callable[..., Any] = decompositions.one_layer_lstm
+
+    def states(*args: Any, **options: Any) -> Any:
+        out, last = layer(*args, **options)
+        return out, tuple(x.squeeze(0) if x.ndim == 3 else x for x in last)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(decompositions, "one_layer_lstm", states))
+        for name in ("cross_entropy_loss", "nll_loss_nd"):
+            loss = partial(_of_equal_rows, getattr(torch._C._nn, name))
+            stack.enter_context(mock.patch.object(torch._C._nn, name, loss))
+        yield
+
+
+def _of_equal_rows(loss: Callable[..., torch.Tensor], x: torch.Tensor, labels: torch.Tensor, *options: Any) -> Any:
+    if x.ndim and labels.ndim and any(isinstance(t.shape[0], torch.SymInt) for t in (x, labels)):
+        torch._check(x.shape[0] == labels.shape[0])  # type: ignore[no-untyped-call]
+    return loss(x, labels, *options)
 
 
 @contextlib.contextmanager
@@ -538,6 +584,20 @@ def count_as_changed(tensors: Sequence[torch.Tensor]) -> None:
     """Tell autograd that ``tensors`` were changed in place: it cannot see what is done to a DTensor's shard."""
     versions = [t._version + 1 for t in tensors]
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def save_shards(tensors: dict[str, Any], writer: Any, group: dist.ProcessGroup | None) -> None:
+    """Write each rank's shards; without a group those of this process, for which the public name warns its user."""
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    _save_state_dict(tensors, writer, group, no_dist=group is None)
+
+
+def load_shards(tensors: dict[str, Any], reader: Any, group: dist.ProcessGroup | None) -> None:
+    """Read shards into ``tensors``, likewise."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    _load_state_dict(tensors, reader, group, no_dist=group is None)
 
 
 @lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ from autopar._torch import (
     OpOverload,
     changes_arguments,
     is_functionalized,
+    without_hooks_left,
 )
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.structure import Structure, flatten
@@ -222,7 +223,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
             without_tables(), averaged_by_count(), experts_by_token(), watched(overridden), packed_by_mask(),
             clusters_of_all_samples(), covariances(), combinations_by_index(),
-            taken_as_passed() as checks, skipping(model, runs) as skipped,
+            taken_as_passed() as checks, skipping(model, runs) as skipped, without_hooks_left(),
         ):  # fmt: skip
             with kept(model):
                 program = torch.export.export(flat, call.tensors, strict=False)

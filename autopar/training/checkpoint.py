@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import threading
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
@@ -76,8 +73,6 @@ class Checkpointer:
         self._group: Any = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # To be alone is no mistake of the user's.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
     def save(
         self,
@@ -225,7 +220,7 @@ class Checkpointer:
         reader = FileSystemReader(path)
         there = together(reader.read_metadata).state_dict_metadata
         targets, finish = together(lambda: state.to_load(model, optimizer, there, common), key=lambda t: list(t[0]))
-        load(targets, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        _torch.load_shards(targets, reader, self._group)
         finish()
 
     def _path(self, step: int) -> Path:
@@ -237,7 +232,7 @@ class Checkpointer:
             self._all(lambda: _emptied(beside) if this_rank() == 0 else None)
             self._all(lambda: _written(beside, blobs))
             writer = FileSystemWriter(beside, sync_files=True)
-            save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            _torch.save_shards(tensors, writer, self._group)
             self._all(lambda: self._commit(beside, step) if this_rank() == 0 else None)
         except BaseException as error:  # noqa: BLE001  raised by wait, in the thread that trains
             self._error = error

@@ -106,6 +106,15 @@ def test_the_line_is_named(body: Callable[[Any, Tensor], Any]) -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
+def test_nothing_of_what_is_refused_hooks_later_modules() -> None:
+    """torch.export leaves a hook on every module's buffers where it fails, which holds what was exported."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = dict(hooks)
+    with refused(CaptureError, HERE):
+        captured(Refused(branch), torch.randn(4, 4))
+    assert dict(hooks) == before
+
+
 def test_a_constant_that_changes() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         m.constant.add_(1)

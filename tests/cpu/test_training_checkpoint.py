@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,17 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path: Path):
     assert loaded.weight.item() == 2.0
     with pytest.raises(AutoparError, match="no such checkpoint"):
         checkpointer.load(loaded, step=7)
+
+
+def test_one_process_saves_and_loads_without_a_warning_and_leaves_the_filters_alone(tmp_path: Path):
+    model = nn.Linear(1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = list(warnings.filters)
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.save(1, model, wait=True)
+        assert checkpointer.load(model).step == 1
+        assert list(warnings.filters) == before
 
 
 def test_what_was_copied_is_what_is_written(tmp_path: Path):
