@@ -123,13 +123,13 @@ class Ways:
         return max(self._shares(), default=0.0)
 
     def _shares(self) -> Iterator[float]:
+        several = NEGLIGIBLE * sum(map(self._total_bytes, ("early", "late")))
         for kind in ("early", "late"):
             most = SIZES[-1] * self.launch_bytes(kind)
             sent: dict[tuple[object, ...], int] = {}
             for m in self._of_kind[kind]:
                 if m.op.wire_bytes < most:
                     sent[m.key] = sent.get(m.key, 0) + m.op.wire_bytes
-            several = NEGLIGIBLE * self._total_bytes(kind)
             yield from (most / size for size in sent.values() if size > several)
 
     def _total_bytes(self, kind: str) -> int:

@@ -253,6 +253,17 @@ def test_a_deep_program_is_arranged_as_well_as_if_every_way_was_tried_on_all_of_
     assert arranged(program).timeline.seconds <= exact * 1.001
 
 
+def test_a_few_bytes_of_another_kind_say_nothing_of_how_much_goes_in_a_launch() -> None:
+    program = gradients(12, 2**22, 1e-4)
+    alone = Ways(take_apart(program), PRICES)
+    scalar = Op("p", "input", "p", (), (tensor("p", CUT, 2),), "forward")
+    gathered = collective("w", scalar.writes[0], FORMS[0], "forward")
+    reader = Op("y", "compute", "y", ("w",), (tensor("y", WHOLE, 2),), "forward", seconds=1e-6)
+    beside = Ways(take_apart(Program((scalar, gathered, reader, *program.ops), program.results)), PRICES)
+    assert {m.kind for m in beside.parts.movables} == {m.kind for m in alone.parts.movables} | {"early"}
+    assert beside.largest_launch() == alone.largest_launch() > 0
+
+
 def test_programs_without_layers_are_not_shortened() -> None:
     several = [op for i in range(40) for op in gradients(1, 100, 1e-6 * (i + 1)).ops]
     assert shortened(Program(tuple(several), ()), 0.0) is None
