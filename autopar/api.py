@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
-from autopar.errors import MeshError, PlanError
+from autopar.errors import InputError, MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
@@ -53,7 +53,6 @@ MESHES_TRIED = 4
 def plan(
     model: nn.Module,
     meta_inputs: Any,
-    *,
     mesh: MeshLike = None,
     cluster: str | Path | Cluster | None = None,
     memory_budget: int | str | None = None,
@@ -63,10 +62,11 @@ def plan(
     outputs: Literal["auto", "whole", "dtensor"] = "auto",
     constraints: Mapping[str, str] | None = None,
     backend: str = "eager",
+    time_limit: float = 60.0,
+    *,
     accumulation_steps: int = 1,
     dynamic_shapes: Any = None,
     async_tensor_parallel: bool | Literal["auto", "always"] = "auto",
-    time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
     search: str = "joint",
@@ -82,6 +82,7 @@ def plan(
     Raises:
         CaptureError, MeshError, ConstraintError, InfeasibleError: see there.
     """
+    _check_module(model)
     _check_backend(backend)
     hardware = as_cluster(cluster)
     size = _world(mesh, hardware)
@@ -104,6 +105,21 @@ def plan(
     return _over_range(found, model, call, capture, options, size)
 
 
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        hint = "pass a torch.nn.Module whose forward returns the loss or the outputs."
+        raise InputError("The model is no module.", found=f"{type(model).__name__} {model!r:.80}", hint=hint)
+
+
+def _loaded(plan: Plan | str | Path) -> Plan:
+    """A plan, or the saved one at a path."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, Path)):
+        raise PlanError("This is no plan.", found=f"{type(plan).__name__} {plan!r:.80}", hint="give a Plan, or a path.")
+    return Plan.load(plan)
+
+
 def _check_backend(backend: str) -> None:
     if backend not in ("eager", "inductor"):
         hint = 'use backend="eager" or backend="inductor".'
@@ -111,12 +127,10 @@ def _check_backend(backend: str) -> None:
 
 
 def _world(mesh: MeshLike, cluster: Cluster) -> int:
-    """Ranks of the job: of the process group, else of the mesh, else of the cluster."""
-    if torch.distributed.is_initialized():
-        return world_size()
+    """Ranks of the planned job: of the mesh, else of the process group, else of the cluster."""
     if mesh is not None:
         return as_mesh(mesh).size
-    return cluster.size
+    return world_size() if torch.distributed.is_initialized() else cluster.size
 
 
 def _capture(model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False) -> Capture:
@@ -202,7 +216,6 @@ def _plan_on(
 def autoparallelize(
     model: nn.Module,
     meta_inputs: Any,
-    *,
     mesh: MeshLike = None,
     cluster: str | Path | Cluster | None = None,
     memory_budget: int | str | None = None,
@@ -212,12 +225,13 @@ def autoparallelize(
     outputs: Literal["auto", "whole", "dtensor"] = "auto",
     constraints: Mapping[str, str] | None = None,
     plan: Plan | str | Path | None = None,
-    source: str | Path | None = None,
     backend: str = "eager",
+    time_limit: float = 60.0,
+    *,
+    source: str | Path | None = None,
     accumulation_steps: int = 1,
     dynamic_shapes: Any = None,
     async_tensor_parallel: bool | Literal["auto", "always"] = "auto",
-    time_limit: float = 60.0,
     solver: str = "auto",
     gap: float = 1e-3,
     search: str = "joint",
@@ -263,9 +277,10 @@ def autoparallelize(
 
     def asked() -> tuple[Cluster, Plan | None, Options]:
         _check_backend(backend)
+        _check_module(model)
         _check_model(model)
         hardware = as_cluster(cluster)
-        given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        given = None if plan is None else _loaded(plan)
         if source is not None:
             given = _with_source(given, source)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
@@ -540,13 +555,13 @@ def _edited(made: Plan, lowered: Lowered, capture: Capture, rank: Rank, source: 
     return functions | {"inference": lambda at, inputs: forward(at, inputs)[:count]}
 
 
-def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -> Simulation:
+def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, seed: int = 0) -> Simulation:
     """Run every rank of ``plan`` in this one process, on values.
 
     Args:
         model: with real parameters; it is not changed.
         meta_inputs: with values; the whole batch.
-        plan: made for this model and these inputs' shapes.
+        plan: made for this model and these inputs' shapes, or the path of a saved one.
         seed: of dropout, the same that ``autoparallelize`` would draw.
 
     Returns:
@@ -554,9 +569,12 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
 
     Raises:
         PlanError: the plan belongs to another model or other inputs.
+        InputError: the model or the inputs have no values.
     """
+    _check_module(model)
     _check_hooks(model)
-    call = bind(model, *as_call(meta_inputs))
+    plan, call = _loaded(plan), bind(model, *as_call(meta_inputs))
+    _check_values(model, call)
     options = Options(
         outputs=plan.options.get("outputs", "auto"), mixed_precision=plan.options.get("mixed_precision"),
         accumulation_steps=plan.options.get("accumulation_steps", 1),
@@ -568,6 +586,17 @@ def simulate(model: nn.Module, meta_inputs: Any, *, plan: Plan, seed: int = 0) -
     outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)
+
+
+def _check_values(model: nn.Module, call: Call) -> None:
+    named = (*model.named_parameters(), *model.named_buffers(), *zip(call.names, call.tensors, strict=True))
+    empty = [name for name, t in named if t.is_meta]
+    if empty:
+        raise InputError(
+            "A simulation runs on values.",
+            found=f"{', '.join(empty[:4])}{', ...' if len(empty) > 4 else ''} on the meta device",
+            hint="give a model and inputs on a real device: model.to_empty(device='cpu'), torch.randn, torch.randint.",
+        )
 
 
 def _check_hooks(model: nn.Module) -> None:

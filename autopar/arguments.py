@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -21,23 +22,26 @@ _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
 
 
-def as_bytes(size: int | float | str | None) -> int | None:
+def as_bytes(size: Any) -> int | None:
     """Bytes of ``60 * 2**30``, ``"60GiB"`` or ``"60 GB"``; None stays None.
 
     Raises:
-        AutoparError: the text is no size, or the size is not positive.
+        AutoparError: it is no size, or less than a byte.
     """
     if size is None:
         return None
+    found = size
     if isinstance(size, str):
         m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-        if m and m[2].lower() in _UNITS:
-            size = float(m[1]) * _UNITS[m[2].lower()]
-    if isinstance(size, (str, bool)) or size <= 0:
-        raise AutoparError(
-            "memory_budget is no size.", found=repr(size), hint='write bytes, or text such as "60GiB" or "500 MB".'
-        )
-    return int(size)
+        found = float(m[1]) * _UNITS[m[2].lower()] if m and m[2].lower() in _UNITS else None
+    try:
+        if not isinstance(size, bool) and found >= 1:
+            return int(found)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise AutoparError(
+        "memory_budget is no size.", found=repr(size), hint='write bytes, or text such as "60GiB" or "500 MB".'
+    )
 
 
 def as_constraints(constraints: Any) -> dict[str, str]:
@@ -67,15 +71,20 @@ def as_mesh(mesh: Any) -> Mesh:
     """
     if isinstance(mesh, Mesh):
         return mesh
-    if isinstance(mesh, int) and not isinstance(mesh, bool):
-        return Mesh((mesh,))
+    if isinstance(mesh, SupportsIndex) and not isinstance(mesh, bool):
+        return Mesh((operator.index(mesh),))
     if isinstance(mesh, Mapping):
-        return Mesh(tuple(mesh.values()), tuple(map(str, mesh)))
+        return Mesh(tuple(map(_whole, mesh.values())), tuple(map(str, mesh)))
     if isinstance(mesh, (tuple, list)):
-        return Mesh(tuple(mesh))
+        return Mesh(tuple(map(_whole, mesh)))
     if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh"):
         return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh_dim_names or ()))
     raise MeshError("This is no mesh.", found=repr(mesh), hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.')
+
+
+def _whole(size: Any) -> Any:
+    """NumPy's integers and the like as Python's; the mesh refuses what is none."""
+    return operator.index(size) if isinstance(size, SupportsIndex) and not isinstance(size, bool) else size
 
 
 def as_cluster(cluster: Any) -> Cluster:

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     """What names a model and the size of its inputs."""
     parser.add_argument(
         "model", metavar="MODEL", nargs=None if required else "?",
-        help="module:function, which returns (model, inputs); a Hugging Face config.json; a type with its defaults: "
-        f"gpt2, llama, bert, vit, ...; or one of {', '.join(presets())}",
+        help="module:function or file.py:function, which returns (model, inputs); a Hugging Face config.json; a type "
+        f"with its defaults: gpt2, llama, bert, vit, ...; or one of {', '.join(presets())}",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=_batch, default=(8, None), metavar="N[xTOKENS]",
@@ -78,8 +78,11 @@ def load_model(arguments: argparse.Namespace, *, meta: bool) -> tuple[nn.Module,
 
 def _from_function(name: str) -> tuple[nn.Module, Any]:
     module, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+    folder = Path.cwd()
+    if module.endswith(".py"):
+        folder, module = (folder / module).parent, Path(module).stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # as `python -m`, or running the file, would
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -99,6 +102,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise AutoparError("The model's config cannot be read.", found=f"{path}: {error}", hint=HINT) from None
+    if isinstance(config, dict) and config.get("format") == "autopar-plan":
+        hint = "name the model that it was made for; saved plans are for autopar diff and autopar emit."
+        raise AutoparError("This is a saved plan, and no model.", found=str(path), hint=hint)
     if not isinstance(config, dict) or "model_type" not in config:
         hint = 'a right line is: "model_type": "gpt2"'
         raise AutoparError("The config has no model_type.", found=str(path), hint=hint)

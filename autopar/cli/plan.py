@@ -130,13 +130,14 @@ def _optimizer(text: str) -> str | float:
 
 
 def mesh_of(text: str | None) -> object:
-    """``"2x4"``, ``"2,4"`` or ``"dp=2,tp=4"`` as `autopar.plan` takes it.
+    """``"2x4"``, ``"2,4"``, ``"(2, 4)"`` or ``"dp=2,tp=4"`` as `autopar.plan` takes it.
 
     Raises:
         AutoparError: it is neither.
     """
     if text is None:
         return None
+    text = re.sub(r"[\s()]", "", text)
     if re.fullmatch(r"\d+(x\d+)*", text):
         text = text.replace("x", ",")
     parts = [part.partition("=") for part in text.split(",")]

@@ -51,9 +51,11 @@ def _composed(module: fx.GraphModule) -> fx.GraphModule:
     return LazyGraphModule(module, graph)
 
 
-def _replaced(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-    """``node``, and what only it read, replaced by a call at its place."""
-    with node.graph.inserting_before(node):
+def _replaced(
+    node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None, at: fx.Node | None = None
+) -> fx.Node:
+    """``node``, and what only it read, replaced by a call at its place, or at that of ``at``."""
+    with node.graph.inserting_before(at or node):
         made = node.graph.call_function(target, args, kwargs or {})
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
@@ -99,13 +101,9 @@ def _product(node: fx.Node) -> None:
     summed, columns = terms.summed, terms.columns
     plain = not terms.batch and terms.out == terms.rows + columns and len(summed) == len(columns) == 1
     if plain and terms.x == terms.rows + summed:
-        if _adds_bias(node, reader):
-            assert reader is not None
-            bias = reader.args[1]
-            if terms.w == columns + summed:
-                _replaced(reader, functional.linear, (x, w, bias))
-            else:
-                _replaced(reader, linear_of_transposed, (x, w, bias))
+        if reader is not None and _adds_bias(node, reader) and (place := _place_with_bias(node, reader)):
+            target = functional.linear if terms.w == columns + summed else linear_of_transposed
+            _replaced(reader, target, (x, w, reader.args[1]), at=place)
         elif terms.w == columns + summed:
             _replaced(node, functional.linear, (x, w))
         else:
@@ -136,8 +134,8 @@ def _weight_gradient(x: Any, w: Any, equation: str) -> tuple[Any, Any, int] | No
     return left, right, len(terms.summed) - 1
 
 
-def _adds_bias(product: fx.Node, reader: fx.Node | None) -> bool:
-    if reader is None or len(product.users) != 1 or reader.target is not aten.add.Tensor or reader.kwargs:
+def _adds_bias(product: fx.Node, reader: fx.Node) -> bool:
+    if len(product.users) != 1 or reader.target is not aten.add.Tensor or reader.kwargs:
         return False
     first, bias = reader.args
     same = (_tensor(product), _tensor(bias))
@@ -145,6 +143,19 @@ def _adds_bias(product: fx.Node, reader: fx.Node | None) -> bool:
         first is product and len(_shape(bias)) == 1 and _shape(bias)[0] == _shape(product)[-1]
         and same[0] is not None and same[1] is not None and same[0].meta.dtype == same[1].meta.dtype
     )  # fmt: skip
+
+
+def _place_with_bias(product: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """Where a product can take its bias: at its own place, or where it is added if nothing but the bias arrives in
+    between: what else is made there would be held beside operands that have ended."""
+    bias: Any = reader.args[1]
+    between, node = set(), product.next
+    while node is not reader:
+        between.add(node)
+        node = node.next
+    if bias not in between:
+        return product
+    return reader if between <= {bias, *bias.all_input_nodes} else None
 
 
 def _sum(node: fx.Node) -> None:

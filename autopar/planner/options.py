@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal
 
 from autopar.errors import AutoparError
@@ -71,12 +72,12 @@ class Options:
                 "accumulation_steps is the number of backwards that make one step of the optimizer.",
                 found=repr(steps), hint="give a positive integer.",
             )  # fmt: skip
-        if not self.time_limit_s > 0:
+        if not isinstance(self.time_limit_s, Real) or not self.time_limit_s > 0:
             raise AutoparError(
                 "time_limit is the seconds that the search may take.", found=repr(self.time_limit_s),
                 hint="give a positive number.",
             )  # fmt: skip
-        if not 0 <= self.gap < 1:
+        if not isinstance(self.gap, Real) or not 0 <= self.gap < 1:
             raise AutoparError(
                 "gap is the share by which a plan may cost more than the bound.", found=repr(self.gap),
                 hint="give a number from 0 to below 1, such as 1e-3.",
@@ -85,7 +86,8 @@ class Options:
         _check("async_tensor_parallel", self.async_tensor_parallel, "auto", True, False, "always")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")
-        _check("search", self.search.partition(":")[0].partition("+")[0], "joint", "two-stage", "random", "baseline")
+        search = str(self.search).partition(":")[0].partition("+")[0]
+        _check("search", search, "joint", "two-stage", "random", "baseline")
 
     @property
     def decomposed(self) -> str:

@@ -62,7 +62,7 @@ def test_constraints_without_a_mesh() -> None:
 # --- the budget ---
 
 
-@pytest.mark.parametrize("budget", ["much", -1, 0, "60 XB", "", True])
+@pytest.mark.parametrize("budget", ["much", -1, 0, "60 XB", "", True, 0.8, float("nan"), float("inf"), b"1GiB", [1]])
 def test_no_budget(budget: Any) -> None:
     model = Net()
     with untouched(model), refused(AutoparError, "60GiB"):
@@ -154,6 +154,14 @@ def test_a_partial_spec_of_a_parameter() -> None:
 
 
 # --- the model ---
+
+
+@pytest.mark.parametrize("model", [lambda x: x, None, nn.Linear])
+def test_no_module(model: Any) -> None:
+    with refused(InputError, "no module"):
+        autopar.plan(model, torch.empty(2, 2), mesh=(2,))
+    with refused(InputError, "no module"):
+        autopar.autoparallelize(model, torch.empty(2, 2), mesh=(1,))
 
 
 class Branching(nn.Module):
@@ -279,6 +287,24 @@ def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
         run(model, plan=path)
 
 
+@pytest.mark.parametrize("plan", [3, {}, nn.Linear(1, 1)])
+def test_an_object_that_is_no_plan(plan: Any) -> None:
+    model = Net()
+    with untouched(model), refused(PlanError, "no plan"):
+        run(model, plan=plan)
+    with refused(PlanError, "no plan"):
+        autopar.simulate(model, batch(), plan)
+
+
+def test_a_simulation_without_values_names_what_lacks_them() -> None:
+    model = nn.Linear(4, 4)
+    plan = autopar.plan(model, torch.empty(4, 4), mesh=(2,))
+    with refused(InputError, "input"):
+        autopar.simulate(model, torch.empty(4, 4, device="meta"), plan)
+    with refused(InputError, "weight, bias"):
+        autopar.simulate(model.to("meta"), torch.empty(4, 4), plan)
+
+
 def test_a_plan_file_that_does_not_exist(tmp_path: Path) -> None:
     model = Net()
     with untouched(model), refused(PlanError, "nowhere.json"):
@@ -303,7 +329,8 @@ def test_no_cbc_binary(monkeypatch: pytest.MonkeyPatch) -> None:
         run(model, solver="cbc")
 
 
-@pytest.mark.parametrize("wrong", [dict(time_limit=0), dict(time_limit=-1.0), dict(time_limit=float("nan")),
+@pytest.mark.parametrize("wrong", [dict(time_limit=None), dict(time_limit="1"), dict(gap=None), dict(search=None),
+                                   dict(time_limit=0), dict(time_limit=-1.0), dict(time_limit=float("nan")),
                                    dict(gap=-0.1), dict(gap=1.0)])  # fmt: skip
 def test_a_search_that_cannot_be_is_refused(wrong) -> None:
     with pytest.raises(AutoparError, match=next(iter(wrong))):

@@ -59,6 +59,20 @@ def test_plan_prints_the_table_and_the_source_and_saves_the_plan(capsys, tmp_pat
     assert str(Plan.load(file).specs["0.weight"]) == "S0R"
 
 
+def test_the_model_may_be_named_by_its_file_and_a_mesh_as_in_python(capsys, tmp_path):
+    (tmp_path / "own_model.py").write_text(
+        "import torch\ndef made():\n    return torch.nn.Linear(4, 4), torch.empty(4, 4)\n"
+    )
+    assert main(["plan", f"{tmp_path}/own_model.py:made", "--mesh", "(2, 2)", "--cluster", "cpu-2"]) == 0
+    assert "Linear on mesh (2, 2)" in capsys.readouterr().out
+
+
+def test_a_saved_plan_is_no_model(capsys, tmp_path):
+    (tmp_path / "plan.json").write_text('{"format": "autopar-plan"}')
+    assert main(["explain", f"{tmp_path}/plan.json", "--mesh", "2"]) == 1
+    assert "saved plan" in capsys.readouterr().err
+
+
 def test_plan_builds_a_hugging_face_model_of_a_config_without_allocating_it(capsys, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({
