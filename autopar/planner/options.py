@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -72,12 +73,12 @@ class Options:
                 "accumulation_steps is the number of backwards that make one step of the optimizer.",
                 found=repr(steps), hint="give a positive integer.",
             )  # fmt: skip
-        if not isinstance(self.time_limit_s, Real) or not self.time_limit_s > 0:
+        if not _number(self.time_limit_s) > 0:
             raise AutoparError(
                 "time_limit is the seconds that the search may take.", found=repr(self.time_limit_s),
                 hint="give a positive number.",
             )  # fmt: skip
-        if not isinstance(self.gap, Real) or not 0 <= self.gap < 1:
+        if not 0 <= _number(self.gap) < 1:
             raise AutoparError(
                 "gap is the share by which a plan may cost more than the bound.", found=repr(self.gap),
                 hint="give a number from 0 to below 1, such as 1e-3.",
@@ -93,6 +94,11 @@ class Options:
     def decomposed(self) -> str:
         """Which products ``planner.decomposition`` takes apart."""
         return {"auto": "near", True: "gains", False: "never"}.get(self.async_tensor_parallel, "always")
+
+
+def _number(value: object) -> float:
+    """NaN, which no comparison holds for, of what is no number."""
+    return float(value) if isinstance(value, Real) else math.nan
 
 
 def _check(name: str, value: object, *allowed: object) -> None:
