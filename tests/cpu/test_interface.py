@@ -1,8 +1,7 @@
-"""The public functions as the design writes them: order of arguments, what each may be."""
+"""The public functions as the design writes them: what each argument may be."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-
-DECIDED = ["mesh", "cluster", "memory_budget", "optimizer", "mixed_precision", "batch", "outputs", "constraints"]
-
-
-def by_position(function):
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
-    return [n for n, p in inspect.signature(function).parameters.items() if p.kind in kinds]
-
-
-def test_arguments_have_an_order_to_rely_on():
-    ends = ["backend", "time_limit"]
-    assert by_position(autopar.plan) == ["model", "meta_inputs", *DECIDED, *ends]
-    assert by_position(autopar.autoparallelize) == ["model", "meta_inputs", *DECIDED, "plan", *ends]
-    assert by_position(autopar.simulate) == ["model", "meta_inputs", "plan"]
 
 
 def test_a_saved_plan_is_simulated_by_its_path(tmp_path: Path):

@@ -34,8 +34,11 @@ def function(file: str, name: str) -> ast.FunctionDef:
 
 
 def keywords(found: ast.FunctionDef) -> dict[str, str]:
-    """Keyword-only arguments with their defaults as text; ``""`` where there is none."""
-    pairs = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
+    """Arguments after ``meta_inputs`` with their defaults as text; ``""`` where there is none."""
+    ordered, defaults = found.args.args, found.args.defaults
+    padded = [None] * (len(ordered) - len(defaults)) + list(defaults)
+    pairs = [*zip(ordered, padded, strict=True)][2:]
+    pairs += zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
     return {a.arg: ast.unparse(d) if d is not None else "" for a, d in pairs}
 
 
@@ -63,9 +66,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(("name", "further"), [("plan", {}), ("autoparallelize", {"plan": "None"})])
-def test_planning_takes_what_is_promised(name: str, further: dict[str, str]) -> None:
-    found = function("api.py", name)
-    assert positional(found) == ["model", "meta_inputs"]
+def test_planning_takes_what_is_promised_in_that_order(name: str, further: dict[str, str]) -> None:
+    found, (*decided, backend, time_limit) = function("api.py", name), PLANNING
+    assert positional(found) == ["model", "meta_inputs", *decided, *further, backend, time_limit]
     assert keywords(found).items() >= (PLANNING | further).items()
 
 
@@ -76,7 +79,7 @@ def test_what_more_there_is_has_defaults() -> None:
 
 def test_simulate() -> None:
     found = function("api.py", "simulate")
-    assert positional(found) == ["model", "meta_inputs"]
+    assert positional(found) == ["model", "meta_inputs", "plan"]
     assert keywords(found)["plan"] == ""
 
 
