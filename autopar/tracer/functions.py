@@ -22,7 +22,8 @@ from autopar.tracer import flat
 from autopar.tracer.replacements import REPLACEMENTS
 
 LIBRARY: Any = torch.library.Library("autopar_capture", "DEF")  # type: ignore[no-untyped-call]
-_APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
+_APPLY: Any = torch.autograd.Function.__dict__["apply"]
+"""A class method, of Python before torch 2.15 and of C since."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ class _Called:
         args = list(self.args)
         for position, tensor in zip(self.at, tensors, strict=True):
             args[position] = tensor
-        return _APPLY(self.function, *args)
+        return _APPLY.__get__(None, self.function)(*args)
 
     def rebuild(self, tensors: list[Tensor]) -> Any:
         remaining = iter(tensors)
@@ -76,7 +77,7 @@ def opaque(overridden: list[str]) -> Iterator[None]:
             with torch.set_grad_enabled(torch.is_grad_enabled() and _need_grad(rest)):
                 return run(*rest)
         if cls.__module__.partition(".")[0] == "torch" or kwargs:
-            return _APPLY(cls, *args, **kwargs)
+            return _APPLY.__get__(None, cls)(*args, **kwargs)
         return _record(cls, args)
 
     with (

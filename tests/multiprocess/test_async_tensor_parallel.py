@@ -77,6 +77,7 @@ def test_products_of_two_processes(pool) -> None:
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 sends nothing into generators")
 def test_they_compile_into_one_graph(pool) -> None:
     for found in pool.run(_products, (2,), True):
         assert max(found.values()) < 1e-12, found
