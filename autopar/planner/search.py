@@ -117,6 +117,9 @@ def plan_graph(
     )  # fmt: skip
 
 
+NEARLY_FITS = 1.1
+"""Times the budget: up to there a baseline may fit once its collectives are arranged, which is how its peak is told."""
+
 HOPELESS = (1.02, 1.1)
 """A step takes hardly less than its cost, unless what the program waits for on several axes runs beside each other: of
 baselines that cost so many times our step, on one axis and on several, none is looked at."""
@@ -234,7 +237,10 @@ class _Search(Rounds):
                 yield rival.finalist
 
     def _fits(self, rival: Rival) -> bool:
-        return rival.peak_bytes <= self.budget
+        """Whether its program does, as it is or, where that is a little too large, with its collectives arranged."""
+        if rival.peak_bytes <= self.budget:
+            return True
+        return rival.peak_bytes <= NEARLY_FITS * self.budget and rival.finalist.memory.peak_bytes <= self.budget
 
     def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
         """A baseline as the chosen plan, with the search's bound."""
@@ -256,7 +262,7 @@ class _Search(Rounds):
         deadline = self.over_budget(deadline)
         self.free, self.hideable_s = free, forward_seconds(free.program)
         self.bound = free.solution.lower_bound
-        self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
+        self.baseline = next((r.name for r in self.rivals if r.peak_bytes <= self.budget), "")
         self.kept_back_s, self.latest = SMALLEST_SHARE * max(deadline - now(), 0.0), deadline
         deadline -= 0.0 if self.baseline else self.kept_back_s
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
@@ -294,6 +300,9 @@ class _Search(Rounds):
             deadline = self._until_smallest()
             result = self._smallest(deadline)
         if result.memory.peak_bytes > self.budget:
+            self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
+            if self.baseline:
+                return None
             raise self._infeasible(result, late=late or now() > deadline)
         return result
 
