@@ -66,10 +66,11 @@ test-all: check ## the slow tests too
 	@$(BIN)/python -m tests.zoo --jobs $(JOBS)
 	@$(RUN) -m "not gpu" tests/multiprocess
 
-# Uses the machine's own Python, whose torch was built for its GPU; installs and fetches nothing.
+# Uses the machine's own Python, whose torch was built for its GPU; installs and fetches nothing. What it lacks (pulp, say,
+# without which tests of plans are skipped) may lie in a folder, by pip install --target: make gpu PYTHONPATH=folder.
 gpu: ## tests that need a GPU, and kernels beside eager code and Inductor; skipped with the reason where there is none
-	@PYTHONPATH=. $(PYTHON) -m pytest -q -rs $(PYTEST) tests/gpu
-	@$(PYTHON) benchmarks/kernels.py
+	@PYTHONPATH=.:$(PYTHONPATH) $(PYTHON) -m pytest -q -rs $(PYTEST) tests/gpu
+	@PYTHONPATH=$(PYTHONPATH) $(PYTHON) benchmarks/kernels.py
 
 demo: $(READY) ## train GPT-2 on two processes and on one, and compare
 	@$(BIN)/python examples/demo_gpt2.py

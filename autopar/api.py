@@ -24,7 +24,7 @@ from autopar.planner.predictions import make_plan
 from autopar.planner.ranges import Sizes, as_ranges
 from autopar.plans import Plan
 from autopar.precision import as_precision, computing_in, stored_dtype
-from autopar.ranged import fitted, largest, over_range, ranges_of, resized, shapes_of
+from autopar.ranged import fitted, largest, over_range, resized, shapes_of
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
@@ -173,9 +173,11 @@ def _over_range(
     def at(sizes: Sizes) -> Capture:
         return _capture(model, resized(call, ranges, sizes), options, size)
 
-    made = search(capture if options.memory_budget_bytes is None else at(largest(ranges)))
-    made = fitted(over_range(made, capture, ranges, at), capture, call) or search(capture)
-    return made if ranges_of(made) else over_range(made, capture, ranges, at)
+    def ranged(made: Plan) -> Plan:
+        return over_range(made, _as_planned(capture, made), ranges, lambda sizes: _as_planned(at(sizes), made))
+
+    made = ranged(search(capture if options.memory_budget_bytes is None else at(largest(ranges))))
+    return fitted(made, _as_planned(capture, made), call) or ranged(search(capture))
 
 
 def _plan(
@@ -372,7 +374,7 @@ def _check_world(mesh: Mesh | None) -> None:
 
 def _as_planned(capture: Capture, made: Plan) -> Capture:
     """The capture in the form that was planned: losses may be in chunks."""
-    return dataclasses.replace(capture, graph=planner.as_planned(capture.graph, made.graph_digest))
+    return dataclasses.replace(capture, graph=planner.as_planned(capture.graph, made.graph_digest, made.program))
 
 
 def _belonging(plan: Plan, capture: Capture, call: Call) -> Plan:

@@ -2,7 +2,8 @@
 
 What runs beside the computation holds memory for it: a fetch that begins early, so that it hides, holds its result; an
 offload that is waited for late holds what it copies. Where the program is over the budget then, it fetches later and
-waits sooner. That may leave a transfer exposed, which the simulated step shows, but never excludes a plan that fits.
+waits sooner; for collectives too, which hold what they send until they are waited for. That may leave a transfer
+exposed, which the simulated step shows, but never excludes a plan that fits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.schedule import schedule
 from autopar.planner.variables import Decisions
+from autopar.planner.waits import wait_sooner
 from autopar.program import Op, Program
 
 ROUNDS = 6
@@ -46,14 +48,24 @@ def fitted(
     for _ in range(ROUNDS):
         if memory.peak_bytes <= budget:
             break
-        moved = _given_way(program, memory.timeline, budget)
-        if moved is None:
+        before = program
+        for give_way in (_given_way, wait_sooner):
+            moved = give_way(program, memory.timeline, budget)
+            now = held(moved, graph, mesh, options) if moved is not None else memory
+            if moved is not None and (now.peak_bytes < memory.peak_bytes or _is_better(now, memory, budget)):
+                program, memory = moved, now
+        if program is before:
             break
-        now = held(moved, graph, mesh, options)
-        if now.peak_bytes > memory.peak_bytes:
-            break
-        program, memory = moved, now
     return program, memory
+
+
+def _is_better(now: MemoryProfile, before: MemoryProfile, budget: float) -> bool:
+    """Whether the peak is the same, and less is held elsewhere above the budget."""
+    return now.peak_bytes == before.peak_bytes and _excess(now, budget) < _excess(before, budget)
+
+
+def _excess(memory: MemoryProfile, budget: float) -> float:
+    return sum(max(held - budget, 0) for held in memory.timeline)
 
 
 def _given_way(program: Program, timeline: Sequence[int], budget: float) -> Program | None:

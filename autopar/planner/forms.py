@@ -18,9 +18,13 @@ from autopar.planner.options import Options
 from autopar.planner.rounds import Progress
 from autopar.planner.search import Planned, plan_graph
 from autopar.planner.transients import CHUNKS
+from autopar.program import Program
 from autopar.solver.clock import now
 
 LEAST_S = 1.0
+
+ALL = 0
+"""Logits beyond which a loss is taken in chunks where the plan is for a range of sizes."""
 
 
 def plan_forms(
@@ -32,8 +36,10 @@ def plan_forms(
         InfeasibleError, ConstraintError: see there.
     """
     other = in_chunks(graph, CHUNKS[cluster.device.kind])
-    if other is graph or options.search not in ("joint", "two-stage") or options.ranges is not None:
+    if other is graph or options.search not in ("joint", "two-stage"):
         return plan_graph(graph, mesh, cluster, options, progress)
+    if options.ranges is not None:
+        other = in_chunks(graph, ALL)  # one form at every size
     found: list[Planned] = []
     refused: list[InfeasibleError] = []
 
@@ -60,7 +66,10 @@ def plan_forms(
     return replace(best, solution=replace(best.solution, lower_bound=bound, proven=proven))
 
 
-def as_planned(graph: Graph, digest: str) -> Graph:
-    """The form of ``graph`` that has this digest, as a plan knows it; itself where none has."""
-    forms = (graph, *(in_chunks(graph, least) for least in CHUNKS.values()))
-    return next((form for form in forms if form.digest == digest), graph)
+def as_planned(graph: Graph, digest: str, program: Program) -> Graph:
+    """The form of ``graph`` that a plan knows by this digest; of another size of its range, that whose nodes its
+    program runs. Itself where the plan is for neither."""
+    forms = (graph, *(in_chunks(graph, least) for least in (*CHUNKS.values(), ALL)))
+    nodes = {op.node for op in program.ops if op.kind == "compute"}
+    known = next((form for form in forms if form.digest == digest), None)
+    return known or next((form for form in forms if nodes <= form.by_name.keys()), graph)

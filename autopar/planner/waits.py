@@ -7,6 +7,7 @@ the step, these buffers would pile up; waited for once it is predicted to be don
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.planner.timeline import simulate_streams
@@ -38,9 +39,33 @@ def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program
         needed = min(first_read, turn if at < turn else len(program.ops))
         if place < needed:
             waits.setdefault(place, []).append(_wait(op))
-    if not waits:
-        return program
-    return replace(program, ops=tuple(each for at, op in enumerate(program.ops) for each in (*waits.get(at, ()), op)))
+    return _with(program, waits) if waits else program
+
+
+def wait_sooner(program: Program, timeline: Sequence[int], budget: float) -> Program | None:
+    """``program`` with a wait for each collective before the first op beside which ``timeline``, the bytes held while
+    each op runs, is over ``budget``: the program stands still there, and what was sent is gone. None where nothing that
+    is under way then could go."""
+    over = [at for at in range(len(program.ops)) if timeline[at] > budget]
+    waited = {op.reads[0]: at for at, op in enumerate(program.ops) if op.kind == "wait" and len(op.reads) == 1}
+    waits: dict[int, list[Op]] = {}
+    gone: set[int] = set()
+    for at, op in enumerate(program.ops):
+        if not op.is_collective or op.step is None or op.step.kind == "all_reduce":
+            continue
+        name = op.writes[0].name
+        until = min([program.first_read.get(t.name, len(program.ops)) for t in op.writes])
+        place = min((o for o in over if at < o < until), default=None)
+        if place is not None and all(program.last_read[source] == at for source in op.reads):
+            gone |= {waited[name]} if name in waited else set()
+            waits.setdefault(place, []).append(_wait(op))
+    return _with(program, waits, gone) if waits else None
+
+
+def _with(program: Program, waits: Mapping[int, Sequence[Op]], gone: Collection[int] = ()) -> Program:
+    """``program`` with waits before ops, and without those at ``gone``."""
+    kept = [() if at in gone else (op,) for at, op in enumerate(program.ops)]
+    return replace(program, ops=tuple(each for at, own in enumerate(kept) for each in (*waits.get(at, ()), *own)))
 
 
 def _wait(op: Op) -> Op:

@@ -292,6 +292,39 @@ def test_a_budget_chooses_chunks_and_the_peak_is_lower(mesh, dtype, small_chunks
     assert autopar.simulate(model, batch(), plan=again).peak_memory == after.peak_memory
 
 
+def test_a_plan_for_a_range_of_sizes_has_chunks_at_every_size(small_chunks, monkeypatch) -> None:
+    """Also where what a small batch has is no more than a chunk."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(planner.forms, "CHUNKS", dict.fromkeys(transients.CHUNKS, 3 * 12 * CLASSES))
+    model, sizes = Language(shift=True), torch.export.Dim("batch", min=2, max=16)
+    ranges = {name: {0: sizes} for name in batch()}
+
+    def of(rows: int) -> dict[str, Tensor]:
+        return {name: t[:1].expand(rows, -1).contiguous() for name, t in batch().items()}
+
+    def planned(**options: object) -> autopar.Plan:
+        return autopar.plan(
+            model, of(8), mesh=(1,), cluster="cpu-2", optimizer="sgd", dynamic_shapes=ranges, time_limit=20, **options
+        )
+
+    most = int(0.6 * autopar.plan(model, of(16), mesh=(1,), cluster="cpu-2", optimizer="sgd").peak_memory)
+    plan = planned(memory_budget=most)
+    assert "linear_nll(" in plan.source and "linear_nll(" not in planned().source
+    assert not [n for n in plan.notices if "no formula" in n or "planned anew" in n]
+    parallel = autopar.autoparallelize(copy.deepcopy(model), of(8), plan=autopar.Plan.from_json(plan.to_json()))
+    for rows in (8, 2, 16):
+        inputs = of(rows)
+        result = autopar.simulate(model, inputs, plan=plan)
+        assert result.peak_memory <= most
+        wanted = eager(model, inputs)
+        torch.testing.assert_close(result.outputs, *wanted.outputs.values())
+        parallel.zero_grad()
+        parallel(**inputs).backward()
+        for name, parameter in parallel.named_parameters():
+            torch.testing.assert_close(result.grads[name], wanted.grads[name], rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grads[name], rtol=1e-4, atol=1e-7)
+
+
 def test_what_an_error_says_would_fit_does(small_chunks) -> None:
     model = Language()
     with pytest.raises(InfeasibleError, match="smallest budget") as error:
