@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -225,7 +226,9 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             clusters_of_all_samples(), covariances(), combinations_by_index(),
             taken_as_passed() as checks, skipping(model, runs) as skipped, without_hooks_left(),
         ):  # fmt: skip
-            with kept(model):
+            with kept(model), warnings.catch_warnings():
+                # Recurrent layers keep a list of their parameters, for which capture puts in its own.
+                warnings.filterwarnings("ignore", message=".*_flat_weights")
                 program = torch.export.export(flat, call.tensors, strict=False)
             changes = flat.returned.changes
             equal = cut(skipped, program.graph) and not (skipped.cut and changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,9 @@ def test_a_bias_that_arrives_late_does_not_keep_the_weight_longer_than_planned()
     free = autopar.plan(model, x, mesh=(2, 2), cluster="cpu-2")
     plan = autopar.plan(model, x, mesh=(2, 2), cluster="cpu-2", memory_budget=int(0.6 * free.peak_memory))
     assert autopar.simulate(model, x, plan).peak_memory <= plan.peak_memory
+
+
+def test_recurrent_layers_are_planned_without_a_warning_of_their_lists_of_weights():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*_flat_weights")
+        autopar.ColoTracer().trace(nn.LSTM(4, 4), torch.randn(3, 2, 4))
