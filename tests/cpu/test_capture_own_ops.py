@@ -238,6 +238,7 @@ def test_a_program_calls_ops_that_change_their_arguments_from_its_source() -> No
     torch.testing.assert_close(found, model(X).detach(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="wrap_triton of torch 2.11 takes no interpreted kernel")
 @pytest.mark.filterwarnings("ignore")
 def test_what_must_be_an_op_says_how() -> None:
     with refused(CaptureError, "triton_op", "register_rule"):
