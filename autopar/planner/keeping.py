@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.ir import Value
-from autopar.planner.kernels import VIEWS
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.variables import Decisions, hold_key, rerun_key
 from autopar.program import Program
@@ -43,7 +42,7 @@ class Keeping:
         roots: dict[Value, Value] = {}
         for node in self.decisions.graph.nodes:
             for i in range(len(node.outputs)):
-                view = node.packet in VIEWS and node.inputs
+                view = node.name in self.decisions.views
                 roots[Value(node.name, i)] = roots[node.inputs[0]] if view else Value(node.name, i)
         return roots
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.ir import Node
+from autopar.ir import Graph, Node, Value
 from autopar.planner.kernels import VIEWS
 from autopar.strategies import find_rule
 
@@ -106,6 +106,22 @@ def results(
     if node.packet.startswith("aten.") and rule is not None and rule.elementwise:
         return tuple(_like(operands, shape) for shape in shapes), False
     return tuple(map(contiguous, shapes)), False
+
+
+def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
+    """Nodes whose results share the memory of their operand: of ``whole`` tensors just these, of shards also those
+    that copy where strides do not allow a view, which only local shapes tell."""
+    if not whole:
+        return frozenset(n.name for n in graph.nodes if n.packet in VIEWS and n.inputs)
+    found: set[str] = set()
+    known: dict[Value, Layout] = {}
+    for node in graph.nodes:
+        made = [(Value(node.name, i), m.shape) for i, m in enumerate(node.outputs) if m is not None]
+        layouts, shared = results(node, [known[v] for v in node.inputs], [shape for _, shape in made])
+        known |= {value: layout for (value, _), layout in zip(made, layouts, strict=True)}
+        if shared:
+            found.add(node.name)
+    return frozenset(found)
 
 
 def _view(node: Node, x: Layout, shape: tuple[int, ...]) -> Layout:

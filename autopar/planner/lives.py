@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from autopar.ir import Graph, Node, Phase, Value
 from autopar.planner.accumulation import is_gradient
-from autopar.planner.kernels import VIEWS
 from autopar.planner.variables import Decisions, Variable, copy_key, forced_key, hold_key
 
 BEFORE = 0.5
@@ -53,7 +52,7 @@ def lives_of(d: Decisions) -> Lives:
         phase: (_first_reads(graph, at, phase), _last_reads(graph, at, phase, mutated if phase == "forward" else {}))
         for phase in PHASES
     }
-    forward = _through_views(graph, _last_reads(graph, at, "forward", given))
+    forward = _through_views(d, _last_reads(graph, at, "forward", given))
     return Lives(
         at, forward, {v: (first[v], last[v]) for v in first}, reads,
         {o.value for o in graph.outputs if is_gradient(o)}, _handed(d),
@@ -123,11 +122,11 @@ def inherited(d: Decisions, view: Node, lives: Lives) -> tuple[float, float]:
     base = d.graph.by_name[value.node]
     if base.op == "placeholder" or value in d.given:
         return 0.0, 0.0
-    views = [n for n, _ in d.graph.consumers[value] if n.packet in VIEWS and n.phase == phase]
+    views = [n for n, _ in d.graph.consumers[value] if n.name in d.views and n.phase == phase]
     size = sum(m.bytes for n in views for m in n.outputs if m is not None)
     share = min(1.0, d.graph.meta(value).bytes / size) if size else 1.0
     first = BEFORE + max(last_as_made(d, value, lives), lives.reads[phase][1].get(value, lives.at[view.name]))
-    if base.packet in VIEWS and base.inputs:
+    if base.name in d.views:
         earlier, part = inherited(d, base, lives)
         return max(first, earlier), share * part
     return first, share
@@ -168,9 +167,9 @@ def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase, ends: Mapping
     return last | {value: max(place, last.get(value, -1)) for value, place in ends.items()}
 
 
-def _through_views(graph: Graph, last: dict[Value, int]) -> dict[Value, int]:
-    for node in reversed(graph.nodes):
-        if node.packet in VIEWS and node.inputs:
+def _through_views(d: Decisions, last: dict[Value, int]) -> dict[Value, int]:
+    for node in reversed(d.graph.nodes):
+        if node.name in d.views:
             found = [last[v] for i in range(len(node.outputs)) if (v := Value(node.name, i)) in last]
             if found:
                 last[node.inputs[0]] = max([last.get(node.inputs[0], -1), *found])

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir import Graph, Value
-from autopar.planner.kernels import VIEWS, local_bytes
+from autopar.planner.kernels import local_bytes
 from autopar.planner.options import Options
 from autopar.planner.rows import static_usages
 from autopar.planner.schedule import AGAIN
@@ -140,14 +140,13 @@ class Exact:
         at = {n.name: i for i, n in enumerate(d.graph.nodes)}
         found = [v for v in d.variables if v.kind == "hold" and v.value is not None]
         order = {v.value: i for i, v in enumerate(found)}
-        ends = _ends(d.graph)
+        ends = _ends(d)
         held = []
         for v in found:
             assert v.value is not None
             node, meta = d.graph.by_name[v.value.node], d.graph.meta(v.value)
-            view = node.packet in VIEWS and bool(node.inputs)
             readers = [n for n, _ in d.graph.consumers.get(v.value, ())]
-            free = view and self.tied
+            free = self.tied and node.name in d.views
             specs = [o.inputs[0] if o.inputs and not free else None for o in v.options]
             sizes = tuple(float(local_bytes(meta, s, d.mesh)) if s is not None else 0.0 for s in specs)
             held.append(_Held(
@@ -423,10 +422,10 @@ def _turn(graph: Graph) -> int:
     return next(backward, len(graph.nodes))
 
 
-def _ends(graph: Graph) -> dict[Value, float]:
+def _ends(d: Decisions) -> dict[Value, float]:
     """To the end for results of the forward and what they are views of."""
-    ends = {o.value: math.inf for o in graph.outputs if o.kind != "gradient" or o.name.startswith("input:")}
-    for node in reversed(graph.nodes):
-        if node.packet in VIEWS and node.inputs and Value(node.name) in ends:
+    ends = {o.value: math.inf for o in d.graph.outputs if o.kind != "gradient" or o.name.startswith("input:")}
+    for node in reversed(d.graph.nodes):
+        if node.name in d.views and Value(node.name) in ends:
             ends[node.inputs[0]] = math.inf
     return ends

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
 from autopar.planner.in_place import may_overwrite
-from autopar.planner.kernels import VIEWS, local_bytes
+from autopar.planner.kernels import local_bytes
 from autopar.planner.lives import BEFORE, Lives, inherited, last_as_made, last_read, lives_of, taken_over, takes_over
 from autopar.planner.options import Options
 from autopar.planner.pricing import state_bytes
@@ -68,7 +68,7 @@ def static_usages(
     made = _gradients_made(d)
     found: list[Usage] = []
     for i, v in enumerate(d.variables):
-        view = v.kind == "hold" and v.value is not None and d.graph.by_name[v.value.node].packet in VIEWS
+        view = v.kind == "hold" and v.value is not None and v.value.node in d.views
         if v.kind == "hold" and (not holds or (view and tied)):
             continue
         for size, start, end in _held(d, v, options, lives, made):
@@ -102,7 +102,7 @@ def _held(
         )
         yield size * kept, lives.forward.get(v.value, lives.at[v.value.node]) + BEFORE, last
         yield size * offloaded, first - BEFORE, last
-        if d.graph.by_name[v.value.node].packet not in VIEWS:
+        if v.value.node not in d.views:
             yield size * remade, first - BEFORE, last
     elif v.kind == "op" and v.node is not None:
         yield from _of_op(d, v, v.node, lives)
@@ -144,7 +144,7 @@ def _of_op(d: Decisions, v: Variable, node: Node, lives: Lives) -> Iterator[tupl
             yield _bytes(d, d.graph.meta(value), [spec_read(o, position) for o in v.options]), at, at
     # While it runs it may be in the place of an operand: rows are not above what is held.
     first, share = at + BEFORE * may_overwrite(node, d.graph), 1.0
-    if node.packet in VIEWS and node.inputs:
+    if node.name in d.views:
         first, share = inherited(d, node, lives)
     for out, result in enumerate(node.outputs if share else ()):
         if result is not None:

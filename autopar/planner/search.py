@@ -54,6 +54,8 @@ SECOND_STAGE_GAP = 0.02
 free optimum."""
 SECOND_STAGE_MOST = 2000
 """Variables of the joint problem up to which: the moments of more take longer than they are worth."""
+EXACT_MOST = 200
+"""Up to so many the exact search also breaks ties on one device."""
 MOST_EXPOSED = 5e-3
 EXPOSED_ROUNDS = 2
 """Of the step: where transfers are exposed for longer than that, more rows see to it that they hide, so many times."""
@@ -266,7 +268,7 @@ class _Search(Rounds):
         self.kept_back_s, self.latest = SMALLEST_SHARE * max(deadline - now(), 0.0), deadline
         deadline -= 0.0 if self.baseline else self.kept_back_s
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
-            return self._all_by_checkpoints(free, deadline)
+            return self._with_shardings_of(free, deadline)
         self.say("over the budget: keep less")
         keeping, kept = self.objective, self._within_budget(deadline, KEEPING_SHARE, nearly_free=True)
         late = now() > deadline and (kept is not None or self.baseline != "")
@@ -318,22 +320,28 @@ class _Search(Rounds):
         still = sharded_as(sharded, free.solution.choice, self.decisions)
         return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
 
-    def _all_by_checkpoints(self, free: Result, deadline: float) -> Result | None:
-        """The two-stage search; on one device there is nothing else to choose.
+    def _with_shardings_of(self, free: Result, deadline: float) -> Result | None:
+        """The two-stage search; and that on one device, where there are no other shardings: there the joint search
+        goes first, and of problems that are small the exact one proves its result, or breaks ties.
 
         Raises:
             InfeasibleError: nothing was found within the budget, and no baseline is.
         """
         self.say("over the budget: keep or recompute")
-        checkpoints = self._checkpoints(free)
-        found = checkpoints.within(self.budget, deadline)
-        if found is None and self.baseline:
+        checkpoints, result = self._checkpoints(free), None
+        if self.options.search != "two-stage":
+            self.seeds = ()
+            result = self._within_budget(deadline, JOINT_SHARE)
+        most = EXACT_MOST if result is not None and result.solution.proven else SECOND_STAGE_MOST
+        if result is None or len(self.decisions.variables) <= most:
+            starts = [] if result is None else [result.solution.choice]
+            result = self._better(result, checkpoints.within(self.budget, deadline, starts))
+        if result is None and self.baseline:
             return None
         late = now() > deadline
-        if found is None:
+        if result is None:
             deadline = self._until_smallest()
-            found = checkpoints.smallest(deadline)
-        result = self._better(None, found)
+            result = self._better(None, checkpoints.smallest(deadline))
         assert result is not None
         if result.memory.peak_bytes > self.budget:
             raise self._infeasible(result, late=late or now() > deadline)
@@ -344,12 +352,17 @@ class _Search(Rounds):
         return replace(result, solution=replace(result.solution, lower_bound=bound, proven=proven))
 
     def _better(self, joint: Result | None, second: Checkpointed | None) -> Result | None:
-        """The second stage's choice where it is better, with the bound that holds for all shardings."""
-        if second is None or (joint is not None and joint.solution.objective <= second.solution.objective):
+        """The second stage's choice where it is better, of equals that of the lower peak, with the bound that holds for
+        all shardings."""
+        if second is None:
             return joint
-        bound = second.solution.lower_bound if joint is None else joint.solution.lower_bound
-        solution = replace(second.solution, lower_bound=min(bound, second.solution.objective))
-        return Result(second.program, solution, second.memory, self.timings)
+        found = Result(second.program, second.solution, second.memory, self.timings)
+        if joint is None:
+            return found
+        only = second.exact and self.decisions.mesh.size == 1
+        bound = max(joint.solution.lower_bound, second.solution.lower_bound if only else 0.0)
+        better = min(found, joint, key=lambda r: (r.solution.objective, r.memory.peak_bytes))
+        return replace(better, solution=_bounded(better.solution, bound, self.options.gap))
 
     def _within_budget(
         self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None, *,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.planner.layouts import views_of
 from autopar.sharding import ShardingSpec, Strategy
 
 
@@ -84,6 +85,11 @@ class Decisions:
         """What the caller gets."""
         found = (o for o in self.graph.outputs if o.kind == "output" or o.name.startswith("input:"))
         return frozenset(o.value for o in found)
+
+    @cached_property
+    def views(self) -> frozenset[str]:
+        """Nodes whose results share the memory of their operand."""
+        return views_of(self.graph, whole=self.mesh.size == 1)
 
     def add(self, variable: Variable) -> int:
         options = self.shared(variable.options)
