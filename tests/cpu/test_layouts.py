@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
 
-from autopar.ir import Node, TensorMeta, Value
+from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.layouts import Layout, permuted, reshaped, results, views_of
 from autopar.planner.transients import local_op, transients
 from autopar.runtime.meter import MemoryMeter
 from autopar.sharding import ShardingSpec, Strategy
-from tests.cpu.capture_checks import captured
 
 lengths = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)
 
@@ -92,17 +90,13 @@ def test_a_contraction_copies_what_is_predicted(equation, data) -> None:
 
 
 def test_a_reshape_of_what_lies_across_is_no_view_of_it() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = self.into(x).view(2, 3, 4, 2).transpose(1, 2).tanh()
-            return self.out(heads.contiguous().transpose(1, 2).reshape(2, 3, 8)).square().mean()
-
-    graph = captured(Heads(), torch.randn(2, 3, 8)).graph
-    forward = {n.name: n.packet for n in graph.nodes if n.phase == "forward"}
-    copied = set(forward) & (views_of(graph, whole=False) - views_of(graph, whole=True))
-    assert [forward[name] for name in copied] == ["aten.view"]
-    assert graph.by_name[next(iter(copied))].outputs[0].shape == (2, 3, 8)
+    shapes = {"x": (2, 3, 8), "heads": (2, 3, 4, 2), "across": (2, 4, 3, 2), "flat": (2, 24)}
+    made = {name: (TensorMeta(shape, "float32"),) for name, shape in shapes.items()}
+    graph = Graph((
+        Node("x", "placeholder", (), outputs=made["x"]),
+        Node("heads", "aten.view.default", (Value("x"), (2, 3, 4, 2)), outputs=made["heads"]),
+        Node("across", "aten.transpose.int", (Value("heads"), 1, 2), outputs=made["across"]),
+        Node("flat", "aten.view.default", (Value("across"), (2, 24)), outputs=made["flat"]),
+    ), (), ())  # fmt: skip
+    assert views_of(graph, whole=True) == {"heads", "across"}
+    assert views_of(graph, whole=False) == {"heads", "across", "flat"}
