@@ -15,6 +15,7 @@ from autopar._torch import OpOverload, is_functionalized
 from autopar.errors import CaptureError
 from autopar.tracer.blame import is_ours
 
+_WEIGHT_OF_NORM = {"aten.native_layer_norm.default": 2, "aten.native_group_norm.default": 1}
 _DROPPED_KWARGS = ("device", "layout", "pin_memory", "memory_format", "requires_grad")
 
 
@@ -48,6 +49,17 @@ def _outputs(value: Any) -> tuple[ir.TensorMeta | None, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(meta_of(v) for v in value)
     return (meta_of(value),)
+
+
+def _results(op: str, args: tuple[Any, ...], value: Any) -> tuple[ir.TensorMeta | None, ...]:
+    """Of a node's results, as its kernel makes them: fake norms give statistics the dtype of what is normed, kernels
+    that of the weight."""
+    found = _outputs(value)
+    weight = args[_WEIGHT_OF_NORM[op]] if op in _WEIGHT_OF_NORM else None
+    if not isinstance(weight, fx.Node):
+        return found
+    dtype = dtype_name(weight.meta["val"].dtype)
+    return (found[0], *(m and ir.TensorMeta(m.shape, dtype) for m in found[1:]))
 
 
 def value_of(node: fx.Node) -> ir.Value:
@@ -126,7 +138,7 @@ def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], nam
                 op="placeholder" if placeholder else op,
                 args=() if placeholder else tuple(arg_of(a) for a in args),
                 kwargs=() if placeholder else kwargs,
-                outputs=_outputs(value[1:] if _returns_nothing(node) else value),
+                outputs=_results(op, args, value[1:] if _returns_nothing(node) else value),
                 phase=node.meta["phase"],
                 module=module_path(node.meta),
                 source=source_line(node.meta),

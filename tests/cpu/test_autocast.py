@@ -99,6 +99,23 @@ def test_a_precision_that_does_not_exist_is_refused() -> None:
     assert '"bf16"' in str(refused.value)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 6)], ids=lambda n: type(n).__name__)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, None], ids=str)
+def test_statistics_of_half_precision_are_as_kernels_make_them(norm: nn.Module, weights: torch.dtype | None) -> None:
+    """torch's own fake tensors give them the dtype of what is normed."""
+    x, norm = torch.randn(4, 6, 8, dtype=torch.bfloat16), copy.deepcopy(norm)
+    norm.weight, norm.bias = (None, None) if weights is None else (norm.weight, norm.bias)
+    norm.to(weights)
+    graph = ColoTracer().capture(norm, x.requires_grad_()).graph
+    node = next(n for n in graph.nodes if n.packet in ("aten.native_layer_norm", "aten.native_group_norm"))
+    with torch.no_grad():
+        if isinstance(norm, nn.LayerNorm):
+            made = torch.native_layer_norm(x, [8], norm.weight, norm.bias, norm.eps)
+        else:
+            made = torch.native_group_norm(x, norm.weight, norm.bias, 4, 6, 8, 2, norm.eps)
+    assert [m.dtype for m in node.outputs if m] == [str(t.dtype).removeprefix("torch.") for t in made]
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 6), nn.RMSNorm(8)], ids=lambda n: type(n).__name__)
 @pytest.mark.parametrize("seed", range(3))
 def test_norms_of_half_precision_with_weights_in_single(norm: nn.Module, seed: int) -> None:
