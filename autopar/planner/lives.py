@@ -67,7 +67,7 @@ def takes_over(d: Decisions, copy: Variable) -> bool:
         return False
     both = hold_key(value) not in d.index and copy_key(value, "backward") in d.index
     later = both and (copy.phase == "forward" or value in d.given)
-    return _made_by_op(d, value) and not later
+    return _made_by_op(d, value) and not later and not _shared(d, value)
 
 
 def taken_over(d: Decisions, copy: Variable, lives: Lives) -> tuple[float, float]:
@@ -109,6 +109,16 @@ def _phases(d: Decisions, value: Value) -> tuple[Phase, ...]:
     return PHASES if hold_key(value) not in d.index else PHASES[:1]
 
 
+def _shared(d: Decisions, value: Value) -> bool:
+    """Whether a value's memory is also that of another which is read as well, or is there anyway."""
+    node = d.graph.by_name[value.node]
+    if node.name not in d.views:
+        return False
+    base = node.inputs[0]
+    others = len(d.graph.consumers[base]) > 1 or base in d.given or hold_key(base) in d.index
+    return others or d.graph.by_name[base.node].op == "placeholder" or _shared(d, base)
+
+
 def _made_by_op(d: Decisions, value: Value) -> bool:
     node = d.variables[d.index[value.node]].node
     return node is not None and node.op != "placeholder"
@@ -145,7 +155,8 @@ def _handed(d: Decisions) -> dict[Phase, dict[Value, str]]:
         if len(nodes) < len(targets):
             continue
         last = max(nodes, key=d.graph.order.__getitem__)
-        if s.kind == "op" and s.node is not None and len(nodes) == 1:
+        alone = s.kind == "op" and len(nodes) == 1
+        if alone and s.node is not None and not _shared(d, Value(s.node.name, out)):
             found[targets[0].phase][Value(s.node.name, out)] = last
         elif s.kind == "copy" and s.value is not None and not any(s.kept) and takes_over(d, s):
             found[s.phase][s.value] = last
