@@ -1,0 +1,39 @@
+"""Whether a known way to train fits a budget is told by the program that would run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar.planner.search import NEARLY_FITS, _Search
+
+
+def fits(budget: float, peak: float, arranged: float | None) -> bool:
+    """``arranged``: its peak with its collectives arranged; None where nobody may ask."""
+
+    class Rival:
+        peak_bytes = peak
+
+        @property
+        def finalist(self) -> Any:
+            assert arranged is not None, "arranged for nothing"
+            return SimpleNamespace(memory=SimpleNamespace(peak_bytes=arranged))
+
+    search: Any = object.__new__(_Search)
+    search.budget = budget
+    return search._fits(Rival())
+
+
+def test_one_that_fits_as_it_is_need_not_be_arranged() -> None:
+    assert fits(100, 100, None)
+
+
+@pytest.mark.parametrize(("arranged", "fitting"), [(100, True), (101, False)])
+def test_one_that_is_a_little_too_large_fits_where_its_arranged_program_does(arranged: float, fitting: bool) -> None:
+    assert fits(100, 105, arranged) == fitting
+
+
+def test_one_that_is_much_too_large_is_not_arranged() -> None:
+    assert not fits(100, 100 * NEARLY_FITS + 1, None)
