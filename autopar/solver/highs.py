@@ -72,6 +72,7 @@ def solve_relaxation(model: Model, seconds: float) -> Relaxation | None:
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(IlpLimits(seconds, 0.0)).items():
         solver.setOptionValue(name, value)
+    solver.setOptionValue("presolve", "off")  # graphs are reduced already: it takes longer than it saves
     lp = _as_lp(highspy, model)
     lp.integrality_ = []
     solver.passModel(lp)

@@ -1,7 +1,9 @@
 """The integer program of what remains: binary x for each option, a flow >= 0 for each finite pair of an edge.
 
 Flow links are equalities (sum_b e[a, b] = x[u, a] and sum_a e[a, b] = x[v, b]), whose relaxation is almost always
-integral; forbidden pairs have no variable. One row a time that can bind keeps the usages within the limit.
+integral; forbidden pairs have no variable. Options that an edge cannot tell apart, as strategies that make one spec, are
+one end of its flows: that halves them, and what is added up can be parted again, so the relaxation is no weaker. One row
+a time that can bind keeps the usages within the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Model:
     """min cost @ x, row_lower <= A x <= row_upper, 0 <= x <= upper; A in compressed rows (starts, columns, values).
 
     ``cost * scale`` is in seconds. The first columns are the options of ``nodes``, those of node i from
-    ``first[i]`` on.
+    ``first[i]`` on. A flow goes between two groups of options, ``flow_ends``; ``members`` are (option, its group).
     """
 
     cost: Array
@@ -42,6 +44,7 @@ class Model:
     nodes: tuple[int, ...]
     first: IndexArray
     flow_ends: tuple[IndexArray, IndexArray]
+    members: tuple[IndexArray, IndexArray]
 
     def size(self) -> dict[str, int]:
         return {
@@ -65,7 +68,9 @@ class Model:
             values[start + choice[node]] = 1.0
         options = self.first[-1]
         flows = len(self.flow_ends[0])
-        values[options : options + flows] = values[self.flow_ends[0]] * values[self.flow_ends[1]]
+        option, group = self.members
+        chosen = np.bincount(group, weights=values[option])
+        values[options : options + flows] = chosen[self.flow_ends[0]] * chosen[self.flow_ends[1]]
         return values
 
 
@@ -89,7 +94,22 @@ class IlpLimits:
 
 def flow_count(graph: Graph) -> int:
     """How many flow variables the model of this graph has."""
-    return sum(int(np.isfinite(graph.neighbours[u][v]).sum()) for u, v in graph.pairs())
+    return sum(int(np.isfinite(_together(graph.neighbours[u][v])[0]).sum()) for u, v in graph.pairs())
+
+
+def _together(matrix: Array) -> tuple[Array, IndexArray, IndexArray]:
+    """A matrix with equal rows and equal columns once, and which of these each row and each column is."""
+    first_u, group_u = _groups(matrix)
+    first_v, group_v = _groups(np.ascontiguousarray(matrix.T))
+    return matrix[first_u][:, first_v], group_u, group_v
+
+
+def _groups(rows: Array) -> tuple[list[int], IndexArray]:
+    """The first of each group of equal rows, and the group of each row."""
+    numbers: dict[bytes, int] = {}
+    group = [numbers.setdefault(row.tobytes(), len(numbers)) for row in rows]
+    first = {number: at for at, number in reversed(list(enumerate(group)))}
+    return [first[number] for number in range(len(numbers))], np.array(group, dtype=np.int64)
 
 
 def usage_entries(graph: Graph) -> int:
@@ -113,23 +133,19 @@ def build(graph: Graph, magnitude: float) -> Model:
     rows = _Rows(int(first[-1]))
     rows.add_groups(np.repeat(np.arange(len(nodes)), np.diff(first)), np.arange(first[-1]), len(nodes), 1.0)
     costs = [graph.costs[node] for node in nodes]
-    ends_u: list[IndexArray] = []
-    ends_v: list[IndexArray] = []
     for u, v in graph.pairs():
-        matrix = graph.neighbours[u][v]
+        matrix, group_u, group_v = _together(graph.neighbours[u][v])
         a, b = np.nonzero(np.isfinite(matrix))
         costs.append(matrix[a, b])
-        rows.add_flows(a, b, start_of[u], start_of[v], matrix.shape)
-        ends_u.append(a + start_of[u])
-        ends_v.append(b + start_of[v])
+        rows.add_flows((a, b), (group_u, group_v), (start_of[u], start_of[v]))
     _add_usages(graph, rows, start_of)
     cost = np.concatenate(costs) / scale if costs else np.zeros(0)
     integer = np.arange(len(cost)) < first[-1]
-    flow_ends = (_joined(ends_u), _joined(ends_v))
     starts, columns, values, lower, upper = rows.arrays()
     return Model(
-        cost, np.ones(len(cost)), integer, starts, columns, values, lower, upper, scale, nodes, first, flow_ends
-    )
+        cost, np.ones(len(cost)), integer, starts, columns, values, lower, upper, scale, nodes, first,
+        rows.flow_ends(), rows.members(),
+    )  # fmt: skip
 
 
 def _joined(parts: list[IndexArray]) -> IndexArray:
@@ -147,6 +163,9 @@ class _Rows:
         self._values: list[Array] = []
         self._lower: list[Array] = []
         self._upper: list[Array] = []
+        self._groups = 0
+        self._ends: tuple[list[IndexArray], list[IndexArray]] = ([], [])
+        self._members: tuple[list[IndexArray], list[IndexArray]] = ([], [])
 
     def add_entries(self, row: IndexArray, column: IndexArray, value: Array) -> None:
         self._rows.append(row + self.count)
@@ -163,14 +182,29 @@ class _Rows:
         self.add_entries(group, column, np.ones(len(group)))
         self.close(np.full(groups, total), np.full(groups, total))
 
-    def add_flows(self, a: IndexArray, b: IndexArray, start_u: int, start_v: int, shape: tuple[int, ...]) -> None:
-        """New flow variables for the pairs (a, b), linked with both ends."""
-        column = self.variables + np.arange(len(a))
-        self.variables += len(a)
-        for end, start, size in ((a, start_u, shape[0]), (b, start_v, shape[1])):
+    def add_flows(
+        self, pairs: tuple[IndexArray, IndexArray], groups: tuple[IndexArray, IndexArray], starts: tuple[int, int]
+    ) -> None:
+        """New flow variables for ``pairs`` of groups of options, linked with both ends."""
+        column = self.variables + np.arange(len(pairs[0]))
+        self.variables += len(column)
+        for end, group, start, ends in zip(pairs, groups, starts, self._ends, strict=True):
+            options, count = start + np.arange(len(group)), int(group.max(initial=-1)) + 1
             self.add_entries(end, column, np.ones(len(end)))
-            self.add_entries(np.arange(size), start + np.arange(size), -np.ones(size))
-            self.close(np.zeros(size), np.zeros(size))
+            self.add_entries(group, options, -np.ones(len(group)))
+            self.close(np.zeros(count), np.zeros(count))
+            ends.append(end + self._groups)
+            self._members[0].append(options)
+            self._members[1].append(group + self._groups)
+            self._groups += count
+
+    def flow_ends(self) -> tuple[IndexArray, IndexArray]:
+        """The two groups of each flow."""
+        return _joined(self._ends[0]), _joined(self._ends[1])
+
+    def members(self) -> tuple[IndexArray, IndexArray]:
+        """Options and the groups that they are in."""
+        return _joined(self._members[0]), _joined(self._members[1])
 
     def arrays(self) -> tuple[IndexArray, IndexArray, Array, Array, Array]:
         row, column = _joined(self._rows), _joined(self._columns)

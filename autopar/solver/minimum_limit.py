@@ -189,7 +189,7 @@ def _model(problem: Problem, peak: float) -> Model:
     none = np.zeros(0, dtype=np.int64)
     return Model(
         cost, allowed, np.arange(last + 1) < last, starts, columns, values, np.array(lower), np.array(upper), peak,
-        tuple(range(len(problem.costs))), first, (none, none),
+        tuple(range(len(problem.costs))), first, (none, none), (none, none),
     )  # fmt: skip
 
 

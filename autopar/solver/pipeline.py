@@ -5,7 +5,6 @@ Every step before the ILP is exact; the bound that is returned holds for the pro
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -98,12 +97,15 @@ def solve(
     size: dict[str, int] = {}
     method: list[str] = []
     tied = folding(problem)
-    if incumbent.choice is None:
-        _offer_greedy(problem, tied, incumbent)
     if tied is not None and chosen == "highs" and _is_limited(problem):
         method.append("linear program of blocks")
-        with contextlib.suppress(InfeasibleError):
+        try:
             relax_blocks(incumbent, tied.parts, BLOCKS_SHARE * time_limit)
+        except InfeasibleError:
+            if incumbent.choice is None:
+                raise
+    if incumbent.choice is None:
+        _offer_greedy(problem, tied, incumbent)
     if incumbent.proven() or _is_limited_and_small(problem, chosen):
         tied = None
     if tied is not None:
