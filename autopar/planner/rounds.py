@@ -58,6 +58,7 @@ class Rounds:
         rivals: the baselines, the cheapest first.
         hideable_s: beside which transfers of the host hide, in so many parts of the forward.
         free: the optimum without a budget.
+        weighted_s: what the last choice costs under the weights for which it was found.
     """
 
     graph: Graph
@@ -73,6 +74,7 @@ class Rounds:
     hideable_s: float = math.inf
     hiding_parts: int = 1
     free: Result | None = None
+    weighted_s: float = math.inf
 
     @property
     def decisions(self) -> Decisions:
@@ -129,7 +131,7 @@ class Rounds:
                 gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
                 folding=self.objective.fold, progress=self._say_gap,
             )  # fmt: skip
-            self.prices_of_memory = found.usage_prices
+            self.prices_of_memory, self.weighted_s = found.usage_prices, found.objective
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
         # Under rows, each solve of which takes long, the weights that are best without them will do.

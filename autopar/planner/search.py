@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.errors import InfeasibleError, PlanError, SolverError
 from autopar.ir import Graph
@@ -37,21 +38,16 @@ TIGHTEN_ROUNDS = 12
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
 
-NEARLY_FREE = 0.002
-"""Where keeping less costs no more than this share beyond the free optimum, there is no need to recompute."""
-
-KEEPING_SHARE = 0.3
-"""Of the time, for plans that recompute nothing: found fast, they are what the joint search has to beat."""
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
 SHARDED_TIMES = 1.0
-"""Of the time, and times what the free optimum took, for what to keep and recompute with shardings that are known, from
-which the joint search begins."""
+"""Of the time, and times what the free optimum took, for what to keep and recompute with shardings that are known."""
+KEEPING_SHARE = 0.3
+"""Of the time, for plans that recompute nothing."""
 SMALLEST_SHARE = 0.25
 """Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
 SECOND_STAGE_GAP = 0.02
-"""Where the joint search leaves more, the rest of the time goes to what to keep and recompute with the shardings of the
-free optimum."""
+"""Where the joint search leaves more of its weighted problem open, the rest of the time goes to what is known."""
 SECOND_STAGE_MOST = 2000
 """Variables of the joint problem up to which: the moments of more take longer than they are worth."""
 EXACT_MOST = 200
@@ -177,7 +173,6 @@ class _Search(Rounds):
     Args:
         with_reruns: the decisions, with what can be made again among them.
         over_budget: is told the deadline where the optimum without a budget is over it, and gives the one from then on.
-        baseline: the cheapest that fits the budget.
         free_s: seconds that the optimum without a budget took.
         kept_back_s: seconds for the smallest peak, where no baseline fits.
         latest: when the search ends, these included.
@@ -185,7 +180,6 @@ class _Search(Rounds):
 
     with_reruns: Callable[[], Decisions] = field(kw_only=True)
     over_budget: Callable[[float], float] = field(kw_only=True)
-    baseline: str = ""
     free_s: float = 0.0
     kept_back_s: float = 0.0
     latest: float = math.inf
@@ -264,37 +258,16 @@ class _Search(Rounds):
         deadline = self.over_budget(deadline)
         self.free, self.hideable_s = free, forward_seconds(free.program)
         self.bound = free.solution.lower_bound
-        self.baseline = next((r.name for r in self.rivals if r.peak_bytes <= self.budget), "")
         self.kept_back_s, self.latest = SMALLEST_SHARE * max(deadline - now(), 0.0), deadline
-        deadline -= 0.0 if self.baseline else self.kept_back_s
+        deadline -= self.kept_back_s
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._with_shardings_of(free, deadline)
-        self.say("over the budget: keep less")
-        keeping, kept = self.objective, self._within_budget(deadline, KEEPING_SHARE, nearly_free=True)
-        late = now() > deadline and (kept is not None or self.baseline != "")
-        if late or (kept is not None and kept.solution.gap <= max(self.options.gap, NEARLY_FREE)):
-            return kept
         self.say("over the budget: keep or recompute")
-        checkpoints, seeds = self._checkpoints(free), self.seeds
-        self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
-        until = min(_in(SHARDED_SHARE, deadline), now() + SHARDED_TIMES * self.free_s)
-        known = kept_as_sharded(self, keeping.decisions, free, until)
-        self.seeds += () if known is None else (known.solution.choice,)
+        keeping, checkpoints = self.objective, self._checkpoints(free)
+        self.seeds = ()
         result = self._within_budget(deadline, JOINT_SHARE)
-        if known is not None and (result is None or known.solution.objective < result.solution.objective):
-            bound = self.bound if result is None else result.solution.lower_bound
-            result = replace(known, solution=_bounded(known.solution, bound, self.options.gap))
-        if result is None or result.solution.gap > SECOND_STAGE_GAP:
-            joint, self.objective, self.seeds = (self.objective, self.seeds), keeping, seeds
-            if now() < deadline:
-                kept = kept or self._within_budget(deadline, KEEPING_SHARE)
-            self.objective, self.seeds = joint
-            if len(self.decisions.variables) <= SECOND_STAGE_MOST:
-                result = self._better(result, checkpoints.within(self.budget, deadline))
-        if kept is not None and (result is None or kept.solution.objective < result.solution.objective):
-            bound = self.bound if result is None else result.solution.lower_bound
-            self.objective = keeping
-            return replace(kept, solution=replace(kept.solution, lower_bound=min(bound, kept.solution.objective)))
+        if result is None or 1 - self.bound / self.weighted_s > SECOND_STAGE_GAP:
+            result = self._from_what_is_known(result, keeping, checkpoints, deadline)
         if result is None and self.baseline:
             return None
         late = now() > deadline
@@ -307,6 +280,36 @@ class _Search(Rounds):
                 return None
             raise self._infeasible(result, late=late or now() > deadline)
         return result
+
+    @cached_property
+    def baseline(self) -> str:
+        """The cheapest that fits the budget."""
+        return next((r.name for r in self.rivals if r.peak_bytes <= self.budget), "")
+
+    def _from_what_is_known(
+        self, joint: Result | None, keeping: Objective, checkpoints: CheckpointSearch, deadline: float
+    ) -> Result | None:
+        """Where the joint search found nothing, or left much open: once more from the best ways to hold values with
+        shardings that are known; then plans that recompute nothing, of fewer variables; then ``checkpoints``."""
+        assert self.free is not None
+        self.say("over the budget: known shardings")
+        deadline = self.latest if self.baseline else deadline
+        until = min(_in(SHARDED_SHARE, deadline), now() + SHARDED_TIMES * self.free_s)
+        found = [joint, kept_as_sharded(self, keeping.decisions, self.free, until)]
+        if joint is None:
+            self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
+            self.seeds += tuple(r.solution.choice for r in found if r is not None)
+            found.append(self._within_budget(deadline, JOINT_SHARE) if self.seeds else None)
+        best = min((r for r in found if r is not None), key=lambda r: r.solution.objective, default=None)
+        if now() < deadline:
+            with_reruns, self.objective, self.seeds = self.objective, keeping, tuple(r.choice for r in self.rivals)
+            kept = self._within_budget(deadline, KEEPING_SHARE)
+            if kept is not None and (best is None or kept.solution.objective < best.solution.objective):
+                return replace(kept, solution=_bounded(kept.solution, self.bound, self.options.gap))
+            self.objective, self.seeds = with_reruns, ()
+        if len(self.decisions.variables) <= SECOND_STAGE_MOST:
+            best = self._better(best, checkpoints.within(self.budget, deadline))
+        return best and replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
 
     def _until_smallest(self) -> float:
         """As long for each budget, so that one that an error names is found again."""
@@ -333,6 +336,7 @@ class _Search(Rounds):
             self.seeds = ()
             result = self._within_budget(deadline, JOINT_SHARE)
         most = EXACT_MOST if result is not None and result.solution.proven else SECOND_STAGE_MOST
+        deadline = self.latest if self.baseline else deadline
         if result is None or len(self.decisions.variables) <= most:
             starts = [] if result is None else [result.solution.choice]
             result = self._better(result, checkpoints.within(self.budget, deadline, starts))
@@ -365,13 +369,11 @@ class _Search(Rounds):
         return replace(better, solution=_bounded(better.solution, bound, self.options.gap))
 
     def _within_budget(
-        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None, *,
-        nearly_free: bool = False,
+        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None
     ) -> Result | None:  # fmt: skip
         """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
         (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of the
-        time that is left, or, with ``nearly_free``, what is found costs clearly more than without a budget. The bound
-        is that of rows that set nothing aside."""
+        time that is left. The bound is that of rows that set nothing aside."""
         deadline = _in(share, deadline)
         rows = self.first_rows() if rows is None else rows
         bound = self.bound
@@ -387,8 +389,6 @@ class _Search(Rounds):
             if not any(rows.unseen.values()):
                 bound = max(bound, result.solution.lower_bound)
                 self.bound = bound if joint else self.bound
-            if nearly_free and bound > self.bound * (1 + NEARLY_FREE):
-                return None
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
                 result = replace(result, solution=_bounded(result.solution, bound, self.options.gap))

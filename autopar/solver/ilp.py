@@ -1,9 +1,9 @@
 """The integer program of what remains: binary x for each option, a flow >= 0 for each finite pair of an edge.
 
 Flow links are equalities (sum_b e[a, b] = x[u, a] and sum_a e[a, b] = x[v, b]), whose relaxation is almost always
-integral; forbidden pairs have no variable. Options that an edge cannot tell apart, as strategies that make one spec, are
-one end of its flows: that halves them, and what is added up can be parted again, so the relaxation is no weaker. One row
-a time that can bind keeps the usages within the limit.
+integral; forbidden pairs have no variable. Options that an edge cannot tell apart, as strategies that make one spec,
+are one end of its flows: that halves them, and what is added up can be parted again, so the relaxation is no weaker.
+One row a time that can bind keeps the usages within the limit.
 """
 
 from __future__ import annotations
