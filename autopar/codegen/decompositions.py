@@ -36,7 +36,7 @@ def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Ten
 
 
 def _nll(
-    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0
+    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0
 ) -> Tensor:
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
@@ -49,7 +49,7 @@ def _nll(
 
 def _nll_backward(
     grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
-    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     scale = grad.masked_fill(target == ignore_index, 0).to(lse.dtype).unsqueeze(-1)
@@ -60,7 +60,7 @@ def _nll_backward(
     return ((softmax - labels) * scale).to(x.dtype)
 
 
-def _lookup(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:
+def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1) -> Tensor:
     local = index - offset if offset else index
     inside = (local >= 0) & (local < weight.shape[0])
     rows = torch.ops.aten.embedding.default(weight, local.where(inside, 0))
@@ -122,7 +122,9 @@ def _batch_norm(
     return (x.to(dtype) * _channels(scale, x) + _channels(shift, x)).to(x.dtype)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, **options: Any) -> Any:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Tensor | None = None, **options: Any
+) -> Any:
     found = _cpu_flash(_checked(q, k, v, mask, seed, options), q, k, v)
     return NotImplemented if found is None else found
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autopar import spmd
 from autopar._torch import OpOverload, defining_module
-from autopar.codegen.expressions import expression, function, inlined, literal, quoted
+from autopar.codegen.expressions import expression, inlined, literal, quoted
 from autopar.codegen.names import Names, name_nodes
 from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
@@ -53,12 +53,13 @@ def emit(
     results = [output.name for output, _ in lowered.results]
     tables = _tables(lowered, mesh, constants or {}, micro_batches)
     unpacking = "import base64\nimport zlib\n\n" if "base64" in tables else ""
-    parts = ['"""' + "\n".join(header) + '\n"""\n\n' + unpacking + _prelude(ops, lowered)]
-    parts.append(printer.function("forward", lowered.forward.graph, results, "kept for the backward"))
+    parts = [printer.function("forward", lowered.forward.graph, results, "kept for the backward")]
     parts.append(printer.function("backward", lowered.backward.graph, [], ""))
     if lowered.accumulate is not None:
         parts.append(printer.function("accumulate", lowered.accumulate.graph, [], ""))
-    return "\n\n\n".join([*parts, tables]) + "\n"
+    functional = any(" F." in part for part in parts)
+    head = '"""' + "\n".join(header) + '\n"""\n\n' + unpacking + _prelude(ops, lowered, functional=functional)
+    return "\n\n\n".join([head, *parts, tables]) + "\n"
 
 
 def _modules(lowered: Lowered) -> list[fx.GraphModule]:
@@ -71,10 +72,8 @@ def _own_ops(graph: fx.Graph) -> Iterable[str]:
             yield str(node.target).split(".")[1]
 
 
-def _prelude(ops: Sequence[str], lowered: Lowered) -> str:
+def _prelude(ops: Sequence[str], lowered: Lowered, *, functional: bool) -> str:
     calls = [n for module in _modules(lowered) for n in module.graph.nodes if n.op == "call_function"]
-    own = ("linear", "linear_of_transposed")
-    functional = any(getattr(n.target, "__name__", "") in own or function(n.target).startswith("F.") for n in calls)
     lines = ["import torch"] + (["import torch.nn.functional as F"] if functional else [])
     lines += ["", *_imports_of_others({o for n in calls for o in (n.target, *n.args[:1]) if isinstance(o, OpOverload)})]
     lines += [*(["import autopar.ops  # registers the ops below"] if ops else []), "from autopar import spmd", ""]
@@ -187,9 +186,10 @@ class _Printer:
                 last.setdefault(node.next, []).extend(d for d in last.pop(node, ()) if d is not node)
                 continue
             items = _unpacked(node)
-            skipped.update(items)
+            made = [item for item in items if item is not None]
+            skipped.update(made)
             lines += self._assignment(node, items)
-            dead = [d for n in (node, *items) for d in last.get(n, ()) if not (inlined(d) or (d is node and items))]
+            dead = [d for n in (node, *made) for d in last.get(n, ()) if not (inlined(d) or (d is node and items))]
             if dead:
                 lines.append(self._freed(dead))
         return "\n".join(lines)
@@ -210,12 +210,12 @@ class _Printer:
         names = _filled(f"{', '.join(self.names[d] for d in dead)},")
         return "\n".join(["    del (", *names, "    )"])
 
-    def _assignment(self, node: fx.Node, items: Sequence[fx.Node]) -> list[str]:
-        left = ", ".join(self.names[n] for n in items) if items else self.names[node]
+    def _assignment(self, node: fx.Node, items: Sequence[fx.Node | None]) -> list[str]:
+        left = ", ".join(self.names[n] if n is not None else "_" for n in items) if items else self.names[node]
         if len(items) == 1:
             left += ","
         right = expression(node, self.names)
-        comments = [c for c in (self._said(n) for n in (items or [node])) if c]
+        comments = [c for c in (self._said(n) for n in (items or [node]) if n is not None) if c]
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
         comments += [f"Triton kernel {k}" for k in self._kernels(node) if items]
@@ -242,9 +242,9 @@ class _Printer:
             where = f'axis {op.step.axis} "{self.mesh.names[op.step.axis]}"' if self._named(op.step.axis) else (
                 f"axis {op.step.axis}" if op.step.axis >= 0 else "the mesh"
             )  # fmt: skip
-            return f"{several}{op.wire_bytes:,} bytes over {where}, {op.seconds * 1e6:.1f} us"
+            return f"{several}{op.wire_bytes:,} bytes over {where}, {_microseconds(op.seconds)}"
         if op.is_transfer:
-            return f"{op.writes[0].bytes:,} bytes, {op.seconds * 1e6:.1f} us"
+            return f"{op.writes[0].bytes:,} bytes, {_microseconds(op.seconds)}"
         by = f", Triton kernel {op.kernels[0]}" if op.kernels else ""
         return f"{self._tensor(tensor)}{by}" if isinstance(tensor, LocalTensor) else ""
 
@@ -268,6 +268,10 @@ class _Printer:
         return said + (" on the host" if tensor.host else "")
 
 
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds >= 0.05e-6 else "under 0.1 us"
+
+
 def _folded(left: str, right: str) -> list[str]:
     """An assignment over as many lines as it takes."""
     line = f"    {left} = {right}"
@@ -275,8 +279,12 @@ def _folded(left: str, right: str) -> list[str]:
         return [line]
     head, _, arguments = right.partition("(")
     call = ast.parse(right, mode="eval").body
-    if isinstance(call, ast.Call) and ast.unparse(call.func) == head and len(left) + len(head) < WIDTH - 8:
+    is_call = isinstance(call, ast.Call) and ast.unparse(call.func) == head
+    if is_call and (len(left) + len(head) < WIDTH - 8 or ("," in left and len(head) < WIDTH - 16)):
         lines = [f"    {left} = {head}(", *_filled(arguments[:-1]), "    )"]
+    elif is_call and len(right) > WIDTH - 8:
+        inner = (f"    {line}" for line in _filled(arguments[:-1], WIDTH - 12))
+        lines = [f"    {left} = (", f"        {head}(", *inner, "        )", "    )"]
     else:
         lines = [f"    {left} = (", *_filled(right), "    )"]
     if len(lines[0]) > WIDTH and "," in left:
@@ -285,10 +293,10 @@ def _folded(left: str, right: str) -> list[str]:
     return lines
 
 
-def _filled(text: str) -> list[str]:
-    if len(text) <= WIDTH - 8:
+def _filled(text: str, width: int = WIDTH - 8) -> list[str]:
+    if len(text) <= width:
         return [f"        {text.strip()}"]
-    made = textwrap.wrap(_bound(text), WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    made = textwrap.wrap(_bound(text), width, break_long_words=False, break_on_hyphens=False)
     return [f"        {line.replace(BOUND, ' ')}" for line in made]
 
 
@@ -306,20 +314,23 @@ def _bound(text: str) -> str:
     return re.sub(r"[\[(][^\[\]()]{0,60}[\])]", lambda found: found.group().replace(" ", BOUND), text)
 
 
-def _unpacked(node: fx.Node) -> list[fx.Node]:
-    """The reads of an op's several results, where they follow it and are all of them: printed as one assignment."""
-    items: list[fx.Node] = []
+def _unpacked(node: fx.Node) -> list[fx.Node | None]:
+    """The reads of an op's several results, where they follow it and are all of them: printed as one assignment. None
+    stands for a result that the op is asked not to make."""
+    read = list[fx.Node]()
     following = node.next
-    while following.target is operator.getitem and following.args[0] is node and following.args[1] == len(items):
-        items.append(following)
+    while following.target is operator.getitem and following.args[0] is node:
+        read.append(following)
         following = following.next
-    if set(items) != set(node.users) or not items:
+    if not read or set(read) != set(node.users):
         return []
     schema = getattr(node.target, "_schema", None)
     returns = len(schema.returns) if schema is not None else 0
     op = node.meta.get("op")
-    made = node.meta.get("results", len(op.writes) if isinstance(op, Op) and returns <= 1 else returns)
-    return items if len(items) == made else []
+    written = len(op.writes) if isinstance(op, Op) else 0
+    made = node.meta.get("results", returns if returns > 1 else written)
+    at = {n.args[1]: n for n in read}
+    return [at.get(i) for i in range(made)] if len(at) == len(read) in (made, written) else []
 
 
 def _section(node: fx.Node, current: str, lines: list[str], *, everywhere: bool) -> str:

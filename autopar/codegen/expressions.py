@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -34,8 +35,8 @@ METHODS = {
         "sum.dim_IntList", "amax.default", "amin.default", "log.default", "exp.default", "sqrt.default",
         "rsqrt.default", "abs.default", "masked_fill.Scalar", "masked_fill.Tensor", "select.int", "flatten.using_ints",
         "any.default", "any.dim", "all.default", "cumsum.default", "index_select.default", "gather.default",
-        "add_.Tensor", "mul_.Tensor", "relu_.default", "tanh.default", "sigmoid.default", "cos.default", "sin.default",
-        "mean.dim", "mean.default",
+        "add.Tensor", "sub.Tensor", "add_.Tensor", "mul_.Tensor", "relu_.default", "tanh.default", "sigmoid.default",
+        "cos.default", "sin.default", "mean.dim", "mean.default",
     )
 }  # fmt: skip
 
@@ -50,6 +51,15 @@ FUNCTIONS = {
     "aten._softmax.default": "torch._softmax", "aten._log_softmax.default": "torch._log_softmax",
     "aten.gelu.default": "F.gelu", "aten.silu.default": "F.silu",
 }  # fmt: skip
+
+LAST = 1 << 62
+"""Ends of slices from here on are those of all tensors."""
+
+SPREAD = frozenset({"reshape", "expand", "permute"})
+"""Methods that take a list as so many arguments."""
+
+OVER_DIMS = frozenset({"sum", "mean", "amax", "amin", "any", "squeeze"})
+"""Methods that take one dim as they take a list of them."""
 
 VIEWS = frozenset({"reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand"})
 
@@ -81,8 +91,11 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
             return expression(value, names)
         return literal(value, names)
 
-    target, args, kwargs = node.target, list(map(text, node.args)), node.kwargs
+    target, kwargs = node.target, node.kwargs
     name = _name(target)
+    if name == "aten.convolution.default" and len(node.args[3]) in (1, 2, 3):  # type: ignore[arg-type]
+        return _convolution(node, text)
+    args = list(map(text, node.args))
     special = _special(node, args, text)
     if special is not None:
         return special
@@ -98,10 +111,54 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         sliced = _slice(node, args)
         if sliced:
             return sliced
-    named = [f"{k}={text(v)}" for k, v in kwargs.items()]
+    if name == "aten.constant_pad_nd.default":
+        return f"F.pad({', '.join([*args[:2], *(f'value={v}' for v in args[2:])])})"
+    args = _arguments(node, args, text)
     if name in METHODS and isinstance(node.args[0], fx.Node):
-        return f"{args[0]}.{METHODS[name]}({', '.join(args[1:] + named)})"
-    return f"{function(target)}({', '.join(args + named)})"
+        method = METHODS[name]
+        if len(args) > 1 and (method in SPREAD or (method in OVER_DIMS and "," not in args[1])):
+            args[1] = args[1].removeprefix("[").removesuffix("]") or args[1]
+        return f"{args[0]}.{method}({', '.join(args[1:])})"
+    return f"{function(target)}({', '.join(args)})"
+
+
+def _arguments(node: fx.Node, given: list[str], text: Callable[[Any], str]) -> list[str]:
+    """What stands between the brackets: nothing that the op assumes anyway, and flags by their names."""
+    if not isinstance(node.target, OpOverload):
+        return given + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+    schema = {a.name: a for a in node.target._schema.arguments}
+    nameable = not any(keyword.iskeyword(name) for name in schema)
+    made, by_name = list[str](), False
+    for argument, value, said in zip(schema.values(), node.args, given, strict=False):
+        assumed = nameable and _is_default(argument, value)
+        by_name = by_name or assumed or (nameable and isinstance(value, bool))
+        if not assumed:
+            made.append(f"{argument.name}={said}" if by_name else said)
+    return made + [f"{k}={text(v)}" for k, v in node.kwargs.items() if not _is_default(schema[k], v)]
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    if not argument.has_default_value():
+        return False
+    default = argument.default_value
+    if argument.name == "end" and isinstance(value, int):
+        return value >= LAST
+    if isinstance(default, list):
+        return isinstance(value, (list, tuple)) and list(value) == default
+    return type(value) is type(default) and bool(value == default)
+
+
+def _convolution(node: fx.Node, text: Callable[[Any], str]) -> str:
+    given: Any = node.args
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = given
+    options = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1), "groups": ([groups], 1)}
+    if transposed:
+        options["output_padding"] = (output_padding, 0)
+    args = [text(x), text(weight), *([] if bias is None else [text(bias)])]
+    for name, (values, default) in options.items():
+        if any(v != default for v in values):
+            args.append(f"{name}={text(values[0] if len(set(values)) == 1 else list(values))}")
+    return f"F.conv{'_transpose' if transposed else ''}{len(stride)}d({', '.join(args)})"
 
 
 @cache
@@ -147,7 +204,7 @@ def _slice(node: fx.Node, args: list[str]) -> str:
     if not plain or step != 1 or not isinstance(dim, int):
         return ""
     first = "" if start in (None, 0) else str(start)
-    last = "" if end is None or (isinstance(end, int) and end >= 2**62) else str(end)
+    last = "" if end is None or (isinstance(end, int) and end >= LAST) else str(end)
     where = dim % len(shape)
     return f"{args[0]}[{':, ' * where}{first}:{last}]"
 
@@ -175,6 +232,8 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
         return 'float("nan")'
     if isinstance(value, float) and math.isinf(value):
         return f'float("{value}")'
+    if isinstance(value, str):
+        return quoted(value)
     if isinstance(value, OpOverload):
         return f"torch.ops.{value}"
     if isinstance(value, torch.device):

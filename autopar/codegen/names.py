@@ -7,7 +7,7 @@ import keyword
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +42,15 @@ FUSED = {
 }  # fmt: skip
 """The same for ops that are asked for results."""
 
+OPERANDS = {
+    "attention": ("query", "key", "value"), "batch_norm": ("", "", "", "mean", "rstd"), "nll": ("", "lse"),
+    "sumexp": ("", "largest"),
+}  # fmt: skip
+"""What the operands of an op are."""
+
 SHORTENED = {
     "linear_of_transposed": "linear", "add_": "add", "mul_": "mul", "relu_": "relu", "contract": "product",
-    "batch_norm_backward_input": "input",
+    "batch_norm_backward_input": "input", "to_copy": "cast", "threshold_backward": "relu",
 }  # fmt: skip
 LAUNCHED = "_launched"
 """What the handle of a collective or a transfer adds to the name of what will arrive."""
@@ -59,11 +65,13 @@ class Names:
     Args:
         several: for an op with several results, what their names begin with.
         shared: name of each tensor of the program that crosses from forward to backward.
+        results: shape of what each module returns that has no modules inside.
     """
 
     of: dict[fx.Node, str] = field(default_factory=dict)
     several: dict[fx.Node, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
+    results: dict[str, tuple[int, ...]] = field(default_factory=dict)
     root: str = ""
 
     def short(self, path: str) -> str:
@@ -91,16 +99,21 @@ def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
     """
     names = Names(root=_root(meaning.name for meaning, _ in lowered.inputs if meaning.kind == "parameter"))
     meanings = [meaning for meaning, _ in lowered.inputs]
+    names.results |= _results_of_leaves(lowered.forward.graph)
     made = zip(_results(lowered.forward.graph), lowered.results, strict=False)
-    ends = {n: o for n, (o, _) in made if o.kind == "output" and o.name.isidentifier() and not n.meta.get("module")}
-    _name_graph(lowered.forward.graph, names, meanings, dict.fromkeys(reserved, 1), "", ends)
+    ends = {
+        n: o for n, (o, _) in made
+        if o.kind == "mutation" or (o.kind == "output" and o.name.isidentifier() and not n.meta.get("module"))
+    }  # fmt: skip
+    taken = dict.fromkeys([*RESERVED, *reserved], 0)
+    _name_graph(lowered.forward.graph, names, meanings, dict(taken), "", ends)
     for node, tensor in _tensors(lowered.forward.graph):
         names.shared.setdefault(tensor.name, names.of[node])
     fed = [None] * len(lowered.saved) + [m for m, _ in (*lowered.tangents, *lowered.accumulators)]
     for module, results in ((lowered.backward, lowered.gradients), (lowered.accumulate, lowered.accumulated)):
         if module is not None:
             finals = {node: output for node, (output, _) in zip(_results(module.graph), results, strict=True)}
-            _name_graph(module.graph, names, fed, dict.fromkeys(reserved, 1), "d_", finals)
+            _name_graph(module.graph, names, fed, dict(taken), "d_", finals)
     return names
 
 
@@ -108,7 +121,7 @@ def _root(parameters: Iterable[str]) -> str:
     """The first part of most parameters' names: the model's own attribute for its trunk, which says nothing."""
     found = Counter(name.split(".")[0] for name in parameters if name.count("."))
     top = found.most_common(1)
-    return top[0][0] if top and top[0][1] > 1 and top[0][1] * 2 > found.total() else ""
+    return top[0][0] if top and top[0][1] > 1 and top[0][1] * 3 > found.total() * 2 else ""
 
 
 def _results(graph: fx.Graph) -> tuple[fx.Node, ...]:
@@ -134,7 +147,7 @@ def _name_graph(
     fed = iter(meanings)
     for node, output in (finals or {}).items():
         if node.op == "call_function" and not _is_launch(node):
-            adds = "sum_" if output.kind == "accumulator" else ""
+            adds = {"accumulator": "sum_", "mutation": "new_"}.get(output.kind, "")
             names.of[node] = _free(f"{adds}{prefix}{names.short(output.name.removeprefix('input:'))}", taken)
     for node in graph.nodes:
         if node.op == "output" or node.target == "rank":
@@ -183,7 +196,9 @@ def _of_call(node: fx.Node, names: Names, last: Mapping[fx.Node, str], prefix: s
         return _of_part(node, source, names) + partial
     if node in last:
         return f"{prefix}{names.short(last[node])}{partial}"
-    kind = _kind_of_gradient(node) if prefix else _kind(node)
+    if prefix and not base and (module := _whose_gradient(node, names.results)):
+        return f"{prefix}{names.short(module)}{partial}"
+    kind = _kind_of_gradient(node) if prefix else _role(node) or _kind(node)
     if base and "norm" in kind and PARTS.get(kind, ())[:1] == ("",):
         kind = ""  # what a module for it makes needs no more than the module's name
     if kind == "add" and prefix and not base and source is not None:
@@ -229,7 +244,7 @@ def _of_part(node: fx.Node, source: fx.Node, names: Names) -> str:
 def _redistributed(op: Op, names: Names, source: fx.Node | None) -> str:
     assert op.step is not None
     base = names.of[source] if source is not None else op.node
-    return f"{_MOVED.sub('', base)}_{STEPS.get(op.step.kind, op.step.kind)}"
+    return f"{_MOVED.sub('', base).rstrip('_')}_{STEPS.get(op.step.kind, op.step.kind)}"
 
 
 def _kind(node: fx.Node) -> str:
@@ -242,9 +257,46 @@ def _kind_of_gradient(node: fx.Node) -> str:
     kind = _kind(node)
     if kind == "gradient_of_weight":
         return "weight"
-    if kind in ("linear", "matmul") and node.meta.get("module"):
+    if kind in ("linear", "matmul", "relu") and node.meta.get("module"):
         return "input"
-    return "" if kind in PARTS else kind
+    return "" if kind in PARTS else kind.removesuffix("_backward")
+
+
+def _role(node: fx.Node) -> str:
+    """What a node makes for an op that says so."""
+    for reader, read in _readers(node):
+        roles = OPERANDS.get(_kind(reader), ())
+        at = next((i for i, a in enumerate(reader.args) if a is read), len(roles))
+        if at < len(roles) and roles[at]:
+            return roles[at]
+    return ""
+
+
+def _whose_gradient(node: fx.Node, results: Mapping[str, tuple[int, ...]]) -> str:
+    """The module that begins its backward with what a node outside of it makes."""
+    tensor = node.meta.get("tensor")
+    for reader, _ in _readers(node):
+        module = str(reader.meta.get("module", ""))
+        if isinstance(tensor, LocalTensor) and results.get(module) == tensor.meta.shape:
+            return module
+    return ""
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What computes with a node's value, wherever it is sent to before, and what it reads of it."""
+    for user in node.users:
+        op = user.meta.get("op")
+        if _arrives(user) or (isinstance(op, Op) and op.kind == "redistribute" and not op.bucket):
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _results_of_leaves(graph: fx.Graph) -> dict[str, tuple[int, ...]]:
+    last = _last_of_modules(graph)
+    inner = {m.rpartition(".")[0] for m in last.values()}
+    tensors = {module: node.meta.get("tensor") for node, module in last.items() if module not in inner}
+    return {module: t.meta.shape for module, t in tensors.items() if isinstance(t, LocalTensor)}
 
 
 def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -257,10 +309,12 @@ def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _free(wanted: str, taken: dict[str, int]) -> str:
-    """``wanted``, or with the next number that nobody has. ``taken``: names, and the last number of each that was."""
-    if keyword.iskeyword(wanted) or wanted in RESERVED:
-        wanted += "_"
-    name, count = wanted, taken.get(wanted, 1)
+    """``wanted``, or with the next number that nobody has. ``taken``: names, and the last number of each that was; 0 of
+    those that mean something else, as keywords do."""
+    last = taken.get(wanted, 0 if keyword.iskeyword(wanted) else None)
+    name, count = wanted if last is None else f"{wanted}_", 1
+    if last:
+        name, count = f"{wanted}_{last + 1}", last + 1
     while name in taken:
         count += 1
         name = f"{wanted}_{count}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ class _Attention:
     seed: Tensor | None
     is_causal: bool
     scale: float
-    dropout_p: float
-    site: int
-    global_shape: list[int]
-    offset: list[int]
+    dropout_p: float = 0.0
+    site: int = -1
+    global_shape: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether torch's flash kernel for the CPU computes this."""
@@ -137,7 +137,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor 
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     attention = _checked(q, k, v, mask, seed, options)
     if (found := _cpu_flash(attention, q, k, v)) is not None:
@@ -183,7 +183,7 @@ def _forward(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     _checked(q, k, v, mask, seed, options)
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
@@ -254,7 +254,7 @@ def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, *
 def _context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
 ) -> None:
-    q, k, v, mask, seed = inputs
+    q, k, v, mask, seed = (*inputs, None, None)[:5]
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
@@ -271,10 +271,12 @@ def _gradient(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tens
 
 
 _OPTIONS = (
-    "*, bool is_causal, float scale, float dropout_p, int site, SymInt[] global_shape, SymInt[] offset"
+    "*, bool is_causal, float scale, float dropout_p=0.0, int site=-1, SymInt[] global_shape=[],"
+    " SymInt[] offset=[0, 0, 0, 0]"
 )
 define(
-    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? seed=None, {_OPTIONS})"
+    " -> (Tensor out, Tensor lse)",
     _attention,
     _fake,
 )

@@ -85,7 +85,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _nll(
-    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0
+    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0
 ) -> Tensor:
     if x.shape[-1] == 0:
         return torch.zeros_like(lse, memory_format=torch.contiguous_format)
@@ -103,14 +103,14 @@ def _nll(
 
 
 def _nll_fake(
-    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0
+    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0
 ) -> Tensor:
     return torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
 def _nll_backward(
     grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
-    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     if kernels.enabled(x, lse, grad):
         options = {"ignore_index": ignore_index, "offset": offset, "own": own, "each": each}
@@ -135,7 +135,7 @@ def _nll_backward(
 
 def _nll_backward_fake(
     grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
-    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -164,13 +164,13 @@ define(
     lambda total, own, m: total.new_empty(total.shape),
 )  # fmt: skip
 define(
-    "nll(Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset, float own=1.0, float each=0.0)"
+    "nll(Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset=0, float own=1.0, float each=0.0)"
     " -> Tensor",
     _nll,
     _nll_fake,
 )
 define(
-    "nll_backward(Tensor grad, Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset,"
+    "nll_backward(Tensor grad, Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset=0,"
     " float own=1.0, float each=0.0) -> Tensor",
     _nll_backward,
     _nll_backward_fake,

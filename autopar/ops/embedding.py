@@ -21,7 +21,7 @@ def _inside(index: Tensor, offset: int, rows: int) -> Tensor | None:
     return inside
 
 
-def _lookup(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:
+def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1) -> Tensor:
     if weight.shape[0] == 0:
         return weight.new_zeros([*index.shape, weight.shape[1]])
     if kernels.enabled(weight):
@@ -35,11 +35,11 @@ def _lookup(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1
     return out.masked_fill_(~inside.unsqueeze(-1), 0).contiguous()
 
 
-def _lookup_fake(weight: Tensor, index: Tensor, *, offset: int, padding_idx: int = -1) -> Tensor:
+def _lookup_fake(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1) -> Tensor:
     return weight.new_empty([*index.shape, weight.shape[1]])
 
 
-def _lookup_backward(grad: Tensor, index: Tensor, *, rows: int, offset: int, padding_idx: int) -> Tensor:
+def _lookup_backward(grad: Tensor, index: Tensor, *, rows: int, offset: int = 0, padding_idx: int = -1) -> Tensor:
     if rows == 0:
         return grad.new_zeros([0, grad.shape[-1]])
     if kernels.enabled(grad):
@@ -59,7 +59,7 @@ def _lookup_backward(grad: Tensor, index: Tensor, *, rows: int, offset: int, pad
     return out.to(grad.dtype).contiguous()
 
 
-def _lookup_backward_fake(grad: Tensor, index: Tensor, *, rows: int, offset: int, padding_idx: int) -> Tensor:
+def _lookup_backward_fake(grad: Tensor, index: Tensor, *, rows: int, offset: int = 0, padding_idx: int = -1) -> Tensor:
     return grad.new_empty([rows, grad.shape[-1]])
 
 
@@ -76,10 +76,10 @@ def _lookup_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 define(
-    "lookup(Tensor weight, Tensor index, *, SymInt offset, SymInt padding_idx=-1) -> Tensor", _lookup, _lookup_fake
+    "lookup(Tensor weight, Tensor index, *, SymInt offset=0, SymInt padding_idx=-1) -> Tensor", _lookup, _lookup_fake
 )
 define(
-    "lookup_backward(Tensor grad, Tensor index, *, SymInt rows, SymInt offset, SymInt padding_idx) -> Tensor",
+    "lookup_backward(Tensor grad, Tensor index, *, SymInt rows, SymInt offset=0, SymInt padding_idx=-1) -> Tensor",
     _lookup_backward,
     _lookup_backward_fake,
 )

@@ -94,7 +94,7 @@ def _linear_nll_fake(
 
 def _linear_nll_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
-    ignore_index: int, offset: int, mask: list[bool], own: float = 1.0, each: float = 0.0,
+    ignore_index: int, mask: list[bool], offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight and bias, of a shard of the classes; empty where ``mask`` wants none."""
     flat, labels, grads, sums = _flat(x), target.reshape(-1), grad.reshape(-1), lse.reshape(-1)
@@ -125,7 +125,7 @@ def _linear_nll_backward(
 
 def _linear_nll_backward_fake(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
-    ignore_index: int, offset: int, mask: list[bool], own: float = 1.0, each: float = 0.0,
+    ignore_index: int, mask: list[bool], offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = zip((x, weight, bias), mask, strict=True)
     made = [x.new_empty(t.shape if wanted and t is not None else [0]) for t, wanted in given]
@@ -141,7 +141,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, A
 
 def _gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     mask = list(ctx.needs_input_grad[:3])
-    found = torch.ops.autopar.linear_nll_backward(grad, *ctx.saved_tensors, offset=0, mask=mask, **ctx.options)
+    found = torch.ops.autopar.linear_nll_backward(grad, *ctx.saved_tensors, mask=mask, **ctx.options)
     return (*(g if wanted else None for g, wanted in zip(found, mask, strict=True)), None)
 
 
@@ -164,7 +164,7 @@ define(
 )
 define(
     "linear_nll_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor lse, Tensor target, *,"
-    " int ignore_index, SymInt offset, bool[] mask, float own=1.0, float each=0.0) -> (Tensor, Tensor, Tensor)",
+    " int ignore_index, bool[] mask, SymInt offset=0, float own=1.0, float each=0.0) -> (Tensor, Tensor, Tensor)",
     _linear_nll_backward,
     _linear_nll_backward_fake,
 )

@@ -194,7 +194,7 @@ def _batch_norm(node: fx.Node) -> None:
     (mean_before, mean_after, momentum), (variance_before, variance_after, same) = running  # type: ignore[misc]
     inner = {moments.variance, moments.mean}
     external = [u for n in (mean, rstd, mean_after, variance_after) for u in n.users]
-    if momentum != same or _read_early(inner, node, external):
+    if not math.isclose(momentum, same) or _read_early(inner, node, external):
         return
     args = (x, weight, bias, mean_before, variance_before, True, momentum, moments.epsilon)
     with node.graph.inserting_before(node):
@@ -249,30 +249,23 @@ def _divided(node: Any, count: int) -> Any:
 
 
 def _running(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, float] | None:
-    """(value before, the copy that holds the value after, momentum) of the running statistic that ``moment`` moves."""
-    for scaled in moment.users:
-        if scaled.target is not aten.mul.Tensor or not isinstance(scaled.args[1], float):
-            continue
-        if correction != 1.0 and math.isclose(scaled.args[1], correction):
-            return _running(scaled, 1.0)
-        added = next(iter(scaled.users))
-        if len(scaled.users) != 1 or added.target is not aten.add.Tensor or added.args[1] is not scaled:
+    """(value before, value after, momentum) of the running statistic that ``moment`` moves."""
+    for added in moment.users:
+        if added.target is not aten.add.Tensor or added.args[1] is not moment:
             continue
         faded: Any = added.args[0]
-        copied: Any = next(iter(added.users))
-        momentum = scaled.args[1]
-        if (
-            _alone(faded, aten.mul.Tensor) and len(added.users) == 1 and copied.target is aten.copy.default
-            and math.isclose(faded.args[1] + momentum, 1.0) and copied.args[0] is faded.args[0]
-        ):  # fmt: skip
-            return faded.args[0], copied, momentum
+        momentum: Any = added.kwargs.get("alpha", 1)
+        if not _alone(faded, aten.mul.Tensor) or not isinstance(faded.args[1], float):
+            continue
+        if math.isclose(faded.args[1] * correction + momentum, correction):
+            return faded.args[0], added, momentum / correction
     return None
 
 
 def _read_early(inner: set[fx.Node], at: fx.Node, external: list[fx.Node]) -> bool:
     """Whether one of ``external``, which are no pieces of the pattern, reads before ``at``."""
     order = {n: i for i, n in enumerate(at.graph.nodes)}
-    pieces = (autopar.squared_deviation.default, aten.mul.Tensor, aten.add.Tensor, aten.rsqrt.default)
+    pieces = (autopar.squared_deviation.default, aten.add.Tensor, aten.rsqrt.default)
     return any(order[u] < order[at] and u.target not in pieces and u not in inner for u in external)
 
 

@@ -298,16 +298,15 @@ class _Finder:
         if not (cubed and halved and summed and dotted and spread and mean and times):
             return None
         doubled = next((self.maker(v, "aten.mul") for v in times.inputs if v.node != mean.name), None)
-        first = self.maker(doubled.inputs[0], "aten.pow") if doubled and doubled.args[1] == 2.0 else None
         total = self.only(Value(times.name, 0), "aten.add")
-        if doubled is None or first is None or first.args[1] != 1.0 or total is None or len(total.inputs) != 2:
+        if doubled is None or doubled.args[1] != 2.0 or total is None or len(total.inputs) != 2:
             return None
-        x = first.inputs[0]
+        x = doubled.inputs[0]
         wide = next((v for v in dotted.inputs if v != x), None)
         other = next((v for v in total.inputs if v.node != times.name), None)
         if wide is None or other is None or x not in dotted.inputs:
             return None
-        nodes = [cube, cubed, halved, summed, dotted, spread, mean, times, doubled, first, total]
+        nodes = [cube, cubed, halved, summed, dotted, spread, mean, times, doubled, total]
         # What comes along the residual path may have been added in between.
         inner = self.maker(other, "aten.add")
         for v in (other, *(inner.inputs if inner else ())):

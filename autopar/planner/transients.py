@@ -295,7 +295,7 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
 
 
 def _same_offset(node: Node) -> bool:
-    offset = node.kwarg("offset")
+    offset = node.kwarg("offset", (0, 0, 0, 0))
     return isinstance(offset, tuple) and offset[2] == offset[3]
 
 

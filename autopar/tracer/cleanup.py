@@ -12,6 +12,12 @@ aten = torch.ops.aten
 
 _IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default, aten.contiguous.default}
+_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+_ARITHMETIC = {
+    aten.add.Tensor: (0, False), aten.sub.Tensor: (0, True), aten.mul.Tensor: (1, True), aten.div.Tensor: (1, True),
+    aten.pow.Tensor_Scalar: (1, True),
+}  # fmt: skip
+"""The operand with which an op does nothing, and whether that holds of floats: to add zero makes -0 a 0."""
 _CHECKS = {
     aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default, aten._linalg_check_errors.default,
 }  # fmt: skip
@@ -27,9 +33,7 @@ def clean(module: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.target in _CHECKS:
             graph.erase_node(node)
-        elif node.op == "call_function" and _does_nothing(node, node in kept):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
+        elif node.op == "call_function" and (source := _same_value(node, node in kept)) is not None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     _merge_equal(graph)
@@ -59,20 +63,30 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
 
 
-def _does_nothing(node: fx.Node, is_result: bool) -> bool:
-    source = node.args[0] if node.args else None
+def _same_value(node: fx.Node, is_result: bool) -> fx.Node | None:
+    """The operand that an op that does nothing returns."""
+    source = node.args[1 if node.target is aten.copy.default else 0] if node.args else None
     if not isinstance(source, fx.Node):
-        return False
-    val, src = node.meta.get("val"), source.meta.get("val")
+        return None
+    return source if _does_nothing(node, source, is_result) else None
+
+
+def _does_nothing(node: fx.Node, source: fx.Node, is_result: bool) -> bool:
+    val: Any = source.meta.get("val")
+    same = _same(node.meta.get("val"), val)
     if node.target in _IDENTITIES:
         return True
     if is_result and source.op == "placeholder":
         return False
     if node.target in _COPIES:
         return not is_result
-    same_shape = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
-    if node.target in same_shape or node.target is aten._to_copy.default:
-        return _same(val, src)
+    if node.target in _ARITHMETIC:
+        neutral, of_floats = _ARITHMETIC[node.target]
+        operand: Any = node.args[1]
+        equal = type(operand) in (int, float) and operand == neutral and not node.kwargs
+        return same and equal and not is_result and bool(of_floats or not val.dtype.is_floating_point)
+    if node.target in _RESHAPES or node.target in (aten._to_copy.default, aten.copy.default):
+        return same
     return node.target is aten.dropout.default and node.args[2] is False
 
 

@@ -187,10 +187,10 @@ def attention(
         return NotImplemented
     while attn_mask is not None and attn_mask.ndim < 4:
         attn_mask = attn_mask.unsqueeze(0)
+    place = {"site": tracer.next_site(), "global_shape": [b, h, s, k.shape[2]]} if dropout_p else {}
     out, _ = ops.attention(
         q, k, v, attn_mask, tracer.seed if dropout_p else None,
-        is_causal=is_causal, scale=q.shape[-1] ** -0.5 if scale is None else scale, dropout_p=dropout_p,
-        site=tracer.next_site() if dropout_p else 0, global_shape=[b, h, s, k.shape[2]], offset=[0, 0, 0, 0],
+        is_causal=is_causal, scale=q.shape[-1] ** -0.5 if scale is None else scale, dropout_p=dropout_p, **place,
     )  # fmt: skip
     return out if len(shape) == 4 else out.squeeze(1)
 
@@ -303,10 +303,10 @@ def batch_norm(
     mean = detached.sum(dims, dtype=accumulate) / count
     variance = ops.squared_deviation(detached, mean) / count
     if running_mean is not None:
-        running_mean.copy_(running_mean * (1 - momentum) + (mean * momentum).to(running_mean.dtype))
+        running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
     if running_var is not None:
-        unbiased = variance * (count / max(count - 1, 1))
-        running_var.copy_(running_var * (1 - momentum) + (unbiased * momentum).to(running_var.dtype))
+        unbiased = count / max(count - 1, 1)
+        running_var.mul_(1 - momentum).add_(variance.to(running_var.dtype), alpha=momentum * unbiased)
     return ops.batch_norm(x, weight, bias, mean, (variance + eps).rsqrt(), count=count)
 
 

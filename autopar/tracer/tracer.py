@@ -206,6 +206,12 @@ def _meanings(
         if kind == "input":
             at = int(meaning.target)
             kind, name = ("input", call.names[at]) if at < len(call.names) else ("seed", "seed")
+        elif kind == "tangent" and not isinstance(meaning.target, int):
+            raise CaptureError(
+                "The forward gives a buffer a value that has a gradient.",
+                found=f"{name} keeps the program that made it, and so its activations, from step to step",
+                hint="detach what is written to buffers: buffer.copy_(value.detach()).",
+            )
         elif kind == "tangent":
             name = returned.paths[int(meaning.target)]
         elif name.startswith("constant."):

@@ -134,6 +134,16 @@ def test_a_parameter_that_changes() -> None:
         captured(Refused(body), torch.randn(4, 4))
 
 
+def test_a_buffer_that_would_keep_the_graph_of_its_value() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.lin(x)
+        m.state.copy_(y[0])
+        return y
+
+    with refused(CaptureError, "state keeps the program", "value.detach()"):
+        captured(Refused(body), torch.randn(4, 4))
+
+
 def test_a_buffer_that_changes_its_shape() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         m.state = torch.cat([m.state, m.state])

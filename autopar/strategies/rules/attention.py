@@ -110,11 +110,9 @@ def _lower_attention(queries: int) -> Lowering:
 
     def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
         shape, cuts = metas[queries].shape[:3], strategy.inputs[queries].dims[:3]
-        offset = node.kwarg("offset")
-        if not isinstance(offset, tuple) or not any(cuts):
+        if not node.kwarg("dropout_p") or not any(cuts):
             return node.op, node.args, node.kwargs
-        local = [local_offset(n, axes) if axes else o for n, axes, o in zip(shape, cuts, offset, strict=False)]
-        return replace_kwargs(node, offset=(*local, *offset[3:]))
+        return replace_kwargs(node, offset=(*(local_offset(n, axes) for n, axes in zip(shape, cuts, strict=True)), 0))
 
     return lower
 
