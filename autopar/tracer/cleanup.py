@@ -14,9 +14,10 @@ _IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.def
 _COPIES = {aten.clone.default, aten.contiguous.default}
 _RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 _ARITHMETIC = {
-    aten.add.Tensor: (0, False), aten.sub.Tensor: (0, True), aten.mul.Tensor: (1, True), aten.div.Tensor: (1, True),
-    aten.pow.Tensor_Scalar: (1, True),
-}  # fmt: skip
+    getattr(op, overload): (neutral, op is not aten.add)
+    for op, neutral in ((aten.add, 0), (aten.sub, 0), (aten.mul, 1), (aten.div, 1), (aten.pow, 1))
+    for overload in (("Tensor_Scalar",) if op is aten.pow else ("Tensor", "Scalar"))
+}
 """The operand with which an op does nothing, and whether that holds of floats: to add zero makes -0 a 0."""
 _CHECKS = {
     aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default, aten._linalg_check_errors.default,
