@@ -33,12 +33,16 @@ class WorkBudget:
 
 
 def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
-    """One round over all nodes; the smallest option remains among equals."""
-    changed = False
+    """One round over all nodes that may have changed since they were last looked at; the smallest option remains among
+    equals."""
+    changed, fresh = False, graph.changed("dominated")
     for node in graph.nodes():
         size = len(graph.costs[node])
         if work.late():
             break
+        if node not in fresh and not graph.rows[node]:  # what rows say also depends on the limits
+            continue
+        fresh.discard(node)
         if size > 1 and work.elements > 0 and node not in graph.protected:
             mask = _undominated(graph, node, work)
             if not mask.all():

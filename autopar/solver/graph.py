@@ -55,6 +55,7 @@ class Graph:
         self.times: IndexArray = np.zeros(0, dtype=np.int64)
         self.offset = 0.0
         self._unsettled: set[int] = set()
+        self._changed: dict[str, set[int]] = {}
         self._trail: list[_Removed] = []
         self._shared: dict[tuple[object, ...], tuple[np.ndarray, ...]] = {}
         for edge in problem.edges:
@@ -72,6 +73,7 @@ class Graph:
         other.rows = [list(rows) for rows in self.rows]
         other.limits, other.times = self.limits.copy(), self.times.copy()
         other._unsettled, other._trail, other._shared = set(self._unsettled), list(self._trail), {}
+        other._changed = {reader: set(changed) for reader, changed in self._changed.items()}
         return other
 
     # -- sizes -----------------------------------------------------------------------------------------------------
@@ -111,12 +113,29 @@ class Graph:
         """Release the matrices that only the cache still holds."""
         self._shared.clear()
 
+    def changed(self, reader: str, *, anew: bool = False) -> set[int]:
+        """The nodes whose costs, options or edges have changed since ``reader`` took them out of this set; at first,
+        and ``anew``, all."""
+        if anew or reader not in self._changed:
+            self._changed[reader] = set(self.nodes())
+        return self._changed[reader]
+
+    def _touch(self, *nodes: int) -> None:
+        for changed in self._changed.values():
+            changed.update(nodes)
+
+    def add_cost(self, node: int, cost: Array | float) -> None:
+        """To each of its options."""
+        self.costs[node] = self.costs[node] + cost
+        self._touch(node)
+
     def transposed(self, matrix: Array) -> Array:
         return self.shared(("transposed",), (matrix,), lambda: matrix.T)
 
     def set_edge(self, u: int, v: int, matrix: Array) -> None:
         self.neighbours[u][v] = matrix
         self.neighbours[v][u] = self.transposed(matrix)
+        self._touch(u, v)
 
     def add_edge(self, u: int, v: int, matrix: Array) -> None:
         """Parallel edges are added up."""
@@ -130,6 +149,7 @@ class Graph:
     def drop_edge(self, u: int, v: int) -> None:
         del self.neighbours[u][v]
         del self.neighbours[v][u]
+        self._touch(u, v)
 
     def keep(self, node: int, mask: np.ndarray) -> None:
         """Only the options where ``mask`` is true remain.
@@ -149,6 +169,7 @@ class Graph:
             kept = self.shared(("keep", name), (matrix,), lambda m=matrix: m[mask])  # type: ignore[misc]
             self.set_edge(node, other, kept)
         self._unsettled.add(node)
+        self._touch(node)
 
     def remove(self, node: int) -> None:
         """Take the node out; its choice will follow from those of its present neighbours."""

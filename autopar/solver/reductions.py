@@ -47,6 +47,8 @@ def reduce(graph: Graph, work: WorkBudget) -> None:
 
 def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
     worn = False
+    for reader in ("separable", "dominated"):
+        graph.changed(reader, anew=True)
     while True:
         drop_forbidden(graph)
         graph.drop_loose_times()
@@ -67,29 +69,33 @@ def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
 def drop_forbidden(graph: Graph) -> bool:
     """Arc consistency: an option without a finite partner at some neighbour goes, and so on."""
     changed = False
-    waiting = graph.nodes()
+    waiting = graph.changed("supported")
     while waiting:
-        touched: set[int] = set()
-        for node in waiting:
+        for node in sorted(waiting):
+            waiting.discard(node)
+            if not graph.alive[node]:
+                continue
             mask = np.isfinite(graph.costs[node])
             for matrix in graph.neighbours[node].values():
                 mask = mask & graph.shared(("support",), (matrix,), lambda m=matrix: np.isfinite(m).any(axis=1))  # type: ignore[misc]
             if not mask.all():
                 changed = True
                 graph.keep(node, mask)
-                touched.update(graph.neighbours[node])
-        waiting = sorted(touched)
     return changed
 
 
 def absorb_separable(graph: Graph) -> bool:
     """An edge that costs row[a] + column[b] is no edge: both parts go to the nodes."""
     changed = False
+    fresh = set(graph.changed("separable"))
+    graph.changed("separable").clear()
     for u, v in graph.pairs():
+        if u not in fresh and v not in fresh:
+            continue
         matrix = graph.neighbours[u][v]
         if graph.shared(("separable",), (matrix,), lambda m=matrix: _is_separable(m)).all():  # type: ignore[misc]
-            graph.costs[u] = graph.costs[u] + matrix[:, 0]
-            graph.costs[v] = graph.costs[v] + (matrix[0] - matrix[0, 0])
+            graph.add_cost(u, matrix[:, 0])
+            graph.add_cost(v, matrix[0] - matrix[0, 0])
             _settle_negative(graph, v)
             graph.drop_edge(u, v)
             changed = True
@@ -107,7 +113,7 @@ def _settle_negative(graph: Graph, node: int) -> None:
     """Costs stay >= 0: what is below goes to the constant."""
     least = float(graph.costs[node].min())
     if least < 0:
-        graph.costs[node] = graph.costs[node] - least
+        graph.add_cost(node, -least)
         graph.offset += least
 
 
@@ -171,7 +177,8 @@ def _merge_is_small(graph: Graph, node: int, other: int) -> bool:
 def merge(graph: Graph, node: int, other: int, chosen: np.ndarray) -> None:
     """``node`` takes option ``chosen[b]`` whenever ``other`` takes b."""
     matrix = graph.neighbours[node][other]
-    graph.costs[other] = graph.costs[other] + graph.costs[node][chosen] + matrix[chosen, np.arange(len(chosen))]
+    graph.add_cost(other, graph.costs[node][chosen])
+    graph.add_cost(other, matrix[chosen, np.arange(len(chosen))])
     name = chosen.tobytes()
     for third, edge in list(graph.neighbours[node].items()):
         if third != other:
@@ -211,7 +218,7 @@ def _eliminate_node(graph: Graph, node: int, work: WorkBudget) -> bool:
     elif len(around) == 1:
         (other,) = around
         best = (graph.costs[node][:, None] + graph.neighbours[node][other]).min(axis=0)
-        graph.costs[other] = graph.costs[other] + best
+        graph.add_cost(other, best)
     elif len(around) == 2 and _elimination_is_small(graph, node, around[0], around[1], work.each):
         _join(graph, node, *around)
     else:
