@@ -14,8 +14,6 @@ from autopar.planner.arrange import ALIKE, Tried, arrange, least_s_of
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
 from autopar.planner.deferral import deferred
-from autopar.planner.fitting import held
-from autopar.planner.in_place import made_in_place, reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.movable import take_apart
 from autopar.planner.objective import Objective
@@ -75,13 +73,12 @@ class Finalist:
         """A scheduled solution with its collectives arranged for the budget, and what nothing waits for deferred.
 
         Args:
-            tried: ways to arrange those of ``in_place`` of it, where they are known.
+            tried: ways to arrange them, where they are known.
         """
 
         def profiled(arranged: Program) -> MemoryProfile:
             return profile(arranged, d.graph, d.mesh, options)
 
-        program = in_place(program, d)
         budget = budget_bytes(prices.cluster, options)
         found = arrange(program, prices, profiled, budget, _arranged_by(options), tried)
         before, after = found.before, found.timeline
@@ -126,11 +123,6 @@ class Finalist:
         )  # fmt: skip
 
 
-def in_place(program: Program, d: Decisions) -> Program:
-    """The program with what can be written over its operands."""
-    return made_in_place(reduced_in_place(program, d.graph), d.graph)
-
-
 def _arranged_by(options: Options) -> float:
     return time.perf_counter() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
 
@@ -153,12 +145,11 @@ class Rival:
     def peak_bytes(self) -> int:
         """Of its program before the collectives are arranged, which keeps to a budget that this fits."""
         d = self.stated.decisions
-        return held(self._program, d.graph, d.mesh, self.options).peak_bytes
+        return profile(self._program, d.graph, d.mesh, self.options).peak_bytes
 
     @cached_property
     def _tried(self) -> Tried:
-        d, prices = self.stated.decisions, self.stated.prices
-        return Tried.of(in_place(self._program, d), prices, _arranged_by(self.options))
+        return Tried.of(self._program, self.stated.prices, _arranged_by(self.options))
 
     @property
     def least_s(self) -> float:
@@ -188,7 +179,7 @@ class Rival:
         choice = None if fewer is None else fewer.choice(self.choice)
         if fewer is None or choice is None or self.stated.decisions.accumulation_steps > 1:
             return None
-        return in_place(schedule(fewer.decisions, choice, self.stated.prices), fewer.decisions)
+        return schedule(fewer.decisions, choice, self.stated.prices)
 
     @cached_property
     def finalist(self) -> Finalist:

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from autopar.ir import Graph
 from autopar.mesh import Mesh
-from autopar.planner.in_place import made_in_place, reduced_in_place
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
@@ -31,27 +30,21 @@ def scheduled(
 ) -> tuple[Program, MemoryProfile]:
     """The program of ``choice`` and its exact memory, within ``budget`` bytes where transfers can see to it."""
     program = schedule(d, choice, prices)
-    return fitted(program, held(program, d.graph, d.mesh, options), d.graph, d.mesh, options, budget)
-
-
-def held(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
-    """The exact memory of ``program`` once it overwrites what it can, as the plan that is made of it will: transfers
-    that give way change nothing about that."""
-    return profile(made_in_place(reduced_in_place(program, graph), graph), graph, mesh, options)
+    return fitted(program, profile(program, d.graph, d.mesh, options), d.graph, d.mesh, options, budget)
 
 
 def fitted(
     program: Program, memory: MemoryProfile, graph: Graph, mesh: Mesh, options: Options, budget: float
 ) -> tuple[Program, MemoryProfile]:  # fmt: skip
     """``program``, whose exact memory is ``memory``, and its own, with transfers that give way to ``budget`` bytes
-    where they must."""
+    where they must. What can be written over its operands stays so: they change nothing about that."""
     for _ in range(ROUNDS):
         if memory.peak_bytes <= budget:
             break
         before = program
         for give_way in (_given_way, wait_sooner):
             moved = give_way(program, memory.timeline, budget)
-            now = held(moved, graph, mesh, options) if moved is not None else memory
+            now = profile(moved, graph, mesh, options) if moved is not None else memory
             if moved is not None and (now.peak_bytes < memory.peak_bytes or _is_better(now, memory, budget)):
                 program, memory = moved, now
         if program is before:

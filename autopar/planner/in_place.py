@@ -8,7 +8,7 @@ other op comes after the other readers, none of which may be a view of the opera
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -39,31 +39,24 @@ OVERWRITING = {
 """Ops that can be made in one of their first so many operands."""
 
 
-def reduced_in_place(program: Program, graph: Graph) -> Program:
-    """``program`` in which these all-reduces say so."""
-    readers = Counter(name for op in program.ops for name in op.reads)
-    readers.update(name for _, name in program.results)
-
-    def may(op: Op) -> bool:
-        if op.step is None or op.step.kind != "all_reduce" or op.bucket or op.step.reduction not in SUMMED:
-            return False
-        name = op.reads[0]
-        writer = program.ops[program.writer[name]]
-        made = writer.kind == "compute" and graph.by_name[writer.node].packet in MAKES_NEW
-        return made and readers[name] == 1 and op.writes[0].meta.dtype in FLOATS
-
-    return replace(program, ops=tuple(replace(op, in_place=True) if may(op) else op for op in program.ops))
-
-
-def made_in_place(program: Program, graph: Graph) -> Program:
-    """``program`` whose ops of operands of one shape are made in one of them where that ends there."""
-    if any(i.kind == "accumulator" for i in graph.inputs):
-        return program  # the program of other micro-batches has other results
+def in_place(program: Program, graph: Graph) -> Program:
+    """``program`` in which these all-reduces say so, and ops of operands of one shape are made in one of them where that
+    ends there."""
     readers: dict[str, list[Op]] = defaultdict(list)
     for op in program.ops:
         for name in op.reads:
             readers[name].append(op)
     results = {name for _, name in program.results}
+    accumulates = any(i.kind == "accumulator" for i in graph.inputs)
+
+    def may_reduce(op: Op) -> bool:
+        assert op.step is not None
+        if op.step.kind != "all_reduce" or op.bucket or op.step.reduction not in SUMMED:
+            return False
+        name = op.reads[0]
+        writer = program.ops[program.writer[name]]
+        made = writer.kind == "compute" and graph.by_name[writer.node].packet in MAKES_NEW
+        return made and len(readers[name]) == 1 and name not in results and op.writes[0].meta.dtype in FLOATS
 
     def ends(name: str, at: Op) -> bool:
         writer = program.ops[program.writer[name]]
@@ -75,20 +68,25 @@ def made_in_place(program: Program, graph: Graph) -> Program:
             new = writer.is_collective and not writer.bucket
         return new and all(_only_reads(r, graph) for r in readers[name])
 
-    made: list[Op] = []
-    for op in program.ops:
-        candidates = _overwritable(op, program, graph)
-        operand = next((i for i, name in enumerate(candidates) if ends(name, op)), None)
-        made.append(op if operand is None else replace(op, in_place=True, operand=operand))
-    return replace(program, ops=tuple(made))
+    def made(op: Op) -> Op:
+        if op.step is not None:
+            return replace(op, in_place=True) if may_reduce(op) else op
+        if accumulates:  # the program of other micro-batches has other results
+            return op
+        operand = next((i for i, name in enumerate(_overwritable(op, program, graph)) if ends(name, op)), None)
+        return op if operand is None else replace(op, in_place=True, operand=operand)
+
+    return replace(program, ops=tuple(map(made, program.ops)))
 
 
 def _overwritable(op: Op, program: Program, graph: Graph) -> Sequence[str]:
     """The operands in which an op could be made: all are tensors of the shape and dtype of its result, and of more than
     one dim, as statistics are small and belong to patterns."""
-    if op.kind != "compute" or op.kernels or len(set(op.reads)) < len(op.reads):
+    if op.kind != "compute" or op.kernels:
         return ()
     node = graph.by_name[op.node]
+    if node.op not in OVERWRITING or len(set(op.reads)) < len(op.reads):
+        return ()
     if not may_overwrite(node, graph):
         return ()
     alike = all(program.tensors[name].bytes == op.writes[0].bytes for name in op.reads)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from autopar.ir import Graph
 from autopar.planner.decisions import Decisions
 from autopar.planner.finalists import Rival
-from autopar.planner.fitting import fitted, held, scheduled
-from autopar.planner.liveness import MemoryProfile
+from autopar.planner.fitting import fitted, scheduled
+from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.objective import MOST_SOLVES, Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
@@ -100,7 +100,7 @@ class Rounds:
         solved = time.perf_counter()
         program = schedule(self.decisions, solution.choice, self.prices)
         lowered = time.perf_counter()
-        wished = program, held(program, self.graph, self.decisions.mesh, self.options)
+        wished = program, profile(program, self.graph, self.decisions.mesh, self.options)
         program, memory = fitted(*wished, self.graph, self.decisions.mesh, self.options, limit)
         ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
         for stage, end in ends.items():

@@ -15,6 +15,7 @@ from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.fused import marked
 from autopar.planner.implementations import implementation, packing_kernels
+from autopar.planner.in_place import in_place
 from autopar.planner.kernels import VIEWS, local_bytes
 from autopar.planner.lives import takes_over
 from autopar.planner.pricing import Prices
@@ -37,7 +38,7 @@ BOTH = FORWARD + BACKWARD
 
 
 def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
-    """The program that the chosen options mean."""
+    """The program that the chosen options mean, with what can be written over its operands."""
     return _Scheduler(d, choice, prices).run()
 
 
@@ -116,7 +117,7 @@ class _Scheduler:
         program = Program(place_transfers(_read_later(self.ops, outputs)), outputs, names, seconds)
         program = marked(program, self.graph, self.prices, AGAIN)
         program = self.prices.decomposition.decompose(program, self.graph)
-        return place_waits(program, self.prices.overlap)
+        return in_place(place_waits(program, self.prices.overlap), self.graph)
 
     def _results_by_node(self) -> dict[str, list[int]]:
         pending: dict[str, list[int]] = {}

@@ -18,7 +18,6 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import decide
-from autopar.planner.finalists import in_place
 from autopar.planner.keeping import Keeping
 from autopar.planner.objective import Objective
 from autopar.planner.pricing import Prices
@@ -70,7 +69,6 @@ class Case:
         """The plan that keeps just these values."""
         choice = self.keeping.choosing(kept)
         program, memory = self.search.measured(choice)
-        program = in_place(program, self.search.decisions)
         solution = Solution(choice, self.search.objective.seconds(choice), 0.0, proven=False)
         timeline = simulate_streams(program, self.search.prices.overlap)
         return Planned(program, self.search.decisions, solution, memory, timeline)

@@ -7,8 +7,8 @@ import torch
 from autopar import passes, planner
 from autopar.mesh import Mesh
 from autopar.planner import Options
-from autopar.planner.fitting import fitted, held
-from autopar.planner.in_place import made_in_place, reduced_in_place
+from autopar.planner.fitting import fitted
+from autopar.planner.liveness import profile
 from autopar.planner.timeline import simulate_streams
 from autopar.runtime.simulation import simulate_program
 from tests.cpu.model_checks import assert_equals_one_device, cluster_where_sharding_pays, subject
@@ -22,15 +22,14 @@ def test_collectives_are_waited_for_sooner_where_memory_is_full() -> None:
     for seed in range(3):
         options = Options(search=f"random:{seed}", optimizer=0.0)
         program = planner.plan_graph(graph, mesh, cluster, options, compare=False).program
-        memory = held(program, graph, mesh, options)
+        memory = profile(program, graph, mesh, options)
         assert fitted(program, memory, graph, mesh, options, memory.peak_bytes) == (program, memory)
         found, now = fitted(program, memory, graph, mesh, options, memory.peak_bytes // 2)
         assert now.peak_bytes <= memory.peak_bytes
         assert [op for op in found.ops if op.kind != "wait"] == [op for op in program.ops if op.kind != "wait"]
         assert simulate_streams(found, 1.0).seconds < 1.01 * simulate_streams(program, 1.0).seconds
         less += now.peak_bytes < memory.peak_bytes
-        final = made_in_place(reduced_in_place(found, graph), graph)
-        lowered = passes.compose(passes.lower(final, graph, mesh), graph)
+        lowered = passes.compose(passes.lower(found, graph, mesh), graph)
         outputs, rest = simulate_program(lowered, graph, mesh, of.named(), 0)
         assert rest.peak_memory <= now.peak_bytes
         assert_equals_one_device(of, rest.__class__(**{**vars(rest), "outputs": outputs}), torch.float32)

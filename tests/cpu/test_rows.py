@@ -13,7 +13,7 @@ from autopar.mesh import Mesh
 from autopar.planner import Options
 from autopar.planner.copies import Copies
 from autopar.planner.decisions import Decisions, spec_made
-from autopar.planner.fitting import held
+from autopar.planner.liveness import profile
 from autopar.planner.pricing import Prices
 from autopar.planner.rows import usages
 from autopar.planner.schedule import schedule
@@ -62,7 +62,7 @@ def test_rows_are_hardly_above_what_the_program_holds(name: str, share: float, s
     d = plan.decisions
     choice = plainly(d, plan.solution.choice)
     program = schedule(d, choice, Prices(mesh, cluster, options.backend, options.decomposed))
-    most = held_at(program, graph, held(program, graph, mesh, options).timeline)
+    most = held_at(program, graph, profile(program, graph, mesh, options).timeline)
     rows = dict.fromkeys(most, 0.0)
     places, copies = tuple(most), Copies(d)
     for usage in usages(d, options, places):
