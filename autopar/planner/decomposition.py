@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 
+ROUNDING = 1e-9
+"""Relative difference of prices that are added up in another order."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -111,10 +114,10 @@ class Decomposition:
             return cost
         if source.value is not None and d.graph.by_name[source.value.node].op == "placeholder":
             return cost  # parameters are gathered ahead of need instead
-        gains = self._scatters(d.graph, source, target, h)
+        gains = self._scatters(d.graph, source, target, h, cost)
         reader = self._reader(d, h) if gains is None else None
         if reader is not None:
-            gains = self._gathers(d.graph, source, target, h, *reader)
+            gains = self._gathers(d.graph, source, target, h, cost, *reader)
         if gains is None:
             return cost
         key = id(cost), id(gains)
@@ -135,8 +138,9 @@ class Decomposition:
         return (reader, h.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
 
     def _gathers(
-        self, graph: Graph, source: Variable, target: Variable, h: Handover, reader: Variable, position: int
-    ) -> Array | None:
+        self, graph: Graph, source: Variable, target: Variable, h: Handover, cost: Array, reader: Variable,
+        position: int,
+    ) -> Array | None:  # fmt: skip
         """What each pair of options gains; of a copy what its first reader gains in any of its options."""
         node = reader.node
         assert node is not None
@@ -154,9 +158,11 @@ class Decomposition:
         gains = np.zeros((len(source.options), len(target.options)))
         for after, at in columns.items():
             for before, step in self._gathered_from(after, node, position):
-                if before not in rows or after not in readers or not self._is_path(h.meta, before, step):
+                if before not in rows or after not in readers:
                     continue
                 step_s = self.prices.step_seconds(step, before, h.meta)[0]
+                if not _is_path(step_s, cost[rows[before][0], at[0]]):
+                    continue
                 found = {
                     j: self.gain_seconds(
                         Pair(node, metas, reader.options[j], step, position, before, h.meta), own[j], step_s
@@ -168,7 +174,9 @@ class Decomposition:
                     gains[rows[before], column] = gained
         return self._keep(key, gains, source.options, target.options, reader.options)
 
-    def _scatters(self, graph: Graph, source: Variable, target: Variable, h: Handover) -> Array | None:
+    def _scatters(
+        self, graph: Graph, source: Variable, target: Variable, h: Handover, cost: Array
+    ) -> Array | None:  # fmt: skip
         """What each pair of options gains where ``source`` is a contraction whose sum is scattered."""
         node = source.node
         if node is None or source.kind != "op" or terms(node) is None:
@@ -185,8 +193,10 @@ class Decomposition:
             for step, operand in self._scattered(before, node):
                 assert before is not None
                 after = step.apply(before)
-                if after in columns and self._is_path(h.meta, before, step):
-                    step_s = self.prices.step_seconds(step, before, h.meta)[0]
+                if after not in columns:
+                    continue
+                step_s = self.prices.step_seconds(step, before, h.meta)[0]
+                if _is_path(step_s, cost[i, columns[after][0]]):
                     pair = Pair(node, metas, option, step, operand, before, h.meta)
                     gains[i, columns[after]] = self.gain_seconds(pair, own[i], step_s)
         return self._keep(key, gains, source.options, target.options)
@@ -195,9 +205,6 @@ class Decomposition:
         """None where nothing is gained; ``held`` stay, so that an identity in a key is never another's."""
         self._gains[key] = (gains if gains.any() else None), held
         return self._gains[key][0]
-
-    def _is_path(self, meta: TensorMeta, before: ShardingSpec, step: Step) -> bool:
-        return self.prices.path(before, step.apply(before), meta).steps == (step,)
 
     def _gathered_from(self, after: ShardingSpec, node: Node, operand: int) -> Iterator[tuple[ShardingSpec, Step]]:
         """Specs from which one gather along a dim of the result leads to ``after``."""
@@ -313,6 +320,11 @@ def reachable(cluster: Cluster, collectives: CollectiveCosts) -> Iterator[int]:
     """The mesh axes whose ranks reach each other's memory over NVLink."""
     if cluster.device.kind == "cuda" and "nvlink" in cluster.intra_node.kind.lower():
         yield from (axis for axis, link in enumerate(collectives.links) if link.level == "intra")
+
+
+def _is_path(step_s: float, cheapest_s: float) -> bool:
+    """Whether a step is the cheapest way to where it leads: of equal ones that of the fewest steps is taken."""
+    return step_s <= cheapest_s * (1 + ROUNDING)
 
 
 def _places(specs: Sequence[ShardingSpec | None]) -> dict[ShardingSpec, list[int]]:
