@@ -40,7 +40,7 @@ OVERWRITING = {
 
 
 def in_place(program: Program, graph: Graph) -> Program:
-    """``program`` in which these all-reduces say so, and ops of operands of one shape are made in one of them where that
+    """``program`` in which these all-reduces say so, and ops of operands of one shape are made in one of them where it
     ends there."""
     readers: dict[str, list[Op]] = defaultdict(list)
     for op in program.ops:

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TypeAlias
 
 from autopar.errors import InfeasibleError
@@ -39,6 +38,9 @@ TELLING_GAP = 0.02
 
 LEAST_SAVED = 0.2
 """Of the nodes, those that folding must save to be worth it."""
+
+NEAR = 4.0
+"""Times the gap that was asked: a bound that is so near the best choice is raised before a better one is looked for."""
 
 ROUGH, FINE = 0.03, 0.003
 """Rise of the bound between two looks at it, as a share of the gap, below which message passing ends."""
@@ -141,9 +143,17 @@ class _Folding:
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice and a better bound, each in half of the time; where there is no limit a bound comes first, so
-        that no choice is looked for that is much better than it has to be."""
+        that no choice is looked for that is much better than it has to be. What local search finds near the known ones
+        comes before that: it leaves less to bound, and is often good enough."""
         if not exact and self.bounds is not None:
-            self.bounds.raise_bound(self.incumbent, self.incumbent.seconds() + seconds / 4, ROUGH)
+            self._tied_choice(seconds / 4, exact=False, aim=math.inf)
+            deadline = self.incumbent.seconds() + seconds / 2
+            self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
+            near = relative_gap(self.incumbent.objective, self.incumbent.bound()) <= NEAR * self.incumbent.gap
+            if near and not self.incumbent.proven():
+                self.bounds.raise_bound(self.incumbent, deadline, FINE)
+            if self.incumbent.proven():
+                return
         found = self._tied_choice(seconds / 2, exact=exact)
         if self.bounds is None or (found is not None and len(found.usage_prices.times)):
             self.bounds = Bounds(self.parts, UsagePrices() if found is None else found.usage_prices)
@@ -162,24 +172,26 @@ class _Folding:
         if exact and not self.incumbent.proven() and not self.contracted:
             self.bounds.solve_pieces(self.incumbent, deadline, self._bound_of)
 
-    def _tied_choice(self, seconds: float, *, exact: bool) -> Incumbent | None:
-        """The best choice in which blocks are alike; None where none is better than what is known.
+    def _tied_choice(self, seconds: float, *, exact: bool, aim: float | None = None) -> Incumbent | None:
+        """The best choice in which blocks are alike, or one that costs no more than ``aim``; None where none is better
+        than what is known.
 
         Raises:
             InfeasibleError: blocks cannot choose alike.
         """
         try:
-            return self._solve_tied(seconds, exact=exact)
+            return self._solve_tied(seconds, exact, aim)
         except InfeasibleError:
             if self.bounds is None or not self.bounds.pruned:
                 raise
             return None
 
-    def _solve_tied(self, seconds: float, *, exact: bool) -> Incumbent:
+    def _solve_tied(self, seconds: float, exact: bool, aim: float | None) -> Incumbent:
         """Solve the tied problem, or what its reduced pieces leave of it, where there is no limit."""
-        core = self._core
+        core = self._core()
         problem, warm = (self.tied.problem, self.warm) if core is None else (core.problem, map(core.project, self.warm))
-        aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (0.0 if core is None else core.offset)
+        if aim is None:
+            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (0.0 if core is None else core.offset)
         pushes = None if core is None or self.bounds is None else core.pushes(self.bounds.pieces.messages())
         part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm), aim, pushes)
         found = self.solve_part(part)
@@ -191,7 +203,6 @@ class _Folding:
             self.incumbent.offer(self.tied.expand(choice), f"equal blocks, {found.found_by}")
         return found
 
-    @cached_property
     def _core(self) -> Core | None:
         """Of the pieces that are reduced already."""
         if self.bounds is None or len(self.incumbent.problem.usages):
