@@ -32,6 +32,8 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
         ConstraintError: a glob that names nothing, or two that contradict each other.
         SpecError: a spec that is neither a style nor can be read, or does not fit.
     """
+    if not constraints:
+        return Forced({}, {}, {})
     names = _names(graph, aliases)
     chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
     for pattern, text in constraints.items():

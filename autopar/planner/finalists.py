@@ -20,7 +20,7 @@ from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.schedule import schedule
-from autopar.planner.shortening import Depths
+from autopar.planner.shortening import LEAST, Depths
 from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.planner.ways import Ways
 from autopar.plans.records import BaselineRecord
@@ -36,8 +36,8 @@ ARRANGING_SHARE = 0.2
 LEAST_ARRANGING_S = 0.5
 """Of the time limit, and at least, for the collectives of one program."""
 
-DEPTHS_TRIED = 3
-"""The layers that a launch spans are known only from a program that has some."""
+DEPTHS_TRIED = 4
+"""The layers that a launch spans are known only from a program that has some: the first has few."""
 
 SHALLOW = 0.4
 """Where more than this share of the layers would be left, the whole is looked at: that is quick, and exact."""
@@ -159,18 +159,22 @@ class Rival:
     @cached_property
     def about_s(self) -> float:
         """``least_s`` as two programs of fewer layers tell it; 0 where they cannot."""
-        prices, span = self.stated.prices, 0.0
+        whole, prices = self.stated.depth, self.stated.prices
+        made: dict[int, Program | None] = {}
+        depths, layers = Depths.of(whole, 0.0), LEAST
         for _ in range(DEPTHS_TRIED):
-            depths = Depths.of(self.stated.depth, span)
-            if depths is None or depths.more > SHALLOW * depths.whole:
+            if depths is None or depths.more > SHALLOW * whole:
                 return 0.0
-            longer = self._of_layers(depths.more)
-            if longer is None:
+            program = made[layers] = self._of_layers(layers)
+            if program is None:
                 return 0.0
-            span = Ways(take_apart(longer), prices).largest_launch() * depths.more
-            shorter = self._of_layers(depths.few) if Depths.of(depths.whole, span) == depths else None
-            if shorter is not None:
-                return least_s_of(depths, shorter, longer, prices, _arranged_by(self.options))
+            depths = Depths.of(whole, Ways(take_apart(program), prices).largest_launch() * layers)
+            if depths is not None and depths.more == layers:
+                shorter = made[depths.few] if depths.few in made else self._of_layers(depths.few)
+                if shorter is None:
+                    return 0.0
+                return least_s_of(depths, shorter, program, prices, _arranged_by(self.options))
+            layers = layers if depths is None else depths.more
         return 0.0
 
     def _of_layers(self, layers: int) -> Program | None:

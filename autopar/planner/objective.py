@@ -64,6 +64,10 @@ class _Kinds(NamedTuple):
         of = np.array([numbers.setdefault(look, len(numbers)) for look in looks], dtype=np.int64)
         return cls(np.unique(of, return_index=True)[1].tolist(), of)
 
+    def members(self) -> list[IndexArray]:
+        """Of each kind, ascending."""
+        return np.split(np.argsort(self.of, kind="stable"), np.cumsum(np.bincount(self.of))[:-1])
+
 
 @dataclass(eq=False)
 class _InBuckets:
@@ -207,6 +211,7 @@ class Objective:
         return Problem(
             tuple([own[kind] for kind in variables.of.tolist()]),
             tuple([Edge(h.source, h.target, sent[kind]) for h, kind in joined if h.source != h.target]),
+            trusted=True,  # `_runs` has looked at what is weighted here
         )
 
     @cached_property
@@ -252,14 +257,13 @@ class Objective:
         """What nothing hides is behind all other buckets."""
         d, prices, variables, handovers = self.decisions, self.prices, *self._alike
         found, exposed = _InBuckets(len(self._order) + 1), len(self._order)
-        for kind, first in enumerate(variables.first):
+        for first, alike in zip(variables.first, variables.members(), strict=True):
             bucket = self._roles.variables[first]
-            at = exposed if bucket is None else self._order[bucket]
-            found.add(at, self._alone[first], np.flatnonzero(variables.of == kind))
+            found.add(exposed if bucket is None else self._order[bucket], self._alone[first], alike)
         ends = np.array([(h.source, h.target) for h in d.handovers], dtype=np.int64).reshape(-1, 2)
-        for kind, first in enumerate(handovers.first):
+        for first, alike in zip(handovers.first, handovers.members(), strict=True):
             h, among = d.handovers[first], self._roles.handovers[first]
-            rows, columns = ends[handovers.of == kind].T
+            rows, columns = ends[alike].T
             if h.source == h.target:
                 continue
             if not among or among[0].work == "wait":
