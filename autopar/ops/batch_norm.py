@@ -44,7 +44,11 @@ def _batch_norm(
     dtype = _statistics_dtype(x, mean)
     scale = rstd.to(dtype) if weight is None else rstd.to(dtype) * weight
     shift = -mean * scale if bias is None else bias - mean * scale
-    return torch.addcmul(_channels(shift, x), x.to(dtype), _channels(scale, x)).to(x.dtype).contiguous()
+    if x.device.type == "cpu":  # whose kernels of three operands are no vector code where two of them broadcast
+        out = torch.mul(x.to(dtype), _channels(scale, x)).add_(_channels(shift, x))
+    else:
+        out = torch.addcmul(_channels(shift, x), x.to(dtype), _channels(scale, x))
+    return out.to(x.dtype).contiguous()
 
 
 def _batch_norm_fake(
@@ -86,11 +90,14 @@ def _backward_input(
 ) -> Tensor:
     # dx = rstd w (g - sum(g) / count - xhat sum(g xhat) / count), with xhat = (x - mean) rstd
     scale = rstd if weight is None else rstd * weight
-    slope = scale * rstd * sum_grad_xhat / -count
-    shift = scale * sum_grad / -count
+    slope, shift = rstd * sum_grad_xhat / -count, sum_grad / -count
     out = x - _channels(mean, x)
-    torch.addcmul(_channels(shift, x), out, _channels(slope, x), out=out)
-    return out.addcmul_(grad.to(out.dtype), _channels(scale, x)).to(x.dtype).contiguous()
+    if x.device.type == "cpu":
+        out.mul_(_channels(slope, x)).add_(_channels(shift, x)).add_(grad).mul_(_channels(scale, x))
+    else:
+        torch.addcmul(_channels(shift * scale, x), out, _channels(slope * scale, x), out=out)
+        out.addcmul_(grad.to(out.dtype), _channels(scale, x))
+    return out.to(x.dtype).contiguous()
 
 
 def _backward_input_fake(grad: Tensor, x: Tensor, *_: Any, count: int) -> Tensor:
