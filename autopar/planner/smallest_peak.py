@@ -12,7 +12,7 @@ from autopar.planner.tightening import Rows
 from autopar.solver import Problem, peak_usage, smallest_choice
 from autopar.solver.clock import now
 
-MOST_ROUNDS = 6
+MOST_ROUNDS = 12
 SMALLER = 0.99
 NEARLY = 1.005
 """Times the smallest usage, within which the cheapest choice is taken."""
@@ -32,7 +32,7 @@ def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float) -> Result:
     name = min(rounds.rivals, key=lambda r: r.peak_bytes).name if rounds.rivals else ""
     for choice in seed(rounds.objective, rounds.options, name) if name else ():
         best = rounds.of_choice(choice)
-        rows.tighten(choice, best.program, best.memory.timeline, best.memory.peak_bytes * SMALLER)
+        rows.tighten(choice, best.program, best.memory.timeline, best.memory.peak_bytes * SMALLER, alone=True)
     for _ in range(MOST_ROUNDS):
         if best is not None and now() > deadline:
             break
@@ -42,7 +42,7 @@ def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float) -> Result:
         aim = best.memory.peak_bytes * SMALLER
         if best.memory.peak_bytes <= rounds.budget:
             break
-        if not rows.tighten(result.solution.choice, result.program, result.memory.timeline, aim):
+        if not rows.tighten(result.solution.choice, result.program, result.memory.timeline, aim, alone=True):
             break
     assert best is not None
     return best

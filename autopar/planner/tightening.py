@@ -2,13 +2,17 @@
 
 A row adds up what options hold by themselves, and redistributed copies. What only a whole program holds (what an op
 takes while it runs, a value that is there again sooner than it is read) is read off the last program that was over the
-budget and set aside at that moment alone: other moments keep the whole budget.
+budget and set aside at that moment alone: other moments keep the whole budget. Where the smallest peak is looked for,
+it is set aside for the one option that is behind it, since others may hold less there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +23,7 @@ from autopar.planner.options import Options
 from autopar.planner.rows import usages
 from autopar.planner.schedule import AGAIN
 from autopar.planner.variables import Decisions
-from autopar.program import Program
+from autopar.program import Op, Program
 from autopar.solver import Problem, Usage
 
 MOST_AT_ONCE = 4
@@ -29,11 +33,12 @@ MOST_AT_ONCE = 4
 @dataclass
 class Rows:
     """Places of the program, and for each the bytes to set aside there; that of the graph's length is the end of the
-    step."""
+    step. ``behind``: bytes to set aside at a place for one option of a variable alone."""
 
     decisions: Decisions
     options: Options
     unseen: dict[float, float] = field(default_factory=dict)
+    behind: dict[tuple[float, int, int], float] = field(default_factory=dict)
     copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +54,11 @@ class Rows:
         aside = [
             Usage(0, np.full(alike, size), time, time + 1) for time, size in enumerate(self.unseen.values()) if size
         ]
+        time_of = {place: time for time, place in enumerate(self.unseen)}
+        for (place, variable, option), size in self.behind.items():
+            held = np.zeros(len(self.decisions.variables[variable].options))
+            held[option] = size
+            aside.append(Usage(variable, held, time_of[place], time_of[place] + 1))
         return (*usages(self.decisions, self.options, tuple(self.unseen)), *aside)
 
     def extend(self, problem: Problem) -> Problem:
@@ -68,38 +78,70 @@ class Rows:
         for place, _ in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
             self.unseen.setdefault(place, 0.0)
 
-    def tighten(self, choice: Sequence[int], program: Program, timeline: Sequence[int], budget: float) -> bool:
-        """Rows for the moments at which ``program`` is over ``budget``; whether any row is new or tighter."""
+    def tighten(
+        self, choice: Sequence[int], program: Program, timeline: Sequence[int], budget: float, *, alone: bool = False
+    ) -> bool:  # fmt: skip
+        """Rows for the moments at which ``program`` is over ``budget``; whether any row is new or tighter. With
+        ``alone`` what rows do not see is set aside for the option behind it alone."""
         changed = False
-        for place, held in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
+        for place, (held, op) in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
             rows = usages(self.decisions, self.options, (place,))
             modelled = sum(float(u.option[choice[u.node]]) for u in rows) + self.copies.bytes(choice, place)
             new = place not in self.unseen
             # Where the row alone bars this program, nothing is set aside yet: so far its bound holds for all.
             unseen = 0.0 if new and modelled > budget else max(held - modelled, 0.0)
+            at = self._variable_behind(place, op) if alone and unseen else None
+            if at is not None and unseen > self.behind.get((place, at, choice[at]), 0.0):
+                self.behind[place, at, choice[at]] = unseen
+                self.unseen.setdefault(place, 0.0)
+                changed = True
+                continue
             changed |= unseen > self.unseen.get(place, -1.0)
             self.unseen[place] = max(unseen, self.unseen.get(place, 0.0))
         return changed
 
+    def _variable_behind(self, place: float, op: Op) -> int | None:
+        """The one whose option tells most of what is held while ``op`` runs: a parameter's where its gradient is on the
+        way, else that of the node that runs there or next."""
+        d, at = self.decisions, math.ceil(place)
+        if op.kind != "compute" and op.node in self._parameters:
+            return self._parameters[op.node]
+        return d.index.get(d.graph.nodes[at].name) if at < len(d.graph.nodes) else None
 
-def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> list[tuple[float, int]]:
-    """(place, bytes) of every local peak over ``budget``, the highest first."""
+    @cached_property
+    def _parameters(self) -> dict[str, int]:
+        """The variable of each parameter, by the node that makes its gradient."""
+        d = self.decisions
+        named = {meaning.name: node for node, meaning in d.graph.input_of.items()}
+        return {o.value.node: d.index[named[o.name]] for o in d.graph.outputs if o.kind == "gradient"}
+
+
+class Held(NamedTuple):
+    """Bytes, and the op that runs or was the last to run while they are held."""
+
+    bytes: int
+    op: Op
+
+
+def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> list[tuple[float, Held]]:
+    """What is held at the places of every local peak over ``budget``, the highest first."""
     held = held_at(program, graph, timeline)
-    places = list(held)
+    sizes = [at.bytes for at in held.values()]
     found = [
-        (p, held[p]) for i, p in enumerate(places)
-        if held[p] > budget and held[p] >= max((held[q] for q in places[max(i - 1, 0) : i + 2]), default=0)
+        (place, at) for i, (place, at) in enumerate(held.items())
+        if at.bytes > budget and at.bytes >= max(sizes[max(i - 1, 0) : i + 2])
     ]  # fmt: skip
-    return sorted(found, key=lambda peak: -peak[1])
+    return sorted(found, key=lambda peak: -peak[1].bytes)
 
 
-def held_at(program: Program, graph: Graph, timeline: Sequence[int]) -> dict[float, int]:
+def held_at(program: Program, graph: Graph, timeline: Sequence[int]) -> dict[float, Held]:
     """The most that ``program``, whose ops hold ``timeline``, holds at each place, the last first."""
     following: float = len(graph.nodes)
-    held = {following: timeline[-1]}
+    held = {following: Held(timeline[-1], program.ops[-1])}
     for op, size in zip(program.ops[::-1], timeline[-2::-1], strict=True):
         place = following - BEFORE
         if op.kind == "compute" and not op.name.endswith(AGAIN):
             place = following = graph.order[op.node]
-        held[place] = max(held.get(place, 0), size)
+        if place not in held or size > held[place].bytes:
+            held[place] = Held(size, op)
     return held

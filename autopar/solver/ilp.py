@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.alike import alike
 from autopar.solver.graph import Graph
 from autopar.solver.problem import Array, IndexArray
 
@@ -99,17 +100,8 @@ def flow_count(graph: Graph) -> int:
 
 def _together(matrix: Array) -> tuple[Array, IndexArray, IndexArray]:
     """A matrix with equal rows and equal columns once, and which of these each row and each column is."""
-    first_u, group_u = _groups(matrix)
-    first_v, group_v = _groups(np.ascontiguousarray(matrix.T))
-    return matrix[first_u][:, first_v], group_u, group_v
-
-
-def _groups(rows: Array) -> tuple[list[int], IndexArray]:
-    """The first of each group of equal rows, and the group of each row."""
-    numbers: dict[bytes, int] = {}
-    group = [numbers.setdefault(row.tobytes(), len(numbers)) for row in rows]
-    first = {number: at for at, number in reversed(list(enumerate(group)))}
-    return [first[number] for number in range(len(numbers))], np.array(group, dtype=np.int64)
+    rows, columns = alike(matrix), alike(matrix.T)
+    return matrix[rows.first][:, columns.first], rows.number, columns.number
 
 
 def usage_entries(graph: Graph) -> int:

@@ -62,7 +62,8 @@ def test_rows_are_hardly_above_what_the_program_holds(name: str, share: float, s
     d = plan.decisions
     choice = plainly(d, plan.solution.choice)
     program = schedule(d, choice, Prices(mesh, cluster, options.backend, options.decomposed))
-    most = held_at(program, graph, profile(program, graph, mesh, options).timeline)
+    held = held_at(program, graph, profile(program, graph, mesh, options).timeline)
+    most = {place: at.bytes for place, at in held.items()}
     rows = dict.fromkeys(most, 0.0)
     places, copies = tuple(most), Copies(d)
     for usage in usages(d, options, places):
