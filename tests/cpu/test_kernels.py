@@ -246,6 +246,13 @@ def test_a_file_that_is_damaged_or_old_counts_as_empty(text, tmp_path) -> None:
     assert Tuning("Some GPU", tmp_path).best(kernel, "2^4x8", None) == {"BLOCK": 128}
 
 
+def test_a_number_that_is_none_counts_as_empty(tmp_path) -> None:
+    tuning, kernel = Tuning("Some GPU", tmp_path), KERNELS["nll"]
+    tuning.best(kernel, "2^4x8", lambda config: config["BLOCK"])
+    tuning.path.write_text(tuning.path.read_text().replace("128", "1e999"))
+    assert Tuning("Some GPU", tmp_path).best(kernel, "2^4x8", lambda config: config["BLOCK"]) == {"BLOCK": 128}
+
+
 def test_a_configuration_that_does_not_exist_any_more_is_measured_again(tmp_path) -> None:
     tuning, kernel = Tuning("Some GPU", tmp_path), KERNELS["nll"]
     tuning.best(kernel, "2^4x8", lambda config: config["BLOCK"])
