@@ -69,7 +69,26 @@ def _same_value(node: fx.Node, is_result: bool) -> fx.Node | None:
     source = node.args[1 if node.target is aten.copy.default else 0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
+    if not is_result and _order(node) is not None and (before := _order(source)) is not None:
+        whole = source.args[0]
+        undone = [before[d] for d in _order(node) or []] == list(range(len(before)))
+        return whole if undone and isinstance(whole, fx.Node) else None
     return source if _does_nothing(node, source, is_result) else None
+
+
+def _order(node: fx.Node) -> list[int] | None:
+    """Which dim of its operand each dim of a permuted tensor is."""
+    val: Any = node.meta.get("val")
+    if node.target not in (aten.permute.default, aten.transpose.int) or not isinstance(val, torch.Tensor):
+        return None
+    args: Any = node.args
+    if node.target is aten.permute.default:
+        return [d % val.ndim for d in args[1]]
+    order = list(range(val.ndim))
+    a, b = args[1] % max(val.ndim, 1), args[2] % max(val.ndim, 1)
+    if order:
+        order[a], order[b] = b, a
+    return order
 
 
 def _does_nothing(node: fx.Node, source: fx.Node, is_result: bool) -> bool:

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -179,6 +180,26 @@ class Language(nn.Module):
         )
 
 
+class ByChannels(Language):
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """As losses of images take their classes."""
+        return functional.cross_entropy(self.logits(tokens).transpose(1, 2), labels)
+
+
+class Weighted(Language):
+    """Classes that count differently."""
+
+    def __init__(self, *, reduction: str = "mean") -> None:
+        super().__init__(bias=True)
+        self.register_buffer("weight", torch.rand(CLASSES))
+        self.reduction = reduction
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits, target = self.logits(tokens).view(-1, CLASSES), labels.view(-1)
+        losses = functional.cross_entropy(logits, target, weight=self.weight, reduction=self.reduction)
+        return losses if self.reduction != "none" else (losses * torch.linspace(0.5, 1.5, len(losses))).sum()
+
+
 class WithLogits(Language):
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(tokens)
@@ -204,9 +225,10 @@ def subject(model: nn.Module, inputs: dict[str, Tensor] | None = None) -> Subjec
 
 
 MODELS = {
-    "plain": {}, "shifted": {"shift": True}, "biased": {"bias": True}, "tied": {"tied": True},
-    "smoothed": {"bias": True, "smoothing": 0.1},
-    "shifted and biased": {"shift": True, "bias": True},
+    "plain": Language, "shifted": partial(Language, shift=True), "biased": partial(Language, bias=True),
+    "tied": partial(Language, tied=True), "smoothed": partial(Language, bias=True, smoothing=0.1),
+    "shifted and biased": partial(Language, shift=True, bias=True), "by channels": ByChannels, "weighted": Weighted,
+    "weighted sum": partial(Weighted, reduction="sum"), "weighted rows": partial(Weighted, reduction="none"),
 }  # fmt: skip
 
 
@@ -214,7 +236,7 @@ MODELS = {
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
 def test_every_kind_of_plan_of_such_a_graph_is_exact(name, mesh, small_chunks) -> None:
     torch.manual_seed(0)
-    of = subject(Language(**MODELS[name]).double())
+    of = subject(MODELS[name]().double())
     graph, on = in_chunks(of.capture.graph, 1), Mesh(mesh)
     assert {n.packet for n in graph.nodes} >= {"autopar.linear_nll", "autopar.linear_nll_backward"}
     wide = max(n.outputs[0].numel for n in graph.nodes if n.op != "placeholder" and n.outputs[0])
@@ -363,10 +385,16 @@ def trained(model: nn.Module, plan: autopar.Plan | None, **options: object) -> t
     return losses, {n: p.full_tensor() if plan is not None else p for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_it_trains_like_the_model_as_it_was(backend, small_chunks) -> None:
+SMOOTHED = partial(Language, shift=True, bias=True, smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "build"), [("eager", SMOOTHED), ("inductor", SMOOTHED), ("eager", Weighted), ("eager", ByChannels)],
+    ids=["eager", "inductor", "weighted", "by channels"],
+)  # fmt: skip
+def test_it_trains_like_the_model_as_it_was(backend, build, small_chunks) -> None:
     torch.manual_seed(0)
-    model = Language(shift=True, bias=True, smoothing=0.1)
+    model = build()
     plan = chosen(model, budget(model), backend=backend)
     assert "linear_nll(" in plan.source
     (losses, parameters), (expected, wanted) = trained(model, plan, backend=backend), trained(model, None)
