@@ -206,7 +206,8 @@ def _slice(node: fx.Node, args: list[str]) -> str:
     first = "" if start in (None, 0) else str(start)
     last = "" if end is None or (isinstance(end, int) and end >= LAST) else str(end)
     where = dim % len(shape)
-    return f"{args[0]}[{':, ' * where}{first}:{last}]"
+    before = "..., " if where == len(shape) - 1 > 1 else ":, " * where
+    return f"{args[0]}[{before}{first}:{last}]"
 
 
 def _dtype(value: Any) -> str:

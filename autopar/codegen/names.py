@@ -33,6 +33,7 @@ PARTS = {
     "attention": ("", "lse"), "attention_backward": ("query", "key", "value"),
     "max_pool2d_with_indices": ("", "indices"), "batch_norm_backward_reduce": ("sum", "weighted_sum"),
     "softmax_statistics": ("most", "total"), "add_norm": (), "norm_backward": (),
+    "topk": ("values", "indices"), "sort": ("values", "indices"),
 }  # fmt: skip
 """What the results of an op that has several are."""
 
@@ -50,7 +51,7 @@ OPERANDS = {
 
 SHORTENED = {
     "linear_of_transposed": "linear", "add_": "add", "mul_": "mul", "relu_": "relu", "contract": "product",
-    "batch_norm_backward_input": "input", "to_copy": "cast", "threshold_backward": "relu",
+    "batch_norm_backward_input": "input", "experts_mm": "product", "_to_copy": "cast", "threshold_backward": "relu",
 }  # fmt: skip
 LAUNCHED = "_launched"
 """What the handle of a collective or a transfer adds to the name of what will arrive."""
