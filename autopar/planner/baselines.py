@@ -17,15 +17,15 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from autopar.errors import AutoparError
 from autopar.ir import Node, Value
 from autopar.mesh import Mesh
 from autopar.planner.dataflow import Dataflow
 from autopar.planner.decisions import Decisions, Variable
 from autopar.planner.objective import Objective
+from autopar.planner.sliced import solve_sliced
 from autopar.planner.tensor_parallel import FREE, Label, TensorParallel, find_tensor_parallel
 from autopar.sharding import ShardingSpec, Strategy
-from autopar.solver import Edge, Problem, Tied, Usage, fold, solve, sum_of_least
+from autopar.solver import Problem, Tied, fold
 
 Mask = npt.NDArray[np.bool_]
 Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
@@ -327,40 +327,6 @@ def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
     for node, i in zip(nodes.tolist(), first.tolist(), strict=True):
         whole[node] = masks[i]
     return whole
-
-
-def solve_sliced(
-    problem: Problem, kept: Sequence[npt.NDArray[np.int64]], time_limit: float, backend: str, gap: float,
-    folding: Callable[[Problem], Tied | None],
-) -> tuple[int, ...] | None:  # fmt: skip
-    """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
-    sliced = _sliced(problem, kept)
-    if sum_of_least(sliced) > problem.limit:
-        return None
-    try:
-        solution = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding)
-    except AutoparError:
-        return None
-    return tuple(int(k[o]) for k, o in zip(kept, solution.choice, strict=True))
-
-
-def _sliced(problem: Problem, kept: Sequence[npt.NDArray[np.int64]]) -> Problem:
-    names = [k.tobytes() for k in kept]
-    made: dict[tuple[object, ...], npt.NDArray[np.float64]] = {}
-
-    def cut(edge: Edge) -> npt.NDArray[np.float64]:
-        key = (id(edge.cost), names[edge.u], names[edge.v])
-        if key not in made:
-            made[key] = np.ascontiguousarray(edge.cost[np.ix_(kept[edge.u], kept[edge.v])])
-        return made[key]
-
-    return Problem(
-        tuple(c[k] for c, k in zip(problem.costs, kept, strict=True)),
-        tuple(Edge(e.u, e.v, cut(e)) for e in problem.edges),
-        tuple(Usage(u.node, u.option[kept[u.node]], u.start, u.end) for u in problem.usages),
-        problem.limit,
-        trusted=True,
-    )
 
 
 def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.baselines import solve_sliced
 from autopar.planner.decisions import Decisions
 from autopar.planner.rounds import Result, Rounds
+from autopar.planner.sliced import solve_sliced
 from autopar.planner.two_stage import Open, sharded_as
 from autopar.solver import fold
 from autopar.solver.clock import now

@@ -70,8 +70,8 @@ def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
         return np.full((len(matrix), len(matrix)), np.inf)
     if len(matrix) * matrix.size <= AT_ONCE:
         work.elements -= len(matrix) * matrix.size
-        small = np.minimum(matrix, _FORBIDDEN)
-        return np.asarray((small[None, :, :] - small[:, None, :]).max(axis=2))
+        small = np.minimum(matrix.T, _FORBIDDEN, order="C")
+        return np.asarray((small[:, None, :] - small[:, :, None]).max(axis=0))  # the first axis is the fastest
     rows, columns = alike(matrix), alike(matrix.T)
     bounded = np.minimum(matrix[np.ix_(rows.first, columns.first)], _FORBIDDEN)
     work.elements -= bounded.shape[0] * bounded.size + matrix.size

@@ -105,6 +105,8 @@ def absorb_separable(graph: Graph) -> bool:
 def _is_separable(matrix: Array) -> Array:
     if not np.isfinite(matrix).all():
         return np.zeros(1)
+    if 1 in matrix.shape:
+        return np.ones(1)
     rest = np.abs(matrix - matrix[:, :1] - (matrix[0] - matrix[0, 0]))
     return np.array([float(rest.max() <= ROUNDING * np.abs(matrix).max())])
 

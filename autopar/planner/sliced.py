@@ -1,0 +1,69 @@
+"""Problems of which most is decided: few options of each node are left, of most of them one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import AutoparError
+from autopar.solver import Edge, Problem, Tied, Usage, solve, sum_of_least
+
+Kept = Sequence[npt.NDArray[np.int64]]
+"""The options that are left of each node."""
+
+
+def solve_sliced(
+    problem: Problem, kept: Kept, time_limit: float, backend: str, gap: float,
+    folding: Callable[[Problem], Tied | None],
+) -> tuple[int, ...] | None:  # fmt: skip
+    """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
+    if not all(map(len, kept)):
+        return None
+    open_nodes = [node for node, options in enumerate(kept) if len(options) > 1 or problem.usages]
+    sliced, certain = _sliced(problem, kept, open_nodes)
+    if not math.isfinite(certain) or (problem.usages and sum_of_least(sliced) > problem.limit):
+        return None
+    choice = np.array([options[0] for options in kept], dtype=np.int64)
+    if open_nodes:
+        try:
+            found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding).choice
+        except AutoparError:
+            return None
+        choice[open_nodes] = [kept[node][option] for node, option in zip(open_nodes, found, strict=True)]
+    return tuple(choice.tolist())
+
+
+def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Problem, float]:
+    """The problem of the nodes that have a choice, in which what is certain counts too, and that in seconds."""
+    names = [options.tobytes() for options in kept]
+    made: dict[tuple[object, ...], npt.NDArray[np.float64]] = {}
+
+    def cut(edge: Edge) -> npt.NDArray[np.float64]:
+        key = (id(edge.cost), names[edge.u], names[edge.v])
+        if key not in made:
+            made[key] = np.ascontiguousarray(edge.cost[np.ix_(kept[edge.u], kept[edge.v])])
+        return made[key]
+
+    place = {node: i for i, node in enumerate(open_nodes)}
+    only = [int(options[0]) for options in kept]
+    costs = [problem.costs[node][kept[node]] for node in open_nodes]
+    certain = [cost.item(only[node]) for node, cost in enumerate(problem.costs) if node not in place]
+    edges: list[Edge] = []
+    for edge in problem.edges:
+        u, v = place.get(edge.u), place.get(edge.v)
+        if u is not None and v is not None:
+            edges.append(Edge(u, v, cut(edge)))
+        elif u is not None:
+            costs[u] += edge.cost[kept[edge.u], only[edge.v]]
+        elif v is not None:
+            costs[v] += edge.cost[only[edge.u], kept[edge.v]]
+        else:
+            certain.append(edge.cost.item(only[edge.u], only[edge.v]))
+    total = math.fsum(certain)
+    if costs:
+        costs[0] = costs[0] + total
+    usages = tuple(Usage(place[u.node], u.option[kept[u.node]], u.start, u.end) for u in problem.usages)
+    return Problem(tuple(costs), tuple(edges), usages, problem.limit, trusted=True), total
