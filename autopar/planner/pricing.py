@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +50,17 @@ MOST_OVERLAP = 0.98
 
 @dataclass
 class Prices:
-    """Cost models bound to a mesh, with what has been priced."""
+    """Cost models bound to a mesh, with what has been priced.
+
+    Args:
+        ways: what an op with a strategy is in every program of its graph, by who schedules it.
+    """
 
     mesh: Mesh
     cluster: Cluster
     backend: str = "eager"
     decomposed: str = "never"
+    ways: dict[tuple[object, ...], tuple[Any, Graph, Strategy]] = field(default_factory=dict)
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)

@@ -68,7 +68,6 @@ class _Scheduler:
     redistributed: set[str] = field(default_factory=set)
     chains: list[list[Callable[[], None]]] = field(default_factory=list)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
-    ways: dict[tuple[object, ...], _Way] = field(default_factory=dict)
 
     @cached_property
     def holds(self) -> Mapping[Value, int]:
@@ -150,8 +149,9 @@ class _Scheduler:
 
     def _way(self, node: Node, strategy: Strategy, at: int, option: int) -> _Way:
         """One for all equal ops. ``at``: the variable of which the strategy is ``option``."""
-        key = self.graph.kinds[node.name], id(strategy), self.prices.border(self.graph, node)
-        way = self.ways.get(key)
+        key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.border(self.graph, node)
+        known = self.prices.ways.get(key)
+        way: _Way | None = None if known is None else known[0]
         if way is None:
             seconds, kernel = 0.0, ""
             if node.op != "placeholder":
@@ -164,10 +164,11 @@ class _Scheduler:
                 if meta is not None and spec is not None
             )
             metas = tuple(self.graph.meta(v) for v in node.inputs)
-            way = self.ways[key] = _Way(
+            way = _Way(
                 seconds, node.packet in VIEWS and bool(node.inputs), (kernel,) if kernel else (), results,
                 halos(node, strategy, metas, self.mesh) or (), self.prices.sent(node, metas, strategy),
             )  # fmt: skip
+            self.prices.ways[key] = way, self.graph, strategy
         return way
 
     def _run(
