@@ -278,8 +278,7 @@ def _folded(left: str, right: str) -> list[str]:
     if len(line) <= WIDTH:
         return [line]
     head, _, arguments = right.partition("(")
-    call = ast.parse(right, mode="eval").body
-    is_call = isinstance(call, ast.Call) and ast.unparse(call.func) == head
+    is_call = _is_call(right, head)
     if is_call and (len(left) + len(head) < WIDTH - 8 or ("," in left and len(head) < WIDTH - 16)):
         lines = [f"    {left} = {head}(", *_filled(arguments[:-1]), "    )"]
     elif is_call and len(right) > WIDTH - 8:
@@ -291,6 +290,21 @@ def _folded(left: str, right: str) -> list[str]:
         rest = lines[0].removeprefix(f"    {left}")
         lines = ["    (", *_filled(f"{left.removesuffix(',')},"), f"    ){rest}", *lines[1:]]
     return lines
+
+
+def _is_call(text: str, head: str) -> bool:
+    """Whether ``text`` is one call of ``head``, up to its last bracket."""
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", head) or not text.endswith(")"):
+        return False
+    if "'" in text or '"' in text:  # brackets in strings are none
+        call = ast.parse(text, mode="eval").body
+        return isinstance(call, ast.Call) and ast.unparse(call.func) == head
+    depth = 0
+    for bracket in re.finditer(r"[()]", text):
+        depth += 1 if bracket.group() == "(" else -1
+        if depth == 0:
+            return bracket.end() == len(text)
+    return False
 
 
 def _filled(text: str, width: int = WIDTH - 8) -> list[str]:

@@ -122,12 +122,18 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     return f"{function(target)}({', '.join(args)})"
 
 
+@cache
+def _arguments_of(target: OpOverload) -> tuple[dict[str, Any], bool]:
+    """An op's arguments, by name, and whether all can be given by it."""
+    found = {a.name: a for a in target._schema.arguments}
+    return found, not any(map(keyword.iskeyword, found))
+
+
 def _arguments(node: fx.Node, given: list[str], text: Callable[[Any], str]) -> list[str]:
     """What stands between the brackets: nothing that the op assumes anyway, and flags by their names."""
     if not isinstance(node.target, OpOverload):
         return given + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-    schema = {a.name: a for a in node.target._schema.arguments}
-    nameable = not any(keyword.iskeyword(name) for name in schema)
+    schema, nameable = _arguments_of(node.target)
     made, by_name = list[str](), False
     for argument, value, said in zip(schema.values(), node.args, given, strict=False):
         assumed = nameable and _is_default(argument, value)

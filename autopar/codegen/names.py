@@ -74,9 +74,15 @@ class Names:
     shared: dict[str, str] = field(default_factory=dict)
     results: dict[str, tuple[int, ...]] = field(default_factory=dict)
     root: str = ""
+    _short: dict[str, str] = field(default_factory=dict)
 
     def short(self, path: str) -> str:
         """``transformer.h.0.attn.c_attn`` -> ``h0_attn_c_attn``."""
+        if path not in self._short:
+            self._short[path] = self._shortened(path)
+        return self._short[path]
+
+    def _shortened(self, path: str) -> str:
         parts = path.split(".")
         if len(parts) > 1 and parts[0] == self.root and not parts[1].isdigit():
             parts = parts[1:]
