@@ -166,7 +166,7 @@ def test_under_a_budget_too(action) -> None:
         model, inputs, mesh=(1,), cluster=cluster if action == "offload" else far,
         memory_budget=int(0.85 * near.peak_memory),
     )  # fmt: skip
-    assert {record.action for record in plan.activations.values()} == {"keep", action}
+    assert action in {record.action for record in plan.activations.values()}
     equals_eager(model, inputs, plan)
 
 
