@@ -12,7 +12,7 @@ from autopar.planner.tightening import Rows
 from autopar.solver import Problem, peak_usage, smallest_choice
 from autopar.solver.clock import now
 
-MOST_ROUNDS = 12
+MOST_ROUNDS = 8
 SMALLER = 0.99
 NEARLY = 1.005
 """Times the smallest usage, within which the cheapest choice is taken."""
