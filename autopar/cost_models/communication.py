@@ -25,7 +25,8 @@ from autopar.mesh import AxisLink, Cluster, CollectiveTimes, Mesh, axis_links
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "slice", "broadcast"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
-BUCKETED = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
+BUCKETED = REDUCTIONS | {"all_gather"}
 """Those that can carry several tensors in one launch."""
 
 DEARER = 1e-6
@@ -102,7 +103,7 @@ class CollectiveCosts:
     def bucketed(self) -> CollectiveCosts:
         """A launch, and a tensor's share by its bytes of a collective of several, where that is less than its own.
 
-        Of launches only those of all-reduces are shared: no tensor is cut or gathered for the little that its bytes
+        Of launches only those of reductions are shared: no tensor is cut and gathered for the little that its bytes
         cost.
         """
         return replace(self, in_buckets=True)
@@ -126,7 +127,7 @@ class CollectiveCosts:
         return nbytes * self._ratio(kind)
 
     def _ratio(self, kind: str) -> int:
-        return self.reduced_bytes if kind in ("all_reduce", "reduce_scatter") else 1
+        return self.reduced_bytes if kind in REDUCTIONS else 1
 
     @cached_property
     def links(self) -> tuple[AxisLink, ...]:
@@ -235,7 +236,7 @@ class CollectiveCosts:
         sent_s = (largest.seconds(nbytes) - min(launch_s, largest.alpha_s)) / nbytes
         packed_s = 2 * ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()[1]
         ways = [self._with_launch(Algorithm("in a bucket", launch_s, sent_s + packed_s), launch_s)]
-        if kind == "all_reduce":
+        if kind in REDUCTIONS:
             beside = packed_s + launch_s / nbytes
             ways.append(self._with_launch(Algorithm("in a bucket, launch shared", 0.0, sent_s + beside), 0.0, beside))
         return ways

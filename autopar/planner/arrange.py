@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +23,7 @@ from autopar.planner.movable import take_apart
 from autopar.planner.pricing import Prices
 from autopar.planner.shortening import Depths, shortened
 from autopar.planner.timeline import Timeline, simulate_streams
-from autopar.planner.waits import place_waits
+from autopar.planner.waits import place_waits, wait_sooner
 from autopar.planner.ways import ALONE, Ways
 from autopar.program import Arrangement, Program
 
@@ -136,6 +136,7 @@ class _Fitter:
     profiled: Callable[[Program], MemoryProfile]
     budget: float
     deadline: float
+    began: float = field(default_factory=time.perf_counter)
 
     @cached_property
     def most(self) -> float:
@@ -149,8 +150,7 @@ class _Fitter:
         while True:
             made = replace(self.program, ops=self.tried.ways.ops(way, leads), arrangement=arrangement)
             for later in (WAIT_LATER, 0.0):
-                found = place_waits(made, self.overlap, later)
-                held = self.profiled(found)
+                found, held = self._measured(place_waits(made, self.overlap, later))
                 if held.peak_bytes <= self.budget or held.peak_bytes <= self.most:
                     after = simulate_streams(found, self.overlap)
                     return Arranged(found, held, after, self.tried.before), not leads
@@ -158,6 +158,15 @@ class _Fitter:
                     break
             if time.perf_counter() > self.deadline or not self._hold_back(way, leads, self._by_place(found, held)):
                 return None, False
+
+    def _measured(self, program: Program) -> tuple[Program, MemoryProfile]:
+        """A program and what it holds, with earlier waits where that is nearly too much."""
+        held = self.profiled(program)
+        if not self.most < held.peak_bytes <= NEARLY * self.most:
+            return program, held
+        sooner = wait_sooner(program, held.timeline, self.most)
+        now = self.profiled(sooner) if sooner is not None else held
+        return (sooner, now) if sooner is not None and now.peak_bytes < held.peak_bytes else (program, held)
 
     def _by_place(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
         """The most that is held at each place; see `planner.movable`."""
@@ -171,6 +180,7 @@ class _Fitter:
         """Halve the leads of what is under way where too much is held, until by all that is known that is enough, or
         none can be shorter; whether any is. ``held``, at each place, is written to."""
         ways, changed = self.tried.ways, False
+        late = time.perf_counter() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
         places = ways.places(way, leads)
         while True:
             over = np.concatenate([[0], np.cumsum(held > self.most)])
@@ -179,7 +189,7 @@ class _Fitter:
                 span = (places[m.at], m.last) if m.kind == "early" else (m.first, places[m.at])
                 lead = leads.get(m.at, way.prefetch if m.kind == "early" else 0)
                 if m.kind != "middle" and lead != ALONE and over[max(span)] > over[span[0]]:
-                    leads[m.at] = lead // 2 if lead > 0 else ALONE
+                    leads[m.at] = lead // 2 if lead > 0 and not late else ALONE
                     shorter = changed = True
             if not shorter:
                 return changed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from autopar.planner.decisions import Decisions
@@ -19,28 +21,30 @@ GAP = 0.01
 """How good each has to be: the joint search goes on from it."""
 
 
-def kept_as_sharded(rounds: Rounds, d: Decisions, free: Result, until: float) -> Result | None:
-    """The best that is found to keep, recompute and offload with the shardings of the free optimum, and of each
-    baseline: what the joint search begins with, and what there is where its time is too short.
+def kept_as_sharded(
+    rounds: Rounds, d: Decisions, choices: Sequence[Sequence[int]], until: float, *, first: bool = False
+) -> Result | None:
+    """The best that is found to keep, recompute and offload with the shardings of each of ``choices``: what the joint
+    search begins with, and what there is where its time is too short.
 
     Args:
         d: the decisions without reruns, whose choices these are.
         until: when to begin no other.
+        first: whether the first that fits will do.
     """
     best: Result | None = None
-    choices = (free.solution.choice, *(r.choice for r in rounds.rivals))
     for still in dict.fromkeys(tuple(sharded_as(d, choice, rounds.decisions)) for choice in choices):
-        if now() > until:
+        if now() > until or (first and best is not None):
             break
-        found = _fitting(rounds, still, until)
+        found = _fitting(rounds, still, until, level=first)
         if found is not None and (best is None or found.solution.objective < best.solution.objective):
             best = found
     return best
 
 
-def _fitting(rounds: Rounds, still: Open, until: float) -> Result | None:
+def _fitting(rounds: Rounds, still: Open, until: float, *, level: bool) -> Result | None:
     """The best choice among options that are ``still`` open, with rows for what its program holds over the budget
-    until it fits; None where none was found that does."""
+    until it fits, ``level`` ones for fewer rounds; None where none was found that does."""
     rows = rounds.first_rows()
     for _ in range(ROUNDS):
         asked = rows.extend(rounds.problem(rows, rounds.budget))
@@ -57,4 +61,6 @@ def _fitting(rounds: Rounds, still: Open, until: float) -> Result | None:
         own, timeline = found.solution.choice, found.memory.timeline
         if now() > until or not rows.tighten(own, found.program, timeline, rounds.budget):
             break
+        if level:
+            rows.level()
     return None

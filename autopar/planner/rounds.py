@@ -75,6 +75,7 @@ class Rounds:
     hiding_parts: int = 1
     free: Result | None = None
     weighted_s: float = math.inf
+    _rows: Rows | None = None
 
     @property
     def decisions(self) -> Decisions:
@@ -86,7 +87,9 @@ class Rounds:
 
     def first_rows(self) -> Rows:
         """Those for the moments at which the free optimum is over the budget."""
-        rows = Rows(self.decisions, self.options)
+        if self._rows is None or self._rows.decisions is not self.decisions:
+            self._rows = Rows(self.decisions, self.options)
+        rows = self._rows.afresh()
         if self.free is not None:
             rows.watch(self.free.program, self.free.memory.timeline, self.budget)
         return rows

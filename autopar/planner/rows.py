@@ -7,6 +7,7 @@ on the way; the exact liveness of the scheduled program has the last word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,21 +27,46 @@ from autopar.solver import Usage
 Array = npt.NDArray[np.float64]
 
 
-def usages(d: Decisions, options: Options, places: Sequence[float]) -> tuple[Usage, ...]:
-    """What every option holds at each of ``places``; that of the graph's length is the end of the step.
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """What options hold for more than one op: of variable ``variables[i]`` each option ``sizes[i]`` bytes, from place
+    ``first[i]`` to ``last[i]``."""
 
-    Time ``t`` of the result is ``places[t]``.
-    """
-    lives = lives_of(d)
-    made = _gradients_made(d)
-    found: list[Usage] = []
-    for i, v in enumerate(d.variables):
-        for size, start, end in _held(d, v, options, lives, made):
-            if size.any():
-                found += [Usage(i, size, t, t + 1) for t, p in enumerate(places) if start <= p <= end]
-    for t, p in enumerate(places):
-        found += _while_running(d, options, p, t)
-    return tuple(found)
+    d: Decisions
+    options: Options
+    variables: Sequence[int]
+    sizes: Sequence[Array]
+    first: Array
+    last: Array
+
+    @classmethod
+    def of(cls, d: Decisions, options: Options) -> Holdings:
+        lives, made = lives_of(d), _gradients_made(d)
+        found = [
+            (i, size, first, last)
+            for i, v in enumerate(d.variables)
+            for size, first, last in _held(d, v, options, lives, made)
+            if size.any()
+        ]
+        variables, sizes, first, last = zip(*found, strict=True) if found else ((), (), (), ())
+        return cls(d, options, variables, sizes, np.array(first), np.array(last))
+
+    def usages(self, places: Sequence[float]) -> tuple[Usage, ...]:
+        """What every option holds at each of ``places``; that of the graph's length is the end of the step.
+
+        Time ``t`` of the result is ``places[t]``.
+        """
+        found: list[Usage] = []
+        for t, place in enumerate(places):
+            there = np.flatnonzero((self.first <= place) & (place <= self.last)).tolist()
+            found += [Usage(self.variables[i], self.sizes[i], t, t + 1) for i in there]
+            found += _while_running(self.d, self.options, place, t)
+        return tuple(found)
+
+
+def usages(d: Decisions, options: Options, places: Sequence[float]) -> tuple[Usage, ...]:
+    """`Holdings.usages`, for who asks once."""
+    return Holdings.of(d, options).usages(places)
 
 
 def _while_running(d: Decisions, options: Options, place: float, time: int) -> list[Usage]:

@@ -37,7 +37,8 @@ from autopar.strategies import find_rule, missing_rule
 TIGHTEN_ROUNDS = 12
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
-
+FEW_ROUNDS_SHARE = 0.2
+"""Of the time left: after a round that took longer there is no time to learn moment by moment what rows do not see."""
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
 SHARDED_TIMES = 1.0
@@ -234,9 +235,9 @@ class _Search(Rounds):
 
     def _fits(self, rival: Rival) -> bool:
         """Whether its program does, as it is or, where that is a little too large, with its collectives arranged."""
-        if rival.peak_bytes <= self.budget:
+        if rival.fits(self.budget):
             return True
-        return rival.peak_bytes <= NEARLY_FITS * self.budget and rival.finalist.memory.peak_bytes <= self.budget
+        return rival.fits(NEARLY_FITS * self.budget) and rival.finalist.memory.peak_bytes <= self.budget
 
     def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
         """A baseline as the chosen plan, with the search's bound."""
@@ -284,7 +285,7 @@ class _Search(Rounds):
     @cached_property
     def baseline(self) -> str:
         """The cheapest that fits the budget."""
-        return next((r.name for r in self.rivals if r.peak_bytes <= self.budget), "")
+        return next((r.name for r in self.rivals if r.fits(self.budget)), "")
 
     def _from_what_is_known(
         self, joint: Result | None, keeping: Objective, checkpoints: CheckpointSearch, deadline: float
@@ -294,12 +295,17 @@ class _Search(Rounds):
         assert self.free is not None
         self.say("over the budget: known shardings")
         deadline = self.latest if self.baseline else deadline
+        known = (self.free.solution.choice, *(r.choice for r in self.rivals))
         until = min(_in(SHARDED_SHARE, deadline), now() + SHARDED_TIMES * self.free_s)
-        found = [joint, kept_as_sharded(self, keeping.decisions, self.free, until)]
+        rescuing = joint is None and not self.baseline
+        if rescuing:  # any plan that fits is worth more than a cheaper one: those that hold the least go first
+            known = (*(r.choice for r in sorted(self.rivals, key=lambda r: r.about_peak_bytes)), known[0])
+            until = deadline = _in(JOINT_SHARE, self.latest)
+        found = [joint, kept_as_sharded(self, keeping.decisions, known, until, first=rescuing)]
         if joint is None:
             self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
             self.seeds += tuple(r.solution.choice for r in found if r is not None)
-            found.append(self._within_budget(deadline, JOINT_SHARE) if self.seeds else None)
+            found.append(self._within_budget(deadline, JOINT_SHARE) if self.seeds and now() < deadline else None)
         best = min((r for r in found if r is not None), key=lambda r: r.solution.objective, default=None)
         if now() < deadline:
             with_reruns, self.objective, self.seeds = self.objective, keeping, tuple(r.choice for r in self.rivals)
@@ -381,7 +387,8 @@ class _Search(Rounds):
         exposed: Result | None = None
         turns_exposed = 0
         for turn in range(TIGHTEN_ROUNDS):
-            if turn and now() > deadline:
+            began = now()
+            if turn and began > deadline:
                 break
             result = self._in_rows(rows, _in(ROUND_SHARE, deadline), warm)
             if result is None:
@@ -402,6 +409,8 @@ class _Search(Rounds):
             self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
             if not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
                 break
+            if now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
+                rows.level()
         return exposed
 
     def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> Result | None:
@@ -445,7 +454,8 @@ class _Search(Rounds):
         return best
 
     def _infeasible(self, smallest: Result, *, late: bool) -> InfeasibleError:
-        least = min([smallest.memory.peak_bytes, *(r.peak_bytes for r in self.rivals)])
+        leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)
+        least = min(smallest.memory.peak_bytes, math.inf if leanest is None else leanest.peak_bytes)
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
         more = "more time may find smaller ones: time_limit=...; " if late else ""
         return InfeasibleError(

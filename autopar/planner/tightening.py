@@ -20,7 +20,7 @@ from autopar.ir import Graph
 from autopar.planner.copies import Copies
 from autopar.planner.lives import BEFORE
 from autopar.planner.options import Options
-from autopar.planner.rows import usages
+from autopar.planner.rows import Holdings
 from autopar.planner.schedule import AGAIN
 from autopar.planner.variables import Decisions
 from autopar.program import Op, Program
@@ -48,6 +48,16 @@ class Rows:
         # Memory is usually highest as the backward begins, and at the end.
         self.unseen = self.unseen or {next(backward, len(nodes)): 0.0, len(nodes): 0.0}
 
+    @cached_property
+    def holdings(self) -> Holdings:
+        return Holdings.of(self.decisions, self.options)
+
+    def afresh(self) -> Rows:
+        """Rows that set nothing aside, of the same decisions."""
+        rows = Rows(self.decisions, self.options)
+        rows.copies, rows.holdings = self.copies, self.holdings
+        return rows
+
     def usages(self) -> tuple[Usage, ...]:
         """The rows, at times 0, 1, ..."""
         alike = len(self.decisions.variables[0].options)
@@ -59,7 +69,7 @@ class Rows:
             held = np.zeros(len(self.decisions.variables[variable].options))
             held[option] = size
             aside.append(Usage(variable, held, time_of[place], time_of[place] + 1))
-        return (*usages(self.decisions, self.options, tuple(self.unseen)), *aside)
+        return (*self.holdings.usages(tuple(self.unseen)), *aside)
 
     def extend(self, problem: Problem) -> Problem:
         """A problem that has the rows, with the copies that they do not see."""
@@ -85,7 +95,7 @@ class Rows:
         ``alone`` what rows do not see is set aside for the option behind it alone."""
         changed = False
         for place, (held, op) in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
-            rows = usages(self.decisions, self.options, (place,))
+            rows = self.holdings.usages((place,))
             modelled = sum(float(u.option[choice[u.node]]) for u in rows) + self.copies.bytes(choice, place)
             new = place not in self.unseen
             # Where the row alone bars this program, nothing is set aside yet: so far its bound holds for all.
@@ -114,6 +124,11 @@ class Rows:
         d = self.decisions
         named = {meaning.name: node for node, meaning in d.graph.input_of.items()}
         return {o.value.node: d.index[named[o.name]] for o in d.graph.outputs if o.kind == "gradient"}
+
+    def level(self) -> None:
+        """Set aside at every moment what is at one."""
+        most = max(self.unseen.values(), default=0.0)
+        self.unseen = {place: max(most, aside) for place, aside in self.unseen.items()}
 
 
 class Held(NamedTuple):

@@ -29,7 +29,7 @@ from autopar.solver.parts import Parts
 from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage, UsagePrices
 from autopar.solver.reductions import drop_forbidden, reduce
 
-MAX_FLOWS = 400_000
+MAX_FLOWS = 2_000_000
 """Larger programs are not tried."""
 
 NEAR_SHARES = ((0, 0.3), (NEAR_FLOWS, 0.3), (4 * NEAR_FLOWS, 0.5))

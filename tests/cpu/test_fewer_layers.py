@@ -21,7 +21,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.baselines import Restrictions, baselines
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import decide
-from autopar.planner.finalists import rivals
+from autopar.planner.finalists import ABOUT, rivals
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
@@ -109,6 +109,14 @@ def test_fewer_layers_tell_how_long_a_step_takes() -> None:
     assert {"ZeRO-1/2", "ZeRO-3", "TP"} <= {r.name for r in told}
     for rival in told:
         assert rival.about_s == pytest.approx(rival.least_s, rel=ROUGH[0]), rival.name
+
+
+def test_programs_of_few_layers_tell_what_many_hold() -> None:
+    for rival in rivals(objective("llama", (2, 4)), Options()):
+        told = rival.about_peak_bytes
+        assert "peak_bytes" not in vars(rival), "measured whole"
+        assert told == pytest.approx(rival.peak_bytes, rel=ABOUT - 1), rival.name
+        assert rival.fits(rival.peak_bytes) and not rival.fits(rival.peak_bytes - 1)
 
 
 def test_where_layers_share_launches_fewer_tell_nothing() -> None:

@@ -16,6 +16,9 @@ def fits(budget: float, peak: float, arranged: float | None) -> bool:
     class Rival:
         peak_bytes = peak
 
+        def fits(self, most: float) -> bool:
+            return self.peak_bytes <= most
+
         @property
         def finalist(self) -> Any:
             assert arranged is not None, "arranged for nothing"
