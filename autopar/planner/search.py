@@ -37,6 +37,8 @@ from autopar.strategies import find_rule, missing_rule
 TIGHTEN_ROUNDS = 12
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
+ROUND_LONGER = 1.6
+"""Times what the next round may take: after one that took longer, there is none."""
 FEW_ROUNDS_SHARE = 0.2
 """Of the time left: after a round that took longer there is no time to learn moment by moment what rows do not see."""
 JOINT_SHARE = 0.8
@@ -385,10 +387,10 @@ class _Search(Rounds):
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: Result | None = None
-        turns_exposed = 0
+        turns_exposed, began = 0, now()
         for turn in range(TIGHTEN_ROUNDS):
-            began = now()
-            if turn and began > deadline:
+            took, began = now() - began, now()
+            if turn and took > ROUND_LONGER * ROUND_SHARE * (deadline - began):
                 break
             result = self._in_rows(rows, _in(ROUND_SHARE, deadline), warm)
             if result is None:
