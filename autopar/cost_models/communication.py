@@ -25,8 +25,7 @@ from autopar.mesh import AxisLink, Cluster, CollectiveTimes, Mesh, axis_links
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "slice", "broadcast"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
-REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
-BUCKETED = REDUCTIONS | {"all_gather"}
+BUCKETED = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 """Those that can carry several tensors in one launch."""
 
 DEARER = 1e-6
@@ -56,17 +55,15 @@ class CollectiveCosts:
     broadcast           the tensor
     ==================  ===========================================================================
 
-    An axis of one rank costs nothing. On any other, every kind costs more than 0 s, even for 0 bytes, but where it
-    shares a launch, and never less for more bytes. By formula it is concave in ``nbytes``, so that one launch for two
-    tensors is never slower than two launches; measured times may rise faster, where the larger message no longer fits a
-    cache.
+    An axis of one rank costs nothing. On any other, every kind costs more than 0 s, even for 0 bytes, and never less
+    for more bytes. By formula it is concave in ``nbytes``, so that one launch for two tensors is never slower than
+    two launches; measured times may rise faster, where the larger message no longer fits a cache.
 
     Args:
         reduced_bytes: sent by all_reduce and reduce_scatter for each of ``nbytes``; see `of`.
         part: of the seconds, those of the ``"launch"``, which the calling program pays; see `launches`.
         in_buckets: what a tensor costs that shares its launch with others; see `bucketed`.
         dearer: so many axes, the first ones, cost a little more; see `by_axis`.
-        dearer_launches: what calls of the library cost the program does; see `launches_dearer`.
 
     Raises:
         MeshError: the mesh does not fit the cluster.
@@ -78,7 +75,6 @@ class CollectiveCosts:
     part: Literal["whole", "launch"] = "whole"
     in_buckets: bool = False
     dearer: int = 0
-    dearer_launches: bool = False
 
     def __post_init__(self) -> None:
         _ = self._choices
@@ -103,15 +99,9 @@ class CollectiveCosts:
     def bucketed(self) -> CollectiveCosts:
         """A launch, and a tensor's share by its bytes of a collective of several, where that is less than its own.
 
-        Of launches only those of reductions are shared: no tensor is cut and gathered for the little that its bytes
-        cost.
+        Launches are not shared here: so no tensor is cut or gathered for the little that its bytes cost.
         """
         return replace(self, in_buckets=True)
-
-    @cached_property
-    def launches_dearer(self) -> CollectiveCosts:
-        """These costs with launches, and the copying of tensors into buckets, dearer by a share of ``DEARER``."""
-        return replace(self, dearer_launches=True)
 
     @cached_property
     def by_axis(self) -> tuple[CollectiveCosts, ...]:
@@ -127,7 +117,7 @@ class CollectiveCosts:
         return nbytes * self._ratio(kind)
 
     def _ratio(self, kind: str) -> int:
-        return self.reduced_bytes if kind in REDUCTIONS else 1
+        return self.reduced_bytes if kind in ("all_reduce", "reduce_scatter") else 1
 
     @cached_property
     def links(self) -> tuple[AxisLink, ...]:
@@ -199,12 +189,10 @@ class CollectiveCosts:
         if measured is not None:
             sent = np.asarray(nbytes) * self._ratio(kind)
             alone = measured.curve.at(np.maximum(sent, measured.curve.amounts[0]))
-            launch_s = min(self.cluster.device.collective_launch_latency_s, measured.alpha_s)
-            alone = alone + DEARER * launch_s if self.dearer_launches else alone
             if self.in_buckets and kind in BUCKETED:
                 fit = Algorithm("measured", measured.alpha_s, measured.beta_s_per_byte)
-                for a in self._buckets(kind, fit, launch_s):
-                    alone = np.minimum(alone, a.alpha_s + a.beta_s_per_byte * sent)
+                launch_s = min(self.cluster.device.collective_launch_latency_s, fit.alpha_s)
+                alone = np.minimum(alone, launch_s + sent * self._share(fit))
             return alone * (1 + DEARER) if axis < self.dearer else alone
         sizes = np.asarray(nbytes, np.float64)
         ways = np.array([a.alpha_s + a.beta_s_per_byte * sizes for a in self._choices[axis][kind]])
@@ -217,31 +205,20 @@ class CollectiveCosts:
             alpha_s, beta_s_per_byte = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()
             if self.in_buckets:  # what follows a copy is launched when the program comes there: an exchange is better
                 alpha_s += self._algorithms("all_to_all", link)[0].alpha_s
-            copy = Algorithm("copy", alpha_s, 2 / link.size * beta_s_per_byte)
-            return (self._with_launch(copy, copy.alpha_s, copy.beta_s_per_byte),)
+            return (Algorithm("copy", alpha_s, 2 / link.size * beta_s_per_byte),)
         launch_s, ratio = self.cluster.device.collective_launch_latency_s, self._ratio(kind)
+        choices = fastest(algorithms(kind, link, self.cluster.library))
+        found = tuple(Algorithm(a.name, a.alpha_s + launch_s, a.beta_s_per_byte * ratio) for a in choices)
         if self.part == "launch":
             return (Algorithm("launch", launch_s, 0.0),)
-        choices = fastest(algorithms(kind, link, self.cluster.library))
-        found = [Algorithm(a.name, a.alpha_s + launch_s, a.beta_s_per_byte * ratio) for a in choices]
-        ways = [self._with_launch(a, launch_s) for a in found]
-        if self.in_buckets and kind in BUCKETED:
-            ways += self._buckets(kind, found[-1], launch_s)
-        return fastest(ways)
+        if not self.in_buckets or kind not in BUCKETED:
+            return found
+        return fastest((Algorithm("in a bucket", launch_s, self._share(found[-1])), *found))
 
-    def _buckets(self, kind: CollectiveKind, largest: Algorithm, launch_s: float) -> list[Algorithm]:
-        """A tensor's share of a collective as large as buckets are, with a launch of its own or a share of one, and of
-        copying it there and back."""
+    def _share(self, largest: Algorithm) -> float:
+        """Seconds a byte in a collective as large as buckets are, whose launch is paid, and of copying it there and
+        back."""
+        launch_s = self.cluster.device.collective_launch_latency_s
         nbytes = BUCKET * largest.alpha_s / largest.beta_s_per_byte
-        sent_s = (largest.seconds(nbytes) - min(launch_s, largest.alpha_s)) / nbytes
-        packed_s = 2 * ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()[1]
-        ways = [self._with_launch(Algorithm("in a bucket", launch_s, sent_s + packed_s), launch_s)]
-        if kind in REDUCTIONS:
-            beside = packed_s + launch_s / nbytes
-            ways.append(self._with_launch(Algorithm("in a bucket, launch shared", 0.0, sent_s + beside), 0.0, beside))
-        return ways
-
-    def _with_launch(self, a: Algorithm, alpha_s: float, beta_s_per_byte: float = 0.0) -> Algorithm:
-        """``a``, of which a line of seconds is the program's, dearer by these where launches are."""
-        more = DEARER if self.dearer_launches else 0.0
-        return Algorithm(a.name, a.alpha_s + more * alpha_s, a.beta_s_per_byte + more * beta_s_per_byte)
+        _, copied_s = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()
+        return (largest.seconds(nbytes) - min(launch_s, largest.alpha_s)) / nbytes + 2 * copied_s

@@ -113,12 +113,11 @@ class Prices:
             made = [spec_made(o, h.out) for o in source.options]
             taken = [spec_read(o, h.position) for o in target.options]
             costs = self.collectives.of(h.meta.dtype).bucketed
-            ways = (costs, costs.launches_dearer, *costs.by_axis)
-            least, launched, *dearer = (self._moves(made, taken, h.meta, c) for c in ways)
+            least, *dearer = (self._moves(made, taken, h.meta, c) for c in (costs, *costs.by_axis))
             total = np.minimum(least, alone)
+            launches = np.minimum(self._moves(made, taken, h.meta, costs.launches), total)
             there = np.isfinite(least) & (least > 0)
-            launched, *ends = (np.where(there, c, 0.0) for c in (launched, least, *dearer))
-            launches = np.where(there, np.minimum((launched - ends[0]) / DEARER, total), total)
+            ends = [np.where(there, c, 0.0) for c in (least, *dearer)]
             shares = [(b - a) / DEARER for a, b in itertools.pairwise(ends)]
             hidden = np.subtract(total, launches, where=there, out=np.zeros_like(least))
             hidden = np.divide(hidden, least, where=there, out=hidden)

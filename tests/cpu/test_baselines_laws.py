@@ -25,8 +25,9 @@ def test_what_is_not_looked_at_would_not_have_been_chosen(name: str, mesh: tuple
     assert alone.timeline.seconds <= min(b.step_time for b in compared.baselines) * (1 + 1e-9)
 
 
-TORN = {("outside", (2,), "half"): "DDP costs least, takes longer: the budget bars the buckets its cost counts on"}
-"""Where of the baselines that fit one has the least cost and takes longer than the plan, which costs more."""
+TORN = {("outside", (2,), "half"): "DDP shares launches, so its step is the shortest, while TP+SP costs less without"}
+"""Where of the baselines that fit one has the shortest step and another the least cost, which has launches one by one:
+the plan is the shortest step."""
 
 
 @pytest.mark.slow
