@@ -38,7 +38,7 @@ TIGHTEN_ROUNDS = 12
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
 ROUND_LONGER = 1.6
-"""Times what the next round may take: after one that took longer, there is none."""
+"""Times what the last round took, the next one has at least, where so much is left."""
 FEW_ROUNDS_SHARE = 0.2
 """Of the time left: after a round that took longer there is no time to learn moment by moment what rows do not see."""
 JOINT_SHARE = 0.8
@@ -390,9 +390,11 @@ class _Search(Rounds):
         turns_exposed, began = 0, now()
         for turn in range(TIGHTEN_ROUNDS):
             took, began = now() - began, now()
-            if turn and took > ROUND_LONGER * ROUND_SHARE * (deadline - began):
+            left = deadline - began
+            if turn and took > left:
                 break
-            result = self._in_rows(rows, _in(ROUND_SHARE, deadline), warm)
+            share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0))) if turn else ROUND_SHARE
+            result = self._in_rows(rows, _in(share, deadline), warm)
             if result is None:
                 return exposed
             if not any(rows.unseen.values()):
