@@ -41,6 +41,8 @@ ROUND_LONGER = 1.6
 """Times what the last round took, the next one has at least, where so much is left."""
 FEW_ROUNDS_SHARE = 0.2
 """Of the time left: after a round that took longer there is no time to learn moment by moment what rows do not see."""
+NEARLY_OVER = 0.01
+"""Of the budget: a program that is over by no more gets another round from the time of what would follow."""
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
 SHARDED_TIMES = 1.0
@@ -387,12 +389,14 @@ class _Search(Rounds):
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: Result | None = None
-        turns_exposed, began = 0, now()
+        turns_exposed, began, over = 0, now(), math.inf
         for turn in range(TIGHTEN_ROUNDS):
             took, began = now() - began, now()
             left = deadline - began
             if turn and took > left:
-                break
+                if over > NEARLY_OVER * self.budget or took > self.latest - began:
+                    break
+                deadline, left = self.latest, self.latest - began
             share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0))) if turn else ROUND_SHARE
             result = self._in_rows(rows, _in(share, deadline), warm)
             if result is None:

@@ -1,9 +1,9 @@
-"""The integer program of what remains: binary x for each option, a flow >= 0 for each finite pair of an edge.
+"""The integer program of what remains: binary x for each option, flows >= 0 on the arcs of each edge's network.
 
-Flow links are equalities (sum_b e[a, b] = x[u, a] and sum_a e[a, b] = x[v, b]), whose relaxation is almost always
-integral; forbidden pairs have no variable. Options that an edge cannot tell apart, as strategies that make one spec,
-are one end of its flows: that halves them, and what is added up can be parted again, so the relaxation is no weaker.
-One row a time that can bind keeps the usages within the limit.
+Flow links are equalities (in the plainest network sum_b e[a, b] = x[u, a] and sum_a e[a, b] = x[v, b]), whose
+relaxation is almost always integral; forbidden pairs have no way. Options that an edge cannot tell apart, as strategies
+that make one spec, are one end of its flows: that halves them, and what is added up can be parted again, so the
+relaxation is no weaker. One row a time that can bind keeps the usages within the limit.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.solver.alike import alike
 from autopar.solver.graph import Graph
+from autopar.solver.network import Network, network_of
 from autopar.solver.problem import Array, IndexArray
 
 MAX_USAGE_ENTRIES = 4_000_000
@@ -25,12 +27,21 @@ USAGE_SCALE = 1e4
 """Solvers have absolute tolerances near 1e-7, so seconds and bytes are scaled to numbers of this size."""
 
 
+class ModelEdge(NamedTuple):
+    """``u`` and ``v``: the first columns of their options; ``first``: that of the arcs of ``network``."""
+
+    u: int
+    v: int
+    first: int
+    network: Network
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """min cost @ x, row_lower <= A x <= row_upper, 0 <= x <= upper; A in compressed rows (starts, columns, values).
 
     ``cost * scale`` is in seconds. The first columns are the options of ``nodes``, those of node i from
-    ``first[i]`` on. A flow goes between two groups of options, ``flow_ends``; ``members`` are (option, its group).
+    ``first[i]`` on.
     """
 
     cost: Array
@@ -44,8 +55,7 @@ class Model:
     scale: float
     nodes: tuple[int, ...]
     first: IndexArray
-    flow_ends: tuple[IndexArray, IndexArray]
-    members: tuple[IndexArray, IndexArray]
+    edges: tuple[ModelEdge, ...] = ()
 
     def size(self) -> dict[str, int]:
         return {
@@ -67,11 +77,9 @@ class Model:
         values = np.zeros(len(self.cost))
         for node, start in zip(self.nodes, self.first[:-1], strict=True):
             values[start + choice[node]] = 1.0
-        options = self.first[-1]
-        flows = len(self.flow_ends[0])
-        option, group = self.members
-        chosen = np.bincount(group, weights=values[option])
-        values[options : options + flows] = chosen[self.flow_ends[0]] * chosen[self.flow_ends[1]]
+        chosen = {start: choice[node] for node, start in zip(self.nodes, self.first[:-1].tolist(), strict=True)}
+        for edge in self.edges:
+            values[[edge.first + arc for arc in edge.network.way(chosen[edge.u], chosen[edge.v])]] = 1.0
         return values
 
 
@@ -124,20 +132,18 @@ def build(graph: Graph, magnitude: float) -> Model:
     scale = magnitude / OBJECTIVE_SCALE if magnitude > 0 and math.isfinite(magnitude) else 1.0
     rows = _Rows(int(first[-1]))
     rows.add_groups(np.repeat(np.arange(len(nodes)), np.diff(first)), np.arange(first[-1]), len(nodes), 1.0)
-    costs = [graph.costs[node] for node in nodes]
+    costs = [np.concatenate([graph.costs[node] for node in nodes]) if nodes else np.zeros(0)]
+    networks: dict[int, Network] = {}
     for u, v in graph.pairs():
-        matrix, group_u, group_v = _together(graph.neighbours[u][v])
-        a, b = np.nonzero(np.isfinite(matrix))
-        costs.append(matrix[a, b])
-        rows.add_flows((a, b), (group_u, group_v), (start_of[u], start_of[v]))
+        matrix = graph.neighbours[u][v]
+        network = networks.get(id(matrix)) or networks.setdefault(id(matrix), network_of(matrix))
+        rows.add_flows(network, start_of[u], start_of[v])
+        costs[0][start_of[v] : start_of[v] + len(network.paid)] += network.paid
+        costs.append(network.costs)
     _add_usages(graph, rows, start_of)
-    cost = np.concatenate(costs) / scale if costs else np.zeros(0)
+    cost = np.concatenate(costs) / scale
     integer = np.arange(len(cost)) < first[-1]
-    starts, columns, values, lower, upper = rows.arrays()
-    return Model(
-        cost, np.ones(len(cost)), integer, starts, columns, values, lower, upper, scale, nodes, first,
-        rows.flow_ends(), rows.members(),
-    )  # fmt: skip
+    return Model(cost, np.ones(len(cost)), integer, *rows.arrays(), scale, nodes, first, tuple(rows.edges))
 
 
 def _joined(parts: list[IndexArray]) -> IndexArray:
@@ -155,9 +161,7 @@ class _Rows:
         self._values: list[Array] = []
         self._lower: list[Array] = []
         self._upper: list[Array] = []
-        self._groups = 0
-        self._ends: tuple[list[IndexArray], list[IndexArray]] = ([], [])
-        self._members: tuple[list[IndexArray], list[IndexArray]] = ([], [])
+        self.edges: list[ModelEdge] = []
 
     def add_entries(self, row: IndexArray, column: IndexArray, value: Array) -> None:
         self._rows.append(row + self.count)
@@ -174,29 +178,18 @@ class _Rows:
         self.add_entries(group, column, np.ones(len(group)))
         self.close(np.full(groups, total), np.full(groups, total))
 
-    def add_flows(
-        self, pairs: tuple[IndexArray, IndexArray], groups: tuple[IndexArray, IndexArray], starts: tuple[int, int]
-    ) -> None:
-        """New flow variables for ``pairs`` of groups of options, linked with both ends."""
-        column = self.variables + np.arange(len(pairs[0]))
-        self.variables += len(column)
-        for end, group, start, ends in zip(pairs, groups, starts, self._ends, strict=True):
-            options, count = start + np.arange(len(group)), int(group.max(initial=-1)) + 1
-            self.add_entries(end, column, np.ones(len(end)))
-            self.add_entries(group, options, -np.ones(len(group)))
-            self.close(np.zeros(count), np.zeros(count))
-            ends.append(end + self._groups)
-            self._members[0].append(options)
-            self._members[1].append(group + self._groups)
-            self._groups += count
-
-    def flow_ends(self) -> tuple[IndexArray, IndexArray]:
-        """The two groups of each flow."""
-        return _joined(self._ends[0]), _joined(self._ends[1])
-
-    def members(self) -> tuple[IndexArray, IndexArray]:
-        """Options and the groups that they are in."""
-        return _joined(self._members[0]), _joined(self._members[1])
+    def add_flows(self, network: Network, u: int, v: int) -> None:
+        """New flow variables for the arcs of ``network``; what leaves a node is what its options send and what arrives
+        there, less what is taken."""
+        arcs = self.variables + np.arange(len(network.costs))
+        self.edges.append(ModelEdge(u, v, self.variables, network))
+        self.variables += len(arcs)
+        sends, takes = u + np.arange(len(network.leaves)), v + np.arange(len(network.arrives))
+        self.add_entries(network.tails, arcs, np.ones(len(arcs)))
+        self.add_entries(network.heads, arcs, -np.ones(len(arcs)))
+        self.add_entries(network.leaves, sends, -np.ones(len(sends)))
+        self.add_entries(network.arrives, takes, np.ones(len(takes)))
+        self.close(np.zeros(network.nodes), np.zeros(network.nodes))
 
     def arrays(self) -> tuple[IndexArray, IndexArray, Array, Array, Array]:
         row, column = _joined(self._rows), _joined(self._columns)

@@ -186,10 +186,9 @@ def _model(problem: Problem, peak: float) -> Model:
     starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     columns = np.array([column for row in rows for column in row], dtype=np.int64)
     values = np.array([value for row in rows for value in row.values()])
-    none = np.zeros(0, dtype=np.int64)
     return Model(
         cost, allowed, np.arange(last + 1) < last, starts, columns, values, np.array(lower), np.array(upper), peak,
-        tuple(range(len(problem.costs))), first, (none, none), (none, none),
+        tuple(range(len(problem.costs))), first,
     )  # fmt: skip
 
 
