@@ -319,7 +319,8 @@ def _above(comment: str) -> list[str]:
     said = comment.removeprefix("  # ")
     if said and len(said) <= WIDTH - 6:
         return [f"    # {said}"]
-    lines = textwrap.wrap(_bound(said), WIDTH - 6, break_long_words=False)
+    bound = _bound(said).replace(" of ", f"{BOUND}of{BOUND}")
+    lines = textwrap.wrap(bound, WIDTH - 6, break_long_words=False)
     return [f"    # {line.replace(BOUND, ' ')}" for line in lines]
 
 

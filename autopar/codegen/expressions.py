@@ -36,7 +36,9 @@ METHODS = {
         "rsqrt.default", "abs.default", "masked_fill.Scalar", "masked_fill.Tensor", "select.int", "flatten.using_ints",
         "any.default", "any.dim", "all.default", "cumsum.default", "index_select.default", "gather.default",
         "add.Tensor", "sub.Tensor", "add_.Tensor", "mul_.Tensor", "relu_.default", "tanh.default", "sigmoid.default",
-        "cos.default", "sin.default", "mean.dim", "mean.default",
+        "cos.default", "sin.default", "mean.dim", "mean.default", "topk.default", "sort.default", "max.dim", "min.dim",
+        "scatter.src", "scatter.value", "scatter_add.default", "new_zeros.default", "argmax.default", "cummax.default",
+        "contiguous.default",
     )
 }  # fmt: skip
 
@@ -44,7 +46,8 @@ FUNCTIONS = {
     f"aten.{op}": f"torch.{op.split('.')[0]}"
     for op in (
         "convolution.default", "cat.default", "stack.default", "where.self", "relu.default", "maximum.default",
-        "minimum.default", "bmm.default", "mm.default", "native_layer_norm.default", "logical_not.default",
+        "minimum.default", "bmm.default", "mm.default", "native_layer_norm.default", "native_group_norm.default",
+        "logical_not.default",
         "logical_and.default", "arange.default", "zeros_like.default", "ones_like.default", "full_like.default",
     )
 } | {
@@ -65,7 +68,10 @@ VIEWS = frozenset({"reshape", "transpose", "permute", "unsqueeze", "squeeze", "e
 
 
 def inlined(node: fx.Node) -> bool:
-    """Whether ``node`` is a view that is written as part of the next line, itself a view of it."""
+    """Whether ``node`` is written as part of the line that reads it: a dense copy for a kernel that needs one, or a
+    view of which the next line is a view."""
+    if node.target is torch.ops.aten.contiguous.default:
+        return True
     reader = node.next
     if len(node.users) != 1 or reader not in node.users or not reader.args or reader.args[0] is not node:
         return False

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar._torch import OpOverload
 from autopar.ir import Input, Output
 from autopar.program import LocalTensor, Op
 from autopar.spmd import Lowered
@@ -23,19 +24,24 @@ STEPS = {
 }  # fmt: skip
 """What a redistribution adds to the name of what it redistributes."""
 
-_MOVED = re.compile(rf"(_(partial|{'|'.join(STEPS.values())})(_\d+)?)+$")
+_MOVED = re.compile(rf"(_(partial|shard|{'|'.join(STEPS.values())})(_\d+)?)+$")
 _SUM_MOVED = re.compile(_MOVED.pattern.replace("partial", "sum|partial"))
 
+NORM, OF_NORM = ("", "mean", "rstd"), ("input", "weight", "bias")
 PARTS = {
-    "native_layer_norm": ("", "mean", "rstd"), "native_layer_norm_backward": ("input", "weight", "bias"),
+    **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm"), NORM),
+    **dict.fromkeys(("layer_norm_of_moments", "group_norm_of_moments"), NORM), "rms_norm_of_moments": ("", "rstd"),
+    **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward"), OF_NORM),
+    **dict.fromkeys(("layer_norm_backward_of_sums", "group_norm_backward_of_sums"), OF_NORM),
+    "rms_norm_backward_of_sums": OF_NORM[:2], "linear_nll": ("", "lse"), "linear_nll_backward": OF_NORM,
+    "var_mean": ("var", "mean"), "std_mean": ("std", "mean"), "var_mean_of_moments": ("var", "mean"),
     "native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
-    "native_batch_norm_backward": ("input", "weight", "bias"), "convolution_backward": ("input", "weight", "bias"),
+    "native_batch_norm_backward": OF_NORM, "convolution_backward": OF_NORM,
     "attention": ("", "lse"), "attention_backward": ("query", "key", "value"),
     "max_pool2d_with_indices": ("", "indices"), "batch_norm_backward_reduce": ("sum", "weighted_sum"),
     "softmax_statistics": ("most", "total"), "add_norm": (), "norm_backward": (),
-    "topk": ("values", "indices"), "sort": ("values", "indices"),
 }  # fmt: skip
-"""What the results of an op that has several are."""
+"""What the results of an op that has several are, where its schema does not say it."""
 
 FUSED = {
     "total": "sum", "out": "", "mean": "mean", "rstd": "rstd", "wide": "float", "hat": "normalized",
@@ -52,6 +58,7 @@ OPERANDS = {
 SHORTENED = {
     "linear_of_transposed": "linear", "add_": "add", "mul_": "mul", "relu_": "relu", "contract": "product",
     "batch_norm_backward_input": "input", "experts_mm": "product", "_to_copy": "cast", "threshold_backward": "relu",
+    "split_with_sizes": "split",
 }  # fmt: skip
 LAUNCHED = "_launched"
 """What the handle of a collective or a transfer adds to the name of what will arrive."""
@@ -109,8 +116,7 @@ def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
     names.results |= _results_of_leaves(lowered.forward.graph)
     made = zip(_results(lowered.forward.graph), lowered.results, strict=False)
     ends = {
-        n: o for n, (o, _) in made
-        if o.kind == "mutation" or (o.kind == "output" and o.name.isidentifier() and not n.meta.get("module"))
+        n: o for n, (o, _) in made if o.kind == "mutation" or (o.kind == "output" and not n.meta.get("module"))
     }  # fmt: skip
     taken = dict.fromkeys([*RESERVED, *reserved], 0)
     _name_graph(lowered.forward.graph, names, meanings, dict(taken), "", ends)
@@ -154,8 +160,7 @@ def _name_graph(
     fed = iter(meanings)
     for node, output in (finals or {}).items():
         if node.op == "call_function" and not _is_launch(node):
-            adds = {"accumulator": "sum_", "mutation": "new_"}.get(output.kind, "")
-            names.of[node] = _free(f"{adds}{prefix}{names.short(output.name.removeprefix('input:'))}", taken)
+            _name_final(node, output, names, taken, prefix)
     for node in graph.nodes:
         if node.op == "output" or node.target == "rank":
             continue
@@ -179,6 +184,38 @@ def _name_graph(
             names.several[node] = wanted
             wanted += "_parts"
         names.of[node] = _free(wanted, taken)
+
+
+def _name_final(node: fx.Node, output: Output, names: Names, taken: dict[str, int], prefix: str) -> None:
+    """A result, and what it is redistributed from, after what the model calls it."""
+    adds = {"accumulator": "sum_", "mutation": "new_"}.get(output.kind, "")
+    wanted = f"{adds}{prefix}{names.short(output.name.removeprefix('input:'))}"
+    if output.kind == "output" and output.name.isdigit():
+        wanted = f"output{output.name}"
+    source = node
+    while (before := _redistributed_from(source)) is not None:
+        source = before
+    if source is node or source in names.of or source.op != "call_function":
+        names.of[node] = _free(wanted, taken)
+        return
+    tensor = source.meta.get("tensor")
+    partial = isinstance(tensor, LocalTensor) and bool(tensor.spec.partial)
+    names.of[node] = _free(wanted, taken)
+    names.of[source] = _free(f"{names.of[node]}_{'partial' if partial else 'shard'}", taken)
+
+
+def _redistributed_from(node: fx.Node) -> fx.Node | None:
+    """What one step of a redistribution made ``node`` of; None where none did."""
+    at = 0
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _arrives(node.args[0]):
+        node, at = node.args[0], node.args[1]  # type: ignore[assignment]
+    launch = node.args[0] if _arrives(node) else node
+    op = launch.meta.get("op") if isinstance(launch, fx.Node) else None
+    if not isinstance(launch, fx.Node) or not isinstance(op, Op) or op.kind != "redistribute":
+        return None
+    taken: Any = launch.args[1]
+    found = taken[at] if op.bucket else taken
+    return found if isinstance(found, fx.Node) else None
 
 
 def _of_input(node: fx.Node, meaning: Input | None, names: Names) -> str:
@@ -240,12 +277,20 @@ def _of_part(node: fx.Node, source: fx.Node, names: Names) -> str:
     assert isinstance(index, int)
     whole = names.several.get(source, names.of[source])
     wanted: Any = source.kwargs.get("results")
-    parts = tuple(FUSED[name] for name in wanted) if wanted else PARTS.get(_kind(source), ())
+    parts = tuple(FUSED[name] for name in wanted) if wanted else _parts(source)
     if _arrives(source):
         launch: Any = source.args[0]
         return _redistributed(launch.meta["op"], names, launch.args[1][index])
     part = parts[index] if index < len(parts) else str(index)
     return f"{whole}_{part}" if part else whole
+
+
+def _parts(node: fx.Node) -> tuple[str, ...]:
+    kind = _kind(node)
+    if kind in PARTS or not isinstance(node.target, OpOverload):
+        return PARTS.get(kind, ())
+    returns = node.target._schema.returns
+    return tuple(r.name for r in returns) if all(r.name for r in returns) else ()
 
 
 def _redistributed(op: Op, names: Names, source: fx.Node | None) -> str:
@@ -264,7 +309,7 @@ def _kind_of_gradient(node: fx.Node) -> str:
     kind = _kind(node)
     if kind == "gradient_of_weight":
         return "weight"
-    if kind in ("linear", "matmul", "relu") and node.meta.get("module"):
+    if kind in ("linear", "matmul", "relu", "dropout") and node.meta.get("module"):
         return "input"
     return "" if kind in PARTS else kind.removesuffix("_backward")
 

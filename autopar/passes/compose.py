@@ -281,7 +281,8 @@ def _batch_norm_backward(node: fx.Node) -> None:
     matches = weighted.args == (pieces, 1) and total.args == (pieces, 0) and pieces.args == (grad, x, mean, rstd)
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     ready = all(not isinstance(a, fx.Node) or order[a] < order[pieces] for a in node.args[:5])
-    whole = _is_whole(x, node.kwargs["count"])
+    # torch's kernel takes one layout for another where a dim of space is of one element.
+    whole = _is_whole(x, node.kwargs["count"]) and 1 not in _shape(x)[2:]
     if not (matches and ready and whole) or same not in ({"float32"}, {"float64"}):
         return
     needs = [len(weighted.users) > 1 or weight is not None, len(total.users) > 1]

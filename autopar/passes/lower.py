@@ -22,6 +22,7 @@ from autopar.ir import Graph, Output, Phase, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
 from autopar.planner.garbage import collected_later
+from autopar.planner.layouts import DENSE
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
 from autopar.spmd import Lowered
@@ -201,6 +202,8 @@ class _Builder:
         # The same value may come in two specs as two operands, so operands go by position.
         operands = iter(self._widened(op) if op.halos else op.reads)
         made = self._made_args(args, kwargs, operands)
+        if name.rpartition(".")[0] in DENSE:
+            made = tuple(map(self._dense, made[0])), made[1]
         target = resolve_op(name)
         if op.in_place:
             target, made = _in_operand(target, *made, op.operand)
@@ -215,6 +218,12 @@ class _Builder:
         present = [i for i, meta in enumerate(node.outputs) if meta is not None]
         for index, tensor in zip(present, op.writes, strict=True):
             self._item(call, index, tensor)
+
+    def _dense(self, arg: Any) -> Any:
+        """An operand for a kernel that needs it contiguous, as every vector is."""
+        tensor = arg.meta.get("tensor") if isinstance(arg, fx.Node) else None
+        several = isinstance(tensor, LocalTensor) and len(tensor.meta.shape) > 1
+        return self._call(aten.contiguous.default, (arg,)) if several else arg
 
     def _decomposed(self, op: Op) -> None:
         """A contraction beside the gather of an operand, or the scatter of its result: one call that does both."""

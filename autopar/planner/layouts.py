@@ -19,6 +19,18 @@ from autopar.strategies import find_rule
 MAYBE_VIEWS = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten._reshape_alias"})
 """Lowered to ``reshape``: a view where strides allow it, else a copy."""
 
+DENSE = frozenset(
+    f"aten.{op}" for op in (
+        "native_group_norm", "native_group_norm_backward", "view_as_complex", "isin",
+        "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
+        "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "nll_loss2d_backward",
+        "_pdist_forward", "_pdist_backward", "_weight_norm_interface", "_weight_norm_interface_backward",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    )
+)  # fmt: skip
+"""Kernels that read memory as that of contiguous operands, or refuse others. Autograd makes copies for them, which
+capture drops as it drops all; they are given copies here too, of operands that are not contiguous."""
+
 KEEPS_STRIDES = frozenset({"aten.clone", "aten._to_copy", "aten.empty_like", "aten.zeros_like", "aten.full_like"})
 
 
@@ -98,7 +110,7 @@ def results(
     if node.packet in MAYBE_VIEWS:
         view = reshaped(operands[0], shapes[0])
         return (view or contiguous(shapes[0]),), view is not None
-    if node.packet in VIEWS:
+    if node.packet in VIEWS and not (node.packet in DENSE and not operands[0].is_contiguous):
         return tuple(_view(node, operands[0], shape) for shape in shapes), True
     rule = find_rule(node)
     if node.packet in KEEPS_STRIDES and node.kwarg("memory_format") != "torch.contiguous_format":

@@ -18,7 +18,8 @@ import numpy as np
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.contraction import terms
-from autopar.planner.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
+from autopar.planner.kernels import VIEWS
+from autopar.planner.layouts import DENSE, Layout, contiguous, narrowed, permuted, reshaped, with_length
 from autopar.sharding import Halo, Step, Strategy
 from autopar.sharding.halo import own_rows
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
@@ -45,6 +46,9 @@ in half precision."""
 
 EXTREMA = frozenset({"aten.cummax", "aten.cummin"})
 """These hold values and places."""
+
+COPIED = DENSE - VIEWS
+"""Their operands are held twice where they are not contiguous."""
 
 BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 17), "cuda": (1 << 27, 1 << 26, 1 << 26)}
 """Elements that attention, cross-entropy and random numbers work on at a time, by the kind of device; as in
@@ -106,7 +110,8 @@ def wide(itemsize: int) -> int:
 def transients(op: LocalOp) -> int:
     """Bytes beside operands and results; 0 where nothing is known of the op."""
     formula = FORMULAS.get(op.call[0])
-    return max(0, formula(op)) if formula is not None and op.operands else 0
+    copied = sum(op.nbytes(x) for x in op.operands if not x[0].is_contiguous) if op.call[0] in COPIED else 0
+    return copied + (max(0, formula(op)) if formula is not None and op.operands else 0)
 
 
 def least_transients(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str) -> int:

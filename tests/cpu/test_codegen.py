@@ -169,6 +169,40 @@ def test_values_are_named_after_what_they_are() -> None:
     assert "new_embedder_embedder_normalization_running_mean," in forward.split("return (")[1]
 
 
+class Mixture(nn.Module):
+    """Parameters of the model itself, and ops with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
+        self.experts = nn.Parameter(torch.randn(4, 8, 16))
+        self.out = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.stem(x)).flatten(2).transpose(1, 2)
+        best, which = h.max(-1)
+        values = (torch.einsum("bsd,edf->bsef", h, self.experts).relu().mean(2) @ self.out).topk(2, -1).values
+        return (values.square().sum(-1) * best).mean() + (which > 3).float().mean()
+
+
+def test_what_is_redistributed_into_a_result_has_its_name() -> None:
+    """The gradient of a parameter is that already as a partial sum, wherever in the model it is made."""
+    torch.manual_seed(0)
+    model, x = Mixture(), torch.randn(8, 3, 6, 6)
+    made = autopar.plan(model, (x,), mesh=(2,), search="baseline:DDP", cluster=cluster_where_sharding_pays())
+    forward, backward = functions(made.source)
+    call = r"norm, norm_mean, norm_rstd = torch.native_group_norm\(\s*stem.contiguous\(\), norm_weight,"
+    assert re.search(call, forward)
+    assert "max_values, max_indices = " in forward
+    assert "output0_partial = " in forward
+    for name in ("experts", "out", "stem_weight"):
+        assert re.search(rf"\bd_{name}_partial\b.* = ", backward), name
+        assert re.search(rf"\bd_{name}_reduced_launched = spmd.all_reduce\(|bucket_reduced_launched", backward), name
+    model(x).backward()
+    for name, gradient in autopar.simulate(model, (x,), plan=made).grads.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
 def test_calls_are_those_that_a_person_writes() -> None:
     class Convolutions(nn.Module):
         def __init__(self) -> None:
