@@ -2,11 +2,13 @@
 
 A place is the index of a graph's node, while it runs, or half of one before it: what is done for it just before, such
 as redistributing its operands. So a result that one op reads in another spec is there until half before its reader, and
-what is read only while that runs. The memory of a value that nobody reads any more passes to its views.
+what is read only while that runs. What is run again for a node has a place for each op, before these. The memory of a
+value that nobody reads any more passes to its views.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +18,9 @@ from autopar.planner.variables import Decisions, Variable, copy_key, forced_key,
 
 BEFORE = 0.5
 """What is done just before a node is at its index less this."""
+
+BURST = 0.25
+"""What is run again for a node has places of this length before those, in the order of the graph."""
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 
@@ -30,19 +35,20 @@ class Lives:
         backward: the first and last of forward values, if they are there at all.
         reads: in each phase the first and last.
         stored: gradients, which their parameters hold.
-        handed: in each phase the last op that reads a value from its copy, or alone as it is made: what that takes in
-            another spec is all that is held then.
+        handed: in each phase the last op that reads a value from its copy, as it was held, or alone as it is made: what
+            that takes in another spec is all that is held then.
     """
 
     at: Mapping[str, int]
     forward: Mapping[Value, int]
-    backward: Mapping[Value, tuple[int, int]]
+    backward: Mapping[Value, tuple[float, float]]
     reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
     stored: Collection[Value]
     handed: Mapping[Phase, Mapping[Value, str]]
 
 
-def lives_of(d: Decisions) -> Lives:
+def lives_of(d: Decisions, *, holds: bool = True) -> Lives:
+    """With ``holds`` where what is held for the backward counts as long as these say."""
     graph, at = d.graph, d.graph.order
     turn = next((i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder"), len(at))
     first, last = _backward_reads(graph, at)
@@ -55,7 +61,7 @@ def lives_of(d: Decisions) -> Lives:
     forward = _through_views(d, _last_reads(graph, at, "forward", given))
     return Lives(
         at, forward, {v: (first[v], last[v]) for v in first}, reads,
-        {o.value for o in graph.outputs if is_gradient(o)}, _handed(d),
+        {o.value for o in graph.outputs if is_gradient(o)}, _handed(d, holds=holds),
     )  # fmt: skip
 
 
@@ -142,7 +148,7 @@ def inherited(d: Decisions, view: Node, lives: Lives) -> tuple[float, float]:
     return first, share
 
 
-def _handed(d: Decisions) -> dict[Phase, dict[Value, str]]:
+def _handed(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
     """What is held for the backward is so from the making on, and is no reader."""
     readers: dict[tuple[int, int], list[Variable]] = {}
     for h in d.handovers:
@@ -152,15 +158,20 @@ def _handed(d: Decisions) -> dict[Phase, dict[Value, str]]:
     for (source, out), targets in readers.items():
         s = d.variables[source]
         nodes = [t.node.name for t in targets if t.kind == "op" and t.node is not None]
-        if len(nodes) < len(targets):
+        if not nodes or (len(nodes) < len(targets) if s.kind != "hold" else not holds):
             continue
         last = max(nodes, key=d.graph.order.__getitem__)
-        alone = s.kind == "op" and len(nodes) == 1
-        if alone and s.node is not None and not _shared(d, Value(s.node.name, out)):
-            found[targets[0].phase][Value(s.node.name, out)] = last
-        elif s.kind == "copy" and s.value is not None and not any(s.kept) and takes_over(d, s):
-            found[s.phase][s.value] = last
+        value = s.value if s.node is None else Value(s.node.name, out)
+        if value is not None and _is_handed(d, s, value, alone=len(nodes) == 1):
+            found[targets[0].phase][value] = last
     return found
+
+
+def _is_handed(d: Decisions, source: Variable, value: Value, *, alone: bool) -> bool:
+    if source.kind == "copy":
+        return not any(source.kept) and takes_over(d, source)
+    alone_or_held = alone if source.kind == "op" else source.kind == "hold" and value not in d.given
+    return alone_or_held and not _shared(d, value)
 
 
 def _first_reads(graph: Graph, at: Mapping[str, int], phase: Phase) -> dict[Value, int]:
@@ -187,23 +198,32 @@ def _through_views(d: Decisions, last: dict[Value, int]) -> dict[Value, int]:
     return last
 
 
-def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, int], dict[Value, int]]:
-    """First and last position in the backward at which each forward value is read, if it is there at all.
+def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, float], dict[Value, float]]:
+    """The places in the backward between which each forward value is there, if it is at all and somebody reads it.
 
     An op is run again just before its first reader. That may be another that is run again, as early as one likes; but
-    what the backward itself reads is taken to be made for that, so that the rows are not above what is held.
+    what the backward itself reads is taken to be made for that, and to be read no more. Of what is read by ops alone
+    that may run again, or may not, it is not known by which: it is there from the last of them on, and to the first.
+    Otherwise the rows would be above what is held.
     """
-    first: dict[Value, int] = {}
-    last: dict[Value, int] = {}
+    first: dict[Value, float] = {}
+    last: dict[Value, float] = {}
     direct: set[Value] = set()
     for node in reversed(graph.nodes):
         backward = node.phase == "backward" and node.op != "placeholder"
         made = (Value(node.name, i) for i in range(len(node.outputs)))
-        places = [at[node.name]] if backward else [first[v] for v in made if v in first]
-        for value, place in dict.fromkeys(node.inputs, min(places)).items() if places else ():
-            if backward or value not in direct:
-                first[value] = min(first.get(value, place), place)
-            last[value] = max(last.get(value, place), place)
+        places = [float(at[node.name])] if backward else [again(graph, node.name, first[v]) for v in made if v in first]
+        for value in dict.fromkeys(node.inputs) if places else ():
             if backward:
+                first[value] = places[0]
+                last.setdefault(value, places[0])
                 direct.add(value)
+            elif value not in direct:
+                first[value] = max(first.get(value, 0.0), *places)
+                last[value] = min(last.get(value, math.inf), *places)
     return first, last
+
+
+def again(graph: Graph, node: str, first: float) -> float:
+    """The place at which a node is run again, whose result is first read at ``first``."""
+    return math.ceil(first) - BEFORE - BURST * (1 - graph.order[node] / len(graph.nodes))

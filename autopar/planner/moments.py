@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from autopar.ir import Graph, Value
 from autopar.planner.kernels import local_bytes
+from autopar.planner.lives import again
 from autopar.planner.options import Options
 from autopar.planner.rows import static_usages
 from autopar.planner.schedule import AGAIN
@@ -49,10 +50,9 @@ class Moment:
     position: int
     again: int | None = None
 
-    @property
-    def place(self) -> float:
+    def place(self, graph: Graph) -> float:
         """Among the positions of the graph: between two nodes for what is run again before the second."""
-        return self.position if self.again is None else self.position - 0.5
+        return self.position if self.again is None else again(graph, graph.nodes[self.again].name, self.position)
 
 
 MOST_AT_ONCE = 8
@@ -65,15 +65,15 @@ def moments_over(program: Program, graph: Graph, timeline: Sequence[int], budget
     found: dict[Moment, int] = {}
     for i in range(len(timeline) - 1, -1, -1):
         op = program.ops[i] if i < len(program.ops) else None
-        again = None
+        rerun = None
         if op is not None and op.kind == "compute":
             if op.name.endswith(AGAIN):
-                again = at[op.node]
+                rerun = at[op.node]
             else:
                 following = at[op.node]
         around = [timeline[j] for j in (i - 1, i + 1) if 0 <= j < len(timeline)]
         if timeline[i] > budget and timeline[i] >= max(around, default=0):
-            moment = Moment(following, again)
+            moment = Moment(following, rerun)
             found[moment] = max(found.get(moment, 0), timeline[i])
     highest = sorted(found, key=lambda m: -found[m])[:MOST_AT_ONCE]
     return {m: found[m] for m in highest}
@@ -192,7 +192,7 @@ class Exact:
             if unseen > 0:
                 grown.usages.append(Usage(0, self.numbers([unseen] * len(problem.costs[0])), time, time + 1))
             exact = turn <= moment.position < len(d.graph.nodes)
-            grown.usages += static_usages(d, self.options, moment.place, time, holds=not exact, tied=self.tied)
+            grown.usages += static_usages(d, self.options, moment.place(d.graph), time, holds=not exact, tied=self.tied)
             if exact:
                 _Row(self, moment, time, grown).build()
         return Problem(tuple(grown.costs), tuple(grown.edges), tuple(grown.usages), problem.limit)

@@ -16,7 +16,17 @@ import numpy.typing as npt
 from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
 from autopar.planner.in_place import may_overwrite
 from autopar.planner.kernels import local_bytes
-from autopar.planner.lives import BEFORE, Lives, inherited, last_as_made, last_read, lives_of, taken_over, takes_over
+from autopar.planner.lives import (
+    BEFORE,
+    Lives,
+    again,
+    inherited,
+    last_as_made,
+    last_read,
+    lives_of,
+    taken_over,
+    takes_over,
+)
 from autopar.planner.options import Options
 from autopar.planner.pricing import state_bytes
 from autopar.planner.transients import least_transients
@@ -90,7 +100,7 @@ def static_usages(
     Args:
         holds: also what hold variables keep for the backward; of it, with ``tied``, nothing for views.
     """
-    lives = lives_of(d)
+    lives = lives_of(d, holds=holds)
     made = _gradients_made(d)
     found: list[Usage] = []
     for i, v in enumerate(d.variables):
@@ -123,13 +133,14 @@ def _held(
     elif v.kind == "hold" and v.value is not None:
         size = _sizes(d, d.graph.meta(v.value), v.options, 0)
         first, last = lives.backward.get(v.value, (end, -1))
+        last -= BEFORE * (v.value in lives.handed["backward"])
         kept, remade, offloaded = (
             np.array([a == action for a in v.actions]) for action in ("keep", "recompute", "offload")
         )
         yield size * kept, lives.forward.get(v.value, lives.at[v.value.node]) + BEFORE, last
-        yield size * offloaded, first - BEFORE, last
+        yield size * offloaded, first if first % 1 else first - BEFORE, last  # a node that is run again has one place
         if v.value.node not in d.views:
-            yield size * remade, first - BEFORE, last
+            yield size * remade, again(d.graph, v.value.node, first), last
     elif v.kind == "op" and v.node is not None:
         yield from _of_op(d, v, v.node, lives)
 

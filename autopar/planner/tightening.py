@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.ir import Graph
 from autopar.planner.copies import Copies
-from autopar.planner.lives import BEFORE
+from autopar.planner.lives import BEFORE, again
 from autopar.planner.options import Options
 from autopar.planner.rows import Holdings
 from autopar.planner.schedule import AGAIN
@@ -157,9 +157,13 @@ def held_at(program: Program, graph: Graph, timeline: Sequence[int]) -> dict[flo
     """The most that ``program``, whose ops hold ``timeline``, holds at each place, the last first."""
     following: float = len(graph.nodes)
     held = {following: Held(timeline[-1], program.ops[-1])}
+    place = following
     for op, size in zip(program.ops[::-1], timeline[-2::-1], strict=True):
-        place = following - BEFORE
-        if op.kind == "compute" and not op.name.endswith(AGAIN):
+        if op.kind != "compute":
+            place = following - BEFORE if place == following else place
+        elif op.name.endswith(AGAIN):
+            place = again(graph, op.node, following)
+        else:
             place = following = graph.order[op.node]
         if place not in held or size > held[place].bytes:
             held[place] = Held(size, op)
