@@ -105,6 +105,27 @@ def check_cross_entropy(
     )
     (loss * weight).sum().backward()
     assert_near(torch.cat(found, -1), exact.grad, times=4 * large)
+    check_weighted_classes(logits, target, lse, weight, shards, large=large)
+
+
+def check_weighted_classes(logits, target, lse, weight, shards, *, large: float) -> None:
+    """The gradient where classes have weights, and labels are smoothed."""
+    v, device = logits.shape[-1], logits.device
+    classes, counted = torch.rand(v, device=device), target != -100
+    own = classes[target.where(counted, 0).long()] * 0.9
+    row = own + classes.sum() * 0.1 / v
+    share, part = own / row, classes / classes.sum()
+    exact = logits.double().requires_grad_()
+    options = {"weight": classes.double(), "label_smoothing": 0.1, "reduction": "none"}
+    expected = torch.nn.functional.cross_entropy(exact, target.long(), **options)
+    (expected * weight).sum().backward()
+    found = [
+        made(
+            "nll_backward", weight * row, s, lse, target, share, part[offset : offset + s.shape[-1]],
+            ignore_index=-100, offset=offset,
+        ) for offset, s in shards
+    ]  # fmt: skip
+    assert_near(torch.cat(found, -1), exact.grad, times=4 * large)
 
 
 def check_norm(

@@ -81,6 +81,7 @@ def smallest(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[st
     yield "sumexp", (x, x[0]), {}
     yield "nll", (x, row, index), loss
     yield "nll_backward", (row, x, row, index), loss
+    yield "nll_backward", (row, x, row, index, row, row), loss
     yield "add_norm", (x, x, x[0], x[0]), {"eps": 1e-5, "centred": True, "results": ["out"]}
     yield "norm_backward", (x, x, row, row, x[0], x), {"results": ["input_gradient"]}
 
@@ -104,6 +105,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[st
         for logits in (x, odd):
             yield "nll", (logits, row, index), loss
             yield "nll_backward", (row, logits, row, index), loss
+            yield "nll_backward", (row, logits, row, index, row, logits[0].float()), loss
     for logits in (x, odd):
         yield "statistics", (logits,), {}
         yield "sumexp", (logits, row.to(dtype)), {}

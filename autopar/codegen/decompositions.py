@@ -36,11 +36,16 @@ def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Ten
 
 
 def _nll(
-    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0
-) -> Tensor:
+    x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
+    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
     loss = (lse - chosen).to(lse.dtype).where(here, 0)
+    if share is not None and classes is not None:
+        wide = classes.to(lse.dtype)
+        others = lse * wide.sum() - (x.to(lse.dtype) * wide).sum(-1)
+        return share * loss + ((1 - share) * others).where(target != ignore_index, 0)
     if not each:
         return loss
     others = lse * x.shape[-1] - x.to(lse.dtype).sum(-1)
@@ -48,7 +53,7 @@ def _nll(
 
 
 def _nll_backward(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
@@ -57,6 +62,9 @@ def _nll_backward(
     chosen = (columns == position.unsqueeze(-1)) & here.unsqueeze(-1)
     softmax = (x.to(lse.dtype) - lse.unsqueeze(-1)).exp()
     labels = own * chosen.to(lse.dtype) + each if each else chosen.to(lse.dtype)
+    if share is not None and classes is not None:
+        part = share.unsqueeze(-1)
+        labels = part * chosen.to(lse.dtype) + (1 - part) * classes.to(lse.dtype)
     return ((softmax - labels) * scale).to(x.dtype)
 
 

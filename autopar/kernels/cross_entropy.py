@@ -94,7 +94,10 @@ def nll(
 
 
 @triton.jit
-def nll_backward_kernel(grad, x, lse, target, out, v, stride, offset, ignore, own, each, BLOCK: tl.constexpr):
+def nll_backward_kernel(
+    grad, x, lse, target, share, classes, out, v, stride, offset, ignore, own, each, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(target + row).to(tl.int64)
@@ -104,6 +107,9 @@ def nll_backward_kernel(grad, x, lse, target, out, v, stride, offset, ignore, ow
         scale = 0.0
     value = tl.load(x + row * stride + column, mask=column < v, other=float("-inf")).to(tl.float32)
     part = tl.exp(value - tl.load(lse + row))
+    if WEIGHTED:
+        own = tl.load(share + row).to(tl.float32)
+        each = (1.0 - own) * tl.load(classes + column, mask=column < v, other=0).to(tl.float32)
     part = tl.where(column == local, part - own, part) - each
     # Of an ignored row 0, also where the exponential is infinite.
     part = tl.where(scale == 0.0, 0.0, part * scale)
@@ -111,17 +117,21 @@ def nll_backward_kernel(grad, x, lse, target, out, v, stride, offset, ignore, ow
 
 
 def nll_backward(
-    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, *, ignore_index: int, offset: int,
-    own: float = 1.0, each: float = 0.0, BLOCK: int = 4096, num_warps: int = 8,
+    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, share: torch.Tensor | None = None,
+    classes: torch.Tensor | None = None, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+    BLOCK: int = 4096, num_warps: int = 8,
 ):
-    """(softmax - own * one hot - each) * grad of this shard's logits, in their dtype, in one pass."""
-    flat, v = _rows(x), x.shape[-1]
+    """(softmax - own * one hot - each) * grad of this shard's logits, in their dtype, in one pass. With ``share`` and
+    ``classes`` own is the row's share, and each is what the share leaves of the class."""
+    flat, v, weighted = _rows(x), x.shape[-1], share is not None
+    # Of arguments that are not read any tensor will do.
+    share, classes = (lse if t is None else t.contiguous() for t in (share, classes))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(BLOCK, triton.next_power_of_2(v))
         nll_backward_kernel[(len(flat), triton.cdiv(v, block))](
-            grad.contiguous(), flat, lse.contiguous(), target.contiguous(), out, v, flat.stride(0), offset,
-            ignore_index, own, each, BLOCK=block, num_warps=num_warps,
+            grad.contiguous(), flat, lse.contiguous(), target.contiguous(), share, classes, out, v, flat.stride(0),
+            offset, ignore_index, float(own), float(each), WEIGHTED=weighted, BLOCK=block, num_warps=num_warps,
         )
     return out
 

@@ -4,7 +4,8 @@ The formulation is that of Megatron-LM (Shoeybi et al. 2019, section 3): with m 
 and lse = m + log(sum of ``sumexp(x, m)`` over the shards), an element's loss is the sum of ``nll`` over the shards.
 
 Labels that are smoothed by s over V classes are ``own=1 - s, each=s / V``: what the target's loss counts, and what that
-of each class counts beside it.
+of each class counts beside it. Where classes have weights, both are tensors: the target has the ``share`` [...] of its
+row's label, and the rest of it is distributed over the ``classes`` [v], which add up to 1 over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -75,18 +76,24 @@ def _place(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tens
     return here, (target - offset).where(here, 0)
 
 
-def _sum(x: Tensor) -> Tensor:
-    """Of the last dim, in the accumulation dtype, without a copy of x in that."""
+def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Of the last dim, in the accumulation dtype, without a copy of x in that; with ``weights`` [v] of its elements."""
     out = torch.empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype), device=x.device)
     flat_x, flat_out = _flat(x), out.view(-1)
+    wide = None if weights is None else weights.to(out.dtype)
     for rows in _blocks(flat_x):
-        torch.sum(flat_x[rows].to(out.dtype), -1, out=flat_out[rows])
+        part = flat_x[rows].to(out.dtype)
+        if wide is None:
+            torch.sum(part, -1, out=flat_out[rows])
+        else:
+            torch.mv(part, wide, out=flat_out[rows])
     return out
 
 
 def _nll(
-    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0
-) -> Tensor:
+    x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
+    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
     if x.shape[-1] == 0:
         return torch.zeros_like(lse, memory_format=torch.contiguous_format)
     if kernels.enabled(x, lse):
@@ -96,25 +103,29 @@ def _nll(
         chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
         loss = torch.sub(lse, chosen).to(lse.dtype).where(here, 0).contiguous()
         del chosen, here, position
-    if each:
+    if share is not None and classes is not None:
+        others = _sum(x, classes).sub_(lse * classes.sum()).mul_(share - 1).masked_fill_(target == ignore_index, 0)
+        loss.mul_(share).add_(others)
+    elif each:
         others = _sum(x).sub_(lse, alpha=x.shape[-1]).mul_(-each).masked_fill_(target == ignore_index, 0)
         loss.mul_(own).add_(others)
     return loss
 
 
 def _nll_fake(
-    x: Tensor, lse: Tensor, target: Tensor, *, ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0
-) -> Tensor:
+    x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
+    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+) -> Tensor:  # fmt: skip
     return torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
 def _nll_backward(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     if kernels.enabled(x, lse, grad):
         options = {"ignore_index": ignore_index, "offset": offset, "own": own, "each": each}
-        fused: Tensor = kernels.run("nll_backward", grad, x, lse, target, **options)
+        fused: Tensor = kernels.run("nll_backward", grad, x, lse, target, share, classes, **options)
         return fused
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
@@ -123,18 +134,22 @@ def _nll_backward(
     # Ignored rows multiply by zero below; the exponential must be finite for that.
     scale = grad.reshape(-1, 1).masked_fill(target.reshape(-1, 1) == ignore_index, 0).to(lse.dtype)
     flat_x, flat_lse, flat_out = _flat(x), lse.reshape(-1, 1), _flat(out)
+    flat_share = None if share is None else share.reshape(-1, 1)
     for rows in _blocks(flat_x):
         place = flat_out[rows] if out.dtype == lse.dtype else torch.empty_like(flat_x[rows], dtype=lse.dtype)
         part = exp_(torch.sub(flat_x[rows], flat_lse[rows], out=place))
-        part.scatter_add_(-1, position[rows], here[rows].to(part.dtype).mul_(-own))
-        if each:
+        labels = here[rows].to(part.dtype).mul_(-own if flat_share is None else -flat_share[rows])
+        part.scatter_add_(-1, position[rows], labels)
+        if flat_share is not None and classes is not None:
+            part.addr_(flat_share[rows].flatten() - 1, classes.to(part.dtype))
+        elif each:
             part.sub_(each)
         torch.mul(part, scale[rows], out=flat_out[rows])
     return out
 
 
 def _nll_backward_fake(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, *,
+    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -150,8 +165,9 @@ def options_of_loss(given: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in given.items() if k not in ("own", "each") or given["each"]}
 
 
-def _nll_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return torch.ops.autopar.nll_backward(grad, *ctx.saved_tensors, **ctx.options), None, None
+def _nll_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    given = [t for t in ctx.saved_tensors if t is not None]
+    return torch.ops.autopar.nll_backward(grad, *given, **ctx.options), None, None, None, None
 
 
 define("sumexp(Tensor x, Tensor m) -> Tensor", _sumexp, _sumexp_fake)
@@ -164,14 +180,14 @@ define(
     lambda total, own, m: total.new_empty(total.shape),
 )  # fmt: skip
 define(
-    "nll(Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset=0, float own=1.0, float each=0.0)"
-    " -> Tensor",
+    "nll(Tensor x, Tensor lse, Tensor target, Tensor? share=None, Tensor? classes=None, *, int ignore_index,"
+    " SymInt offset=0, float own=1.0, float each=0.0) -> Tensor",
     _nll,
     _nll_fake,
 )
 define(
-    "nll_backward(Tensor grad, Tensor x, Tensor lse, Tensor target, *, int ignore_index, SymInt offset=0,"
-    " float own=1.0, float each=0.0) -> Tensor",
+    "nll_backward(Tensor grad, Tensor x, Tensor lse, Tensor target, Tensor? share=None, Tensor? classes=None, *,"
+    " int ignore_index, SymInt offset=0, float own=1.0, float each=0.0) -> Tensor",
     _nll_backward,
     _nll_backward_fake,
 )

@@ -38,12 +38,12 @@ def _logits(flat: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> T
 
 
 def _linear_nll_part(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
-    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
+    classes: Tensor | None = None, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Log-sum-exp of this shard's logits, and the target's logit where it is here, else 0: [2, ...]. Of smoothed labels
     the second is the logits' sum, weighed as the labels are."""
-    flat, labels = _flat(x), target.reshape(-1)
+    flat, labels, shares = _flat(x), target.reshape(-1), None if share is None else share.reshape(-1)
     told = torch.zeros([2, len(flat)], dtype=accumulation_dtype(x.dtype), device=x.device)
     lse, chosen = told.unbind()
     lse.fill_(-math.inf)
@@ -52,16 +52,20 @@ def _linear_nll_part(
         largest, total = _softmax_statistics(logits)
         torch.logaddexp(lse, total.log_().add_(largest), out=lse)
         here, position = _place(labels, ignore_index, offset + part.start, logits.shape[1])
-        chosen.add_(logits.gather(-1, position.unsqueeze(-1)).squeeze(-1).where(here, 0), alpha=own)
+        found = logits.gather(-1, position.unsqueeze(-1)).squeeze(-1).where(here, 0)
+        if shares is not None and classes is not None:
+            chosen.add_(found * shares).add_(_sum(logits, classes[part]).mul_(1 - shares))
+        else:
+            chosen.add_(found, alpha=own)
         if each:
             chosen.add_(_sum(logits), alpha=each)
-        del logits
+        del logits, found
     return told.view(2, *x.shape[:-1])
 
 
 def _linear_nll_part_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
-    ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
+    classes: Tensor | None = None, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
 ) -> Tensor:  # fmt: skip
     return x.new_empty([2, *x.shape[:-1]], dtype=accumulation_dtype(x.dtype))
 
@@ -77,35 +81,40 @@ def _linear_nll_of_parts_fake(told: Tensor, target: Tensor, *, ignore_index: int
 
 
 def _linear_nll(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
-    ignore_index: int, own: float = 1.0, each: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
+    classes: Tensor | None = None, *, ignore_index: int, own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    told = _linear_nll_part(x, weight, bias, target, ignore_index=ignore_index, offset=0, own=own, each=each)
+    told = _linear_nll_part(
+        x, weight, bias, target, share, classes, ignore_index=ignore_index, offset=0, own=own, each=each
+    )
     return _linear_nll_of_parts(told.unsqueeze(0), target, ignore_index=ignore_index)
 
 
 def _linear_nll_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *,
-    ignore_index: int, own: float = 1.0, each: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
+    classes: Tensor | None = None, *, ignore_index: int, own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype))
     return rows, torch.empty_like(rows)
 
 
 def _linear_nll_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor,
+    share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, mask: list[bool], offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight and bias, of a shard of the classes; empty where ``mask`` wants none."""
     flat, labels, grads, sums = _flat(x), target.reshape(-1), grad.reshape(-1), lse.reshape(-1)
+    shares = None if share is None else share.reshape(-1)
     dx = torch.zeros_like(flat, dtype=accumulation_dtype(x.dtype)) if mask[0] else None
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if mask[1] else None
     db = torch.empty_like(bias) if mask[2] and bias is not None else None
     for part in _chunks(flat, len(weight)):
         logits = _logits(flat, weight, bias, part)
         of_logits = _nll_backward(
-            grads, logits, sums, labels, ignore_index=ignore_index, offset=offset + part.start, own=own, each=each
-        )
+            grads, logits, sums, labels, shares, None if classes is None else classes[part],
+            ignore_index=ignore_index, offset=offset + part.start, own=own, each=each,
+        )  # fmt: skip
         del logits
         if dw is not None:
             torch.mm(of_logits.t(), flat, out=dw[part])
@@ -124,7 +133,8 @@ def _linear_nll_backward(
 
 
 def _linear_nll_backward_fake(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor, *,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor,
+    share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, mask: list[bool], offset: int = 0, own: float = 1.0, each: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = zip((x, weight, bias), mask, strict=True)
@@ -133,8 +143,8 @@ def _linear_nll_backward_fake(
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    x, weight, bias, target = inputs
-    ctx.save_for_backward(x, weight, bias, output[1], target)
+    x, weight, bias, target, *rest = inputs
+    ctx.save_for_backward(x, weight, bias, output[1], target, *(t for t in rest if t is not None))
     ctx.options = options_of_loss(keyword_only_inputs)
     ctx.mark_non_differentiable(output[1])
 
@@ -142,17 +152,19 @@ def _context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, A
 def _gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     mask = list(ctx.needs_input_grad[:3])
     found = torch.ops.autopar.linear_nll_backward(grad, *ctx.saved_tensors, mask=mask, **ctx.options)
-    return (*(g if wanted else None for g, wanted in zip(found, mask, strict=True)), None)
+    return (*(g if wanted else None for g, wanted in zip(found, mask, strict=True)), None, None, None)
 
 
 define(
-    "linear_nll(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index,"
+    "linear_nll(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? share=None,"
+    " Tensor? classes=None, *, int ignore_index,"
     " float own=1.0, float each=0.0) -> (Tensor, Tensor)",
     _linear_nll,
     _linear_nll_fake,
 )
 define(
-    "linear_nll_part(Tensor x, Tensor weight, Tensor? bias, Tensor target, *, int ignore_index, SymInt offset,"
+    "linear_nll_part(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? share=None,"
+    " Tensor? classes=None, *, int ignore_index, SymInt offset,"
     " float own=1.0, float each=0.0) -> Tensor",
     _linear_nll_part,
     _linear_nll_part_fake,
@@ -163,7 +175,8 @@ define(
     _linear_nll_of_parts_fake,
 )
 define(
-    "linear_nll_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor lse, Tensor target, *,"
+    "linear_nll_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor lse, Tensor target,"
+    " Tensor? share=None, Tensor? classes=None, *,"
     " int ignore_index, bool[] mask, SymInt offset=0, float own=1.0, float each=0.0) -> (Tensor, Tensor, Tensor)",
     _linear_nll_backward,
     _linear_nll_backward_fake,

@@ -69,7 +69,7 @@ class _Finder:
         return value not in self.outputs and {n.name for n in self.readers(value)} == {n.name for n in nodes}
 
     def loss(self, nll: Node) -> _Loss | None:
-        scores, lse, target = nll.inputs
+        scores, lse = nll.inputs[:2]
         add = self.maker(lse, "aten.add")
         log = self.maker(add.inputs[0], "aten.log") if add and len(add.inputs) == 2 else None
         total = self.maker(log.inputs[0], "autopar.sumexp") if log else None
@@ -78,7 +78,7 @@ class _Finder:
         if add is None or log is None or total is None or largest is None or backward is None:
             return None
         same = add.inputs[1] == Value(largest.name) and largest.inputs[0] == total.inputs[0] == scores
-        same = same and backward.inputs[1:] == (scores, lse, target) and backward.kwargs == nll.kwargs
+        same = same and backward.inputs[1:] == nll.inputs and backward.kwargs == nll.kwargs
         inside = (
             self.are_all(scores, largest, total, nll, backward) and self.are_all(Value(largest.name), total, add)
             and self.are_all(Value(total.name), log) and self.are_all(Value(log.name), add)
@@ -185,9 +185,9 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
         moved[node.name] = _reshaped(node, x, width)
         x = Value(node.name)
     rows, x_meta = graph.meta(Value(loss.nll.name)), (moved[x.node].outputs[0] if moved else graph.meta(x))
-    target = loss.nll.inputs[2]
+    target, *weights = loss.nll.inputs[2:]
     forward = Node(
-        _unused("linear_nll", names), "autopar.linear_nll.default", (x, table, loss.bias, target),
+        _unused("linear_nll", names), "autopar.linear_nll.default", (x, table, loss.bias, target, *weights),
         tuple(k for k in loss.nll.kwargs if k[0] != "offset"), (rows, rows), loss.nll.phase,
         loss.product.module, loss.product.source,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     )  # fmt: skip
     backward = Node(
         _unused("linear_nll_backward", names | {forward.name}), "autopar.linear_nll_backward.default",
-        (loss.backward.inputs[0], x, table, loss.bias, lse, target),
+        (loss.backward.inputs[0], x, table, loss.bias, lse, target, *weights),
         (*loss.backward.kwargs, ("mask", tuple(m is not None for m in made))), made, loss.backward.phase,
         loss.product.module, loss.product.source,
     )  # fmt: skip

@@ -361,10 +361,20 @@ def _nll(op: LocalOp) -> int:
     x = op.operands[0]
     n = _rows_of(x[0])
     chosen = 0 if _by_kernel(op, x) else n * (9 + x[1] + 2 * wide(op.operands[1][1])) + SCALARS
-    if not op.call[2].get("each"):
+    weights = _class_weights(op, 3, x[1])
+    if not op.call[2].get("each") and not weights:
         return chosen
     copy = 0 if x[0].is_contiguous else op.nbytes(x)
-    return max(chosen, copy + n * wide(x[1]) + max(n, _class_block(op, x) * 4 if x[1] < 4 else 0))
+    block = _class_block(op, x) * 4 if x[1] < 4 else 0
+    factors = n * wide(x[1]) if weights else 0
+    return max(chosen, copy + weights + n * wide(x[1]) + max(n, block, factors))
+
+
+def _class_weights(op: LocalOp, plain: int, itemsize: int) -> int:
+    """Of classes with weights, which come after ``plain`` operands, the weights in the accumulation dtype."""
+    if op.node.packet.startswith("autopar.linear"):
+        plain += len(op.operands) % 2 == 0
+    return op.operands[-1][0].numel * wide(itemsize) + SCALARS if len(op.operands) > plain else 0
 
 
 def _nll_backward(op: LocalOp) -> int:
@@ -373,7 +383,9 @@ def _nll_backward(op: LocalOp) -> int:
         return 0
     part = _class_block(op, x) * 4 if x[1] < 4 else 0
     copy = 0 if x[0].is_contiguous else op.nbytes(x)
-    return part + copy + _rows_of(x[0]) * (18 + 2 * wide(op.operands[0][1])) + SCALARS
+    weights = _class_weights(op, 4, x[1])
+    shares = _rows_of(x[0]) * wide(x[1]) if weights else 0
+    return part + copy + weights + shares + _rows_of(x[0]) * (18 + 2 * wide(op.operands[0][1])) + SCALARS
 
 
 def _chunk(op: LocalOp, x: Layout, classes: int) -> int:
@@ -386,11 +398,15 @@ def _chunk(op: LocalOp, x: Layout, classes: int) -> int:
 def _linear_nll(op: LocalOp) -> int:
     (x, size), (weight, _) = op.operands[:2]
     chunk, rows = _chunk(op, x, weight.shape[0]), _rows_of(x)
-    smoothed = bool(op.call[2].get("each"))
+    weights = _class_weights(op, 3, size)
+    smoothed = bool(op.call[2].get("each") or weights)
     kernel = op.device == "cuda" and size <= 4 and not (smoothed and size < 4)
     block = 0 if kernel else min(chunk, max(rows and chunk // rows, BLOCKS[op.device][1])) * wide(size)
     copy = 0 if x.is_contiguous else x.numel * size
-    return copy + chunk * size + block + rows * (26 + 2 * size + (5 + smoothed) * wide(size)) + SCALARS
+    shares = rows * 2 * wide(size) if weights else 0
+    return (
+        copy + weights + shares + chunk * size + block + rows * (26 + 2 * size + (5 + smoothed) * wide(size)) + SCALARS
+    )
 
 
 def _linear_nll_backward(op: LocalOp) -> int:
@@ -403,7 +419,9 @@ def _linear_nll_backward(op: LocalOp) -> int:
     block = min(chunk, max(rows and chunk // rows, BLOCKS[op.device][1])) * 4 if size < 4 and not kernel else 0
     copy = 0 if x.is_contiguous else x.numel * size
     summed = x.numel * 4 if size < 4 and mask[0] else 0
-    return copy + summed + 2 * chunk * size + block + rows * (36 + 3 * wide(size)) + SCALARS
+    weights = _class_weights(op, 5, size)
+    shares = rows * wide(size) if weights else 0
+    return copy + summed + weights + shares + 2 * chunk * size + block + rows * (36 + 3 * wide(size)) + SCALARS
 
 
 def _has_part(table: Layout, whole: TensorMeta | None) -> bool:

@@ -36,9 +36,8 @@ def cross_entropy_loss(
         flat = False
         if scores.ndim > 2:
             scores = scores.movedim(1, -1)
-    if not label_smoothing or weight is None:
-        # The ops compute in float32 whatever they read, so a copy of the logits in it would only take memory.
-        scores = tracer.before_widening(scores)
+    # The ops compute in float32 whatever they read, so a copy of the logits in it would only take memory.
+    scores = tracer.before_widening(scores)
     losses, counted = _losses(scores, index, materialize(weight), ignore_index, label_smoothing)
     dtype = _loss_dtype(base_of(x))
     if reduction not in (MEAN, SUM):
@@ -55,24 +54,20 @@ def _losses(
     detached = scores.detach()
     largest = detached.amax(-1)
     lse = ops.sumexp(detached, largest).log() + largest
-    smoothed = {"own": 1 - smoothing, "each": smoothing / scores.shape[-1]} if smoothing and weight is None else {}
-    losses = ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0, **smoothed)
-    counted = torch.ne(index, ignore_index)
-    own = None if weight is None else weight[index.where(counted, 0)].where(counted, 0).to(losses.dtype)
-    if own is not None:
-        losses = losses * own
-    if smoothing and weight is not None:
-        smooth = _smooth(scores, lse, weight).where(counted, 0)
-        losses = losses * (1 - smoothing) + smooth * (smoothing / scores.shape[-1])
-    return losses, counted if own is None else own
-
-
-def _smooth(scores: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
-    """Minus the sum of the weighted log-probabilities of all classes."""
-    shares = (scores.detach() - lse.unsqueeze(-1)).exp()
-    # lse is a constant; what is added to it is zero and has its gradient, the probabilities.
-    tracked = lse + (shares * (scores - scores.detach())).sum(-1)
-    return tracked * weight.sum() - (scores * weight).sum(-1)
+    counted, wide = torch.ne(index, ignore_index), lse.dtype
+    if weight is None:
+        smoothed = {"own": 1 - smoothing, "each": smoothing / scores.shape[-1]} if smoothing else {}
+        return ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0, **smoothed), counted
+    own = weight[index.where(counted, 0)].where(counted, 0).to(wide)
+    if not smoothing:
+        return ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0) * own, own
+    # What a row's loss counts in all, which part of that its target has, and how the rest is distributed.
+    total = weight.to(wide).sum()
+    each = (total * (smoothing / scores.shape[-1])).expand_as(own).where(counted, 0)
+    row = own * (1 - smoothing) + each
+    share = own * (1 - smoothing) / row.where(row != 0, 1)
+    classes = weight.to(wide) / total.where(total != 0, 1)
+    return ops.nll(scores, lse, index, share, classes, ignore_index=ignore_index, offset=0) * row, own
 
 
 def _loss_dtype(scores: Tensor) -> torch.dtype:

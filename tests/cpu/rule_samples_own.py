@@ -140,18 +140,23 @@ def positional() -> Iterator[Sample]:
     for smoothed in ({}, {"own": 0.75, "each": 0.25 / 7}):
         yield sample(autopar.nll.default, logits, lse, target, **options, **smoothed)
         yield sample(autopar.nll_backward.default, x(4, 2), logits, lse, target, **options, **smoothed)
+    weights = x(4, 2), x(7)
+    yield sample(autopar.nll.default, logits, lse, target, *weights, **options)
+    yield sample(autopar.nll_backward.default, x(4, 2), logits, lse, target, *weights, **options)
     yield from linear_losses(target)
 
 
 def linear_losses(target: Tensor) -> Iterator[Sample]:
-    hidden, table, ignored = x(4, 2, 3), x(7, 3), {"ignore_index": -100}
-    for bias in (None, x(7)):
-        if bias is not None:
-            ignored |= {"own": 0.75, "each": 0.25 / 7}
-        forward = sample(autopar.linear_nll.default, hidden, table, bias, target, **ignored)
+    hidden, table = x(4, 2, 3), x(7, 3)
+    smoothed, weights = {"own": 0.75, "each": 0.25 / 7}, (x(4, 2), x(7))
+    for bias, options, weighted in (
+        (None, {}, ()), (x(7), smoothed, ()), (None, {}, weights), (x(7), {}, weights)
+    ):  # fmt: skip
+        ignored = {"ignore_index": -100, **options}
+        forward = sample(autopar.linear_nll.default, hidden, table, bias, target, *weighted, **ignored)
         yield forward
         for wanted in ([True, True, bias is not None], [True, False, False]):
-            given = (x(4, 2), hidden, table, bias, forward.results[1], target)
+            given = (x(4, 2), hidden, table, bias, forward.results[1], target, *weighted)
             case = sample(autopar.linear_nll_backward.default, *given, offset=0, mask=wanted, **ignored)
             absent = [made is None or not made.numel() for made in case.results]
             outputs = tuple(None if no else m for no, m in zip(absent, case.node.outputs, strict=True))

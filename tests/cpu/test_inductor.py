@@ -38,6 +38,7 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
     plain["offset"] = [0, 0, 0, 0]
     out, sums = ops.attention(q, k[:, :2], v[:, :2], None, None, **plain)
     mask = torch.rand(2, 1, 6, 6) > 0.3
+    shares = torch.rand(3, 5), torch.rand(x.shape[-1])
     return {
         "contract": (ops.contract, (x, torch.randn(9, 7), "abk,nk->abn"), {}),
         "attention": (ops.attention, (q, k[:, :2], v[:, :2], mask, None), plain),
@@ -50,6 +51,8 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
         "nll_backward": (ops.nll_backward, (torch.randn(3, 5), x, lse, target), loss),
         "nll, smoothed": (ops.nll, (x, lse, target), loss | smoothed),
         "nll_backward, smoothed": (ops.nll_backward, (torch.randn(3, 5), x, lse, target), loss | smoothed),
+        "nll, weighted": (ops.nll, (x, lse, target, *shares), loss),
+        "nll_backward, weighted": (ops.nll_backward, (torch.randn(3, 5), x, lse, target, *shares), loss),
         "lookup": (ops.lookup, (weight, torch.tensor([[0, 3, 5], [7, 8, 4]])), {"offset": 4}),
         "dropout": (ops.dropout, (x, torch.tensor(2**61 + 11)), random),
         "dropout of nothing": (ops.dropout, (x, torch.tensor(3)), {**random, "p": 0.0}),

@@ -107,6 +107,45 @@ def test_eight_uneven_shards_of_gpt2s_vocabulary(dtype, smoothing) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=rough * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("cuts", [(0, 700), (0, 1, 300, 300, 700)], ids=str)
+def test_classes_with_weights_and_smoothed_labels_are_torchs(cuts, small_chunks) -> None:
+    """A label's loss, times what it counts, is torch's; weights of 0 are classes of which no label counts."""
+    torch.manual_seed(0)
+    double, smoothing = {"dtype": torch.float64}, 0.1
+    x, table, bias = torch.randn(3, 11, 5, **double), torch.randn(700, 5, **double) * 3, torch.randn(700, **double)
+    weight, target = torch.rand(700, **double), torch.randint(0, 700, (3, 11))
+    weight[:9], target[0, :2], target[1, 2:9] = 0, 4, -100
+    grad, leaves = torch.randn(3, 11, **double), [t.clone().requires_grad_() for t in (x, table, bias)]
+    options = {"weight": weight, "label_smoothing": smoothing, "reduction": "none"}
+    expected = functional.cross_entropy(
+        functional.linear(*leaves).view(-1, 700), target.view(-1), **options
+    ).view(3, 11)
+    counted = target != -100
+    own = weight[target.where(counted, 0)] * (1 - smoothing)
+    row = (own + weight.sum() * smoothing / 700).where(counted, 0)
+    share, classes = own / row.where(counted, 1), weight / weight.sum()
+    parts = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    ignored = {"ignore_index": -100}
+    told = [
+        OPS.linear_nll_part(x, table[p], bias[p], target, share, classes[p], offset=p.start, **ignored) for p in parts
+    ]
+    loss, lse = OPS.linear_nll_of_parts(torch.stack(told), target, **ignored)
+    torch.testing.assert_close(loss * row, expected.detach(), rtol=1e-12, atol=1e-12)
+    every = ignored | {"mask": [True] * 3}
+    dx, dw, db = zip(*(
+        OPS.linear_nll_backward(
+            grad * row, x, table[p], bias[p], lse, target, share, classes[p], offset=p.start, **every
+        ) for p in parts
+    ), strict=True)  # fmt: skip
+    found = (sum(dx), torch.cat(dw), torch.cat(db))
+    for a, b in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    given = [t.clone().requires_grad_() for t in (x, table, bias)]
+    whole = OPS.linear_nll(*given, target, share, classes, **ignored)[0]
+    for a, b in zip(found, torch.autograd.grad(whole, given, grad * row), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
 def test_autograd_knows_the_op() -> None:
     x, table, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (9, 3), (9,)))
     target = torch.tensor([0, 8, -100, 4])
@@ -189,14 +228,16 @@ class ByChannels(Language):
 class Weighted(Language):
     """Classes that count differently."""
 
-    def __init__(self, *, reduction: str = "mean") -> None:
-        super().__init__(bias=True)
+    def __init__(self, *, reduction: str = "mean", smoothing: float = 0.0, bias: bool = True) -> None:
+        super().__init__(bias=bias, smoothing=smoothing)
         self.register_buffer("weight", torch.rand(CLASSES))
         self.reduction = reduction
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         logits, target = self.logits(tokens).view(-1, CLASSES), labels.view(-1)
-        losses = functional.cross_entropy(logits, target, weight=self.weight, reduction=self.reduction)
+        losses = functional.cross_entropy(
+            logits, target, weight=self.weight, reduction=self.reduction, label_smoothing=self.smoothing
+        )
         return losses if self.reduction != "none" else (losses * torch.linspace(0.5, 1.5, len(losses))).sum()
 
 
@@ -229,6 +270,8 @@ MODELS = {
     "tied": partial(Language, tied=True), "smoothed": partial(Language, bias=True, smoothing=0.1),
     "shifted and biased": partial(Language, shift=True, bias=True), "by channels": ByChannels, "weighted": Weighted,
     "weighted sum": partial(Weighted, reduction="sum"), "weighted rows": partial(Weighted, reduction="none"),
+    **{f"weighted and smoothed, {r}": partial(Weighted, reduction=r, smoothing=0.1) for r in ("mean", "sum", "none")},
+    "weighted and smoothed without a bias": partial(Weighted, smoothing=0.1, bias=False),
 }  # fmt: skip
 
 
@@ -389,8 +432,9 @@ SMOOTHED = partial(Language, shift=True, bias=True, smoothing=0.1)
 
 
 @pytest.mark.parametrize(
-    ("backend", "build"), [("eager", SMOOTHED), ("inductor", SMOOTHED), ("eager", Weighted), ("eager", ByChannels)],
-    ids=["eager", "inductor", "weighted", "by channels"],
+    ("backend", "build"), [("eager", SMOOTHED), ("inductor", SMOOTHED), ("eager", Weighted), ("eager", ByChannels),
+     ("eager", partial(Weighted, smoothing=0.1)), ("inductor", partial(Weighted, smoothing=0.1))],
+    ids=["eager", "inductor", "weighted", "by channels", "weighted, smoothed", "weighted, smoothed, inductor"],
 )  # fmt: skip
 def test_it_trains_like_the_model_as_it_was(backend, build, small_chunks) -> None:
     torch.manual_seed(0)

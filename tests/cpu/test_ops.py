@@ -42,6 +42,7 @@ def _cases(dtype):
     attention, options = _attention(dtype)
     out, lse = OPS.attention(*attention, **options)
     shard = dict(global_shape=[5, 5, 20], offset=[1, 0, 5])
+    shares = torch.rand(3, 5, dtype=statistics), torch.rand(10, dtype=statistics)
     return [
         ("contract", (torch.randn(2, 3, 4, dtype=dtype), torch.randn(5, 4, dtype=dtype), "bsk,nk->bsn"), {}),
         ("contract", (torch.randn(2, 3, 4, dtype=dtype), torch.randn(2, 3, 5, dtype=dtype), "bsk,bsn->nk"), {}),
@@ -68,6 +69,12 @@ def _cases(dtype):
         ("nll", (x, x.logsumexp(-1).to(statistics), target), dict(ignore_index=-100, offset=0)),
         ("nll", (x.transpose(0, 1), x.logsumexp(-1).to(statistics).t(), target.t()), dict(ignore_index=4, offset=3)),
         ("nll", (x, x.logsumexp(-1).to(statistics), target), dict(ignore_index=4, offset=3, own=0.9, each=0.01)),
+        ("nll", (x, x.logsumexp(-1).to(statistics), target, *shares), dict(ignore_index=4, offset=3)),
+        (
+            "nll_backward",
+            (torch.randn(3, 5, dtype=statistics), x, x.logsumexp(-1).to(statistics), target, *shares),
+            dict(ignore_index=-100, offset=0),
+        ),
         (
             "nll_backward",
             (torch.randn(3, 5, dtype=statistics), x, x.logsumexp(-1).to(statistics), target),
@@ -101,12 +108,16 @@ def _linear_nll_cases(dtype, statistics):
     target = torch.tensor([[1, -100, 8, 0, 4]] * 3)
     lse = (x @ weight.t()).logsumexp(-1).to(statistics)
     grad, turned = torch.randn(3, 5, dtype=statistics), (x.transpose(0, 1), weight.t().contiguous().t(), None)
+    shares = torch.rand(3, 5, dtype=statistics), torch.rand(9, dtype=statistics)
     some, every = dict(ignore_index=-100), dict(ignore_index=-100, offset=2, mask=[True] * 3)
     return [
         ("linear_nll", (x, weight, bias, target), some),
         ("linear_nll", (*turned, target.t()), some),
         ("linear_nll", (x, weight, bias, target), dict(own=0.9, each=0.01, **some)),
+        ("linear_nll", (x, weight, bias, target, *shares), some),
         ("linear_nll_part", (x, weight, bias, target), dict(offset=3, **some)),
+        ("linear_nll_part", (x, weight, None, target, *shares), dict(offset=3, **some)),
+        ("linear_nll_backward", (grad, x, weight, bias, lse, target, *shares), every),
         ("linear_nll_backward", (grad, x, weight, bias, lse, target), dict(own=0.9, each=0.01, **every)),
         ("linear_nll_of_parts", (torch.randn(2, 2, 3, 5, dtype=statistics), target), some),
         ("linear_nll_backward", (grad, x, weight, bias, lse, target), every),

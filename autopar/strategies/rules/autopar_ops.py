@@ -100,8 +100,15 @@ def _lower_lookup_backward(node: Node, strategy: Strategy, metas: Metas, mesh: M
 # Cross entropy over a vocabulary that is cut: the maximum ``m`` and the sum of exponentials are reduced on the way.
 
 rule(autopar.sumexp, "... v, ... -> ...")
-rule(autopar.nll, "... v, ..., ... -> ...")
-rule(autopar.nll_backward, "..., ... v, ..., ... -> ... v", linear=FIRST)
+
+
+def _weighted(metas: Metas, plain: int) -> str:
+    """Of classes that have weights, the share of each row's target and what the others have."""
+    return ", ..., v" if len(metas) > plain else ""
+
+
+rule(autopar.nll, lambda node, metas: f"... v, ..., ...{_weighted(metas, 3)} -> ...")
+rule(autopar.nll_backward, lambda node, metas: f"..., ... v, ..., ...{_weighted(metas, 4)} -> ... v", linear=FIRST)
 
 
 def _lower_classes(logits: int) -> Lowering:
@@ -124,13 +131,13 @@ lowering(autopar.nll_backward)(_lower_classes(logits=1))
 
 
 def _linear_nll(node: Node, metas: Metas) -> str:
-    bias = ", v" if len(metas) == 4 else ""
-    return f"... [k], {{v}} [k]{bias}, ... -> ... / v, ... / v"
+    bias = ", v" if len(metas) % 2 == 0 else ""
+    return f"... [k], {{v}} [k]{bias}, ...{_weighted(metas, 4)} -> ... / v, ... / v"
 
 
 def _linear_nll_backward(node: Node, metas: Metas) -> str:
-    bias = ", v" if len(metas) == 6 else ""
-    return f"..., ... [k], v [k]{bias}, ..., ... -> ... [k], v [k], v"
+    bias = ", v" if len(metas) % 2 == 0 else ""
+    return f"..., ... [k], v [k]{bias}, ..., ...{_weighted(metas, 6)} -> ... [k], v [k], v"
 
 
 def _products(node: Node, metas: Metas) -> float:
@@ -155,7 +162,7 @@ def _told_of_classes(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -
     told = TensorMeta((2, *shape[:-1]), "float64" if metas[0].dtype == "float64" else "float32")
     args = with_operands(node.args)
     summary = ("autopar.linear_nll_part.default", args, (ignored, ("offset", local_offset(classes, axes)), *smoothed))
-    finish = ("autopar.linear_nll_of_parts.default", (Gathered(), args[-1]), (ignored,))
+    finish = ("autopar.linear_nll_of_parts.default", (Gathered(), args[3]), (ignored,))
     return Combine(summary, (told,), axes, finish)
 
 
