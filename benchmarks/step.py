@@ -5,8 +5,8 @@
 Forward, backward and AdamW's step of the same model on the same batch, with as many threads. The ways take turns step
 by step, so that whatever else the machine does meets all of them alike; what is told is the median over the rounds of
 the ratio of their times in one round. The losses of the first steps have to agree. Batch norm in DDP, FSDP2 and the
-tensor parallel program normalises over the batch of one rank, so ``ddp-sync`` is DDP with batch norm over all ranks,
-written by hand, whose losses agree with one device's as autopar's do.
+tensor parallel program normalises over the batch of one rank, so ``ddp-sync`` and ``fsdp2-sync`` are those with batch
+norm over all ranks, written by hand, whose losses agree with one device's as autopar's do.
 
 Profiles the machine first, unless ``--cluster`` names a file of `autopar profile`, or is ``none``.
 """
@@ -187,6 +187,12 @@ def with_sync_batch_norm(module: nn.Module) -> nn.Module:
     return module
 
 
+def fsdp2(module: nn.Module, model: Model, mesh: DeviceMesh) -> nn.Module:
+    for layer in (*model.layers(module), module):
+        fully_shard(layer, mesh=mesh)
+    return module
+
+
 class Way(NamedTuple):
     """One way to train: the module, what it is called with, and its optimizer."""
 
@@ -209,14 +215,12 @@ def ways(name: str, cluster: Cluster | None, mesh: DeviceMesh, time_limit: float
         made[way] = Way(module, batch, torch.optim.AdamW(module.parameters(), lr=1e-4), averaged)
 
     add("ddp", DistributedDataParallel(copy.deepcopy(start)), part, averaged=True)
-    sharded = copy.deepcopy(start)
-    for layer in (*model.layers(sharded), sharded):
-        fully_shard(layer, mesh=mesh)
-    add("fsdp2", sharded, part, averaged=True)
+    add("fsdp2", fsdp2(copy.deepcopy(start), model, mesh), part, averaged=True)
     if model.tensor_parallel is not None:
         add("tp", model.tensor_parallel(copy.deepcopy(start), mesh), whole, averaged=False)
     if any(isinstance(m, nn.BatchNorm2d) for m in start.modules()):
         add("ddp-sync", DistributedDataParallel(with_sync_batch_norm(copy.deepcopy(start))), part, averaged=True)
+        add("fsdp2-sync", fsdp2(with_sync_batch_norm(copy.deepcopy(start)), model, mesh), part, averaged=True)
     options = dict(mesh=mesh, cluster=cluster, time_limit=time_limit)
     own = autopar.autoparallelize(copy.deepcopy(start), whole, **options)
     add("autopar", own, whole, averaged=False)

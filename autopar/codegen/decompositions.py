@@ -116,9 +116,15 @@ def _channels(statistic: Tensor, x: Tensor) -> Tensor:
     return statistic.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _squared_deviation(x: Tensor, mean: Tensor) -> Tensor:
-    dtype = accumulation_dtype(torch.promote_types(x.dtype, mean.dtype))
-    return ((x.to(dtype) - _channels(mean, x)) ** 2).sum([d for d in range(x.dim()) if d != 1])
+def _batch_moments(x: Tensor) -> Tensor:
+    wide, dims = x.to(accumulation_dtype(x.dtype)), [d for d in range(x.dim()) if d != 1]
+    mean = wide.sum(dims) / (x.numel() // x.shape[1])
+    return torch.stack([mean, ((wide - _channels(mean, x)) ** 2).sum(dims)])
+
+
+def _batch_var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean, deviations = _batch_moments(x).unbind()
+    return deviations / (x.numel() // x.shape[1]), mean
 
 
 def _batch_norm(
@@ -155,7 +161,8 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     autopar.nll_backward.default: _nll_backward,
     autopar.lookup.default: _lookup,
     autopar.dropout.default: _dropout,
-    autopar.squared_deviation.default: _squared_deviation,
+    autopar.batch_moments.default: _batch_moments,
+    autopar.batch_var_mean.default: _batch_var_mean,
     autopar.batch_norm.default: _batch_norm,
     autopar.interpolate.default: _whole,
     autopar.interpolate_backward.default: _whole_backward,

@@ -20,7 +20,7 @@ from autopar.codegen.names import Names, name_nodes
 from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.garbage import collected_later
-from autopar.program import LocalTensor, Op
+from autopar.program import LocalTensor, Op, Sent
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered
 
@@ -234,22 +234,24 @@ class _Printer:
     def _said(self, node: fx.Node) -> str:
         """Local shape and spec of what a node makes; bytes and seconds of what it sends."""
         tensor, op = node.meta.get("tensor"), node.meta.get("op")
+        if isinstance(sent := node.meta.get("sent"), Sent):
+            return f"{sent.bytes:,} bytes over {self._where(sent.axis)}, {_microseconds(sent.seconds)}"
         if not isinstance(op, Op) or node.target is operator.getitem:
             return self._tensor(tensor) if isinstance(tensor, LocalTensor) else ""
         if op.exchanges and op.step is not None:
             several = f"{len(op.writes)} tensors, " if len(op.writes) > 1 else ""
             several += f"{op.step.kind} beside its product, " if op.kind == "decomposed" else ""
-            where = f'axis {op.step.axis} "{self.mesh.names[op.step.axis]}"' if self._named(op.step.axis) else (
-                f"axis {op.step.axis}" if op.step.axis >= 0 else "the mesh"
-            )  # fmt: skip
-            return f"{several}{op.wire_bytes:,} bytes over {where}, {_microseconds(op.seconds)}"
+            return f"{several}{op.wire_bytes:,} bytes over {self._where(op.step.axis)}, {_microseconds(op.seconds)}"
         if op.is_transfer:
             return f"{op.writes[0].bytes:,} bytes, {_microseconds(op.seconds)}"
         by = f", Triton kernel {op.kernels[0]}" if op.kernels else ""
         return f"{self._tensor(tensor)}{by}" if isinstance(tensor, LocalTensor) else ""
 
-    def _named(self, axis: int) -> bool:
-        return 0 <= axis < len(self.mesh.names) and self.mesh.names[axis] != str(axis)
+    def _where(self, axis: int) -> str:
+        if axis < 0:
+            return "the mesh"
+        name = self.mesh.names[axis]
+        return f"axis {axis}" if name == str(axis) else f'axis {axis} "{name}"'
 
     def _tensor(self, tensor: LocalTensor) -> str:
         key = tensor.meta, tensor.spec, tensor.host

@@ -34,7 +34,8 @@ PARTS = {
     **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward"), OF_NORM),
     **dict.fromkeys(("layer_norm_backward_of_sums", "group_norm_backward_of_sums"), OF_NORM),
     "rms_norm_backward_of_sums": OF_NORM[:2], "linear_nll": ("", "lse"), "linear_nll_backward": OF_NORM,
-    "var_mean": ("var", "mean"), "std_mean": ("std", "mean"), "var_mean_of_moments": ("var", "mean"),
+    **dict.fromkeys(("var_mean", "batch_var_mean", "var_mean_of_moments"), ("var", "mean")),
+    "std_mean": ("std", "mean"),
     "native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
     "native_batch_norm_backward": OF_NORM, "convolution_backward": OF_NORM,
     "attention": ("", "lse"), "attention_backward": ("query", "key", "value"),
@@ -245,6 +246,8 @@ def _of_call(node: fx.Node, names: Names, last: Mapping[fx.Node, str], prefix: s
     kind = _kind_of_gradient(node) if prefix else _role(node) or _kind(node)
     if base and "norm" in kind and PARTS.get(kind, ())[:1] == ("",):
         kind = ""  # what a module for it makes needs no more than the module's name
+    if base and kind in ("batch_var_mean", "var_mean_of_moments"):
+        kind = ""
     if kind == "add" and prefix and not base and source is not None:
         # Autograd adds up the gradients of what several modules read: named after the first of them.
         return f"{_SUM_MOVED.sub('', names.of[source])}_sum{partial}"

@@ -1,8 +1,9 @@
-"""Batch normalisation in training, with every sum over the batch an op of its own, to be reduced over the ranks.
+"""Batch normalisation in training, with statistics and sums over the batch as ops of their own, for ranks to exchange.
 
-A caller takes mean = sum(x) / count, rstd = (sum of ``squared_deviation(x, mean)`` / count + eps)^-1/2, then
-``batch_norm``; its gradient is ``batch_norm_backward_reduce``, reduced over the ranks, and then
-``batch_norm_backward_input`` (Ioffe and Szegedy 2015, section 3).
+A caller takes variance and mean from ``batch_var_mean``, rstd = (variance + eps)^-1/2, then ``batch_norm``. Where the
+batch is cut, each rank tells its ``batch_moments`` instead, all of them in one gather, and ``var_mean_of_moments`` puts
+them together (``statistics``). The gradient of ``batch_norm`` is ``batch_norm_backward_reduce``, reduced over the
+ranks, and then ``batch_norm_backward_input`` (Ioffe and Szegedy 2015, section 3).
 x is [n, c, ...]; statistics are [c], in float32 or float64.
 """
 
@@ -26,12 +27,26 @@ def _sum(x: Tensor) -> Tensor:
     return x.sum([dim for dim in range(x.dim()) if dim != 1], dtype=accumulation_dtype(x.dtype))
 
 
-def _squared_deviation(x: Tensor, mean: Tensor) -> Tensor:
-    return _sum((x - _channels(mean, x)).square_())
+def _batch_moments(x: Tensor) -> Tensor:
+    """Mean and sum of squared deviations of each channel: [2, c]. Two passes, which are vector code where torch's
+    ``var_mean`` is not."""
+    count = max(1, x.numel() // max(1, x.shape[1]))
+    mean = _sum(x).div_(count)
+    return torch.stack([mean, _sum((x - _channels(mean, x)).square_())])
 
 
-def _squared_deviation_fake(x: Tensor, mean: Tensor) -> Tensor:
-    return x.new_empty([x.shape[1]], dtype=_statistics_dtype(x, mean))
+def _batch_moments_fake(x: Tensor) -> Tensor:
+    return x.new_empty([2, x.shape[1]], dtype=accumulation_dtype(x.dtype))
+
+
+def _batch_var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean, deviations = _batch_moments(x).unbind()
+    return deviations / max(1, x.numel() // max(1, x.shape[1])), mean.clone()
+
+
+def _batch_var_mean_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    variance = x.new_empty([x.shape[1]], dtype=accumulation_dtype(x.dtype))
+    return variance, torch.empty_like(variance)
 
 
 def _statistics_dtype(x: Tensor, mean: Tensor) -> torch.dtype:
@@ -126,8 +141,10 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dweight, dbias, None, None
 
 
-define("squared_deviation(Tensor x, Tensor mean) -> Tensor", _squared_deviation, _squared_deviation_fake)
-without_gradient("squared_deviation")
+define("batch_moments(Tensor x) -> Tensor", _batch_moments, _batch_moments_fake)
+define("batch_var_mean(Tensor x) -> (Tensor variance, Tensor mean)", _batch_var_mean, _batch_var_mean_fake)
+without_gradient("batch_moments")
+without_gradient("batch_var_mean")
 define(
     "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, *, SymInt count) -> Tensor",
     _batch_norm,

@@ -52,7 +52,10 @@ def without_gradient(name: str) -> None:
     def backward(ctx: Any, *_: Any) -> None:
         raise AssertionError(f"autopar::{name} has no gradient")
 
-    differentiate(name, backward, lambda ctx, inputs, output: ctx.mark_non_differentiable(output))
+    def constant(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+    differentiate(name, backward, constant)
 
 
 HALF = (torch.float16, torch.bfloat16)

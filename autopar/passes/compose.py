@@ -210,7 +210,8 @@ def _batch_norm(node: fx.Node) -> None:
 
 def _erase_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and "op" in node.meta and not node.meta["op"].is_collective:
+        ours = node.op == "call_function" and "op" in node.meta and not node.meta["op"].is_collective
+        if not node.users and (ours or node.target is operator.getitem):
             graph.erase_node(node)
 
 
@@ -225,11 +226,10 @@ def _moments(x: Any, mean: Any, rstd: Any, count: Any) -> _Moments | None:
     if not _alone(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
         return None
     variance = shifted.args[0]
-    squares = _divided(variance, count)
-    total = _divided(mean, count)
-    if squares is None or squares.target is not autopar.squared_deviation.default or squares.args != (x, mean):
+    both = mean.args[0] if mean.target is operator.getitem else None
+    if not isinstance(both, fx.Node) or both.target is not autopar.batch_var_mean.default or both.args != (x,):
         return None
-    if total is None or total.target is not aten.sum.dim_IntList or total.args[0] is not x:
+    if not isinstance(variance, fx.Node) or variance.args != (both, 0):
         return None
     return _Moments(mean, variance, shifted.args[1]) if _is_whole(x, count) else None
 
@@ -240,12 +240,6 @@ def _is_whole(x: fx.Node, count: Any) -> bool:
     assert tensor is not None
     shape, cut = tensor.meta.shape, [d for d, axes in enumerate(tensor.spec.dims) if axes and d != 1]
     return not cut and shape[0] > 1 and math.prod(shape) == count * shape[1]
-
-
-def _divided(node: Any, count: int) -> Any:
-    if isinstance(node, fx.Node) and node.target is aten.div.Tensor and node.args[1] == count:
-        return node.args[0]
-    return None
 
 
 def _running(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, float] | None:
@@ -265,7 +259,7 @@ def _running(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, floa
 def _read_early(inner: set[fx.Node], at: fx.Node, external: list[fx.Node]) -> bool:
     """Whether one of ``external``, which are no pieces of the pattern, reads before ``at``."""
     order = {n: i for i, n in enumerate(at.graph.nodes)}
-    pieces = (autopar.squared_deviation.default, aten.add.Tensor, aten.rsqrt.default)
+    pieces = (aten.add.Tensor, aten.rsqrt.default)
     return any(order[u] < order[at] and u.target not in pieces and u not in inner for u in external)
 
 

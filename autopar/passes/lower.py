@@ -258,6 +258,7 @@ class _Builder:
         """The op's operands; those with halos as windows, once the neighbours' rows are there: dim after dim, so that
         the corners of a window that is cut along two come by way of a neighbour."""
         operands: list[str | fx.Node] = list(op.reads)
+        inside = iter(op.sent)
         for h in op.halos:
             before = operands[h.operand]
             own = self._read(before) if isinstance(before, str) else before
@@ -271,7 +272,8 @@ class _Builder:
             }  # fmt: skip
             for towards, launch in launched.items():
                 side = "rows_before" if towards > 0 else "rows_after"
-                launch.meta |= {"launches": side, "module": self.graph.by_name[op.node].module}
+                module = self.graph.by_name[op.node].module
+                launch.meta |= {"launches": side, "module": module, "sent": next(inside, None)}
             arrived = {t: self._call(spmd.wait, (p,), name=f"{name}_rows") for t, p in launched.items()}
             along: dict[str, Any] = {"dim": h.dim, "axis": h.axis, "windows": h.windows, "n": h.n, "fill": h.fill}
             around = (self.rank, own, arrived.get(1), arrived.get(-1))
@@ -280,7 +282,7 @@ class _Builder:
 
     def _heard(self, op: Op, told: Combine) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
         """The op, once the ranks have told each other the summaries of their shards."""
-        name, name_of = told.summary[0], identifier(op.name)
+        name, name_of, inside = told.summary[0], identifier(op.name), iter(op.sent)
 
         def given(arg: Any) -> Any:
             return self._read(op.reads[arg.position]) if isinstance(arg, Operand) else self._argument(arg)
@@ -300,7 +302,7 @@ class _Builder:
                 launched = self._call(
                     spmd.all_gather, (self.rank, stacked), along, name=f"{name_of}_summary_launched"
                 )
-                launched.meta |= {"launches": "summaries", "module": made.meta["module"]}
+                launched.meta |= {"launches": "summaries", "module": made.meta["module"], "sent": next(inside, None)}
                 stacked = self._call(spmd.wait, (launched,), name=f"{name_of}_summaries")
             heard.append(stacked)
 

@@ -24,7 +24,7 @@ REDUCTIONS = frozenset(
     f"aten.{n}" for n in ("sum", "mean", "amax", "amin", "var", "var_mean", "std", "prod", "any", "all", "logsumexp")
 ) | {
     "aten._softmax", "aten._log_softmax", "aten._softmax_backward_data", "aten._log_softmax_backward_data",
-    "aten.native_layer_norm", "aten.native_layer_norm_backward", "autopar.sumexp", "autopar.squared_deviation",
+    "aten.native_layer_norm", "aten.native_layer_norm_backward", "autopar.sumexp", "autopar.batch_var_mean",
     "autopar.batch_norm", "autopar.batch_norm_backward_reduce", "autopar.batch_norm_backward_input",
 }  # fmt: skip
 """What Inductor fuses besides pointwise ops."""

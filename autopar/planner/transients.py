@@ -448,7 +448,7 @@ def _channels(op: LocalOp) -> int:
     return op.operands[0][0].shape[1] * wide(op.operands[0][1])
 
 
-def _squared_deviation(op: LocalOp) -> int:
+def _batch_var_mean(op: LocalOp) -> int:
     x = op.operands[0]
     return x[0].numel * wide(x[1])
 
@@ -726,7 +726,7 @@ FORMULAS: Mapping[str, Callable[[LocalOp], int]] = {
     "autopar.linear_nll_backward": _linear_nll_backward,
     "autopar.lookup": _lookup,
     "autopar.lookup_backward": _lookup_backward,
-    "autopar.squared_deviation": _squared_deviation,
+    "autopar.batch_var_mean": _batch_var_mean,
     "autopar.batch_norm": _batch_norm,
     "autopar.batch_norm_backward_reduce": _batch_norm_backward_reduce,
     "autopar.batch_norm_backward_input": _batch_norm_backward_input,

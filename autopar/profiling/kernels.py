@@ -170,6 +170,10 @@ def _on_images(op: Callable[[Tensor, Tensor], object], read: int, written: float
 CHANNELS, PIXELS = 8, 8
 
 
+def _batch_var_mean(x: Tensor, _: Tensor) -> object:
+    return own.batch_var_mean(x)
+
+
 def _batch_norm(x: Tensor, s: Tensor) -> object:
     return own.batch_norm(x, s, s, s, s, count=x.numel() // CHANNELS)
 
@@ -251,7 +255,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("aten.native_layer_norm_backward", "bytes", _layer_norm_backward, STREAMED),
     Kernel("autopar.sumexp", "bytes", _on_scores(backward=False), STREAMED),
     Kernel("autopar.nll_backward", "bytes", _on_scores(backward=True), STREAMED),
-    Kernel("autopar.squared_deviation", "bytes", _on_images(own.squared_deviation, 1, 0), IMAGES_STREAMED),
+    Kernel("autopar.batch_var_mean", "bytes", _on_images(_batch_var_mean, 1, 0), IMAGES_STREAMED),
     Kernel("autopar.batch_norm", "bytes", _on_images(_batch_norm, 1, 1), IMAGES_STREAMED),
     Kernel("autopar.batch_norm_backward_reduce", "bytes", _on_images(_norm_backward_reduce, 2, 0), IMAGES_STREAMED),
     Kernel("autopar.batch_norm_backward_input", "bytes", _on_images(_norm_backward_input, 2, 1), IMAGES_STREAMED),

@@ -296,12 +296,8 @@ def batch_norm(
     x, weight, bias = materialize((x, weight, bias))
     if not training:
         return _affine(x, weight, bias, running_mean, running_var, eps)
-    dims = [d for d in range(x.ndim) if d != 1]
     count = x.numel() // x.shape[1]
-    detached = x.detach()
-    accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean = detached.sum(dims, dtype=accumulate) / count
-    variance = ops.squared_deviation(detached, mean) / count
+    variance, mean = ops.batch_var_mean(x.detach())
     if running_mean is not None:
         running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
     if running_var is not None:

@@ -168,7 +168,7 @@ def batch_norm() -> Iterator[Sample]:
     for shape, affine in (((4, 6, 2, 5), (x(6), x(6))), ((4, 6), (None, None)), ((4, 5, 6), (x(5), None))):
         image, grad, c, n = x(*shape), x(*shape), shape[1], 1000
         mean, rstd = x(c), positive(c)
-        yield sample(autopar.squared_deviation.default, image, mean)
+        yield sample(autopar.batch_var_mean.default, image)
         yield sample(autopar.batch_norm.default, image, *affine, mean, rstd, count=n)
         yield sample(autopar.batch_norm_backward_reduce.default, grad, image, mean, rstd)
         yield sample(autopar.batch_norm_backward_input.default, grad, image, affine[0], mean, rstd, x(c), x(c), count=n)

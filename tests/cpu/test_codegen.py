@@ -65,6 +65,22 @@ def test_each_collective_says_its_axis_bytes_and_seconds() -> None:
         assert ("under 0.1 us" if short else f"{collective.seconds * 1e6:.1f} us") in text
 
 
+def test_collectives_inside_an_op_say_the_same() -> None:
+    """Rows of images that are cut, and what ranks tell each other of their parts of a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    kinds = set()
+    for seed in range(6):
+        made = autopar.plan(model, torch.randn(8, 3, 8, 8), mesh={"dp": 2}, search=f"random:{seed}")
+        lines = made.source.splitlines()
+        launches = [i for i, line in enumerate(lines) if re.search(r"= spmd\.(all_|reduce_|permute|shift)", line)]
+        kinds |= {lines[i].split("= spmd.")[1].split("(")[0] for i in launches}
+        said = [f"{lines[i - 1]} {lines[i]}" for i in launches]
+        assert [s for s in said if not re.search(r'[\d,]+ bytes over axis 0 "dp", (under )?[\d.]+ us', s)] == []
+        assert len(launches) == len(made.collectives)
+    assert {"shift", "all_gather"} <= kinds
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_line_is_short_and_every_name_is_assigned_once_before_it_is_freed(name: str) -> None:
     source = plan(name).source
@@ -107,7 +123,7 @@ def test_what_was_taken_apart_is_together_again() -> None:
     forward, backward = functions(plan("resnet", (1,)).source)
     assert forward.count("aten._native_batch_norm_legit_functional.default(") == 6
     assert backward.count("aten.native_batch_norm_backward.default(") == 6
-    assert "squared_deviation" not in forward
+    assert "batch_var_mean" not in forward
     assert "batch_norm_backward_reduce" not in backward
 
 
@@ -117,7 +133,7 @@ def test_statistics_that_ranks_reduce_stay_apart() -> None:
     found = planner.plan_graph(of.capture.graph, on, cluster_where_sharding_pays().sized(2), options)
     composed = passes.compose(passes.lower(found.program, of.capture.graph, on), of.capture.graph)
     called = {str(n.target) for n in composed.forward.graph.nodes}
-    assert "autopar.squared_deviation.default" in called
+    assert "autopar.batch_moments.default" in called
     assert "aten._native_batch_norm_legit_functional.default" not in called
 
 

@@ -12,10 +12,12 @@ EPS = 1e-5
 
 def _statistics(shards, c, dtype):
     """As ranks that hold parts of the batch compute them: mean and rstd [c], and the elements a channel."""
-    dims = [dim for dim in range(shards[0].dim()) if dim != 1]
-    count = sum(s.numel() // c for s in shards)
-    mean = sum(s.detach().sum(dims, dtype=dtype) for s in shards) / count
-    variance = sum(OPS.squared_deviation(s, mean) for s in shards) / count
+    counts = [s.numel() // c for s in shards]
+    told = torch.stack([OPS.batch_moments(s.detach()) for s in shards])
+    variance, mean = OPS.var_mean_of_moments(told, counts, 0.0, False, [c], dtype)
+    if len(shards) == 1:
+        torch.testing.assert_close(OPS.batch_var_mean(shards[0].detach()), (variance, mean))
+    count = sum(counts)
     return mean, (variance + EPS).rsqrt(), count
 
 

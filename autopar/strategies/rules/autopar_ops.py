@@ -8,7 +8,7 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.combine import Combine, Gathered
+from autopar.strategies.combine import Combine, Gathered, Operand
 from autopar.strategies.localize import local_length, local_offset, local_shape
 from autopar.strategies.registry import (
     LinearSets,
@@ -22,7 +22,7 @@ from autopar.strategies.registry import (
     lowering,
     rule,
 )
-from autopar.strategies.rules.combined import with_operands
+from autopar.strategies.rules.combined import TOLD, cutting, local_counts, result, torch_dtype, with_operands
 
 BILINEAR: LinearSets = ((0,), (1,))
 FIRST: LinearSets = ((0,),)
@@ -171,7 +171,8 @@ def _told_of_classes(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -
 rule(autopar.ctc, "[t] n [c], n [s], n, n -> n, [t] n [c]")
 
 
-# Batch normalisation from statistics that were reduced on the way: every dim may be cut.
+# Batch normalisation: the statistics, of which ranks tell each other those of their parts, and what follows from them,
+# where every dim may be cut.
 
 
 def _channels(tensors: int, results: str) -> Notation:
@@ -184,7 +185,30 @@ def _channels(tensors: int, results: str) -> Notation:
     return notation
 
 
-rule(autopar.squared_deviation, _channels(1, "c"))
+def _batch_var_mean(node: Node, metas: Metas) -> str:
+    inside = ["n", *(f"s{i}" for i in range(len(metas[0].shape) - 2))]
+    first, *space = (f"{{{name}}}" for name in inside)
+    told = f"c / {' '.join(inside)}"
+    return f"{first} c {' '.join(space)} -> {told}, {told}"
+
+
+rule(autopar.batch_var_mean, _batch_var_mean)
 rule(autopar.batch_norm, _channels(1, "{x}"))
 rule(autopar.batch_norm_backward_reduce, _channels(2, "c, c"), linear=FIRST)
 rule(autopar.batch_norm_backward_input, _channels(2, "{x}"))
+
+
+@combining(autopar.batch_var_mean)
+def _told_of_batch(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+    dims = [d for d in range(len(metas[0].shape)) if d != 1]
+    axes, spec = cutting(strategy, dims), strategy.outputs[0]
+    if not axes or spec is None:
+        return None
+    meta = result(node)
+    told = TensorMeta((2, *spec.local_shape(meta.shape, mesh)), meta.dtype)
+    args = (
+        TOLD, local_counts(strategy, metas, dims, mesh), 0.0, False, local_shape(meta.shape, spec, mesh),
+        torch_dtype(meta.dtype),
+    )  # fmt: skip
+    finish = ("autopar.var_mean_of_moments.default", args, ())
+    return Combine(("autopar.batch_moments.default", (Operand(0),), ()), (told,), axes, finish)
