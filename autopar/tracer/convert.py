@@ -15,6 +15,7 @@ from autopar._torch import OpOverload, is_functionalized
 from autopar.errors import CaptureError
 from autopar.tracer.blame import is_ours
 
+TORCH = Path(torch.__file__).parent
 _WEIGHT_OF_NORM = {"aten.native_layer_norm.default": 2, "aten.native_group_norm.default": 1}
 _DROPPED_KWARGS = ("device", "layout", "pin_memory", "memory_format", "requires_grad")
 
@@ -109,8 +110,9 @@ def module_path(meta: Mapping[str, Any]) -> str:
 
 
 def source_line(meta: Mapping[str, Any]) -> str:
-    """The user's line, as ``file.py:12 code``: the innermost line of the recorded stack."""
-    lines = str(meta.get("stack_trace") or meta.get("fwd_stack_trace") or "").strip().splitlines()
+    """The user's line, as ``file.py:12 code``: the innermost line of the recorded stack that is none of torch's own
+    modules, if there is one."""
+    found, lines = "", str(meta.get("stack_trace") or meta.get("fwd_stack_trace") or "").strip().splitlines()
     for at in range(len(lines) - 1, -1, -1):
         text = lines[at].strip()
         if text.startswith("File ") and not text.startswith('File "<'):
@@ -118,8 +120,11 @@ def source_line(meta: Mapping[str, Any]) -> str:
             if is_ours(Path(file)):
                 continue
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-            return f"{Path(file).name}:{line} {code}".strip()
-    return ""
+            said = f"{Path(file).name}:{line} {code}".strip()
+            if not Path(file).is_relative_to(TORCH):
+                return said
+            found = found or said
+    return found
 
 
 def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], name: str) -> ir.Graph:

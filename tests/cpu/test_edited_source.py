@@ -64,6 +64,15 @@ def test_an_edit_runs_in_training_and_without_gradients(tmp_path, emitted) -> No
     torch.testing.assert_close(untouched.up.weight.grad.full_tensor(), plain.up.weight.grad)
 
 
+def test_an_error_points_to_the_line_of_the_model_that_called_a_module_of_torch(tmp_path) -> None:
+    model, x = parallel(tmp_path / "step.py", ("F.linear(relu, down_weight", "F.linear(relu.t(), down_weight"))
+    with pytest.raises(RuntimeError) as error:
+        model(x)
+    note = error.value.__notes__[-1] if hasattr(error.value, "__notes__") else str(error.value)
+    assert "'down' of the model" in note
+    assert "test_edited_source.py" in note and "self.down(torch.relu(self.up(x)))" in note
+
+
 class Visited(bdb.Bdb):
     """A debugger that stops at one line of a file and looks at a variable there."""
 
