@@ -236,6 +236,8 @@ class _Printer:
         tensor, op = node.meta.get("tensor"), node.meta.get("op")
         if isinstance(sent := node.meta.get("sent"), Sent):
             return f"{sent.bytes:,} bytes over {self._where(sent.axis)}, {_microseconds(sent.seconds)}"
+        if isinstance(local := node.meta.get("local"), TensorMeta):
+            return f"{local.dtype}[{', '.join(map(str, local.shape))}]"
         if not isinstance(op, Op) or node.target is operator.getitem:
             return self._tensor(tensor) if isinstance(tensor, LocalTensor) else ""
         if op.exchanges and op.step is not None:

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar import spmd
 from autopar._torch import LazyGraphModule, changes_arguments
-from autopar.ir import Graph, Output, Phase, Value
+from autopar.ir import Graph, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
 from autopar.planner.garbage import collected_later
@@ -292,10 +292,11 @@ class _Builder:
         made.meta["module"] = self.graph.by_name[op.node].module
         several = len(told.told) > 1
         heard = []
-        for i in range(len(told.told)):
+        for i, own in enumerate(told.told):
             part = self._call(operator.getitem, (made, i), name=f"{name_of}_told{i}") if several else made
+            part.meta["local"] = own
             stacked, length = self._call(resolve_op("aten.unsqueeze.default"), (part, 0)), 1
-            stacked.meta["module"] = made.meta["module"]
+            stacked.meta |= {"module": made.meta["module"], "local": TensorMeta((1, *own.shape), own.dtype)}
             for axis in reversed(told.axes):
                 length *= self.mesh.shape[axis]
                 along: dict[str, Any] = {"dim": 0, "axis": axis, "length": length}
@@ -304,6 +305,7 @@ class _Builder:
                 )
                 launched.meta |= {"launches": "summaries", "module": made.meta["module"], "sent": next(inside, None)}
                 stacked = self._call(spmd.wait, (launched,), name=f"{name_of}_summaries")
+                stacked.meta["local"] = TensorMeta((length, *own.shape), own.dtype)
             heard.append(stacked)
 
         def finished(arg: Any) -> Any:

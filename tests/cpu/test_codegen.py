@@ -79,6 +79,9 @@ def test_collectives_inside_an_op_say_the_same() -> None:
         assert [s for s in said if not re.search(r'[\d,]+ bytes over axis 0 "dp", (under )?[\d.]+ us', s)] == []
         assert len(launches) == len(made.collectives)
     assert {"shift", "all_gather"} <= kinds
+    program = autopar.plan(model, torch.randn(8, 3, 8, 8), mesh=(2,), search="baseline:DDP").source
+    assert "moments = batch_moments(layer0)  # float32[2, 4]" in program
+    assert "summaries = spmd.wait(layer1_summaries_launched)  # float32[2, 2, 4]" in program
 
 
 @pytest.mark.parametrize("name", MODELS)
