@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from autopar.errors import SolverError
+from autopar.errors import InputError, SolverError
 from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
 from autopar.solver import clock as solver_clock
 from autopar.solver.dominance import WorkBudget
@@ -149,3 +151,41 @@ def test_a_back_end_that_nobody_knows() -> None:
 
 def test_the_clock_can_be_hurried() -> None:
     assert not solver_clock.hurried()
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> str:
+    instance = {
+        "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1], [2, 3]], "usages": [[1], [2, 1]]},
+        "edges": {"nodes": [[0, 1]], "costs": [[1, 2]]}, "usage_limit": 3,
+    }  # fmt: skip
+    change(instance)
+    return json.dumps({"problem": instance})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"problem": {}}', "no 'nodes'"),
+        (changed(lambda p: p["edges"]["costs"].append([1])), "longer"),
+        (changed(lambda p: p["edges"].update(costs=[[1, 2, 3]])), "shape"),
+        (changed(lambda p: p["edges"].update(nodes=[[0, -1]])), r"nodes \[0, -1\], where there are 2"),
+        (changed(lambda p: p["nodes"]["usages"].pop()), "2 nodes with 2 intervals and 1 usages"),
+        (changed(lambda p: p.update(usage_limit="3 GB")), "3 GB"),
+    ],
+)
+def test_a_file_that_is_no_instance_is_an_error_that_says_why(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=said):
+        read(path)
+
+
+def test_other_files_are_solved_where_one_cannot_be_read(
+    instance: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = tmp_path / "records.json"
+    assert main([str(tmp_path / "none.json"), str(instance), "--time-limit", "5", "--json", str(records)]) == 1
+    assert "none.json: The file cannot be read." in capsys.readouterr().err
+    assert [r["file"] for r in json.loads(records.read_text())] == [instance.name]
