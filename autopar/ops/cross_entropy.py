@@ -88,6 +88,7 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
             torch.sum(part, -1, out=flat_out[rows])
         else:
             torch.mv(part, wide, out=flat_out[rows])
+        del part  # else two are there while the next is made
     return out
 
 
@@ -149,6 +150,7 @@ def _nll_backward(
         elif each:
             part.sub_(each)
         torch.mul(part, scale[rows], out=flat_out[rows])
+        del place, part  # else two are there while the next is made
     return out
 
 

@@ -157,6 +157,27 @@ def test_an_op_beside_summaries_holds_what_is_predicted(dtype: torch.dtype) -> N
     assert seen >= 20
 
 
+def losses_of_many_blocks() -> Iterator[Sample]:
+    """Losses in half precision whose logits are worked on 16 rows at a time."""
+    own = torch.ops.autopar
+    logits, target = torch.randn(64, 16384).bfloat16(), torch.arange(64)
+    lse, options = logits.float().logsumexp(-1), {"ignore_index": -100, "offset": 0}
+    yield sample(own.sumexp.default, logits, logits.amax(-1))
+    for smoothed in ({}, {"own": 0.75, "each": 0.25 / 16384}):
+        yield sample(own.nll.default, logits, lse, target, **options, **smoothed)
+        yield sample(own.nll_backward.default, torch.rand(64), logits, lse, target, **options, **smoothed)
+    weights = torch.rand(64), torch.full((16384,), 1 / 16384)
+    yield sample(own.nll.default, logits, lse, target, *weights, **options)
+    yield sample(own.nll_backward.default, torch.rand(64), logits, lse, target, *weights, **options)
+
+
+def test_a_loss_holds_one_block_of_its_logits_in_single_precision() -> None:
+    for case in losses_of_many_blocks():
+        for strategy in strategies(case.node, case.metas, MESHES[0]):
+            for measured, predicted in alone(case, strategy, MESHES[0]):
+                assert measured <= predicted, f"{case} by {strategy}: {measured} bytes, not {predicted}"
+
+
 class Sequence1d(nn.Module):
     """Convolutions of a sequence, with strides, and a transposed one."""
 
