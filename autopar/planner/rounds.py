@@ -21,7 +21,7 @@ from autopar.planner.tightening import Rows
 from autopar.planner.timeline import simulate_streams
 from autopar.planner.transfers import host_usages
 from autopar.program import Program
-from autopar.solver import Problem, Solution, TraceEntry, UsagePrices, solve
+from autopar.solver import Basis, Problem, Solution, TraceEntry, UsagePrices, solve
 from autopar.solver.clock import now
 
 MOST_SEEDS = 2
@@ -54,6 +54,7 @@ class Rounds:
     Args:
         seeds: choices to begin with.
         prices_of_memory: what the limit cost in the last round.
+        basis: where its linear program of blocks ended.
         bound: on all plans, in seconds.
         rivals: the baselines, the cheapest first.
         hideable_s: beside which transfers of the host hide, in so many parts of the forward.
@@ -69,6 +70,7 @@ class Rounds:
     timings: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "solve": 0.0, "lower": 0.0, "verify": 0.0})
     seeds: tuple[tuple[int, ...], ...] = ()
     prices_of_memory: UsagePrices = field(default_factory=UsagePrices)
+    basis: Basis | None = None
     bound: float = 0.0
     rivals: Sequence[Rival] = ()
     hideable_s: float = math.inf
@@ -131,10 +133,10 @@ class Rounds:
             left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
             found = solve(
                 problem, time_limit=max(left_s, 1.0), backend=self.options.solver,
-                gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory,
+                gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory, basis=self.basis,
                 folding=self.objective.fold, progress=self._say_gap,
             )  # fmt: skip
-            self.prices_of_memory, self.weighted_s = found.usage_prices, found.objective
+            self.prices_of_memory, self.basis, self.weighted_s = found.usage_prices, found.basis, found.objective
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
         # Under rows, each solve of which takes long, the weights that are best without them will do.

@@ -454,6 +454,7 @@ class _Search(Rounds):
         The way to it knows neither the budget nor what was tried before, so a budget that an error names works.
         """
         self.hideable_s, self.hiding_parts, self.prices_of_memory, self.seeds = math.inf, 1, UsagePrices(), ()
+        self.basis = None
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
         best = of_smallest_peak(self, rows, deadline)

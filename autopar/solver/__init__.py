@@ -6,10 +6,11 @@ from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_
 from autopar.solver.parts import Tied
 from autopar.solver.pipeline import solve
 from autopar.solver.planes import highest_point
-from autopar.solver.problem import Edge, Problem, Solution, TraceEntry, Usage, UsagePrices, evaluate, peak_usage
+from autopar.solver.problem import Basis, Edge, Problem, Solution, TraceEntry, Usage, UsagePrices, evaluate, peak_usage
 from autopar.solver.repetition import Run, find_runs
 
 __all__ = [
+    "Basis",
     "Edge",
     "Problem",
     "Run",

@@ -99,9 +99,10 @@ def _solve(incumbent: Incumbent, parts: Parts, deadline: float) -> _Solved | Non
     magnitude = (incumbent.objective if incumbent.choice is not None else graph.offset) - graph.offset
     plain = build(graph, magnitude if magnitude > 0 else graph.offset)
     model = _coupled(plain, graph, parts, first)
-    found = highs.solve_relaxation(model, deadline - incumbent.seconds())
+    found = highs.solve_relaxation(model, deadline - incumbent.seconds(), incumbent.basis)
     if found is None:
         return None
+    incumbent.basis = found.basis
     end = len(plain.row_lower)
     used = -found.row_duals[end - len(graph.limits) : end]
     prices = np.maximum(used, 0.0) * model.scale * USAGE_SCALE / np.maximum(graph.limits, 1e-300)

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solver.clock import hurried, watched
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
-from autopar.solver.problem import Array
+from autopar.solver.problem import Array, Basis
 
 FEASIBILITY_TOLERANCE = 1e-8
 
@@ -59,10 +59,11 @@ class Relaxation:
     values: Array
     reduced_costs: Array
     row_duals: Array
+    basis: Basis
 
 
-def solve_relaxation(model: Model, seconds: float) -> Relaxation | None:
-    """The linear program without integrality; None where it did not end in time.
+def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -> Relaxation | None:
+    """The linear program without integrality; None where it did not end in time. ``start``: of one like it.
 
     Raises:
         InfeasibleError: nothing is allowed.
@@ -76,6 +77,9 @@ def solve_relaxation(model: Model, seconds: float) -> Relaxation | None:
     lp = _as_lp(highspy, model)
     lp.integrality_ = []
     solver.passModel(lp)
+    size = len(model.cost), len(model.row_lower)
+    if start is not None and (start.nodes, start.size) == (model.nodes, size):
+        solver.setBasis(start.status)
     solver.run()
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -84,7 +88,8 @@ def solve_relaxation(model: Model, seconds: float) -> Relaxation | None:
         return None
     found = solver.getSolution()
     values, reduced, duals = (np.array(a) for a in (found.col_value, found.col_dual, found.row_dual))
-    return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals)
+    basis = Basis(model.nodes, size, solver.getBasis())
+    return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals, basis)
 
 
 def _options(limits: IlpLimits) -> dict[str, Any]:

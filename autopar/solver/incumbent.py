@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.solver.clock import now
-from autopar.solver.problem import Problem, TraceEntry, UsagePrices, evaluate, relative_gap
+from autopar.solver.problem import Basis, Problem, TraceEntry, UsagePrices, evaluate, relative_gap
 
 ROUNDING = 1e-9
 """Relative rounding of sums of costs: bounds closer to an objective than this are not told apart from it."""
@@ -25,6 +25,7 @@ class Incumbent:
         self.lower_bound = 0.0  # no cost is negative
         self.found_by = ""
         self.usage_prices = UsagePrices()
+        self.basis: Basis | None = None
         self.aim = -math.inf  # an objective that is good enough
         self.trace: list[TraceEntry] = []
         self._progress = progress

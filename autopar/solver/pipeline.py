@@ -22,7 +22,7 @@ from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, is_small
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.neighbourhood import improve_parts
 from autopar.solver.parts import Tied
-from autopar.solver.problem import Problem, Solution, TraceEntry, UsagePrices, evaluate, relative_gap
+from autopar.solver.problem import Basis, Problem, Solution, TraceEntry, UsagePrices, evaluate, relative_gap
 from autopar.solver.pulp_backend import check_solver, solve_pulp
 from autopar.solver.reductions import drop_forbidden, reduce
 from autopar.solver.search import Search
@@ -70,6 +70,7 @@ def solve(
     progress: Callable[[TraceEntry], None] | None = None,
     folding: Callable[[Problem], Tied | None] = fold,
     usage_prices: UsagePrices | None = None,
+    basis: Basis | None = None,
 ) -> Solution:
     """The cheapest choice, or the best one found in time, with a bound that no choice can beat.
 
@@ -82,6 +83,7 @@ def solve(
         progress: called with each better objective or bound.
         folding: what ties repeated blocks together, for who has done so already or knows that there are none.
         usage_prices: of the limit in a similar problem, to begin with.
+        basis: of the linear program of the blocks of one.
 
     Raises:
         InfeasibleError: no choice is allowed.
@@ -92,6 +94,7 @@ def solve(
         check_solver(chosen)
     incumbent = Incumbent(problem, time_limit, gap, progress)
     incumbent.usage_prices = usage_prices or UsagePrices()
+    incumbent.basis = basis
     for choice in warm_starts:
         incumbent.offer(choice, "warm start")
     size: dict[str, int] = {}
@@ -216,6 +219,7 @@ def _solution(incumbent: Incumbent, size: dict[str, int], method: list[str]) -> 
         f"{', '.join(method)}; found by {incumbent.found_by}",
         tuple(incumbent.trace),
         incumbent.usage_prices,
+        incumbent.basis,
     )
 
 

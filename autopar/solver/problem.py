@@ -90,6 +90,16 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
+class Basis:
+    """Where a linear program of ``nodes`` and so many columns and rows ended: near there one ends that differs in its
+    numbers alone. ``status`` is the solver's."""
+
+    nodes: tuple[int, ...]
+    size: tuple[int, int]
+    status: object
+
+
+@dataclass(frozen=True, eq=False)
 class UsagePrices:
     """Seconds a byte that the limit costs at each of ``times``, which ascend; between two of them it costs nothing."""
 
@@ -141,6 +151,7 @@ class Solution:
     method: str = ""
     trace: tuple[TraceEntry, ...] = ()
     usage_prices: UsagePrices = field(default_factory=UsagePrices, compare=False)
+    basis: Basis | None = field(default=None, compare=False)
 
     @property
     def gap(self) -> float:

@@ -65,3 +65,17 @@ def test_the_bound_lies_below_the_optimum_and_choices_keep_to_the_limit(seed: in
     if found.choice is not None:
         assert evaluate(problem, found.choice) == (pytest.approx(found.objective), True)
         assert found.objective >= best * (1 - 1e-9)
+
+
+def test_one_that_differs_in_its_numbers_may_begin_where_another_ended() -> None:
+    """Of as many columns and rows; of another size it begins anew."""
+    ends = {limit: relaxed(knapsack(12, limit)) for limit in (25.0, 55.0)}
+    for start in (ends[25.0].basis, relaxed(knapsack(7, 25.0, 0.25)).basis):
+        problem = knapsack(12, 55.0)
+        again, tied = Incumbent(problem, 60.0, 1e-9, None), fold(problem)
+        assert tied is not None and start is not None
+        again.basis = start
+        relax_blocks(again, tied.parts, 60.0)
+        assert again.lower_bound == pytest.approx(ends[55.0].lower_bound)
+        assert again.objective == pytest.approx(ends[55.0].objective)
+        assert again.basis is not None and again.basis is not start
