@@ -10,6 +10,7 @@ all ranks launch in the same order.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -147,22 +148,26 @@ class _Fitter:
         later, in the end by itself; None where that does not help, or not in time."""
         leads: dict[int, int] = {}
         arrangement = replace(way, before_s=self.tried.before.seconds)
+        nearly = NEARLY
         while True:
             made = replace(self.program, ops=self.tried.ways.ops(way, leads), arrangement=arrangement)
             for later in (WAIT_LATER, 0.0):
-                found, held = self._measured(place_waits(made, self.overlap, later))
+                found, held = self._measured(place_waits(made, self.overlap, later), nearly)
                 if held.peak_bytes <= self.budget or held.peak_bytes <= self.most:
                     after = simulate_streams(found, self.overlap)
                     return Arranged(found, held, after, self.tried.before), not leads
-                if held.peak_bytes > NEARLY * self.most:
+                if held.peak_bytes > nearly * self.most:
                     break
-            if time.perf_counter() > self.deadline or not self._hold_back(way, leads, self._by_place(found, held)):
+            if nearly > NEARLY or time.perf_counter() > self.deadline:
                 return None, False
+            if not self._hold_back(way, leads, self._by_place(found, held)):
+                nearly = math.inf  # only earlier waits are left
 
-    def _measured(self, program: Program) -> tuple[Program, MemoryProfile]:
-        """A program and what it holds, with earlier waits where that is nearly too much."""
+    def _measured(self, program: Program, nearly: float) -> tuple[Program, MemoryProfile]:
+        """A program and what it holds, with earlier waits where that is too much, but up to ``nearly`` times what it
+        may be."""
         held = self.profiled(program)
-        if not self.most < held.peak_bytes <= NEARLY * self.most:
+        if not self.most < held.peak_bytes <= nearly * self.most:
             return program, held
         sooner = wait_sooner(program, held.timeline, self.most)
         now = self.profiled(sooner) if sooner is not None else held

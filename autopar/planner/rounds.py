@@ -93,7 +93,7 @@ class Rounds:
             self._rows = Rows(self.decisions, self.options)
         rows = self._rows.afresh()
         if self.free is not None:
-            rows.watch(self.free.program, self.free.memory.timeline, self.budget)
+            rows.watch(self.free.program, self.free.memory.timeline, self.budget, self.objective.depth)
         return rows
 
     def once(self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None) -> Result:

@@ -17,7 +17,7 @@ from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
 from autopar.planner.garbage import collected_later
-from autopar.planner.known_shardings import kept_as_sharded
+from autopar.planner.known_shardings import kept_anew, kept_as_sharded
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -41,12 +41,17 @@ ROUND_LONGER = 1.6
 """Times what the last round took, the next one has at least, where so much is left."""
 FEW_ROUNDS_SHARE = 0.2
 """Of the time left: after a round that took longer there is no time to learn moment by moment what rows do not see."""
-NEARLY_OVER = 0.01
+NEARLY_OVER = 0.05
 """Of the budget: a program that is over by no more gets another round from the time of what would follow."""
+RESCUE_TIMES = 0.7
+"""Times what a round took, is left for known shardings where no baseline fits: any plan that fits is worth more than a
+better one that comes too late."""
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
-SHARDED_TIMES = 1.0
-"""Of the time, and times what the free optimum took, for what to keep and recompute with shardings that are known."""
+SHARDED_TIMES = 0.5
+"""Of the time, and times what the joint search took, for what to keep and recompute with shardings that are known."""
+LEAN = 1.25
+"""Times the least that a baseline holds: of those up to there the cheapest is the first of which values run again."""
 KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing."""
 SMALLEST_SHARE = 0.25
@@ -270,9 +275,10 @@ class _Search(Rounds):
         self.say("over the budget: keep or recompute")
         keeping, checkpoints = self.objective, self._checkpoints(free)
         self.seeds = ()
+        began = now()
         result = self._within_budget(deadline, JOINT_SHARE)
-        if result is None or 1 - self.bound / self.weighted_s > SECOND_STAGE_GAP:
-            result = self._from_what_is_known(result, keeping, checkpoints, deadline)
+        if result is None or 1 - self.bound / result.solution.objective > SECOND_STAGE_GAP:
+            result = self._from_what_is_known(result, keeping, checkpoints, deadline, now() - began)
         if result is None and self.baseline:
             return None
         late = now() > deadline
@@ -292,20 +298,26 @@ class _Search(Rounds):
         return next((r.name for r in self.rivals if r.fits(self.budget)), "")
 
     def _from_what_is_known(
-        self, joint: Result | None, keeping: Objective, checkpoints: CheckpointSearch, deadline: float
+        self, joint: Result | None, keeping: Objective, checkpoints: CheckpointSearch, deadline: float, joint_s: float
     ) -> Result | None:
-        """Where the joint search found nothing, or left much open: once more from the best ways to hold values with
-        shardings that are known; then plans that recompute nothing, of fewer variables; then ``checkpoints``."""
+        """Where the joint search, which took ``joint_s``, found nothing or left much open: the best ways to hold values
+        with shardings that are known. Where it found nothing, or left much of its weighted problem open, once more from
+        there; then plans that recompute nothing, of fewer variables; then ``checkpoints``."""
         assert self.free is not None
         self.say("over the budget: known shardings")
         deadline = self.latest if self.baseline else deadline
         known = (self.free.solution.choice, *(r.choice for r in self.rivals))
-        until = min(_in(SHARDED_SHARE, deadline), now() + SHARDED_TIMES * self.free_s)
+        until = min(_in(SHARDED_SHARE, deadline), now() + max(self.free_s, SHARDED_TIMES * joint_s))
         rescuing = joint is None and not self.baseline
-        if rescuing:  # any plan that fits is worth more than a cheaper one: those that hold the least go first
-            known = (*(r.choice for r in sorted(self.rivals, key=lambda r: r.about_peak_bytes)), known[0])
+        if rescuing:  # any plan that fits is worth more than a cheaper one: those that hold little go first
+            lean = LEAN * min((r.about_peak_bytes for r in self.rivals), default=0.0)
+            lean_first = sorted(self.rivals, key=lambda r: max(r.about_peak_bytes, lean))
+            known = (*(r.choice for r in lean_first), known[0])
             until = deadline = _in(JOINT_SHARE, self.latest)
-        found = [joint, kept_as_sharded(self, keeping.decisions, known, until, first=rescuing)]
+        found = [joint, kept_as_sharded(self, keeping, known, until, first=rescuing)]
+        if joint is not None and 1 - self.bound / self.weighted_s <= SECOND_STAGE_GAP:
+            least = min((r for r in found if r is not None), key=lambda r: r.solution.objective)
+            return replace(least, solution=_bounded(least.solution, self.bound, self.options.gap))
         if joint is None:
             self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
             self.seeds += tuple(r.solution.choice for r in found if r is not None)
@@ -382,30 +394,37 @@ class _Search(Rounds):
         self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None
     ) -> Result | None:  # fmt: skip
         """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
-        (redistributed copies and what an op holds while it runs). None where nothing was found in ``share`` of the
-        time that is left. The bound is that of rows that set nothing aside."""
+        (redistributed copies and what an op holds while it runs); or with the shardings of the first choice, where
+        another round could not be better by more than the gap, or there is no time for one. None where nothing was
+        found in ``share`` of the time that is left. The bound is that of rows that set nothing aside."""
         deadline = _in(share, deadline)
         rows = self.first_rows() if rows is None else rows
         bound = self.bound
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: Result | None = None
+        mended: Result | None = None
         turns_exposed, began, over = 0, now(), math.inf
         for turn in range(TIGHTEN_ROUNDS):
             took, began = now() - began, now()
             left = deadline - began
             if turn and took > left:
-                if over > NEARLY_OVER * self.budget or took > self.latest - began:
+                if mended is not None:
                     break
-                deadline, left = self.latest, self.latest - began
+                last = self.latest - (0.0 if self.baseline else RESCUE_TIMES * took)
+                if over > NEARLY_OVER * self.budget or took > last - began:
+                    break
+                deadline, left = last, last - began
             share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0))) if turn else ROUND_SHARE
             result = self._in_rows(rows, _in(share, deadline), warm)
             if result is None:
-                return exposed
+                break
             if not any(rows.unseen.values()):
                 bound = max(bound, result.solution.lower_bound)
                 self.bound = bound if joint else self.bound
             over = result.memory.peak_bytes - self.budget
             if over <= 0:
+                if mended is not None and mended.solution.objective < result.solution.objective:
+                    result = mended
                 result = replace(result, solution=_bounded(result.solution, bound, self.options.gap))
                 best = result if exposed is None else min(exposed, result, key=self.step_seconds)
                 if turns_exposed == EXPOSED_ROUNDS or not self._hides_more(rows, result):
@@ -417,9 +436,14 @@ class _Search(Rounds):
             self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
             if not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
                 break
+            if joint and mended is None:
+                mended = kept_anew(self, rows.copied(), result, min(deadline, 2 * now() - began))
+                if mended and _bounded(mended.solution, result.solution.objective, self.options.gap).proven:
+                    break  # all that another round could gain
             if now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
                 rows.level()
-        return exposed
+        found = exposed or mended
+        return found and replace(found, solution=_bounded(found.solution, bound, self.options.gap))
 
     def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> Result | None:
         """The best choice of ``rows``; the solver may find none near the smallest limit, and then begins with the one

@@ -22,22 +22,22 @@ def solve_sliced(
     """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
     if not all(map(len, kept)):
         return None
-    open_nodes = [node for node, options in enumerate(kept) if len(options) > 1 or problem.usages]
+    open_nodes = [node for node, options in enumerate(kept) if len(options) > 1] or [0]
     sliced, certain = _sliced(problem, kept, open_nodes)
     if not math.isfinite(certain) or (problem.usages and sum_of_least(sliced) > problem.limit):
         return None
+    try:
+        found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding).choice
+    except AutoparError:
+        return None
     choice = np.array([options[0] for options in kept], dtype=np.int64)
-    if open_nodes:
-        try:
-            found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding).choice
-        except AutoparError:
-            return None
-        choice[open_nodes] = [kept[node][option] for node, option in zip(open_nodes, found, strict=True)]
+    choice[open_nodes] = [kept[node][option] for node, option in zip(open_nodes, found, strict=True)]
     return tuple(choice.tolist())
 
 
 def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Problem, float]:
-    """The problem of the nodes that have a choice, in which what is certain counts too, and that in seconds."""
+    """The problem of the nodes that have a choice, in which what is certain counts too, for cost and usage, and that in
+    seconds."""
     names = [options.tobytes() for options in kept]
     made: dict[tuple[object, ...], npt.NDArray[np.float64]] = {}
 
@@ -63,7 +63,11 @@ def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Pr
         else:
             certain.append(edge.cost.item(only[edge.u], only[edge.v]))
     total = math.fsum(certain)
-    if costs:
-        costs[0] = costs[0] + total
-    usages = tuple(Usage(place[u.node], u.option[kept[u.node]], u.start, u.end) for u in problem.usages)
-    return Problem(tuple(costs), tuple(edges), usages, problem.limit, trusted=True), total
+    costs[0] = costs[0] + total
+    usages = [Usage(place[u.node], u.option[kept[u.node]], u.start, u.end) for u in problem.usages if u.node in place]
+    used: dict[tuple[int, int], list[float]] = {}
+    for usage in problem.usages:
+        if usage.node not in place:
+            used.setdefault((usage.start, usage.end), []).append(float(usage.option[only[usage.node]]))
+    usages += [Usage(0, np.full(len(costs[0]), math.fsum(sizes)), *span) for span, sizes in used.items()]
+    return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit, trusted=True), total

@@ -62,6 +62,12 @@ class Rows:
         rows.copies, rows.holdings = self.copies, self.holdings
         return rows
 
+    def copied(self) -> Rows:
+        """The same rows, that become tighter on their own."""
+        rows = self.afresh()
+        rows.unseen, rows.behind = dict(self.unseen), dict(self.behind)
+        return rows
+
     def usages(self) -> tuple[Usage, ...]:
         """The rows, at times 0, 1, ..."""
         alike = len(self.decisions.variables[0].options)
@@ -87,9 +93,15 @@ class Rows:
         """A choice of the extended problem as one of the decisions."""
         return tuple(choice[: len(self.decisions.variables)])
 
-    def watch(self, program: Program, timeline: Sequence[int], budget: float) -> None:
-        """Rows for the moments at which a program of other decisions is over ``budget``."""
-        for place, _ in _peaks(program, self.decisions.graph, timeline, budget)[:MOST_AT_ONCE]:
+    def watch(self, program: Program, timeline: Sequence[int], budget: float, depth: int) -> None:
+        """Rows for the moments at which a program of other decisions is over ``budget``, and, of a model of ``depth``
+        layers, those about the turn: however much is made again, what is kept is held there."""
+        nodes = self.decisions.graph.nodes
+        turn = min(self.unseen)
+        layer = (len(nodes) - turn) / max(depth, 1)
+        over = _peaks(program, self.decisions.graph, timeline, budget)
+        about = [p for p in _peaks(program, self.decisions.graph, timeline, 0) if abs(p[0] - turn) < layer]
+        for place, _ in (*over[:MOST_AT_ONCE], *about[:MOST_AT_ONCE]):
             self.unseen.setdefault(place, 0.0)
 
     def tighten(
@@ -129,9 +141,9 @@ class Rows:
         named = {meaning.name: node for node, meaning in d.graph.input_of.items()}
         return {o.value.node: d.index[named[o.name]] for o in d.graph.outputs if o.kind == "gradient"}
 
-    def level(self) -> None:
-        """Set aside at every moment what is at one, and a little more."""
-        most = LEVEL_TIMES * max(self.unseen.values(), default=0.0)
+    def level(self, least: float = 0.0) -> None:
+        """Set aside at every moment what is at one, and a little more; ``least`` bytes at any rate."""
+        most = max(least, LEVEL_TIMES * max(self.unseen.values(), default=0.0))
         self.unseen = {place: max(most, aside) for place, aside in self.unseen.items()}
 
 

@@ -22,7 +22,7 @@ from autopar.errors import InfeasibleError
 from autopar.solver import highs
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.graph import Graph
-from autopar.solver.ilp import USAGE_SCALE, Model, build, flow_count
+from autopar.solver.ilp import USAGE_SCALE, Model, build, flow_count, magnitude_of
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.linear import NEAR_FLOWS, ROUNDING, USED, WORK, solve_exactly
 from autopar.solver.parts import Parts
@@ -96,8 +96,7 @@ def _solve(incumbent: Incumbent, parts: Parts, deadline: float) -> _Solved | Non
     reduce(graph, WorkBudget(WORK))
     if flow_count(graph) > MAX_FLOWS or not len(graph.limits):
         return None
-    magnitude = (incumbent.objective if incumbent.choice is not None else graph.offset) - graph.offset
-    plain = build(graph, magnitude if magnitude > 0 else graph.offset)
+    plain = build(graph, magnitude_of(graph, incumbent.objective))
     model = _coupled(plain, graph, parts, first)
     found = highs.solve_relaxation(model, deadline - incumbent.seconds(), incumbent.basis)
     if found is None:

@@ -21,7 +21,7 @@ from autopar.solver.ascent import ascend, search_from
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
 from autopar.solver.graph import Graph
-from autopar.solver.ilp import USAGE_SCALE, IlpLimits, build, is_small
+from autopar.solver.ilp import USAGE_SCALE, IlpLimits, build, is_small, magnitude_of
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.problem import Array, UsagePrices
 from autopar.solver.reductions import drop_forbidden, reduce
@@ -145,8 +145,7 @@ def _pass_messages(graph: Graph, incumbent: Incumbent, deadline: float) -> dict[
 
 def _solve(graph: Graph, incumbent: Incumbent, deadline: float) -> _Relaxed | None:
     """The linear program of ``graph``; None where it did not end in time."""
-    magnitude = (incumbent.objective if incumbent.choice is not None else graph.offset) - graph.offset
-    model = build(graph, magnitude if magnitude > 0 else graph.offset)
+    model = build(graph, magnitude_of(graph, incumbent.objective))
     found = highs.solve_relaxation(model, deadline - incumbent.seconds())
     if found is None:
         return None

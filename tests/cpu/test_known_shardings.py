@@ -1,0 +1,46 @@
+"""Where the joint search is over the budget or out of time, known shardings with other ways to keep values will do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar import planner
+from autopar.mesh import Mesh
+from autopar.planner import Options, search
+from autopar.planner.search import _Search
+from tests.cpu.model_checks import cluster_where_sharding_pays, subject
+
+MESH = Mesh((4,))
+
+
+def planned(share: float | None) -> planner.Planned:
+    """The MLP of the zoo within a share of what its free plan holds."""
+    graph = subject("mlp", torch.float32, 0.0).capture.graph
+    options = Options(gap=0.01, time_limit_s=60.0)
+    free = planner.plan_graph(graph, MESH, cluster_where_sharding_pays().sized(4), options, compare=False)
+    if share is None:
+        return free
+    options = Options(int(free.memory.peak_bytes * share), gap=0.01, time_limit_s=60.0)
+    return planner.plan_graph(graph, MESH, cluster_where_sharding_pays().sized(4), options, compare=True)
+
+
+def test_a_choice_that_is_over_the_budget_is_mended_with_its_own_shardings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "TIGHTEN_ROUNDS", 1)
+    monkeypatch.setattr(_Search, "_from_what_is_known", lambda self, joint, *_: joint)
+    plan = planned(0.85)
+    assert plan.solution.method.endswith("kept anew")
+    assert plan.memory.peak_bytes <= 0.85 * planned(None).memory.peak_bytes
+    assert plan.solution.lower_bound <= plan.solution.objective
+
+
+def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "SECOND_STAGE_MOST", 0)
+    monkeypatch.setattr(_Search, "_within_budget", lambda *_: None)
+    monkeypatch.setattr(_Search, "baseline", "")
+    plan = planned(0.8)
+    assert plan.solution.method == "known shardings"
+    assert plan.memory.peak_bytes <= 0.8 * planned(None).memory.peak_bytes
+    assert plan.solution.lower_bound <= plan.solution.objective
