@@ -76,6 +76,7 @@ __all__ = [
     "inductor",
     "joint_graph",
     "load_shards",
+    "masks_kept",
     "permute",
     "profiler_is_running",
     "redistribution_steps",
@@ -159,6 +160,18 @@ def joint_graph(
         elif node.op == "output":
             outputs = [None if d is None else _output_meaning(d) for d in node.meta["desc"]]
     return graph_module, inputs, outputs
+
+
+@contextlib.contextmanager
+def masks_kept() -> Iterator[None]:
+    """While exporting, ``nn.Transformer`` and its parts read their masks as they are, unless the call says that one is
+    causal: torch compares values with a causal mask, only to choose a kernel."""
+
+    def causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", causal):
+        yield
 
 
 @contextlib.contextmanager

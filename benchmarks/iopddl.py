@@ -13,13 +13,14 @@ import json
 import resource
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InputError
 from autopar.solver import Edge, Problem, Solution, Usage, solve
 from autopar.solver.problem import USAGE_TOLERANCE
 
@@ -30,22 +31,54 @@ KEPT_BACK = 0.02
 
 
 def read(path: Path) -> Problem:
-    """The problem in a file of the contest's format; equal matrices become one array."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    data = json.loads(text)["problem"]
-    nodes, edges = data["nodes"], data["edges"]
-    costs = tuple(_costs(values) for values in nodes["costs"])
+    """The problem in a file of the contest's format; equal matrices become one array.
+
+    Raises:
+        InputError: the file cannot be read, or is no instance.
+        SolverError: a number is negative or none, or a usage does not fit its node.
+    """
+    try:
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        data = json.loads(text)["problem"]
+        nodes, edges = data["nodes"], data["edges"]
+        costs = tuple(map(_costs, nodes["costs"]))
+        usages = _usages(nodes, len(costs))
+        return Problem(costs, _edges(edges, costs), usages, _limit(data.get("usage_limit"), usages))
+    except OSError as error:
+        raise InputError("The file cannot be read.", found=str(error)) from error
+    except KeyError as error:
+        raise _no_instance(f"no {error}") from error
+    except (ArithmeticError, EOFError, IndexError, TypeError, ValueError, zlib.error) as error:
+        raise _no_instance(f"{type(error).__name__}: {error}") from error
+
+
+def _no_instance(found: str) -> InputError:
+    hint = 'see github.com/google/iopddl; {"problem": {"nodes": {"intervals", "costs", "usages"}, "edges": ...}}.'
+    return InputError("This is no instance of the contest.", found=found, hint=hint)
+
+
+def _edges(edges: dict[str, Any], costs: Sequence[np.ndarray]) -> tuple[Edge, ...]:
     shared: dict[tuple[object, ...], np.ndarray] = {}
     joined = []
-    for (u, v), values in zip(edges["nodes"], edges["costs"], strict=True):
+    for ends, values in zip(edges["nodes"], edges["costs"], strict=True):
+        if len(ends) != 2 or not all(0 <= end < len(costs) for end in ends):
+            raise _no_instance(f"an edge between nodes {ends}, where there are {len(costs)}")
+        u, v = ends
         matrix = _costs(values).reshape(len(costs[u]), len(costs[v]))
         joined.append(Edge(u, v, shared.setdefault((matrix.shape, matrix.tobytes()), matrix)))
-    usages = tuple(
-        Usage(node, np.array(amounts, dtype=float), start, end)
-        for node, ((start, end), amounts) in enumerate(zip(nodes["intervals"], nodes.get("usages", []), strict=False))
-        if start < end and len(amounts)
+    return tuple(joined)
+
+
+def _usages(nodes: dict[str, Any], count: int) -> tuple[Usage, ...]:
+    amounts = nodes.get("usages") or [[]] * count
+    intervals = nodes["intervals"]
+    if not len(intervals) == len(amounts) == count:
+        raise _no_instance(f"{count} nodes with {len(intervals)} intervals and {len(amounts)} usages")
+    return tuple(
+        Usage(node, np.array(used, dtype=float), start, end)
+        for node, ((start, end), used) in enumerate(zip(intervals, amounts, strict=True))
+        if start < end and len(used)
     )
-    return Problem(costs, tuple(joined), usages, _limit(data.get("usage_limit"), usages))
 
 
 def _limit(limit: float | None, usages: Sequence[Usage]) -> float:

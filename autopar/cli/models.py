@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
 
 def _batch(text: str) -> tuple[int, int | None]:
     """Samples, and tokens of each where it says so."""
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    found = re.fullmatch(r"(\d+)(?:x0*([1-9]\d*))?", text)
     if found is None or int(found[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no batch: write 8, or 8x4096")
     return int(found[1]), int(found[2]) if found[2] else None

@@ -38,6 +38,7 @@ def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Ten
 def _nll(
     x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+    vocabulary: int = 0,
 ) -> Tensor:  # fmt: skip
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
@@ -68,7 +69,9 @@ def _nll_backward(
     return ((softmax - labels) * scale).to(x.dtype)
 
 
-def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1) -> Tensor:
+def _lookup(
+    weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0
+) -> Tensor:  # fmt: skip
     local = index - offset if offset else index
     inside = (local >= 0) & (local < weight.shape[0])
     rows = torch.ops.aten.embedding.default(weight, local.where(inside, 0))

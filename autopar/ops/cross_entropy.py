@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar import kernels
+from autopar.ops.embedding import refuse_outside
 from autopar.ops.exponential import exp_
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable, without_gradient
 
@@ -94,7 +95,9 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
 def _nll(
     x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+    vocabulary: int = 0,
 ) -> Tensor:  # fmt: skip
+    refuse_outside(target, vocabulary, ignore_index)
     if x.shape[-1] == 0:
         return torch.zeros_like(lse, memory_format=torch.contiguous_format)
     if kernels.enabled(x, lse):
@@ -116,6 +119,7 @@ def _nll(
 def _nll_fake(
     x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+    vocabulary: int = 0,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(lse, memory_format=torch.contiguous_format)
 
@@ -163,8 +167,8 @@ def _nll_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
 
 
 def options_of_loss(given: dict[str, Any]) -> dict[str, Any]:
-    """Without those of smoothed labels where they are not."""
-    return {k: v for k, v in given.items() if k not in ("own", "each") or given["each"]}
+    """Those of the gradient: without those of smoothed labels where they are not."""
+    return {k: v for k, v in given.items() if k != "vocabulary" and (k not in ("own", "each") or given["each"])}
 
 
 def _nll_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,7 +187,7 @@ define(
 )  # fmt: skip
 define(
     "nll(Tensor x, Tensor lse, Tensor target, Tensor? share=None, Tensor? classes=None, *, int ignore_index,"
-    " SymInt offset=0, float own=1.0, float each=0.0) -> Tensor",
+    " SymInt offset=0, float own=1.0, float each=0.0, SymInt vocabulary=0) -> Tensor",
     _nll,
     _nll_fake,
 )

@@ -21,7 +21,28 @@ def _inside(index: Tensor, offset: int, rows: int) -> Tensor | None:
     return inside
 
 
-def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1) -> Tensor:
+def refuse_outside(index: Tensor, size: int, ignored: int | None = None) -> None:
+    """An index that is nobody's is an error, as on one device; a shard alone would take it for another rank's. On other
+    devices it counts as zeros: to look there would stop the program, and torch's own kernels stop the device.
+
+    Args:
+        size: of the whole vocabulary; 0 where it is not known.
+
+    Raises:
+        IndexError: naming the first.
+    """
+    # Of a single class nothing is refused: what a mask did not choose is filled with ones, and counts nowhere.
+    if size > 1 and index.device.type == "cpu" and not isinstance(index, FakeTensor):
+        wrong = (index < 0) | (index >= size)
+        if ignored is not None:
+            wrong &= index != ignored
+        if bool(wrong.any()):
+            raise IndexError(f"Index {index[wrong][0].item()} is out of bounds: there are {size}, counted from 0.")
+
+
+def _lookup(
+    weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0
+) -> Tensor:  # fmt: skip
     if weight.shape[0] == 0:
         return weight.new_zeros([*index.shape, weight.shape[1]])
     if kernels.enabled(weight):
@@ -31,11 +52,14 @@ def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int 
     local = index - offset if offset else index
     if inside is None:
         return functional.embedding(local, weight).contiguous()
+    refuse_outside(index, vocabulary)
     out = functional.embedding(local.where(inside, 0), weight)
     return out.masked_fill_(~inside.unsqueeze(-1), 0).contiguous()
 
 
-def _lookup_fake(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1) -> Tensor:
+def _lookup_fake(
+    weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0
+) -> Tensor:  # fmt: skip
     return weight.new_empty([*index.shape, weight.shape[1]])
 
 
@@ -66,7 +90,7 @@ def _lookup_backward_fake(grad: Tensor, index: Tensor, *, rows: int, offset: int
 def _lookup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     weight, index = inputs
     ctx.save_for_backward(index)
-    ctx.options = dict(keyword_only_inputs, rows=weight.shape[0])
+    ctx.options = {k: keyword_only_inputs[k] for k in ("offset", "padding_idx")} | {"rows": weight.shape[0]}
 
 
 def _lookup_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -76,7 +100,9 @@ def _lookup_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 define(
-    "lookup(Tensor weight, Tensor index, *, SymInt offset=0, SymInt padding_idx=-1) -> Tensor", _lookup, _lookup_fake
+    "lookup(Tensor weight, Tensor index, *, SymInt offset=0, SymInt padding_idx=-1, SymInt vocabulary=0) -> Tensor",
+    _lookup,
+    _lookup_fake,
 )
 define(
     "lookup_backward(Tensor grad, Tensor index, *, SymInt rows, SymInt offset=0, SymInt padding_idx=-1) -> Tensor",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.cross_entropy import _flat, _nll_backward, _place, _softmax_statistics, _sum, options_of_loss
+from autopar.ops.embedding import refuse_outside
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
 # Logits of a chunk, and the fewest classes of one, so that products stay efficient where rows are many.
@@ -70,13 +71,18 @@ def _linear_nll_part_fake(
     return x.new_empty([2, *x.shape[:-1]], dtype=accumulation_dtype(x.dtype))
 
 
-def _linear_nll_of_parts(told: Tensor, target: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _linear_nll_of_parts(
+    told: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each row's loss, 0 where it is ignored, and the log-sum-exp of its logits, from what is told of each part."""
+    refuse_outside(target, vocabulary, ignore_index)
     lse = told[:, 0].logsumexp(0)
     return (lse - told[:, 1].sum(0)).where(target != ignore_index, 0).contiguous(), lse.contiguous()
 
 
-def _linear_nll_of_parts_fake(told: Tensor, target: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _linear_nll_of_parts_fake(
+    told: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return told.new_empty(told.shape[2:]), told.new_empty(told.shape[2:])
 
 
@@ -87,7 +93,7 @@ def _linear_nll(
     told = _linear_nll_part(
         x, weight, bias, target, share, classes, ignore_index=ignore_index, offset=0, own=own, each=each
     )
-    return _linear_nll_of_parts(told.unsqueeze(0), target, ignore_index=ignore_index)
+    return _linear_nll_of_parts(told.unsqueeze(0), target, ignore_index=ignore_index, vocabulary=len(weight))
 
 
 def _linear_nll_fake(
@@ -170,7 +176,7 @@ define(
     _linear_nll_part_fake,
 )
 define(
-    "linear_nll_of_parts(Tensor told, Tensor target, *, int ignore_index) -> (Tensor, Tensor)",
+    "linear_nll_of_parts(Tensor told, Tensor target, *, int ignore_index, SymInt vocabulary=0) -> (Tensor, Tensor)",
     _linear_nll_of_parts,
     _linear_nll_of_parts_fake,
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Node, Value
 from autopar.mesh import Mesh
-from autopar.planner.styles import STYLES, is_style, style_spec
+from autopar.planner.styles import OF_LAYERS, STYLES, is_style, style_spec
 from autopar.sharding import ShardingSpec
 
 PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P."
@@ -37,18 +37,8 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     names = _names(graph, aliases)
     chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
     for pattern, text in constraints.items():
-        styled = is_style(text)
-        spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)
-        matches = _matches(pattern, names)
-        if not matches:
-            raise _names_nothing(pattern, names)
-        fitting = matches if styled else [m for m in matches if names[m].ndim == spec.ndim]
-        for name in fitting or matches[:1]:
+        for name, spec in _meant(graph, mesh, names, pattern, text).items():
             target = names[name]
-            if styled:
-                kind, at = target.key
-                parameter = str(at) if kind == "placeholder" and graph.input_of[str(at)].kind == "parameter" else None
-                spec = style_spec(text, target.shape, mesh, graph, parameter)
             spec.check(target.ndim, mesh, name)
             if spec.partial:
                 raise ConstraintError(f"The constraint on {name} is partial.", found=str(spec), hint=PARTIAL_HINT)
@@ -82,19 +72,47 @@ def _parsed(pattern: str, text: str) -> ShardingSpec:
         ) from None
 
 
-def without(graph: Graph, constraints: Mapping[str, str], aliases: Mapping[str, str], name: str) -> dict[str, str]:
-    """The constraints on everything but ``name``: a glob that covers it is spelled out for what else it covers."""
+def _meant(
+    graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str
+) -> dict[str, ShardingSpec]:  # fmt: skip
+    """What a constraint says of each name that it covers."""
+    styled = is_style(text)
+    spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)
+    matches = _matches(pattern, names)
+    if not matches:
+        raise _names_nothing(pattern, names)
+    if not styled:
+        return dict.fromkeys([m for m in matches if names[m].ndim == spec.ndim] or matches[:1], spec)
+    if text.split(maxsplit=1)[0] in OF_LAYERS:
+        matches = list(dict.fromkeys([*matches, *_parameters_of(graph, names, matches)]))
+    return {m: style_spec(text, names[m].shape, mesh, graph, _parameter(graph, names[m])) for m in matches}
+
+
+def _parameters_of(graph: Graph, names: Mapping[str, _Target], modules: Sequence[str]) -> list[str]:
+    """The parameters of the modules themselves, not of those inside them."""
+    asked = {m for m in modules if names[m].key[0] == "value"}
+    return [n for n, t in names.items() if n.rpartition(".")[0] in asked and _parameter(graph, t) is not None]
+
+
+def _parameter(graph: Graph, target: _Target) -> str | None:
+    """Its node, if it is a parameter."""
+    kind, at = target.key
+    return str(at) if kind == "placeholder" and graph.input_of[str(at)].kind == "parameter" else None
+
+
+def without(
+    graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: Mapping[str, str], name: str
+) -> dict[str, str]:
+    """The constraints on everything but ``name``: one that covers it is spelled out for what else it covers."""
     names = _names(graph, aliases)
-    meant = {names[n].key for n in _matches(name, names)}
+    left_out = {names[n].key for n in _matches(name, names)}
     kept: dict[str, str] = {}
     for pattern, text in constraints.items():
-        matches = _matches(pattern, names)
-        if not any(names[m].key in meant for m in matches):
+        meant = _meant(graph, mesh, names, pattern, text)
+        if any(names[m].key in left_out for m in meant):
+            kept.update({m: str(spec) for m, spec in meant.items() if names[m].key not in left_out})
+        else:
             kept[pattern] = text
-            continue
-        ndim = None if is_style(text) else ShardingSpec.parse(text).ndim
-        rest = [m for m in matches if names[m].key not in meant and ndim in (None, names[m].ndim)]
-        kept.update(dict.fromkeys(rest, text))
     return kept
 
 

@@ -72,7 +72,7 @@ def _cost(cost: float, best: float) -> str:
 
 
 def _row(q: Question, name: str, spec: ShardingSpec, limit_s: float) -> tuple[float, str, str]:
-    kept = without(q.graph, q.options.constraints, q.options.aliases, name)
+    kept = without(q.graph, q.mesh, q.options.constraints, q.options.aliases, name)
     try:
         other = q.again({**kept, name: str(spec)}, limit_s)
     except (InfeasibleError, ConstraintError) as error:

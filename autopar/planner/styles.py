@@ -8,7 +8,8 @@
 ==============  ======================================================================================
 
 ``column`` and ``row`` cut over the last axis, where tensor parallelism is; ``"column tp"`` and ``"shard 0 1"`` name
-other axes.
+other axes. Of a module both are of its layer, as in tensor parallelism by hand: of what it returns and of its own
+parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopar.planner.dataflow import Dataflow
 from autopar.sharding import ShardingSpec
 
 STYLES = ("replicate", "shard", "column", "row")
+OF_LAYERS = ("column", "row")
 
 
 def is_style(text: str) -> bool:
@@ -105,8 +107,11 @@ def _kept_and_summed(
     rule = flow.rules[node.name]
     if rule is None:
         return None, None
-    taken = {f for p, dims in enumerate(rule.inputs) if p != position for d in dims for f in d}
+    others = [{f for d in dims for f in d} for p, dims in enumerate(rule.inputs) if p != position]
     kept = {f for dims in rule.outputs for d in dims or () for f in d}
+    summed = [factors - kept for factors in others]
+    # A bias has what the product keeps, too: only what the weight is multiplied with takes dims of it.
+    taken = set().union(*(o for o, s in zip(others, summed, strict=True) if s or not any(summed)))
     column = row = None
     for d, name in enumerate(names):
         factor = flow.factor(node, position, d)

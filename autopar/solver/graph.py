@@ -5,6 +5,7 @@ Every change keeps the optimal value. Nodes that leave are recorded on a trail; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
@@ -96,6 +97,15 @@ class Graph:
         """Remaining nodes and options."""
         nodes = self.nodes()
         return len(nodes), sum(len(self.costs[node]) for node in nodes)
+
+    def least(self) -> float:
+        """No choice costs less: the least of each node and of each edge, apart."""
+        nodes, matrices = self.nodes(), {}
+        for node in nodes:
+            matrices.update({id(matrix): matrix for other, matrix in self.neighbours[node].items() if node < other})
+        least = {key: float(matrix.min()) for key, matrix in matrices.items()}
+        ends = (least[id(self.neighbours[u][v])] for u, v in self.pairs())
+        return self.offset + math.fsum(float(self.costs[node].min()) for node in nodes) + math.fsum(ends)
 
     # -- changes ---------------------------------------------------------------------------------------------------
 

@@ -101,9 +101,18 @@ class IlpLimits:
     report: Callable[[float, float], None] | None = None
 
 
-def flow_count(graph: Graph) -> int:
-    """How many flow variables the model of this graph has."""
-    return sum(int(np.isfinite(_together(graph.neighbours[u][v])[0]).sum()) for u, v in graph.pairs())
+def flow_count(graph: Graph, most: float = math.inf) -> int:
+    """How many flow variables the model of this graph has; of more than ``most`` not all are counted."""
+    counts: dict[int, int] = {}
+    total = 0
+    for u, v in graph.pairs():
+        matrix = graph.neighbours[u][v]
+        if id(matrix) not in counts:
+            counts[id(matrix)] = int(np.isfinite(_together(matrix)[0]).sum())
+        total += counts[id(matrix)]
+        if total > most:
+            break
+    return total
 
 
 def _together(matrix: Array) -> tuple[Array, IndexArray, IndexArray]:
@@ -121,7 +130,7 @@ def usage_entries(graph: Graph) -> int:
 
 def is_small(graph: Graph, flows: int) -> bool:
     """Whether the model has at most so many flows, and no more entries of usage than memory and time allow."""
-    return flow_count(graph) <= flows and usage_entries(graph) <= MAX_USAGE_ENTRIES
+    return flow_count(graph, flows) <= flows and usage_entries(graph) <= MAX_USAGE_ENTRIES
 
 
 def magnitude_of(graph: Graph, objective: float) -> float:

@@ -186,7 +186,8 @@ def _solve_flat(
             late = incumbent.seconds() + SEARCHING_SHARE * max(incumbent.seconds_left(), 0.0)
             search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
         _offer_projections(graph, incumbent, warm_starts)
-        if _eliminate(graph, incumbent, AT_ONCE, method):
+        incumbent.raise_bound(graph.least())
+        if incumbent.seconds_left() <= 0 or _eliminate(graph, incumbent, AT_ONCE, method):
             return
         relaxed = False
         if linear.applies(graph, _backend_name(backend)) and not incumbent.proven():

@@ -21,6 +21,7 @@ from autopar._torch import (
     OpOverload,
     changes_arguments,
     is_functionalized,
+    masks_kept,
     without_hooks_left,
 )
 from autopar.errors import AutoparError, CaptureError, InputError
@@ -223,7 +224,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
             without_tables(), averaged_by_count(), experts_by_token(), watched(overridden), packed_by_mask(),
-            clusters_of_all_samples(), covariances(), combinations_by_index(),
+            clusters_of_all_samples(), covariances(), combinations_by_index(), masks_kept(),
             taken_as_passed() as checks, skipping(model, runs) as skipped, without_hooks_left(),
         ):  # fmt: skip
             with kept(model), warnings.catch_warnings():

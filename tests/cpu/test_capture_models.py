@@ -220,6 +220,39 @@ def test_transformer_encoder_layer(norm_first: bool) -> None:
     assert_simulates(layer, x(2, 4, 8))
 
 
+@pytest.mark.parametrize("causal", [None, True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_transformer_encoder_with_a_mask(causal: bool | None, padded: bool) -> None:
+    """Torch looks at a mask's values, unless it is told, only to choose a kernel."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+            return self.encoder(x, mask, padding if padded else None, causal)
+
+    padding = torch.where(torch.arange(5) > 3, -torch.inf, 0.0).double().expand(2, 5).clone()
+    assert_simulates(Net().double(), (x(2, 5, 8), padding))
+
+
+def test_transformer_with_masks() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+            self.register_buffer("mask", torch.rand(5, 5) > 0.8)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            causal = self.net.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
+            return self.net(source, target, src_mask=self.mask, tgt_mask=causal)
+
+    assert_simulates(Net().double(), (x(2, 5, 8), x(2, 4, 8)))
+
+
 def test_encoder_layer_with_dropout_has_no_matrix_of_scores() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
     graph = captured(layer, torch.randn(2, 64, 8)).graph

@@ -88,3 +88,12 @@ def test_a_plan_tells_the_spec_to_which_a_constraint_takes_a_module_s_output(mes
     assert forced
     plan = autopar.plan(model, inputs, mesh=mesh, constraints=constraints)
     assert {n: str(plan.specs[n]) for n in forced} == forced
+
+
+@pytest.mark.parametrize(("style", "spec", "bias"), [("column", "S0RR", "S0"), ("row", "RS0R", "R")])
+def test_column_and_row_of_a_convolution_are_its_channels(style: str, spec: str, bias: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv1d(4, 6, 3), torch.nn.Flatten())
+    plan = autopar.plan(model, torch.randn(4, 4, 8), mesh=2, cluster="dgx-h100", constraints={"0": style})
+    assert (str(plan.specs["0.weight"]), str(plan.specs["0.bias"])) == (spec, bias)
+    by_weight = autopar.plan(model, torch.randn(4, 4, 8), mesh=2, cluster="dgx-h100", constraints={"0.weight": style})
+    assert str(by_weight.specs["0.weight"]) == spec

@@ -2,8 +2,10 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
+import autopar
 from autopar.ops import cross_entropy
 
 OPS = torch.ops.autopar
@@ -74,3 +76,37 @@ def test_the_backward_allocates_its_result_and_little_else():
         max(0, event.self_cpu_memory_usage) for event in profile.events() if event.self_cpu_memory_usage > 0
     )
     assert x.nbytes <= allocated < 1.1 * x.nbytes
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("spec", ["RR", "S0R"])
+@pytest.mark.parametrize("wrong", [12, -3])
+def test_an_index_that_no_class_has_is_an_error_on_any_mesh(spec: str, wrong: int) -> None:
+    ids, labels = torch.randint(0, 12, (2, 4, 4))
+    cut = {"embed.weight": spec, "head.weight": spec}
+    plan = autopar.plan(Words(), (ids, labels), mesh=2, cluster="dgx-h100", constraints=cut)
+    labels[0, 0] = -100
+    assert autopar.simulate(Words(), (ids, labels), plan=plan).outputs.isfinite()
+    for tensor in (ids, labels):
+        kept, tensor[1, 1] = tensor[1, 1].clone(), wrong
+        with pytest.raises(IndexError, match=f"{wrong} is out of bounds: there are 12"):
+            autopar.simulate(Words(), (ids, labels), plan=plan)
+        tensor[1, 1] = kept
+
+
+def test_a_loss_in_chunks_refuses_them_too() -> None:
+    x, table, target = torch.randn(3, 4), torch.randn(300, 4), torch.tensor([1, -100, 300])
+    with pytest.raises(IndexError, match="300 is out of bounds: there are 300"):
+        OPS.linear_nll(x, table, None, target, ignore_index=-100)
+    told = torch.randn(2, 2, 3)
+    OPS.linear_nll_of_parts(told, target, ignore_index=-100, vocabulary=301)
+    with pytest.raises(IndexError, match="there are 300"):
+        OPS.linear_nll_of_parts(told, target, ignore_index=-100, vocabulary=300)

@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.constraints import resolve
+from autopar.planner.constraints import resolve, without
 from autopar.planner.dataflow import Dataflow
 from autopar.planner.styles import weight_dims
 
@@ -65,8 +65,6 @@ def spec_of(graph: Graph, name: str, style: str) -> str:
         ("embed.weight", "shard", "S01R"),
         ("input:ids", "shard", "S01"),
         ("input:ids", "shard dp", "S0"),
-        ("layer", "column", "RS1"),
-        ("layer", "row", "RR"),
         ("layer", "shard dp", "S0R"),
         ("output:0", "shard tp", "S1R"),
         ("mm", "column", "RS1"),  # a node
@@ -84,6 +82,26 @@ def test_shard_takes_the_largest_dim_that_divides_evenly(graph: Graph):
 def test_the_dims_of_a_weight_are_found_through_its_transpose(graph: Graph):
     assert weight_dims(Dataflow(graph), Value("weight")) == (0, 1)
     assert weight_dims(Dataflow(graph), Value("table")) == (1, 0)
+
+
+def test_column_and_row_of_a_module_are_of_its_parameters_too(graph: Graph):
+    column, row = (resolve(graph, MESH, {"layer": style}, {}) for style in ("column", "row"))
+    assert {k: str(s) for k, s in column.placeholders.items()} == {"weight": "S1R", "bias": "S1"}
+    assert [str(s) for s in column.values.values()] == ["RS1"]
+    assert {k: str(s) for k, s in row.placeholders.items()} == {"weight": "RS1", "bias": "R"}
+    assert [str(s) for s in row.values.values()] == ["RR"]
+    with pytest.raises(ConstraintError, match=r"contradict each other on layer\.weight"):
+        resolve(graph, MESH, {"layer": "column", "layer.weight": "row"}, {})
+
+
+def test_other_styles_of_a_module_are_of_what_it_returns(graph: Graph):
+    assert not resolve(graph, MESH, {"layer": "shard"}, {}).placeholders
+
+
+def test_leaving_one_name_out_keeps_the_rest_of_what_covers_it(graph: Graph):
+    kept = without(graph, MESH, {"layer": "column", "embed.*": "row"}, {}, "layer.weight")
+    assert kept == {"layer": "RS1", "layer.bias": "S1", "embed.*": "row"}
+    assert without(graph, MESH, {"*.weight": "S1R"}, {}, "layer.weight") == {"embed.weight": "S1R"}
 
 
 def test_a_glob_gives_each_tensor_its_own_spec(graph: Graph):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from autopar.errors import SolverError
+from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
 from autopar.solver import clock as solver_clock
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
 from autopar.solver.graph import Graph
 from autopar.solver.greedy import frugal_choice, greedy_choice
+from autopar.solver.ilp import flow_count
 from autopar.solver.reductions import reduce
 from autopar.solver.search import Search
 from benchmarks.iopddl import main, read
@@ -149,3 +152,70 @@ def test_a_back_end_that_nobody_knows() -> None:
 
 def test_the_clock_can_be_hurried() -> None:
     assert not solver_clock.hurried()
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> str:
+    instance = {
+        "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1], [2, 3]], "usages": [[1], [2, 1]]},
+        "edges": {"nodes": [[0, 1]], "costs": [[1, 2]]}, "usage_limit": 3,
+    }  # fmt: skip
+    change(instance)
+    return json.dumps({"problem": instance})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"problem": {}}', "no 'nodes'"),
+        (changed(lambda p: p["edges"]["costs"].append([1])), "longer"),
+        (changed(lambda p: p["edges"].update(costs=[[1, 2, 3]])), "shape"),
+        (changed(lambda p: p["edges"].update(nodes=[[0, -1]])), r"nodes \[0, -1\], where there are 2"),
+        (changed(lambda p: p["nodes"]["usages"].pop()), "2 nodes with 2 intervals and 1 usages"),
+        (changed(lambda p: p.update(usage_limit="3 GB")), "3 GB"),
+    ],
+)
+def test_a_file_that_is_no_instance_is_an_error_that_says_why(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=said):
+        read(path)
+
+
+def test_other_files_are_solved_where_one_cannot_be_read(
+    instance: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = tmp_path / "records.json"
+    assert main([str(tmp_path / "none.json"), str(instance), "--time-limit", "5", "--json", str(records)]) == 1
+    assert "none.json: The file cannot be read." in capsys.readouterr().err
+    assert [r["file"] for r in json.loads(records.read_text())] == [instance.name]
+
+
+def test_a_bound_is_known_as_soon_as_a_choice_is(instance: Path) -> None:
+    problem = read(instance)
+    found = solve(problem, time_limit=1e-6)
+    least = sum(cost.min() for cost in problem.costs)
+    assert max(least, 1e-9) <= found.lower_bound <= solve(problem, time_limit=20.0).objective
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_the_least_of_each_part_is_a_bound(problem: Problem) -> None:
+    try:
+        optimum = brute_force(problem).objective
+        graph = Graph(problem)
+        before = graph.least()
+        reduce(graph, WorkBudget(1e9))
+    except InfeasibleError:
+        return
+    assert before <= optimum + 1e-9
+    assert graph.least() <= optimum + 1e-9
+
+
+def test_flows_are_counted_no_further_than_asked() -> None:
+    graph = Graph(hard_problem(20, 4))
+    count = flow_count(graph)
+    assert count == sum(matrix.size for u, v in graph.pairs() for matrix in [graph.neighbours[u][v]])
+    assert count > flow_count(graph, 30) > 30
+    assert flow_count(graph, count) == count

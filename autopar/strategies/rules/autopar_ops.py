@@ -14,7 +14,6 @@ from autopar.strategies.registry import (
     LinearSets,
     LocalArg,
     LocalCall,
-    Lowering,
     Metas,
     Notation,
     autopar,
@@ -88,7 +87,8 @@ rule(autopar.lookup_backward, "... d, ... -> v d", linear=FIRST)
 
 @lowering(autopar.lookup)
 def _lower_lookup(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    return replace_kwargs(node, offset=local_offset(metas[0].shape[0], strategy.inputs[0].dims[0]))
+    rows = metas[0].shape[0]
+    return replace_kwargs(node, offset=local_offset(rows, strategy.inputs[0].dims[0]), vocabulary=rows)
 
 
 @lowering(autopar.lookup_backward)
@@ -111,19 +111,19 @@ rule(autopar.nll, lambda node, metas: f"... v, ..., ...{_weighted(metas, 3)} -> 
 rule(autopar.nll_backward, lambda node, metas: f"..., ... v, ..., ...{_weighted(metas, 4)} -> ... v", linear=FIRST)
 
 
-def _lower_classes(logits: int) -> Lowering:
-    def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-        return replace_kwargs(node, offset=local_offset(metas[logits].shape[-1], strategy.inputs[logits].dims[-1]))
+@lowering(autopar.nll)
+def _lower_nll(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    classes = metas[0].shape[-1]
+    return replace_kwargs(node, offset=local_offset(classes, strategy.inputs[0].dims[-1]), vocabulary=classes)
 
-    return lower
+
+@lowering(autopar.nll_backward)
+def _lower_nll_backward(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    return replace_kwargs(node, offset=local_offset(metas[1].shape[-1], strategy.inputs[1].dims[-1]))
 
 
 def _lower_rows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
     return replace_kwargs(node, offset=local_offset(metas[2].shape[0], strategy.inputs[2].dims[0]))
-
-
-lowering(autopar.nll)(_lower_classes(logits=0))
-lowering(autopar.nll_backward)(_lower_classes(logits=1))
 
 
 # The same with the product that makes the logits. Its summed dim is never cut: logits would be partial sums, and to
@@ -162,7 +162,7 @@ def _told_of_classes(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -
     told = TensorMeta((2, *shape[:-1]), "float64" if metas[0].dtype == "float64" else "float32")
     args = with_operands(node.args)
     summary = ("autopar.linear_nll_part.default", args, (ignored, ("offset", local_offset(classes, axes)), *smoothed))
-    finish = ("autopar.linear_nll_of_parts.default", (Gathered(), args[3]), (ignored,))
+    finish = ("autopar.linear_nll_of_parts.default", (Gathered(), args[3]), (ignored, ("vocabulary", classes)))
     return Combine(summary, (told,), axes, finish)
 
 
