@@ -12,7 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "example:\n  autopar plan gpt2 --mesh 2x4 --cluster dgx-h100 --output plan.json\n"
         "  autopar emit plan.json --output program.py\n\n"
-        "The program is the plan's own: every rank runs these lines on its shards.\n"
+        "A file runs under torchrun with torch alone, as that of plan.emit; standard output has the program by\n"
+        "itself, plan.source. Either may be edited and run in its place: autoparallelize(..., source=FILE).\n"
     )
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="saved by autopar plan --output or plan.save")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default standard output")
@@ -21,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from autopar.plans import Plan
 
-    source = Plan.load(arguments.plan).source
+    plan = Plan.load(arguments.plan)
     if arguments.output is None:
-        print(source, end="")
+        print(plan.source, end="")
         return 0
     check_writable([arguments.output])
-    arguments.output.write_text(source)
-    print(f"{arguments.output}: {source.count(chr(10))} lines")
+    plan.emit(arguments.output)
+    print(f"{arguments.output}: torchrun --nproc-per-node {plan.mesh.size} {arguments.output}")
     return 0

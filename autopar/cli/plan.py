@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
         help="a spec such as S0R, or column, row, shard, replicate; may be repeated",
     )  # fmt: skip
     parser.add_argument("--search", default="joint", help="joint, two-stage, or baseline:NAME (default joint)")
+    parser.add_argument("--solver", default="auto", help="highs, cbc, or another that PuLP knows (default auto)")
     parser.add_argument("--time-limit", type=_seconds, default=16.0, metavar="S", help="for the solver (default 16)")
     if report:
         parser.epilog = EXAMPLES
@@ -112,7 +113,7 @@ def options_of(arguments: argparse.Namespace, progress: Progress | None = None) 
         mesh=mesh_of(arguments.mesh), cluster=arguments.cluster, memory_budget=arguments.memory_budget,
         optimizer=_optimizer(arguments.optimizer), constraints=constraints_of(arguments.constraint),
         mixed_precision=arguments.mixed_precision, search=arguments.search,
-        time_limit=arguments.time_limit, progress=progress,
+        time_limit=arguments.time_limit, solver=arguments.solver, progress=progress,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-from pathlib import Path
 
 import autopar.ops  # noqa: F401  its implementations are copied
 from autopar.codegen import standalone
@@ -12,12 +11,9 @@ from autopar.codegen.bundle import bundled
 from autopar.codegen.emit import REGISTERS
 
 
-def write(source: str, path: str | Path, *, kernels: bool = False) -> Path:
-    """Write the program of ``source`` with everything that it calls, Triton ``kernels`` too where it runs some.
-
-    Returns:
-        The path.
-    """
+def text_of(source: str, name: str, *, kernels: bool = False) -> str:
+    """A file of this ``name``: the program of ``source`` with everything that it calls, Triton ``kernels`` too where it
+    runs some."""
     tree = ast.parse(source)
     first = next(s for s in tree.body if isinstance(s, ast.FunctionDef))
     lines = source.splitlines(keepends=True)
@@ -26,7 +22,7 @@ def write(source: str, path: str | Path, *, kernels: bool = False) -> Path:
     processes = math.prod(ast.literal_eval(mesh)[0])
     usage = (
         "\nRun it with torch alone:\n\n"
-        f"    torchrun --nproc-per-node {processes} {Path(path).name} --state model.pt --batch batch.pt --out out.pt\n"
+        f"    torchrun --nproc-per-node {processes} {name} --state model.pt --batch batch.pt --out out.pt\n"
     )
     body = "".join(lines[first.lineno - 1 :])
     support, program = bundled(body, standalone, kernels=kernels)
@@ -36,7 +32,7 @@ def write(source: str, path: str | Path, *, kernels: bool = False) -> Path:
     plain, chosen = imports[: imports.index("\nfrom ")], imports[imports.index("\nfrom ") :]
     imports = "\n".join(sorted({*plain.splitlines(), *own})) + chosen
     others = "".join(line for line in lines[: first.lineno] if REGISTERS in line and "autopar" not in line)
-    text = "\n".join([
+    return "\n".join([
         f'"""{doc.rstrip()}\n{usage}"""\n\n# ruff: noqa\nfrom __future__ import annotations\n',
         f"{imports}\n{others}\naten = torch.ops.aten\n\n",
         program.rstrip(),
@@ -44,6 +40,3 @@ def write(source: str, path: str | Path, *, kernels: bool = False) -> Path:
         definitions,
         '\n\nif __name__ == "__main__":\n    main(globals())\n',
     ])  # fmt: skip
-    target = Path(path)
-    target.write_text(text)
-    return target

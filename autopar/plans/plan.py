@@ -185,8 +185,15 @@ class Plan:
         """What each stream does as a ``matplotlib.figure.Figure``."""
         return figures.timeline_figure(self)
 
-    def diff(self, other: Plan) -> str:
-        """What differs between two plans: mesh, predictions, memory, collectives, specs, and what is kept."""
+    def diff(self, other: object) -> str:
+        """What differs between two plans: mesh, predictions, memory, collectives, specs, and what is kept.
+
+        Raises:
+            PlanError: ``other`` is no plan.
+        """
+        if not isinstance(other, Plan):
+            hint = "load the other one: Plan.load(path)."
+            raise PlanError("A plan is compared with another plan.", found=repr(other)[:80], hint=hint)
         return differences(self, other)
 
     def sampler(
@@ -236,10 +243,13 @@ class Plan:
         ``torchrun --nproc-per-node N step.py --state model.pt --batch batch.pt --out out.pt`` takes one step and writes
         outputs and gradients; without files it takes random values. Triton kernels of the plan are in it; where there
         is no triton, and on CPUs, the eager code beside them runs.
+
+        Raises:
+            PlanError: the file cannot be written.
         """
         codegen = importlib.import_module("autopar.codegen.write")  # codegen knows plans, so plans do not import it
-        written: Path = codegen.write(self.source, path, kernels=bool(self.kernels))
-        return written
+        _write(path, codegen.text_of(self.source, Path(path).name, kernels=bool(self.kernels)))
+        return Path(path)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; docs/reference/plan-format.md describes it.

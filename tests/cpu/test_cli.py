@@ -105,7 +105,8 @@ def test_a_report_a_plan_a_program_and_a_difference(capsys, tmp_path):
     assert main(["diff", str(first), str(other)]) == 0
     assert "0.weight" in capsys.readouterr().out
     assert main(["emit", str(first), "--output", str(program)]) == 0
-    assert program.read_text() == Plan.load(first).source
+    assert program.read_text() == Plan.load(first).emit(program).read_text() != Plan.load(first).source
+    assert f"torchrun --nproc-per-node 2 {program}" in capsys.readouterr().out
     assert main(["emit", str(first)]) == 0
     assert "def backward(rank, inputs):" in capsys.readouterr().out
 
@@ -224,3 +225,10 @@ def test_meshes_and_constraints_are_read_as_they_are_written():
     for text in ("2,tp=4", "two", "dp=x", ""):
         with pytest.raises(AutoparError, match="--mesh is no shape"):
             mesh_of(text)
+
+
+def test_the_solver_is_chosen_by_one_argument(capsys):
+    arguments = ["plan", f"{__name__}:small", "--mesh", "2", "--cluster", "cpu-2", "--solver"]
+    assert main([*arguments, "cbc"]) == 0
+    assert main([*arguments, "none"]) == 1
+    assert "There is no solver 'none' here." in capsys.readouterr().err

@@ -227,3 +227,10 @@ def test_files_that_cannot_be_written_or_read_are_named_errors(plan, tmp_path):
     for name, said in {"bytes": "cannot be read", "list.json": "no autopar plan", "nosuch": "cannot be read"}.items():
         with pytest.raises(PlanError, match=said):
             Plan.load(tmp_path / name)
+
+
+def test_what_is_no_plan_and_no_place_for_a_file_are_told(plan, tmp_path):
+    with pytest.raises(PlanError, match="compared with another"):
+        plan.diff("plan.json")
+    with pytest.raises(PlanError, match="cannot be written"):
+        plan.emit(tmp_path / "none" / "step.py")
