@@ -121,6 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--solution", type=Path, help="write the strategy of each node of the last file")
     parser.add_argument("--json", type=Path, help="write all the records")
     options = parser.parse_args(arguments)
+    for place in filter(None, (options.solution, options.json)):
+        if not place.parent.is_dir():
+            parser.error(f"there is no folder for {place}")
     records, failed = [], False
     print(f"{'file':<16}{'cost':>18}{'bound':>20}{'gap':>9}{'seconds':>9}  back end")
     for path in options.files:

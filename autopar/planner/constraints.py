@@ -180,7 +180,7 @@ def module_outputs(graph: Graph) -> dict[str, Node]:
 def _names_nothing(pattern: str, names: Mapping[str, object]) -> ConstraintError:
     near = difflib.get_close_matches(pattern, list(names), n=4, cutoff=0.4)
     return ConstraintError(
-        f"The constraint {pattern!r} names nothing in the model.",
+        f"{pattern!r} names nothing in the model.",
         found=f"{len(names)} names, none of which matches",
         hint=f"the nearest are {', '.join(near)}." if near else "see plan.specs for the names.",
     )

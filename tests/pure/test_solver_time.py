@@ -219,3 +219,9 @@ def test_flows_are_counted_no_further_than_asked() -> None:
     assert count == sum(matrix.size for u, v in graph.pairs() for matrix in [graph.neighbours[u][v]])
     assert count > flow_count(graph, 30) > 30
     assert flow_count(graph, count) == count
+
+
+def test_a_solution_that_could_not_be_written_is_told_before_anything_is_solved(instance: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(instance), "--solution", str(tmp_path / "none" / "solution.json")])
+    assert ended.value.code == 2
