@@ -37,7 +37,10 @@ STARTS = 3
 SMALLEST_S = 5.0
 EQUAL = 1e-12
 """Relative difference of objectives that is none."""
-LESS, MUCH_LESS = 0.01, 0.16
+SMALLEST_MOST = 1000
+"""Variables up to which the smallest peak is looked for to the byte."""
+LESS = (0.16, 0.04, 0.01)
+"""Shares of a peak by which the next one is smaller, as long as there is such a one."""
 
 Open = Sequence["tuple[int, ...] | None"]
 """The options of each variable that are still open; None where all are."""
@@ -170,14 +173,18 @@ class CheckpointSearch:
         return [*sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]]
 
     def smallest(self, deadline: float) -> Checkpointed:
-        """The choice of the smallest peak that was found: by rules, then each smaller than the last, by ever less."""
+        """The choice of the smallest peak that was found: by rules, then each smaller than the last, by ever less; of
+        small problems by a byte in the end, so that none is smaller."""
         choice = self._smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
-        best, less = self._checkpointed(choice), MUCH_LESS
-        while now() < deadline:
-            smaller = self._search(best.memory.peak_bytes * (1 - less), deadline, [best.solution.choice])
-            if smaller is None and less == LESS:
-                break
-            best, less = smaller or best, less if smaller else max(less / 4, LESS)
+        best = self._checkpointed(choice)
+        exact = len(self.decisions.variables) <= SMALLEST_MOST
+        for less in (*LESS, 0.0) if exact else LESS:
+            while now() < deadline:
+                budget = min(best.memory.peak_bytes * (1 - less), best.memory.peak_bytes - 1)
+                smaller = self._search(budget, deadline, [best.solution.choice])
+                if smaller is None:
+                    break
+                best = smaller
         return best
 
     def _smallest_by_rules(self) -> Sequence[int]:
