@@ -279,8 +279,9 @@ class Objective:
     # The minimum.
 
     def minimize(
-        self, asked: Problem, solve: Solve, gap: float, known: Sequence[Sequence[int]] = (), most: int = MOST_SOLVES
-    ) -> Solution:
+        self, asked: Problem, solve: Solve, gap: float, known: Sequence[Sequence[int]] = (), most: int = MOST_SOLVES,
+        late: Callable[[], bool] = lambda: False,
+    ) -> Solution:  # fmt: skip
         """The best choice under F within ``asked``'s usages and limit, with a bound on F.
 
         Args:
@@ -289,6 +290,7 @@ class Objective:
             gap: relative, at which no more weights are tried.
             known: choices that tell where to begin.
             most: weights that are tried.
+            late: whether there is no time for other weights.
         """
         points = [self.point(choice) for choice in known]
         weights = self.weights if not points else self._towards(self._highest(points)[1])
@@ -302,7 +304,7 @@ class Objective:
             if at.lower_bound > bound:
                 bound, self.weights = at.lower_bound, weights
             best = _better(best, replace(at, objective=self._seconds(point)))
-            if best.objective - bound <= gap * best.objective or turn == most - 1:
+            if best.objective - bound <= gap * best.objective or turn == most - 1 or late():
                 break
             ceiling, highest = self._highest(points)
             last, weights = weights, self._towards(highest)

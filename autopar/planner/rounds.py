@@ -60,6 +60,7 @@ class Rounds:
         hideable_s: beside which transfers of the host hide, in so many parts of the forward.
         free: the optimum without a budget.
         weighted_s: what the last choice costs under the weights for which it was found.
+        reweigh: whether weights are looked for under rows too.
     """
 
     graph: Graph
@@ -77,6 +78,7 @@ class Rounds:
     hiding_parts: int = 1
     free: Result | None = None
     weighted_s: float = math.inf
+    reweigh: bool = False
     _rows: Rows | None = None
 
     @property
@@ -139,9 +141,9 @@ class Rounds:
             self.prices_of_memory, self.basis, self.weighted_s = found.usage_prices, found.basis, found.objective
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
-        # Under rows, each solve of which takes long, the weights that are best without them will do.
-        known, most = ((), 1) if rows else (self.seeds, MOST_SOLVES)
-        return self.objective.minimize(asked, solve_from, self.options.gap, known, most)
+        # Under rows, each solve of which takes long, the weights that are best without them will do at first.
+        known, most = ((), 1) if rows and not self.reweigh else (self.seeds, MOST_SOLVES)
+        return self.objective.minimize(asked, solve_from, self.options.gap, known, most, lambda: now() > deadline)
 
     def _say_gap(self, found: TraceEntry) -> None:
         if math.isfinite(found.objective) and found.objective > 0:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, PlanError, SolverError
 from autopar.ir import Graph
@@ -30,13 +31,15 @@ from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Solution, UsagePrices, evaluate
+from autopar.solver import Solution, UsagePrices, evaluate, sum_of_least
 from autopar.solver.clock import now
 from autopar.strategies import find_rule, missing_rule
 
-TIGHTEN_ROUNDS = 12
+TIGHTEN_ROUNDS, ALONE_ROUNDS = 12, 40
 ROUND_SHARE = 0.5
 """Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
+SMALL_SHARE = 0.25
+"""Of the time left, for each round of a small problem, which ends when its time is up."""
 ROUND_LONGER = 1.6
 """Times what the last round took, the next one has at least, where so much is left."""
 FEW_ROUNDS_SHARE = 0.2
@@ -60,6 +63,8 @@ SECOND_STAGE_GAP = 0.02
 """Where the joint search leaves more of its weighted problem open, the rest of the time goes to what is known."""
 SECOND_STAGE_MOST = 2000
 """Variables of the joint problem up to which: the moments of more take longer than they are worth."""
+AGAIN_SHARE = 0.5
+"""Of the time left, for a plan whose gap is wide once more."""
 EXACT_MOST = 200
 """Up to so many the exact search also breaks ties on one device."""
 MOST_EXPOSED = 5e-3
@@ -176,6 +181,13 @@ def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
     return tuple(notices)
 
 
+class _Until(NamedTuple):
+    """When all rounds end, and the next one."""
+
+    all: float
+    one: float
+
+
 @dataclass
 class _Search(Rounds):
     """The rounds that lead to a plan.
@@ -277,8 +289,11 @@ class _Search(Rounds):
         self.seeds = ()
         began = now()
         result = self._within_budget(deadline, JOINT_SHARE)
-        if result is None or 1 - self.bound / result.solution.objective > SECOND_STAGE_GAP:
+        barred = result is None and self._is_barred()
+        if not barred and (result is None or 1 - self.bound / result.solution.objective > SECOND_STAGE_GAP):
             result = self._from_what_is_known(result, keeping, checkpoints, deadline, now() - began)
+        if result is not None and self._leaves_much_open(result) and now() < deadline:
+            result = self._again(result, deadline)
         if result is None and self.baseline:
             return None
         late = now() > deadline
@@ -289,8 +304,29 @@ class _Search(Rounds):
             self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
             if self.baseline:
                 return None
-            raise self._infeasible(result, late=late or now() > deadline)
+            raise self._infeasible(result, late=late or now() > deadline, barred=barred)
         return result
+
+    def _leaves_much_open(self, result: Result) -> bool:
+        """Whether the gap is wide, of a problem that is small enough for more rounds, with reruns among its choices."""
+        variables = self.decisions.variables
+        wide = 1 - self.bound / result.solution.objective > SECOND_STAGE_GAP
+        return wide and len(variables) <= SECOND_STAGE_MOST and any(v.kind == "hold" for v in variables)
+
+    def _again(self, best: Result, deadline: float) -> Result:
+        """Once more from ``best`` with the weights of the paths that it shows, and setting aside what rows do not see
+        for the options behind it alone, which takes more rounds."""
+        self.say("over the budget: weights and rows anew")
+        self.reweigh, self.seeds = True, (best.solution.choice,)
+        found = self._within_budget(deadline, AGAIN_SHARE, alone=True)
+        self.reweigh = False
+        if found is not None and found.solution.objective < best.solution.objective:
+            best = found
+        return replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
+
+    def _is_barred(self) -> bool:
+        """Whether what is held at the least, whatever is chosen, is over the budget."""
+        return sum_of_least(self.problem(self.first_rows(), self.budget)) > self.budget
 
     @cached_property
     def baseline(self) -> str:
@@ -329,7 +365,8 @@ class _Search(Rounds):
             if kept is not None and (best is None or kept.solution.objective < best.solution.objective):
                 return replace(kept, solution=_bounded(kept.solution, self.bound, self.options.gap))
             self.objective, self.seeds = with_reruns, ()
-        if len(self.decisions.variables) <= SECOND_STAGE_MOST:
+        needed = best is None and not self.baseline
+        if len(self.decisions.variables) <= SECOND_STAGE_MOST and (needed or now() < deadline):
             best = self._better(best, checkpoints.within(self.budget, deadline))
         return best and replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
 
@@ -391,7 +428,8 @@ class _Search(Rounds):
         return replace(better, solution=_bounded(better.solution, bound, self.options.gap))
 
     def _within_budget(
-        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None
+        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None,
+        alone: bool = False,
     ) -> Result | None:  # fmt: skip
         """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
         (redistributed copies and what an op holds while it runs); or with the shardings of the first choice, where
@@ -403,22 +441,17 @@ class _Search(Rounds):
         joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
         exposed: Result | None = None
         mended: Result | None = None
-        turns_exposed, began, over = 0, now(), math.inf
-        for turn in range(TIGHTEN_ROUNDS):
-            took, began = now() - began, now()
-            left = deadline - began
-            if turn and took > left:
-                if mended is not None:
-                    break
-                last = self.latest - (0.0 if self.baseline else RESCUE_TIMES * took)
-                if over > NEARLY_OVER * self.budget or took > last - began:
-                    break
-                deadline, left = last, last - began
-            share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0))) if turn else ROUND_SHARE
-            result = self._in_rows(rows, _in(share, deadline), warm)
+        turns_exposed, took, over = 0, 0.0, math.inf
+        for _ in range(ALONE_ROUNDS if alone else TIGHTEN_ROUNDS):
+            until = self._next_round(deadline, took, over if mended is None else math.inf)
+            if until is None:
+                break
+            began, deadline = now(), until.all
+            result = self._in_rows(rows, until.one, warm)
+            took = now() - began
             if result is None:
                 break
-            if not any(rows.unseen.values()):
+            if not any(rows.unseen.values()) and not rows.behind:
                 bound = max(bound, result.solution.lower_bound)
                 self.bound = bound if joint else self.bound
             over = result.memory.peak_bytes - self.budget
@@ -434,16 +467,30 @@ class _Search(Rounds):
                 continue
             warm = result.solution.choice
             self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
-            if not rows.tighten(warm, result.program, result.memory.timeline, self.budget):
+            if not rows.tighten(warm, result.program, result.memory.timeline, self.budget, alone=alone):
                 break
-            if joint and mended is None:
-                mended = kept_anew(self, rows.copied(), result, min(deadline, 2 * now() - began))
+            if joint and not alone and mended is None:
+                mended = kept_anew(self, rows.copied(), result, min(deadline, now() + took))
                 if mended and _bounded(mended.solution, result.solution.objective, self.options.gap).proven:
                     break  # all that another round could gain
-            if now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
+            if not alone and now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
                 rows.level()
         found = exposed or mended
         return found and replace(found, solution=_bounded(found.solution, bound, self.options.gap))
+
+    def _next_round(self, deadline: float, took: float, over: float) -> _Until | None:
+        """Until when it may take; None where there is no time for one. ``over``: by how many bytes the last one, which
+        ``took`` so long, was over the budget."""
+        began, left = now(), deadline - now()
+        if len(self.decisions.variables) <= SECOND_STAGE_MOST:  # ends when its time is up
+            return _Until(deadline, _in(SMALL_SHARE, deadline)) if left > 0 or not took else None
+        if took > left:
+            deadline = self.latest - (0.0 if self.baseline else RESCUE_TIMES * took)
+            left = deadline - began
+            if over > NEARLY_OVER * self.budget or took > left:
+                return None
+        share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0)))
+        return _Until(deadline, _in(share, deadline))
 
     def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> Result | None:
         """The best choice of ``rows``; the solver may find none near the smallest limit, and then begins with the one
@@ -483,16 +530,17 @@ class _Search(Rounds):
         rows = Rows(self.decisions, self.options)
         best = of_smallest_peak(self, rows, deadline)
         if best.memory.peak_bytes <= self.budget:
-            return self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
-        return best
+            best = self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
+        # A bound of other limits is none within this one.
+        return replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
 
-    def _infeasible(self, smallest: Result, *, late: bool) -> InfeasibleError:
+    def _infeasible(self, smallest: Result, *, late: bool, barred: bool = False) -> InfeasibleError:
         leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)
         least = min(smallest.memory.peak_bytes, math.inf if leanest is None else leanest.peak_bytes)
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
         more = "more time may find smaller ones: time_limit=...; " if late else ""
         return InfeasibleError(
-            f"No plan {'was found in time that ' if late else ''}fits the memory budget.",
+            f"No plan {'was found in time that ' if late and not barred else ''}fits the memory budget.",
             found=f"a budget of {_text(self.budget)} a device on mesh {self.decisions.mesh}",
             hint=f"the smallest budget that works{' so far' if late else ''} is {_text(least)}: "
             f"memory_budget={math.ceil(least)}; {more}"
