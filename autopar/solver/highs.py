@@ -47,7 +47,7 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         solver.cbMipInterrupt.subscribe(_interrupt)
     if limits.report is not None:
         _report_progress(solver, model, limits)
-    solver.run()
+    _run(highspy, solver)
     return _read(highspy, solver, model)
 
 
@@ -80,7 +80,7 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     size = len(model.cost), len(model.row_lower)
     if start is not None and (start.nodes, start.size) == (model.nodes, size):
         solver.setBasis(start.status)
-    solver.run()
+    _run(highspy, solver)
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
         raise InfeasibleError("No choice is allowed.", found="a linear program without a solution")
@@ -90,6 +90,14 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     values, reduced, duals = (np.array(a) for a in (found.col_value, found.col_dual, found.row_dual))
     basis = Basis(model.nodes, size, solver.getBasis())
     return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals, basis)
+
+
+def _run(highspy: Any, solver: Any) -> None:
+    """One thread; or, where others use HiGHS in this process, the threads that it has for them, of which one works:
+    their number is one for all, and HiGHS refuses another."""
+    if solver.run() == highspy.HighsStatus.kError and solver.getModelStatus() == highspy.HighsModelStatus.kNotset:
+        solver.setOptionValue("threads", 0)
+        solver.run()
 
 
 def _options(limits: IlpLimits) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
+from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, highs, solve
 from autopar.solver import clock as solver_clock
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
@@ -142,6 +144,27 @@ def test_back_ends_by_their_names(backend: str) -> None:
     problem = hard_problem(14, 4, limit_share=0.6)
     best = solve(problem, gap=0.0).objective
     assert solve(problem, gap=0.0, backend=backend).objective == pytest.approx(best)
+
+
+@pytest.mark.skipif(not highs.is_installed(), reason="needs HiGHS")
+def test_highs_may_have_other_threads_in_this_process() -> None:
+    """Their number is one for the whole process, and HiGHS refuses to run with another."""
+    script = """
+import highspy, numpy as np
+from autopar.solver import solve
+from tests.pure.test_solver import hard_problem
+theirs = highspy.Highs()
+for name, value in (("threads", 2), ("output_flag", False)):
+    theirs.setOptionValue(name, value)
+column = theirs.addVariable(lb=0, ub=1)
+theirs.minimize(column)
+problem = hard_problem(14, 4, limit_share=0.6)
+print(solve(problem, gap=0.0, backend="highs").objective)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    best = solve(hard_problem(14, 4, limit_share=0.6), gap=0.0).objective
+    assert float(done.stdout.split()[-1]) == pytest.approx(best)
 
 
 def test_a_back_end_that_nobody_knows() -> None:
