@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import math
+import os
+import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +37,7 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         raise SolverError(
             "The HiGHS back end is not installed.", hint="pip install highspy, or backend='cbc'"
         ) from error
+    begin()
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(limits).items():
         solver.setOptionValue(name, value)
@@ -70,6 +75,7 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     """
     import highspy
 
+    begin()
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(IlpLimits(seconds, 0.0)).items():
         solver.setOptionValue(name, value)
@@ -90,6 +96,30 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     values, reduced, duals = (np.array(a) for a in (found.col_value, found.col_dual, found.row_dual))
     basis = Basis(model.nodes, size, solver.getBasis())
     return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals, basis)
+
+
+@cache
+def begin() -> None:
+    """Makes the first solver of this process. HiGHS 1.16 greets then on the standard output, where the user's own lines
+    or JSON are, before it can be told not to; and the first run says how many threads all others have: one."""
+    import highspy
+
+    try:
+        sys.stdout.flush()
+        shown = os.dup(1)
+    except (OSError, ValueError, AttributeError):  # closed, or none
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+            for name, value in _options(IlpLimits(1.0, 0.0)).items():
+                solver.setOptionValue(name, value)
+            solver.run()
+        finally:
+            ctypes.CDLL(None).fflush(None)  # into nowhere, not later
+            os.dup2(shown, 1)
+            os.close(shown)
 
 
 def _run(highspy: Any, solver: Any) -> None:

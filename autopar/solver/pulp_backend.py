@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import SolverError
+from autopar.solver import highs
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array
 
@@ -81,6 +82,8 @@ def _as_pulp(pulp: Any, model: Model, start: Array | None) -> tuple[Any, list[An
 def _solve_named(
     pulp: Any, problem: Any, variables: list[Any], model: Model, limits: IlpLimits, name: str
 ) -> IlpResult:
+    if highs.is_installed():
+        highs.begin()
     problem.solve(pulp.getSolver(name, msg=False, timeLimit=max(limits.seconds, 1.0), gapRel=limits.gap))
     return _read(pulp, problem, variables, model, -math.inf, limits)
 

@@ -126,7 +126,7 @@ def test_an_error_inside_what_the_program_calls_names_the_module_that_called(tmp
     model, ids, path = Looking(), torch.tensor([[0, 4], [1, 2]]), tmp_path / "step.py"
     plan = autopar.plan(model, (ids,), mesh=(1,))
     text = plan.emit(path).read_text() if emitted else plan.source
-    path.write_text(text.replace("ids)  #", 'ids, offset="first")  #'))
+    path.write_text(text.replace("vocabulary=5)", 'vocabulary=5, offset="first")'))
     parallel = autopar.autoparallelize(model, (ids,), plan=plan, source=path)
     with pytest.raises((TypeError, RuntimeError)) as raised:
         parallel(ids)
