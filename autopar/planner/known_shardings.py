@@ -24,7 +24,7 @@ GAP, GAP_ANEW = 0.01, 1e-3
 
 ROOM = 0.1
 """Of the budget, set aside everywhere where the first that fits will do. Programs of 70B, 175B and 405B hold up to 7%
-more than their first rows say; what fits in a tenth less costs up to 1.2% more."""
+more than their first rows say; what fits in a tenth less costs up to 1.1% more."""
 
 
 def kept_as_sharded(
@@ -50,9 +50,13 @@ def kept_as_sharded(
             continue
         tried.add(still)
         found = _kept_roomily(rounds, still, until) if first else fitting(rounds, rounds.first_rows(), still, until)
-        if found is not None and (best is None or found.solution.objective < best.solution.objective):
-            best = found
+        best = cheapest(best, found)
     return best
+
+
+def cheapest(*results: Result | None) -> Result | None:
+    """Of those that were found."""
+    return min((r for r in results if r is not None), key=lambda r: r.solution.objective, default=None)
 
 
 def _kept_roomily(rounds: Rounds, still: Open, until: float) -> Result | None:
@@ -64,8 +68,8 @@ def _kept_roomily(rounds: Rounds, still: Open, until: float) -> Result | None:
 
 
 def kept_anew(rounds: Rounds, rows: Rows, result: Result, until: float) -> Result | None:
-    """The shardings of ``result``, which is over the budget, with other ways to keep, recompute and offload that are
-    not: for less than another round with all that is open."""
+    """The shardings of ``result``, which is over the budget, with values kept, recomputed and offloaded in other ways
+    that fit: less work than another round with all that is open."""
     still = tuple(sharded_as(rounds.decisions, result.solution.choice, rounds.decisions))
     found = fitting(rounds, rows, still, until, most=ROUNDS_ANEW, gap=GAP_ANEW, level=True)
     return found and replace(found, solution=replace(found.solution, method=f"{result.solution.method}; kept anew"))

@@ -18,7 +18,7 @@ from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
 from autopar.planner.garbage import collected_later
-from autopar.planner.known_shardings import kept_anew, kept_as_sharded
+from autopar.planner.known_shardings import cheapest, kept_anew, kept_as_sharded
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -60,7 +60,7 @@ KEEPING_SHARE = 0.3
 SMALLEST_SHARE = 0.25
 """Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
 SECOND_STAGE_GAP = 0.02
-"""Where the joint search leaves more of its weighted problem open, the rest of the time goes to what is known."""
+"""A wider gap is left to what is known and, of small problems, to further rounds."""
 SECOND_STAGE_MOST = 2000
 """Variables of the joint problem up to which: the moments of more take longer than they are worth."""
 AGAIN_SHARE = 0.5
@@ -290,7 +290,7 @@ class _Search(Rounds):
         began = now()
         result = self._within_budget(deadline, JOINT_SHARE)
         barred = result is None and self._is_barred()
-        if not barred and (result is None or 1 - self.bound / result.solution.objective > SECOND_STAGE_GAP):
+        if not barred and (result is None or self._is_wide(result.solution.objective)):
             result = self._from_what_is_known(result, keeping, checkpoints, deadline, now() - began)
         if result is not None and self._leaves_much_open(result) and now() < deadline:
             result = self._again(result, deadline)
@@ -307,11 +307,15 @@ class _Search(Rounds):
             raise self._infeasible(result, late=late or now() > deadline, barred=barred)
         return result
 
+    def _is_wide(self, seconds: float) -> bool:
+        """Whether the gap of what costs so many seconds is."""
+        return 1 - self.bound / seconds > SECOND_STAGE_GAP
+
     def _leaves_much_open(self, result: Result) -> bool:
         """Whether the gap is wide, of a problem that is small enough for more rounds, with reruns among its choices."""
         variables = self.decisions.variables
-        wide = 1 - self.bound / result.solution.objective > SECOND_STAGE_GAP
-        return wide and len(variables) <= SECOND_STAGE_MOST and any(v.kind == "hold" for v in variables)
+        small = len(variables) <= SECOND_STAGE_MOST and any(v.kind == "hold" for v in variables)
+        return small and self._is_wide(result.solution.objective)
 
     def _again(self, best: Result, deadline: float) -> Result:
         """Once more from ``best`` with the weights of the paths that it shows, and setting aside what rows do not see
@@ -320,8 +324,7 @@ class _Search(Rounds):
         self.reweigh, self.seeds = True, (best.solution.choice,)
         found = self._within_budget(deadline, AGAIN_SHARE, alone=True)
         self.reweigh = False
-        if found is not None and found.solution.objective < best.solution.objective:
-            best = found
+        best = cheapest(best, found) or best
         return replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
 
     def _is_barred(self) -> bool:
@@ -351,14 +354,14 @@ class _Search(Rounds):
             known = (*(r.choice for r in lean_first), known[0])
             until = deadline = _in(JOINT_SHARE, self.latest)
         found = [joint, kept_as_sharded(self, keeping, known, until, first=rescuing)]
-        if joint is not None and 1 - self.bound / self.weighted_s <= SECOND_STAGE_GAP:
-            least = min((r for r in found if r is not None), key=lambda r: r.solution.objective)
-            return replace(least, solution=_bounded(least.solution, self.bound, self.options.gap))
+        if joint is not None and not self._is_wide(self.weighted_s):
+            least = cheapest(*found)
+            return least and replace(least, solution=_bounded(least.solution, self.bound, self.options.gap))
         if joint is None:
             self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
             self.seeds += tuple(r.solution.choice for r in found if r is not None)
             found.append(self._within_budget(deadline, JOINT_SHARE) if self.seeds and now() < deadline else None)
-        best = min((r for r in found if r is not None), key=lambda r: r.solution.objective, default=None)
+        best = cheapest(*found)
         if now() < deadline:
             with_reruns, self.objective, self.seeds = self.objective, keeping, tuple(r.choice for r in self.rivals)
             kept = self._within_budget(deadline, KEEPING_SHARE)

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -98,16 +99,27 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals, basis)
 
 
-@cache
+_beginning = threading.Lock()
+
+
 def begin() -> None:
-    """Makes the first solver of this process. HiGHS 1.16 greets then on the standard output, where the user's own lines
-    or JSON are, before it can be told not to; and the first run says how many threads all others have: one."""
+    """Makes the first solver of this process, where HiGHS is installed. HiGHS 1.16 greets then on the standard output,
+    where the user's own lines or JSON are, before it can be told not to; and the first run says how many threads all
+    others have: one."""
+    with _beginning:  # two at once would take each other's silence for the output
+        _begin()
+
+
+@cache
+def _begin() -> None:
+    if not is_installed():
+        return
     import highspy
 
     try:
         sys.stdout.flush()
-        shown = os.dup(1)
-    except (OSError, ValueError, AttributeError):  # closed, or none
+        flush, shown = ctypes.CDLL(None).fflush, os.dup(1)
+    except (OSError, ValueError, AttributeError, TypeError):  # closed, or none; or no C library by that name
         return
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -117,7 +129,7 @@ def begin() -> None:
                 solver.setOptionValue(name, value)
             solver.run()
         finally:
-            ctypes.CDLL(None).fflush(None)  # into nowhere, not later
+            flush(None)  # into nowhere, not later
             os.dup2(shown, 1)
             os.close(shown)
 

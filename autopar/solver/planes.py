@@ -29,8 +29,7 @@ def highest_point(constants: Sequence[float], slopes: Sequence[Array], ranges: S
         for constant, slope in zip(constants, slopes, strict=True):
             plane = pulp.lpSum(float(s) / scale * w for s, w in zip(slope, weights, strict=True))
             model += top - plane <= constant / scale
-        if highs.is_installed():
-            highs.begin()
+        highs.begin()
         model.solve(pulp.HiGHS(msg=False) if highs.is_installed() else pulp.PULP_CBC_CMD(msg=False))
     found = np.array([max(float(w.value() or 0.0), 0.0) for w in weights])
     for among in ranges:

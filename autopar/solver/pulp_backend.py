@@ -82,8 +82,7 @@ def _as_pulp(pulp: Any, model: Model, start: Array | None) -> tuple[Any, list[An
 def _solve_named(
     pulp: Any, problem: Any, variables: list[Any], model: Model, limits: IlpLimits, name: str
 ) -> IlpResult:
-    if highs.is_installed():
-        highs.begin()
+    highs.begin()
     problem.solve(pulp.getSolver(name, msg=False, timeLimit=max(limits.seconds, 1.0), gapRel=limits.gap))
     return _read(pulp, problem, variables, model, -math.inf, limits)
 
