@@ -119,14 +119,14 @@ def _channels(statistic: Tensor, x: Tensor) -> Tensor:
     return statistic.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _batch_moments(x: Tensor) -> Tensor:
+def _own_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     wide, dims = x.to(accumulation_dtype(x.dtype)), [d for d in range(x.dim()) if d != 1]
     mean = wide.sum(dims) / (x.numel() // x.shape[1])
-    return torch.stack([mean, ((wide - _channels(mean, x)) ** 2).sum(dims)])
+    return mean, ((wide - _channels(mean, x)) ** 2).sum(dims)
 
 
 def _batch_var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    mean, deviations = _batch_moments(x).unbind()
+    mean, deviations = _own_moments(x)
     return deviations / (x.numel() // x.shape[1]), mean
 
 
@@ -164,7 +164,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     autopar.nll_backward.default: _nll_backward,
     autopar.lookup.default: _lookup,
     autopar.dropout.default: _dropout,
-    autopar.batch_moments.default: _batch_moments,
+    autopar.batch_moments.default: lambda x: torch.stack(_own_moments(x)),
     autopar.batch_var_mean.default: _batch_var_mean,
     autopar.batch_norm.default: _batch_norm,
     autopar.interpolate.default: _whole,

@@ -114,9 +114,9 @@ def results(
         return tuple(_view(node, operands[0], shape) for shape in shapes), True
     rule = find_rule(node)
     if node.packet in KEEPS_STRIDES and node.kwarg("memory_format") != "torch.contiguous_format":
-        return tuple(_like(operands[:1], shape) for shape in shapes), False
+        return tuple(like(operands[:1], shape) for shape in shapes), False
     if node.packet.startswith("aten.") and rule is not None and rule.elementwise:
-        return tuple(_like(operands, shape) for shape in shapes), False
+        return tuple(like(operands, shape) for shape in shapes), False
     return tuple(map(contiguous, shapes)), False
 
 
@@ -187,7 +187,7 @@ def _order(name: str, node: Node, ndim: int) -> list[int]:
     return order
 
 
-def _like(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
+def like(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
     """What a pointwise op makes: dense, its dims in the order of its operands' strides. As ``TensorIterator``."""
     full = [_broadcast(x, shape) for x in operands]
     if all(x.is_contiguous for x in full if x.shape == shape and 0 not in x.strides) or not shape:

@@ -19,7 +19,7 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.contraction import terms
 from autopar.planner.kernels import VIEWS
-from autopar.planner.layouts import DENSE, Layout, contiguous, narrowed, permuted, reshaped, with_length
+from autopar.planner.layouts import DENSE, Layout, contiguous, like, narrowed, permuted, reshaped, with_length
 from autopar.sharding import Halo, Step, Strategy
 from autopar.sharding.halo import own_rows
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
@@ -280,23 +280,39 @@ class _Scores:
 
 
 def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
-    """Bytes of the results as torch's kernel for CPUs makes them, which are then copied, and of the additive mask; None
-    where that kernel is not taken."""
+    """Bytes that torch's kernel for CPUs takes beside the results: the additive mask and copies of operands whose rows
+    are apart, and after these, copies of results that it lays out in another way; None where it is not taken. Operand
+    ``q`` is followed by k, v and the mask."""
     x, v = op.operands[q], op.operands[q + 2]
     if op.device != "cpu" or op.node.kwarg("dropout_p") or x[0].shape[-1] != v[0].shape[-1]:
         return None
     mask = making = 0
     if masked:
-        m, size = op.operands[q + 3]
-        if op.metas[q + 3].dtype == "bool":
+        m, given, wanted = op.operands[q + 3][0], op.metas[q + 3].dtype, op.metas[q].dtype
+        if given == "bool":
             mask, making = m.numel * x[1], m.numel
-        elif size != x[1]:
+        elif given != wanted and (given != "float32" or wanted == "float64"):
             mask = m.numel * x[1]
     if op.node.kwarg("is_causal") and not _same_offset(op.node):
         rows = x[0].shape[2] * op.operands[q + 1][0].shape[2]
         mask, making = mask + rows * (x[1] + 1), making + 3 * rows
-    _, h, s, _ = x[0].shape
-    return mask + max(making - op.written, 0 if h == 1 or s == 1 else op.written)
+    read = [*op.operands[: q + 3], *op.operands[q + 3 + masked : q + 4 + masked][:q]]
+    copied = sum(op.nbytes(y) for y in read if not _in_rows(y[0]))
+    laid = [_by_rows(r.shape) for r, _ in op.results]
+    if q == 0:
+        laid[0] = like([x[0] if _in_rows(x[0]) else contiguous(x[0].shape)], x[0].shape)
+    again = sum(op.nbytes(r) for r, made in zip(op.results, laid, strict=True) if not made.is_contiguous)
+    return max(making + mask - op.written, mask + copied, again)
+
+
+def _in_rows(x: Layout) -> bool:
+    return x.is_contiguous or x.strides[-1] == 1
+
+
+def _by_rows(shape: tuple[int, ...]) -> Layout:
+    """[batch, heads, rows, ...], in memory [batch, rows, heads, ...]."""
+    order = (0, 2, 1, *range(3, len(shape)))
+    return permuted(contiguous(tuple(shape[i] for i in order)), order)
 
 
 def _same_offset(node: Node) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar import passes, planner
 from autopar.mesh import Mesh
-from autopar.planner.layouts import contiguous, results
+from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.transients import LocalOp, local_op, surplus, told_bytes, transients
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
@@ -176,6 +176,33 @@ def test_a_loss_holds_one_block_of_its_logits_in_single_precision() -> None:
         for strategy in strategies(case.node, case.metas, MESHES[0]):
             for measured, predicted in alone(case, strategy, MESHES[0]):
                 assert measured <= predicted, f"{case} by {strategy}: {measured} bytes, not {predicted}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [None, torch.bool, torch.float32])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)], ids=["whole", "by rows", "by columns"])
+def test_torchs_attention_for_cpus_holds_what_strides_ask_for(order, masked, dtype) -> None:
+    """Its results have the strides of the queries, or others; copies are made of what rows do not lie side by side."""
+
+    def strided(*shape: int) -> Tensor:
+        dense = torch.randn([shape[i] for i in order]).to(dtype)
+        return dense.permute([order.index(i) for i in range(4)])
+
+    own, options = torch.ops.autopar, {"is_causal": False, "scale": 0.5}
+    mask = None if masked is None else torch.ones(5, 7).to(masked)
+    q, k, v = strided(2, 4, 5, 8), strided(2, 2, 7, 8), strided(2, 2, 7, 8)
+    forward = sample(own.attention.default, q, k, v, mask, None, **options)
+    grad = strided(2, 4, 5, 8)
+    for case in (
+        forward,
+        sample(own.attention_backward.default, grad, q, k, v, mask, *forward.results, None, **options),
+    ):
+        every = strategies(case.node, case.metas, MESHES[0])
+        strategy = next(s for s in every if all(i.is_replicated for i in s.inputs))
+        layouts = [Layout(tuple(x.shape), x.stride()) for x in case.operands]
+        one = local_op(case.node, strategy, case.metas, MESHES[0], "cpu", layouts)
+        call = localize(case.node, strategy, case.metas, MESHES[0])
+        assert metered(call, case.operands, (), MESHES[0], (0,)) == one.written + transients(one)
 
 
 class Sequence1d(nn.Module):
