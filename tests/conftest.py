@@ -34,6 +34,12 @@ def _seeds() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Neither read nor written, in processes that tests start neither."""
+    os.environ["AUTOPAR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_process_group_left_over() -> Iterator[None]:
     """A group of one that a module's tests joined would change what plain torch does in the next module's."""

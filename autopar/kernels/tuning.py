@@ -12,24 +12,17 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from autopar.caches import cache_folder, store
 from autopar.kernels.registry import Config, Kernel, source
 
 FORMAT = 1
-
-
-def cache_folder() -> Path:
-    """``$AUTOPAR_CACHE_DIR``, else ``autopar`` in the user's folder of caches."""
-    given = os.environ.get("AUTOPAR_CACHE_DIR")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "autopar"
 
 
 class Tuning:
@@ -77,12 +70,7 @@ class Tuning:
     def _store(self, known: Mapping[str, Config]) -> None:
         """What other processes have stored meanwhile is kept; a folder that cannot be written is no error."""
         merged = {**read(self.path, self._version), **known}
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                json.dump({"version": self._version, "configs": merged}, file, indent=1, sort_keys=True)
-            Path(name).replace(self.path)
+        store(self.path, {"version": self._version, "configs": merged})
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from autopar.errors import InfeasibleError, PlanError, SolverError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
+from autopar.planner import named_budgets
 from autopar.planner.arrange import UNSURE
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
@@ -299,7 +300,7 @@ class _Search(Rounds):
         late = now() > deadline
         if result is None:
             deadline = self._until_smallest()
-            result = self._smallest(deadline)
+            result = named_budgets.or_kept(self, self._smallest(deadline))
         if result.memory.peak_bytes > self.budget:
             self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
             if self.baseline:
@@ -408,7 +409,8 @@ class _Search(Rounds):
         if result is None:
             deadline = self._until_smallest()
             result = self._better(None, checkpoints.smallest(deadline))
-        assert result is not None
+            assert result is not None
+            result = named_budgets.or_kept(self, result)
         if result.memory.peak_bytes > self.budget:
             raise self._infeasible(result, late=late or now() > deadline)
         if self.decisions.mesh.size == 1:
@@ -539,7 +541,9 @@ class _Search(Rounds):
 
     def _infeasible(self, smallest: Result, *, late: bool, barred: bool = False) -> InfeasibleError:
         leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)
-        least = min(smallest.memory.peak_bytes, math.inf if leanest is None else leanest.peak_bytes)
+        least = math.inf if leanest is None else leanest.peak_bytes
+        if smallest.memory.peak_bytes < least:
+            least = min(least, named_budgets.named(self, smallest))
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
         more = "more time may find smaller ones: time_limit=...; " if late else ""
         return InfeasibleError(
