@@ -28,8 +28,9 @@ more than their first rows say; what fits in a tenth less costs up to 1.1% more.
 
 
 def kept_as_sharded(
-    rounds: Rounds, keeping: Objective, choices: Sequence[Sequence[int]], until: float, *, first: bool = False
-) -> Result | None:
+    rounds: Rounds, keeping: Objective, choices: Sequence[Sequence[int]], until: float, *, first: bool = False,
+    gap: float = GAP,
+) -> Result | None:  # fmt: skip
     """The best that is found to keep, recompute and offload with the shardings of each of ``choices``: what the joint
     search begins with, and what there is where its time is too short.
 
@@ -37,6 +38,7 @@ def kept_as_sharded(
         keeping: of the decisions without reruns, whose choices these are, the best guess first.
         until: when to begin no other.
         first: whether the first that fits will do.
+        gap: how good each has to be.
     """
     best: Result | None = None
     tried: set[tuple[object, ...]] = set()
@@ -49,7 +51,10 @@ def kept_as_sharded(
         if still in tried:
             continue
         tried.add(still)
-        found = _kept_roomily(rounds, still, until) if first else fitting(rounds, rounds.first_rows(), still, until)
+        if first:
+            found = _kept_roomily(rounds, still, until)
+        else:
+            found = fitting(rounds, rounds.first_rows(), still, until, gap=gap)
         best = cheapest(best, found)
     return best
 

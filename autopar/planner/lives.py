@@ -148,6 +148,21 @@ def inherited(d: Decisions, view: Node, lives: Lives) -> tuple[float, float]:
     return first, share
 
 
+def outlived(d: Decisions, value: Value, lives: Lives) -> float | None:
+    """The place up to which the memory of a view that is made again may count as that of what it is of; None where it
+    is there anyway, or other views may be of the same part of it."""
+    node, end = d.graph.by_name[value.node], -1.0
+    while node.name in d.views:
+        base = node.inputs[0]
+        views = [n for n, _ in d.graph.consumers[base] if n.name in d.views and n.phase == node.phase]
+        size = sum(m.bytes for n in views for m in n.outputs if m is not None)
+        if hold_key(base) not in d.index or size > d.graph.meta(base).bytes:
+            return None
+        end = max(end, lives.backward.get(base, (0, -1))[1])
+        node = d.graph.by_name[base.node]
+    return end
+
+
 def _handed(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
     """What is held for the backward is so from the making on, and is no reader."""
     readers: dict[tuple[int, int], list[Variable]] = {}

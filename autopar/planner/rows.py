@@ -6,6 +6,7 @@ on the way; the exact liveness of the scheduled program has the last word.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from autopar.planner.lives import (
     last_as_made,
     last_read,
     lives_of,
+    outlived,
     taken_over,
     takes_over,
 )
@@ -141,6 +143,8 @@ def _held(
         yield size * offloaded, first if first % 1 else first - BEFORE, last  # a node that is run again has one place
         if v.value.node not in d.views:
             yield size * remade, again(d.graph, v.value.node, first), last
+        elif (gone := outlived(d, v.value, lives)) is not None:
+            yield size * remade, math.nextafter(gone, math.inf), last
     elif v.kind == "op" and v.node is not None:
         yield from _of_op(d, v, v.node, lives)
 

@@ -19,7 +19,7 @@ from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
 from autopar.planner.garbage import collected_later
-from autopar.planner.known_shardings import cheapest, kept_anew, kept_as_sharded
+from autopar.planner.known_shardings import GAP_ANEW, cheapest, kept_anew, kept_as_sharded
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -366,9 +366,13 @@ class _Search(Rounds):
         if now() < deadline:
             with_reruns, self.objective, self.seeds = self.objective, keeping, tuple(r.choice for r in self.rivals)
             kept = self._within_budget(deadline, KEEPING_SHARE)
-            if kept is not None and (best is None or kept.solution.objective < best.solution.objective):
-                return replace(kept, solution=_bounded(kept.solution, self.bound, self.options.gap))
             self.objective, self.seeds = with_reruns, ()
+            if kept is not None and (best is None or kept.solution.objective < best.solution.objective):
+                again = kept_as_sharded(self, keeping, [kept.solution.choice], deadline, gap=GAP_ANEW)
+                if again is None or again.solution.objective > kept.solution.objective:
+                    self.objective = keeping
+                    return replace(kept, solution=_bounded(kept.solution, self.bound, self.options.gap))
+                best = again
         needed = best is None and not self.baseline
         if len(self.decisions.variables) <= SECOND_STAGE_MOST and (needed or now() < deadline):
             best = self._better(best, checkpoints.within(self.budget, deadline))

@@ -6,13 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from autopar import planner
 from autopar.errors import InfeasibleError
 from autopar.ir import Value
-from autopar.mesh import Mesh
+from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.constraints import resolve
 from autopar.planner.copies import Copies
@@ -58,19 +59,26 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
     return plain
 
 
-def highest_over(d: Decisions, choice: Sequence[int], prices: Prices, options: Options) -> float:
-    """By how much the rows of ``choice`` are above what its program holds, at the place where that is the most, as a
-    share of the program's peak."""
-    choice = plainly(d, choice)
+def rows_and_held(
+    d: Decisions, choice: Sequence[int], prices: Prices, options: Options
+) -> tuple[dict[float, float], dict[float, int]]:  # fmt: skip
+    """Bytes at every place, as the rows of ``choice`` say, and as its program holds them."""
     program = schedule(d, choice, prices)
     held = held_at(program, d.graph, profile(program, d.graph, d.mesh, options).timeline)
-    most = {place: at.bytes for place, at in held.items()}
-    rows = dict.fromkeys(most, 0.0)
-    places, copies = tuple(most), Copies(d)
+    copies = Copies(d)
+    rows = {place: copies.bytes(choice, place) for place in held}
+    places = tuple(held)
     for usage in usages(d, options, places):
         for time in range(usage.start, usage.end):
             rows[places[time]] += float(usage.option[choice[usage.node]])
-    return max(rows[p] + copies.bytes(choice, p) - most[p] for p in places) / max(most.values())
+    return rows, {place: at.bytes for place, at in held.items()}
+
+
+def highest_over(d: Decisions, choice: Sequence[int], prices: Prices, options: Options) -> float:
+    """By how much the rows of ``choice`` are above what its program holds, at the place where that is the most, as a
+    share of the program's peak."""
+    rows, held = rows_and_held(d, plainly(d, choice), prices, options)
+    return max(rows[p] - held[p] for p in held) / max(held.values())
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -108,6 +116,24 @@ def test_what_is_run_again_counts_while_it_is_there(name: str, shape: tuple[int,
         assert highest_over(d, chosen, prices, options) <= NEARLY / 2
         again += sum(v.kind == "rerun" and o > 0 for v, o in zip(d.variables, chosen, strict=True))
     assert again
+
+
+def test_views_that_are_made_again_hold_what_they_are_of() -> None:
+    """Of the attention of ``nn.TransformerEncoderLayer`` queries, keys and values are views of one product, through
+    views that are free to make again."""
+    graph, mesh = subject("outside", torch.float32, 0.0).capture.graph, Mesh((2,))
+    cluster = Cluster.load("dgx-h100").sized(2)
+    options = Options(device=cluster.device.kind)
+    d = decide(graph, mesh, options, resolve(graph, mesh, {}, {}), recompute=True)
+    prices = Prices(mesh, cluster, options.backend, options.decomposed)
+    free = Objective(d, prices).problem()
+    views = [i for i, v in enumerate(d.variables) if v.kind == "hold" and v.value and v.value.node in d.views]
+    dear = {i: np.array([1.0 * (a == "keep") for a in d.variables[i].actions]) for i in views}
+    problem = replace(free, costs=tuple(c + dear.get(i, 0.0) for i, c in enumerate(free.costs)))
+    chosen = solve(problem, time_limit=20.0, gap=1e-3).choice
+    rows, held = rows_and_held(d, plainly(d, chosen), prices, options)
+    at = d.graph.order["attention_backward"]
+    assert 0.98 * held[at] <= rows[at] <= held[at]
 
 
 def _priced(d: Decisions, problem: Problem, prices: random.Random) -> Problem:
