@@ -11,7 +11,6 @@ all ranks launch in the same order.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +26,7 @@ from autopar.planner.timeline import Timeline, simulate_streams
 from autopar.planner.waits import place_waits, wait_sooner
 from autopar.planner.ways import ALONE, Ways
 from autopar.program import Arrangement, Program
+from autopar.solver.clock import now
 
 ALIKE = 1e-4
 """Steps that differ by less than this share are taken for equal, of which the least is put together and prefetched."""
@@ -72,7 +72,7 @@ class Tried:
 
     @staticmethod
     def of(program: Program, prices: Prices, deadline: float) -> Tried:
-        """``deadline``: on ``time.perf_counter``; what was found by then is taken."""
+        """``deadline``: on ``clock.now``; what was found by then is taken."""
         ways = Ways(take_apart(program), prices)
         found = search(ways, program, deadline) if program.collectives else {}
         return Tried(ways, found, simulate_streams(program, prices.overlap))
@@ -104,7 +104,7 @@ def arrange(
 
     Args:
         profiled: the exact memory of a program.
-        deadline: on ``time.perf_counter``; what was found by then is taken.
+        deadline: on ``clock.now``; what was found by then is taken.
         tried: the ways, where they are known.
     """
     tried = tried or Tried.of(program, prices, deadline)
@@ -119,7 +119,7 @@ def arrange(
         if found is not None and (best is None or found.timeline.seconds < best.timeline.seconds):
             best = found
         relaxed += found is not None
-        if as_asked or relaxed == MOST_RELAXED or len(over) == MOST_CHECKED or time.perf_counter() > deadline:
+        if as_asked or relaxed == MOST_RELAXED or len(over) == MOST_CHECKED or now() > deadline:
             break
         over.append(way)
     if best is not None and best.timeline.seconds < (1 - ALIKE) * tried.before.seconds:
@@ -137,7 +137,7 @@ class _Fitter:
     profiled: Callable[[Program], MemoryProfile]
     budget: float
     deadline: float
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=now)
 
     @cached_property
     def most(self) -> float:
@@ -158,7 +158,7 @@ class _Fitter:
                     return Arranged(found, held, after, self.tried.before), not leads
                 if held.peak_bytes > nearly * self.most:
                     break
-            if nearly > NEARLY or time.perf_counter() > self.deadline:
+            if nearly > NEARLY or now() > self.deadline:
                 return None, False
             if not self._hold_back(way, leads, self._by_place(found, held)):
                 nearly = math.inf  # only earlier waits are left
@@ -185,7 +185,7 @@ class _Fitter:
         """Halve the leads of what is under way where too much is held, until by all that is known that is enough, or
         none can be shorter; whether any is. ``held``, at each place, is written to."""
         ways, changed = self.tried.ways, False
-        late = time.perf_counter() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
+        late = now() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
         places = ways.places(way, leads)
         while True:
             over = np.concatenate([[0], np.cumsum(held > self.most)])
@@ -214,7 +214,7 @@ def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, f
     least = min(tried.values())
     near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]
     exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MOST_EXACT]
-    return tried | {a: ways.seconds(a) for a in exact if time.perf_counter() < deadline}
+    return tried | {a: ways.seconds(a) for a in exact if now() < deadline}
 
 
 def _extrapolated(depths: Depths, few: Ways, more: Ways, deadline: float) -> dict[Arrangement, float]:

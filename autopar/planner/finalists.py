@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -127,7 +126,7 @@ class Finalist:
 
 
 def _arranged_by(options: Options) -> float:
-    return time.perf_counter() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
+    return now() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
 
 
 @dataclass(frozen=True)

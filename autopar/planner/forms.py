@@ -19,7 +19,7 @@ from autopar.planner.rounds import Progress
 from autopar.planner.search import Planned, plan_graph
 from autopar.planner.transients import CHUNKS
 from autopar.program import Program
-from autopar.solver.clock import now
+from autopar.solver.clock import limited, now
 
 LEAST_S = 1.0
 
@@ -40,6 +40,13 @@ def plan_forms(
         return plan_graph(graph, mesh, cluster, options, progress)
     if options.ranges is not None:
         other = in_chunks(graph, ALL)  # one form at every size
+    with limited(options.time_limit_s):
+        return _better_of(graph, other, mesh, cluster, options, progress)
+
+
+def _better_of(
+    graph: Graph, other: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None
+) -> Planned:
     found: list[Planned] = []
     refused: list[InfeasibleError] = []
 

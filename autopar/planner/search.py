@@ -33,7 +33,7 @@ from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution, UsagePrices, evaluate, sum_of_least
-from autopar.solver.clock import now
+from autopar.solver.clock import limited, now
 from autopar.strategies import find_rule, missing_rule
 
 TIGHTEN_ROUNDS, ALONE_ROUNDS = 12, 40
@@ -99,8 +99,17 @@ def plan_graph(
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
         ConstraintError: a constraint names nothing or contradicts another.
     """
-    options = replace(options, device=cluster.device.kind)
-    say = progress or (lambda _: None)
+    with limited(options.time_limit_s):
+        return _planned(
+            graph, mesh, cluster, replace(options, device=cluster.device.kind), progress or (lambda _: None),
+            compare=compare, over_budget=over_budget or (lambda deadline: deadline),
+        )  # fmt: skip
+
+
+def _planned(
+    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, say: Progress, *, compare: bool,
+    over_budget: Callable[[float], float],
+) -> Planned:  # fmt: skip
     started, began = time.perf_counter(), now()
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     notices = warn_of_missing_rules(graph)
@@ -113,15 +122,15 @@ def plan_graph(
     search = _Search(
         graph, objective, options, budget_bytes(cluster, options), say,
         with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
-        over_budget=over_budget or (lambda deadline: deadline),
+        over_budget=over_budget,
     )  # fmt: skip
     objective.problem()
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
+    arranging_s = min(ARRANGING * (now() - began), ARRANGING_SHARE * options.time_limit_s)
     priced = time.perf_counter()
     compared = _rivals(objective, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced
-    arranging_s = min(ARRANGING * (priced - started), ARRANGING_SHARE * options.time_limit_s)
     best = search.best(compared, began + options.time_limit_s - arranging_s)
     search.timings["strategies"] = listed - started
     looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]

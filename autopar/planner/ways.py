@@ -6,7 +6,6 @@ To try one costs milliseconds: what is computed between two events is one event 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from autopar.planner.packing import packs
 from autopar.planner.pricing import Prices
 from autopar.planner.timeline import Event, simulated_seconds
 from autopar.program import Arrangement, Op
+from autopar.solver.clock import now
 
 PREFETCHES = (0, 1, 2, 4)
 SIZES = (1, 4, 16)
@@ -88,7 +88,7 @@ class Ways:
 
         def look(ways: Iterable[Arrangement]) -> None:
             for a in ways:
-                if a not in tried and (not tried or time.perf_counter() < deadline):
+                if a not in tried and (not tried or now() < deadline):
                     tried[a] = seconds(a)
 
         of = self.whole or self

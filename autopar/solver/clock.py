@@ -1,18 +1,26 @@
 """The clock that searches race against. Who wants the best plan so far sets it forward: every deadline has then passed.
 
+Within a limit it tells the processor time of this thread, so that what is found does not hang on what else the machine
+does; the time on the wall counts the more of it has gone, and all of it at the end of the limit, which is kept.
+
 ``with interruptible(): autopar.plan(...)`` is a plan that the first Ctrl-C ends, and the second one breaks off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 AGES_S = 1e9
+
+STEADY_S = 0.2
+"""Before so much has gone nothing is said of the pace."""
 
 
 class _Clock:
@@ -23,9 +31,75 @@ class _Clock:
 _clock = _Clock()
 
 
+@dataclass
+class _Race:
+    """A limit in seconds, and what the clocks said as it began. ``elsewhere_s``: processor time of other programs that
+    worked for this thread."""
+
+    limit_s: float
+    began_s: float
+    worked_s: float
+    elsewhere_s: float = 0.0
+
+    def gone(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def spent(self) -> float:
+        gone = self.gone()
+        return max(time.thread_time() - self.worked_s + self.elsewhere_s, gone * min(1.0, gone / self.limit_s))
+
+
+class _Races(threading.local):
+    race: _Race | None = None
+
+
+_here = _Races()
+
+
 def now() -> float:
     """Seconds; only differences mean something."""
-    return time.monotonic() + _clock.ahead_s
+    race = _here.race
+    return (time.monotonic() if race is None else race.began_s + race.spent()) + _clock.ahead_s
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Inside, so many seconds on the wall are as many on this clock; a limit in one is part of it."""
+    if _here.race is not None:
+        yield
+        return
+    _here.race = _Race(max(seconds, 1e-9), time.monotonic(), time.thread_time())
+    try:
+        yield
+    finally:
+        _here.race = None
+
+
+def on_the_wall(seconds: float) -> float:
+    """How long these seconds take, at the pace so far."""
+    race = _here.race
+    if race is None:
+        return seconds
+    gone, spent = race.gone(), race.spent()
+    if spent < STEADY_S or spent >= gone:
+        return seconds
+    return max(seconds, min(seconds * gone / spent, race.limit_s - gone))
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Inside, processes that were waited for worked for this thread."""
+    before = _of_processes()
+    try:
+        yield
+    finally:
+        if _here.race is not None:
+            _here.race.elsewhere_s += _of_processes() - before
+
+
+def _of_processes() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def hurried() -> bool:

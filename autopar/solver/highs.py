@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver.clock import hurried, watched
+from autopar.solver.clock import hurried, on_the_wall, watched
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array, Basis
 
@@ -145,7 +145,7 @@ def _run(highspy: Any, solver: Any) -> None:
 def _options(limits: IlpLimits) -> dict[str, Any]:
     return {
         "output_flag": False,
-        "time_limit": max(limits.seconds, 0.01),
+        "time_limit": on_the_wall(max(limits.seconds, 0.01)),
         "mip_rel_gap": limits.gap,
         "mip_abs_gap": 0.0,
         "mip_feasibility_tolerance": FEASIBILITY_TOLERANCE,

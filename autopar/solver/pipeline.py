@@ -12,6 +12,7 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import highs, linear
 from autopar.solver.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
 from autopar.solver.blocks_linear import relax_blocks
+from autopar.solver.clock import limited
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Pushes
 from autopar.solver.elimination import eliminate_all, factors_of, find_order, sizes_of
@@ -92,32 +93,33 @@ def solve(
     chosen = _backend_name(backend)
     if chosen != "highs":
         check_solver(chosen)
-    incumbent = Incumbent(problem, time_limit, gap, progress)
-    incumbent.usage_prices = usage_prices or UsagePrices()
-    incumbent.basis = basis
-    for choice in warm_starts:
-        incumbent.offer(choice, "warm start")
-    size: dict[str, int] = {}
-    method: list[str] = []
-    tied = folding(problem)
-    if tied is not None and chosen == "highs" and _is_limited(problem):
-        method.append("linear program of blocks")
-        try:
-            relax_blocks(incumbent, tied.parts, BLOCKS_SHARE * time_limit)
-        except InfeasibleError:
-            if incumbent.choice is None:
-                raise
-    if incumbent.choice is None:
-        _offer_greedy(problem, tied, incumbent)
-    if incumbent.proven() or _is_limited_and_small(problem, chosen):
-        tied = None
-    if tied is not None:
-        size.update(problem.size())
-        method.append("folding")
-        solve_folded(incumbent, tied, _part_solver(backend), size, warm_starts)
-    if not incumbent.proven() and (tied is None or _flat_is_worth_trying(incumbent)):
-        _solve_flat(incumbent, backend, warm_starts, size, method)
-    return _solution(incumbent, size, method)
+    with limited(time_limit):
+        incumbent = Incumbent(problem, time_limit, gap, progress)
+        incumbent.usage_prices = usage_prices or UsagePrices()
+        incumbent.basis = basis
+        for choice in warm_starts:
+            incumbent.offer(choice, "warm start")
+        size: dict[str, int] = {}
+        method: list[str] = []
+        tied = folding(problem)
+        if tied is not None and chosen == "highs" and _is_limited(problem):
+            method.append("linear program of blocks")
+            try:
+                relax_blocks(incumbent, tied.parts, BLOCKS_SHARE * time_limit)
+            except InfeasibleError:
+                if incumbent.choice is None:
+                    raise
+        if incumbent.choice is None:
+            _offer_greedy(problem, tied, incumbent)
+        if incumbent.proven() or _is_limited_and_small(problem, chosen):
+            tied = None
+        if tied is not None:
+            size.update(problem.size())
+            method.append("folding")
+            solve_folded(incumbent, tied, _part_solver(backend), size, warm_starts)
+        if not incumbent.proven() and (tied is None or _flat_is_worth_trying(incumbent)):
+            _solve_flat(incumbent, backend, warm_starts, size, method)
+        return _solution(incumbent, size, method)
 
 
 def _offer_greedy(problem: Problem, tied: Tied | None, incumbent: Incumbent) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from autopar.errors import SolverError
 from autopar.solver import highs
+from autopar.solver.clock import elsewhere, now, on_the_wall
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array
 
@@ -83,7 +83,9 @@ def _solve_named(
     pulp: Any, problem: Any, variables: list[Any], model: Model, limits: IlpLimits, name: str
 ) -> IlpResult:
     highs.begin()
-    problem.solve(pulp.getSolver(name, msg=False, timeLimit=max(limits.seconds, 1.0), gapRel=limits.gap))
+    seconds = on_the_wall(max(limits.seconds, 1.0))
+    with elsewhere():
+        problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=limits.gap))
     return _read(pulp, problem, variables, model, -math.inf, limits)
 
 
@@ -140,7 +142,7 @@ def cbc_path() -> str:
 
 def _solve_cbc(pulp: Any, problem: Any, variables: list[Any], model: Model, limits: IlpLimits, warm: bool) -> IlpResult:
     path = cbc_path()
-    began = time.monotonic()
+    began = now()
     with tempfile.TemporaryDirectory(prefix="autopar-cbc-") as folder:
         mps, solution, log = (str(Path(folder, name)) for name in ("model.mps", "model.sol", "cbc.log"))
         cbc = pulp.PULP_CBC_CMD(msg=False)
@@ -149,10 +151,11 @@ def _solve_cbc(pulp: Any, problem: Any, variables: list[Any], model: Model, limi
         if warm:
             cbc.writesol(str(Path(folder, "start.mst")), problem, written, names, rows)
             command += ["-mips", str(Path(folder, "start.mst"))]
-        seconds = max(limits.seconds - (time.monotonic() - began), 0.1)
+        seconds = on_the_wall(max(limits.seconds - (now() - began), 0.1))
         command += ["-sec", f"{seconds:.2f}", "-ratio", repr(limits.gap), "-allow", "0", "-threads", "0"]
         command += ["-randomS", "1", "-randomC", "1", "-timeMode", "elapsed", "-solve", "-solution", solution]
-        _run(command, log, seconds)
+        with elsewhere():
+            _run(command, log, seconds)
         text = Path(log).read_text(errors="replace")
         if not Path(solution).exists():
             return IlpResult(None, _bound(text) * model.scale, finished=False)
