@@ -22,6 +22,9 @@ AGES_S = 1e9
 STEADY_S = 0.2
 """Before so much has gone nothing is said of the pace."""
 
+SLOWEST = 2.0
+"""Seconds on the wall for one of others' work: what takes longer than that may as well be left for what comes next."""
+
 
 class _Clock:
     ahead_s = 0.0
@@ -76,14 +79,14 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def on_the_wall(seconds: float) -> float:
-    """How long these seconds take, at the pace so far."""
+    """How long these seconds take at the pace so far, where that is not very slow."""
     race = _here.race
     if race is None:
         return seconds
     gone, spent = race.gone(), race.spent()
     if spent < STEADY_S or spent >= gone:
         return seconds
-    return max(seconds, min(seconds * gone / spent, race.limit_s - gone))
+    return max(seconds, min(seconds * min(gone / spent, SLOWEST), race.limit_s - gone))
 
 
 @contextlib.contextmanager

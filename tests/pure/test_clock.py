@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from autopar.solver import clock
-from autopar.solver.clock import elsewhere, limited, now, on_the_wall
+from autopar.solver.clock import SLOWEST, elsewhere, limited, now, on_the_wall
 
 
 class Machine:
@@ -76,6 +76,9 @@ def test_what_others_solve_has_as_long_as_they_need_at_this_pace(machine: Machin
         machine.work(5.0, 0.5)
         assert on_the_wall(3.0) == pytest.approx(6.0)
         assert on_the_wall(40.0) == pytest.approx(50.0)  # what is left of the limit
+    with limited(1e4):
+        machine.work(1.0, 0.1)
+        assert on_the_wall(3.0) == pytest.approx(3.0 * SLOWEST)
 
 
 def test_what_other_programs_work_for_us_counts() -> None:
