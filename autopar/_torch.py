@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import heapq
 import itertools
+import logging
 import math
 import os
 import time
@@ -172,6 +173,26 @@ def masks_kept() -> Iterator[None]:
 
     with mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", causal):
         yield
+
+
+@contextlib.contextmanager
+def failing_quietly() -> Iterator[None]:
+    """While exporting, torch does not print the graph so far before it raises: the error says which line it was."""
+    from torch.export import _trace
+
+    def quiet(*_: Any, **__: Any) -> None:
+        return
+
+    def unknown(record: logging.LogRecord) -> bool:
+        return "find user code" not in record.getMessage()
+
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    log.addFilter(unknown)
+    try:
+        with mock.patch.object(_trace, "print", quiet, create=True):
+            yield
+    finally:
+        log.removeFilter(unknown)
 
 
 @contextlib.contextmanager

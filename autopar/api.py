@@ -34,6 +34,7 @@ from autopar.runtime.loading import accept_whole_tensors
 from autopar.runtime.materialize import install, prepare
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.solver import solver_name
 from autopar.spmd import Lowered, Rank
 from autopar.spmd.placements import from_placements
 from autopar.structure import Structure
@@ -88,9 +89,9 @@ def plan(
     size = _world(mesh, hardware)
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
-        canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
-        compare=compare, accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel,
-        backend=backend,
+        canonical_names(model), time_limit, solver_name(solver), gap, search, backend=backend, compare=compare,
+        mixed_precision=as_precision(mixed_precision), accumulation_steps=accumulation_steps,
+        async_tensor_parallel=async_tensor_parallel,
     )  # fmt: skip
     started = time.perf_counter()
     if progress is not None:
@@ -288,8 +289,9 @@ def autoparallelize(
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
-            canonical_names(model), time_limit, solver, gap, search, mixed_precision=as_precision(mixed_precision),
-            accumulation_steps=accumulation_steps, async_tensor_parallel=async_tensor_parallel, backend=backend,
+            canonical_names(model), time_limit, solver_name(solver), gap, search, backend=backend,
+            mixed_precision=as_precision(mixed_precision), accumulation_steps=accumulation_steps,
+            async_tensor_parallel=async_tensor_parallel,
             ranges=as_ranges(dynamic_shapes, shapes_of(bind(model, *as_call(meta_inputs)))),
         )  # fmt: skip
         if given is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import AutoparError, InputError
-from autopar.solver import Edge, Problem, Solution, Usage, solve
+from autopar.solver import Edge, Problem, Solution, Usage, solve, solver_name
 from autopar.solver.problem import USAGE_TOLERANCE
 
 FORBIDDEN = 1e18
@@ -115,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each file (default 60)")
     parser.add_argument(
-        "--backend", nargs="+", default=["auto"], help="auto, cbc, highs, or solvers that PuLP knows, in turn"
+        "--backend", nargs="+", default=["auto"], type=solver_name,
+        help="auto, cbc, highs, or solvers that PuLP knows, in turn",
     )
     parser.add_argument("--gap", type=float, default=0.0, help="relative gap at which to stop (default 0)")
     parser.add_argument("--solution", type=Path, help="write the strategy of each node of the last file")

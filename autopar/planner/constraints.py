@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Node, Value
@@ -29,7 +30,7 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     """Expand the globs of ``constraints`` over the graph.
 
     Raises:
-        ConstraintError: a glob that names nothing, or two that contradict each other.
+        ConstraintError: a glob that names nothing, two that contradict each other, or what no DTensor can be.
         SpecError: a spec that is neither a style nor can be read, or does not fit.
     """
     if not constraints:
@@ -42,6 +43,7 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
             spec.check(target.ndim, mesh, name)
             if spec.partial:
                 raise ConstraintError(f"The constraint on {name} is partial.", found=str(spec), hint=PARTIAL_HINT)
+            _require_placements(graph, mesh, name, target, spec)
             said = chosen.get(target.key)
             if said is not None and said[0] != spec:
                 raise ConstraintError(
@@ -55,6 +57,20 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
         {str(k): s for (kind, k), (s, _) in chosen.items() if kind == "output"},
         {k: s for (kind, k), (s, _) in chosen.items() if kind == "value" and isinstance(k, Value)},
     )
+
+
+def _require_placements(graph: Graph, mesh: Mesh, name: str, target: _Target, spec: ShardingSpec) -> None:
+    """What users hold is a DTensor, whose placements say axes in decreasing order of even shards alone."""
+    kind, at = target.key
+    if kind == "value" or (kind == "placeholder" and graph.input_of[str(at)].kind == "input"):
+        return
+    for dim, axes in enumerate(spec.dims):
+        if list(axes) != sorted(axes) and target.shape[dim] % prod(mesh.shape[a] for a in axes):
+            raise ConstraintError(
+                f"No DTensor has the spec of the constraint on {name}.",
+                found=f"{spec} on mesh {mesh}, dim {dim} of size {target.shape[dim]}",
+                hint="write the axes in increasing order, as in S01, or choose a size that they divide.",
+            )
 
 
 def _parsed(pattern: str, text: str) -> ShardingSpec:

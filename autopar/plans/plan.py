@@ -165,8 +165,12 @@ class Plan:
             name: of a parameter, ``input:`` or ``output:``, module or node; without it only the constraints.
 
         Raises:
-            PlanError: the plan was loaded from a file, without the problem that it solved.
+            PlanError: the plan was loaded from a file, without the problem that it solved; ``name`` is no text.
         """
+        if not isinstance(name, str):
+            raise PlanError(
+                "A plan explains what it is given a name of.", found=repr(name)[:80], hint="give one of plan.specs."
+            )
         if self._explain is None:
             said = about(self, name).replace("\n", "\n         ")
             raise PlanError(

@@ -7,6 +7,7 @@ from autopar.solver.parts import Tied
 from autopar.solver.pipeline import solve
 from autopar.solver.planes import highest_point
 from autopar.solver.problem import Basis, Edge, Problem, Solution, TraceEntry, Usage, UsagePrices, evaluate, peak_usage
+from autopar.solver.pulp_backend import solver_name
 from autopar.solver.repetition import Run, find_runs
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "peak_usage",
     "smallest_choice",
     "solve",
+    "solver_name",
     "sum_of_least",
 ]

@@ -106,6 +106,12 @@ def _read(
     return IlpResult(model.choice(values), bound, finished)
 
 
+def solver_name(name: str) -> str:
+    """``name`` as the solver knows it: its own three are written in any case, PuLP's as PuLP writes them."""
+    own = str(name).lower()
+    return own if own in ("auto", "cbc", "highs") else name
+
+
 def check_solver(name: str) -> None:
     """Fail before any work, rather than after the reductions.
 

@@ -20,6 +20,7 @@ from autopar._torch import (
     HigherOrderOperator,
     OpOverload,
     changes_arguments,
+    failing_quietly,
     is_functionalized,
     masks_kept,
     without_hooks_left,
@@ -206,7 +207,8 @@ def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = 
     """
     runs = () if whole else repeated_blocks(model)
     try:
-        return _export(model, call, mode, runs)
+        with failing_quietly():
+            return _export(model, call, mode, runs)
     except DerivativeError:
         raise
     except AutoparError as error:

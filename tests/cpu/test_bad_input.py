@@ -329,6 +329,11 @@ def test_no_cbc_binary(monkeypatch: pytest.MonkeyPatch) -> None:
         run(model, solver="cbc")
 
 
+def test_names_of_solvers_are_written_in_any_case() -> None:
+    asked = [autopar.plan(Net(), batch(), mesh=(2,), cluster="cpu-2", solver=name) for name in ("CBC", "cbc")]
+    assert asked[0].digest == asked[1].digest and asked[0].options["solver"] == "cbc"
+
+
 @pytest.mark.parametrize("wrong", [dict(time_limit=None), dict(time_limit="1"), dict(gap=None), dict(search=None),
                                    dict(time_limit=0), dict(time_limit=-1.0), dict(time_limit=float("nan")),
                                    dict(gap=-0.1), dict(gap=1.0)])  # fmt: skip

@@ -106,6 +106,12 @@ def test_the_line_is_named(body: Callable[[Any, Tensor], Any]) -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
+def test_the_error_is_all_that_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    with refused(CaptureError, HERE):
+        captured(Refused(branch), torch.randn(4, 4))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_nothing_of_what_is_refused_hooks_later_modules() -> None:
     """torch.export leaves a hook on every module's buffers where it fails, which holds what was exported."""
     hooks = nn.modules.module._global_buffer_registration_hooks

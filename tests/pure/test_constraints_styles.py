@@ -138,3 +138,10 @@ def test_equal_ops_have_equal_kinds_whatever_their_operands():
     kinds = Graph((*graph.nodes, again), graph.inputs, graph.outputs).kinds
     assert kinds["add"] == kinds["add_1"]
     assert len({kinds[n] for n in ("t", "mm", "add", "x")}) == 4
+
+
+def test_what_no_placements_say_is_refused_of_what_users_hold_alone(graph: Graph):
+    assert spec_of(graph, "layer.weight", "S10R") == "S10R"
+    assert spec_of(graph, "embed", "RS10") == "RS10"
+    with pytest.raises(ConstraintError, match=r"No DTensor has the spec of the constraint on layer\.weight"):
+        resolve(graph, MESH, {"layer.weight": "RS10"}, {})
