@@ -285,7 +285,7 @@ def autoparallelize(
         hardware = as_cluster(cluster)
         given = None if plan is None else _loaded(plan)
         if source is not None:
-            given = _with_source(given, source)
+            given = _with_source(given, source, backend)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
@@ -341,14 +341,17 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _with_source(plan: Plan | None, source: str | Path) -> Plan:
+def _with_source(plan: Plan | None, source: str | Path, backend: str) -> Plan:
     if plan is None:
         raise PlanError(
             "An edited program belongs to a plan.",
             found="source without plan",
             hint="give both: autoparallelize(model, inputs, plan=plan, source=path).",
         )
-    return dataclasses.replace(plan, source=codegen.read_edited(source))
+    text = codegen.read_edited(source)
+    if backend == "inductor":
+        codegen.refuse_own_ops(text, source)
+    return dataclasses.replace(plan, source=text)
 
 
 def _wanted(cluster: Cluster, plan: Plan | None, options: Options, mesh: MeshLike) -> dict[str, str]:

@@ -34,6 +34,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     found = _read(options.of) if options.of else _run(options)
     console = Console(width=None if sys.stdout.isatty() else 160)
     lost = beaten(found["rows"], 1e-4)

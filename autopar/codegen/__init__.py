@@ -3,6 +3,6 @@
 from autopar.codegen.emit import emit, results_of
 from autopar.codegen.header import header
 from autopar.codegen.inductor import compiled
-from autopar.codegen.load import checked, load, read_edited
+from autopar.codegen.load import checked, load, read_edited, refuse_own_ops
 
-__all__ = ["checked", "compiled", "emit", "header", "load", "read_edited", "results_of"]
+__all__ = ["checked", "compiled", "emit", "header", "load", "read_edited", "refuse_own_ops", "results_of"]

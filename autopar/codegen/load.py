@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from autopar.codegen.standalone import FUNCTIONS, annotate, failed_at
 from autopar.errors import PlanError
 from autopar.ir import Graph
+from autopar.ops.registration import IMPLEMENTATIONS
 
 
 def load(source: str, name: str = "autopar_program", graph: Graph | None = None) -> dict[str, Any]:
@@ -61,6 +63,22 @@ def read_edited(path: str | Path) -> str:
     except OSError as error:
         hint = "write one with plan.emit(path), or write plan.source to it."
         raise PlanError("The program cannot be read.", found=str(error), hint=hint) from None
+
+
+def refuse_own_ops(source: str, path: str | Path) -> None:
+    """What a file of ``plan.emit`` has of autopar's ops runs as it stands, and is no op that a compiler knows.
+
+    Raises:
+        PlanError: the program defines some.
+    """
+    implementing = {f.__name__: name for name, f in IMPLEMENTATIONS.items()}
+    found = [n for n in re.findall(r"^def (\w+)\(", source, re.MULTILINE) if n in implementing]
+    if found:
+        raise PlanError(
+            "This program brings its own ops, which Inductor cannot compile.",
+            found=f"{path} defines {found[0]}, which is {implementing[found[0]]}",
+            hint='write plan.source to a file and edit that, or use backend="eager".',
+        )
 
 
 def checked(

@@ -10,6 +10,7 @@ from autopar.errors import ConstraintError, InfeasibleError, SpecError
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.constraints import Forced, module_outputs, resolve, without
+from autopar.planner.nearby import near
 from autopar.planner.options import Options
 from autopar.planner.search import Planned, plan_graph
 from autopar.planner.specs import stored_specs
@@ -30,9 +31,22 @@ class Question:
     options: Options
 
     def again(self, constraints: Mapping[str, str], limit_s: float) -> Planned:
-        """Solve the same problem under other constraints; baselines are left out."""
+        """Solve the same problem under other constraints; baselines are left out.
+
+        Raises:
+            InfeasibleError: nothing was found that fits.
+            ConstraintError: they contradict each other.
+        """
         options = replace(self.options, constraints=dict(constraints), time_limit_s=limit_s)
-        return plan_graph(self.graph, self.mesh, self.cluster, options, compare=False)
+        asked = self.graph, self.mesh, self.cluster, options
+        like = near(self.planned, *asked, limit_s) if self.planned.decisions.recomputes else None
+        try:
+            anew = plan_graph(*asked, compare=False)
+        except InfeasibleError:
+            if like is None:
+                raise
+            return like
+        return anew if like is None or anew.solution.objective <= like.solution.objective else like
 
 
 def explain(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, name: str) -> str:
@@ -53,7 +67,8 @@ def _alternatives(q: Question, name: str) -> list[str]:
     shape, now = _shape_and_spec(q, name)
     specs = dict.fromkeys((*([now] if now else []), *stored_specs(shape, q.mesh)))
     limit_s = max(q.options.time_limit_s / max(len(specs), 1), 1.0)
-    rows = [_row(q, name, spec, limit_s) for spec in specs]
+    rows = [_row(q, name, spec, limit_s) for spec in specs if spec != now]
+    rows += [(q.planned.solution.objective, str(now), _said(q, q.planned, name))] if now else []
     lines = [f"{name}: each spec it could have, with the rest of the plan made best for it", _heading()]
     best = q.planned.solution.objective
     for cost, spec, text in sorted(rows, key=lambda r: (r[0], r[1])):
@@ -77,8 +92,12 @@ def _row(q: Question, name: str, spec: ShardingSpec, limit_s: float) -> tuple[fl
         other = q.again({**kept, name: str(spec)}, limit_s)
     except (InfeasibleError, ConstraintError) as error:
         return math.inf, str(spec), f"{'':>12}  {error.what}"
+    return other.solution.objective, str(spec), _said(q, other, name)
+
+
+def _said(q: Question, other: Planned, name: str) -> str:
     step = f"{other.timeline.seconds * 1e3:9.3f} ms"
-    return other.solution.objective, str(spec), f"{step:>12}  {_difference(q, other, name)}"
+    return f"{step:>12}  {_difference(q, other, name)}"
 
 
 def _difference(q: Question, other: Planned, name: str) -> str:

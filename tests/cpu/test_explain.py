@@ -101,3 +101,12 @@ def test_what_is_no_name_is_refused(free, name):
 def test_a_loaded_plan_cannot_be_asked(free):
     with pytest.raises(PlanError, match="cannot be asked why"):
         autopar.Plan.from_json(free.to_json()).explain("layers.2.weight")
+
+
+def test_under_a_budget_an_alternative_is_told_from_the_plan_and_not_from_a_shorter_search(free):
+    """What nothing near it stands against costs one redistribution, and not what a search of a second left open."""
+    plan = planned(memory_budget=int(0.6 * free.peak_memory), time_limit=10.0)
+    name = "layers.2.weight"
+    found = {spec: (float(cost), float(ratio)) for _, spec, cost, ratio, _, _ in rows(plan.explain(name))}
+    assert found[str(plan.specs[name])] == (pytest.approx(plan.objective * 1e3, abs=6e-4), 1.0)
+    assert min(ratio for _, ratio in found.values()) > 0.9
