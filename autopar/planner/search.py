@@ -7,49 +7,34 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
 
-from autopar.errors import InfeasibleError, PlanError, SolverError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import named_budgets
 from autopar.planner.arrange import UNSURE
+from autopar.planner.budget_rounds import SMALL_MOST, BudgetRounds, bounded, in_share
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
 from autopar.planner.garbage import collected_later
-from autopar.planner.known_shardings import GAP_ANEW, cheapest, kept_anew, kept_as_sharded
+from autopar.planner.known_shardings import GAP_ANEW, cheapest, kept_as_sharded
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
-from autopar.planner.rounds import Progress, Result, Rounds
-from autopar.planner.smallest_peak import LEAST_S, of_smallest_peak, seconds_for, smallest_rows
+from autopar.planner.rounds import Progress, Result
+from autopar.planner.smallest_peak import LEAST_S, of_smallest_peak
 from autopar.planner.tightening import Rows
 from autopar.planner.timeline import Timeline
-from autopar.planner.transfers import PARTS, exposed_seconds, forward_seconds
+from autopar.planner.transfers import forward_seconds
 from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
-from autopar.solver import Solution, UsagePrices, evaluate, sum_of_least
+from autopar.solver import Solution, UsagePrices, sum_of_least
 from autopar.solver.clock import limited, now
 from autopar.strategies import find_rule, missing_rule
 
-TIGHTEN_ROUNDS, ALONE_ROUNDS = 12, 40
-ROUND_SHARE = 0.5
-"""Of the time left, for each round: a plan that fits is worth more than proving one that does not."""
-SMALL_SHARE = 0.25
-"""Of the time left, for each round of a small problem, which ends when its time is up."""
-ROUND_LONGER = 1.6
-"""Times what the last round took, the next one has at least, where so much is left."""
-FEW_ROUNDS_SHARE = 0.2
-"""Of the time left: after a round that took longer there is no time to learn moment by moment what rows do not see."""
-NEARLY_OVER = 0.05
-"""Of the budget: a program that is over by no more gets another round from the time of what would follow."""
-RESCUE_TIMES = 0.7
-"""Times what a round took, is left for known shardings where no baseline fits: any plan that fits is worth more than a
-better one that comes too late."""
 JOINT_SHARE = 0.8
 SHARDED_SHARE = 0.3
 SHARDED_TIMES = 0.5
@@ -62,15 +47,11 @@ SMALLEST_SHARE = 0.25
 """Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
 SECOND_STAGE_GAP = 0.02
 """A wider gap is left to what is known and, of small problems, to further rounds."""
-SECOND_STAGE_MOST = 2000
-"""Variables of the joint problem up to which: the moments of more take longer than they are worth."""
 AGAIN_SHARE = 0.5
 """Of the time left, for a plan whose gap is wide once more."""
 EXACT_MOST = 200
 """Up to so many the exact search also breaks ties on one device."""
-MOST_EXPOSED = 5e-3
-EXPOSED_ROUNDS = 2
-"""Of the step: where transfers are exposed for longer than that, more rows see to it that they hide, so many times."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -140,9 +121,6 @@ def _planned(
     )  # fmt: skip
 
 
-NEARLY_FITS = 1.1
-"""Times the budget: up to there a baseline may fit once its collectives are arranged, which is how its peak is told."""
-
 HOPELESS = (1.02, 1.1)
 """A step takes hardly less than its cost, unless what the program waits for on several axes runs beside each other: of
 baselines that cost so many times our step, on one axis and on several, none is looked at."""
@@ -191,15 +169,8 @@ def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
     return tuple(notices)
 
 
-class _Until(NamedTuple):
-    """When all rounds end, and the next one."""
-
-    all: float
-    one: float
-
-
 @dataclass
-class _Search(Rounds):
+class _Search(BudgetRounds):
     """The rounds that lead to a plan.
 
     Args:
@@ -207,14 +178,12 @@ class _Search(Rounds):
         over_budget: is told the deadline where the optimum without a budget is over it, and gives the one from then on.
         free_s: seconds that the optimum without a budget took.
         kept_back_s: seconds for the smallest peak, where no baseline fits.
-        latest: when the search ends, these included.
     """
 
     with_reruns: Callable[[], Decisions] = field(kw_only=True)
     over_budget: Callable[[float], float] = field(kw_only=True)
     free_s: float = 0.0
     kept_back_s: float = 0.0
-    latest: float = math.inf
 
     def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
         """The search's own plan, or a baseline that fits and is better.
@@ -244,7 +213,7 @@ class _Search(Rounds):
         cost no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate, and
         whatever time it is the first of those that cost no more."""
         if self.options.compare:
-            yield from (rival.finalist for rival in self.rivals if self._fits(rival))
+            yield from (rival.finalist for rival in self.rivals if self.fits(rival))
             return
         most_s = max(cost, HOPELESS[self.decisions.mesh.ndim > 1] * step_s)
         steps: dict[str, float] = {}
@@ -260,19 +229,13 @@ class _Search(Rounds):
             seen, least_s = "finalist" in vars(rival), steps.get(rival.name, math.inf)
             cheaper = rival.objective <= cost
             looked_at = (cheaper or least_s <= may_win_s) and now() < deadline + LATE_S
-            if (seen or looked_at or (cheaper and not known)) and self._fits(rival):
+            if (seen or looked_at or (cheaper and not known)) and self.fits(rival):
                 known = True
                 yield rival.finalist
 
-    def _fits(self, rival: Rival) -> bool:
-        """Whether its program does, as it is or, where that is a little too large, with its collectives arranged."""
-        if rival.fits(self.budget):
-            return True
-        return rival.fits(NEARLY_FITS * self.budget) and rival.finalist.memory.peak_bytes <= self.budget
-
     def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
         """A baseline as the chosen plan, with the search's bound."""
-        solution = _bounded(found.solution, bound, self.options.gap)
+        solution = bounded(found.solution, bound, self.options.gap)
         return replace(found, solution=replace(solution, method=f"{method}; {solution.method}"))
 
     def run(self, deadline: float) -> Result | None:
@@ -298,7 +261,7 @@ class _Search(Rounds):
         keeping, checkpoints = self.objective, self._checkpoints(free)
         self.seeds = ()
         began = now()
-        result = self._within_budget(deadline, JOINT_SHARE)
+        result = self.within_budget(deadline, JOINT_SHARE)
         barred = result is None and self._is_barred()
         if not barred and (result is None or self._is_wide(result.solution.objective)):
             result = self._from_what_is_known(result, keeping, checkpoints, deadline, now() - began)
@@ -311,7 +274,7 @@ class _Search(Rounds):
             deadline = self._until_smallest()
             result = named_budgets.or_kept(self, self._smallest(deadline))
         if result.memory.peak_bytes > self.budget:
-            self.baseline = next((r.name for r in self.rivals if self._fits(r)), "")
+            self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")
             if self.baseline:
                 return None
             raise self._infeasible(result, late=late or now() > deadline, barred=barred)
@@ -324,7 +287,7 @@ class _Search(Rounds):
     def _leaves_much_open(self, result: Result) -> bool:
         """Whether the gap is wide, of a problem that is small enough for more rounds, with reruns among its choices."""
         variables = self.decisions.variables
-        small = len(variables) <= SECOND_STAGE_MOST and any(v.kind == "hold" for v in variables)
+        small = len(variables) <= SMALL_MOST and any(v.kind == "hold" for v in variables)
         return small and self._is_wide(result.solution.objective)
 
     def _again(self, best: Result, deadline: float) -> Result:
@@ -332,19 +295,14 @@ class _Search(Rounds):
         for the options behind it alone, which takes more rounds."""
         self.say("over the budget: weights and rows anew")
         self.reweigh, self.seeds = True, (best.solution.choice,)
-        found = self._within_budget(deadline, AGAIN_SHARE, alone=True)
+        found = self.within_budget(deadline, AGAIN_SHARE, alone=True)
         self.reweigh = False
         best = cheapest(best, found) or best
-        return replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
+        return replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
     def _is_barred(self) -> bool:
         """Whether what is held at the least, whatever is chosen, is over the budget."""
         return sum_of_least(self.problem(self.first_rows(), self.budget)) > self.budget
-
-    @cached_property
-    def baseline(self) -> str:
-        """The cheapest that fits the budget."""
-        return next((r.name for r in self.rivals if r.fits(self.budget)), "")
 
     def _from_what_is_known(
         self, joint: Result | None, keeping: Objective, checkpoints: CheckpointSearch, deadline: float, joint_s: float
@@ -356,36 +314,36 @@ class _Search(Rounds):
         self.say("over the budget: known shardings")
         deadline = self.latest if self.baseline else deadline
         known = (self.free.solution.choice, *(r.choice for r in self.rivals))
-        until = min(_in(SHARDED_SHARE, deadline), now() + max(self.free_s, SHARDED_TIMES * joint_s))
+        until = min(in_share(SHARDED_SHARE, deadline), now() + max(self.free_s, SHARDED_TIMES * joint_s))
         rescuing = joint is None and not self.baseline
         if rescuing:  # any plan that fits is worth more than a cheaper one: those that hold little go first
             lean = LEAN * min((r.about_peak_bytes for r in self.rivals), default=0.0)
             lean_first = sorted(self.rivals, key=lambda r: max(r.about_peak_bytes, lean))
             known = (*(r.choice for r in lean_first), known[0])
-            until = deadline = _in(JOINT_SHARE, self.latest)
+            until = deadline = in_share(JOINT_SHARE, self.latest)
         found = [joint, kept_as_sharded(self, keeping, known, until, first=rescuing)]
         if joint is not None and not self._is_wide(self.weighted_s):
             least = cheapest(*found)
-            return least and replace(least, solution=_bounded(least.solution, self.bound, self.options.gap))
+            return least and replace(least, solution=bounded(least.solution, self.bound, self.options.gap))
         if joint is None:
             self.seeds = seed(self.objective, self.options, self.baseline) if self.baseline else ()
             self.seeds += tuple(r.solution.choice for r in found if r is not None)
-            found.append(self._within_budget(deadline, JOINT_SHARE) if self.seeds and now() < deadline else None)
+            found.append(self.within_budget(deadline, JOINT_SHARE) if self.seeds and now() < deadline else None)
         best = cheapest(*found)
         if now() < deadline:
             with_reruns, self.objective, self.seeds = self.objective, keeping, tuple(r.choice for r in self.rivals)
-            kept = self._within_budget(deadline, KEEPING_SHARE)
+            kept = self.within_budget(deadline, KEEPING_SHARE)
             self.objective, self.seeds = with_reruns, ()
             if kept is not None and (best is None or kept.solution.objective < best.solution.objective):
                 again = kept_as_sharded(self, keeping, [kept.solution.choice], deadline, gap=GAP_ANEW)
                 if again is None or again.solution.objective > kept.solution.objective:
                     self.objective = keeping
-                    return replace(kept, solution=_bounded(kept.solution, self.bound, self.options.gap))
+                    return replace(kept, solution=bounded(kept.solution, self.bound, self.options.gap))
                 best = again
         needed = best is None and not self.baseline
-        if len(self.decisions.variables) <= SECOND_STAGE_MOST and (needed or now() < deadline):
+        if len(self.decisions.variables) <= SMALL_MOST and (needed or now() < deadline):
             best = self._better(best, checkpoints.within(self.budget, deadline))
-        return best and replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
+        return best and replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
     def _until_smallest(self) -> float:
         """As long for each budget, so that one that an error names is found again."""
@@ -410,8 +368,8 @@ class _Search(Rounds):
         checkpoints, result = self._checkpoints(free), None
         if self.options.search != "two-stage":
             self.seeds = ()
-            result = self._within_budget(deadline, JOINT_SHARE)
-        most = EXACT_MOST if result is not None and result.solution.proven else SECOND_STAGE_MOST
+            result = self.within_budget(deadline, JOINT_SHARE)
+        most = EXACT_MOST if result is not None and result.solution.proven else SMALL_MOST
         deadline = self.latest if self.baseline else deadline
         if result is None or len(self.decisions.variables) <= most:
             starts = [] if result is None else [result.solution.choice]
@@ -443,99 +401,7 @@ class _Search(Rounds):
         only = second.exact and self.decisions.mesh.size == 1
         bound = max(joint.solution.lower_bound, second.solution.lower_bound if only else 0.0)
         better = min(found, joint, key=lambda r: (r.solution.objective, r.memory.peak_bytes))
-        return replace(better, solution=_bounded(better.solution, bound, self.options.gap))
-
-    def _within_budget(
-        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None,
-        alone: bool = False,
-    ) -> Result | None:  # fmt: skip
-        """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
-        (redistributed copies and what an op holds while it runs); or with the shardings of the first choice, where
-        another round could not be better by more than the gap, or there is no time for one. None where nothing was
-        found in ``share`` of the time that is left. The bound is that of rows that set nothing aside."""
-        deadline = _in(share, deadline)
-        rows = self.first_rows() if rows is None else rows
-        bound = self.bound
-        joint = any(v.kind == "hold" for v in self.decisions.variables)  # only then does the bound hold for all plans
-        exposed: Result | None = None
-        mended: Result | None = None
-        turns_exposed, took, over = 0, 0.0, math.inf
-        for _ in range(ALONE_ROUNDS if alone else TIGHTEN_ROUNDS):
-            until = self._next_round(deadline, took, over if mended is None else math.inf)
-            if until is None:
-                break
-            began, deadline = now(), until.all
-            result = self._in_rows(rows, until.one, warm)
-            took = now() - began
-            if result is None:
-                break
-            if not any(rows.unseen.values()) and not rows.behind:
-                bound = max(bound, result.solution.lower_bound)
-                self.bound = bound if joint else self.bound
-            over = result.memory.peak_bytes - self.budget
-            if over <= 0:
-                if mended is not None and mended.solution.objective < result.solution.objective:
-                    result = mended
-                result = replace(result, solution=_bounded(result.solution, bound, self.options.gap))
-                best = result if exposed is None else min(exposed, result, key=self.step_seconds)
-                if turns_exposed == EXPOSED_ROUNDS or not self._hides_more(rows, result):
-                    return best
-                exposed, turns_exposed = best, turns_exposed + 1
-                self.say("transfers that cannot hide")
-                continue
-            warm = result.solution.choice
-            self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
-            if not rows.tighten(warm, result.program, result.memory.timeline, self.budget, alone=alone):
-                break
-            if joint and not alone and mended is None:
-                mended = kept_anew(self, rows.copied(), result, min(deadline, now() + took))
-                if mended and _bounded(mended.solution, result.solution.objective, self.options.gap).proven:
-                    break  # all that another round could gain
-            if not alone and now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
-                rows.level()
-        found = exposed or mended
-        return found and replace(found, solution=_bounded(found.solution, bound, self.options.gap))
-
-    def _next_round(self, deadline: float, took: float, over: float) -> _Until | None:
-        """Until when it may take; None where there is no time for one. ``over``: by how many bytes the last one, which
-        ``took`` so long, was over the budget."""
-        began, left = now(), deadline - now()
-        if len(self.decisions.variables) <= SECOND_STAGE_MOST:  # ends when its time is up
-            return _Until(deadline, _in(SMALL_SHARE, deadline)) if left > 0 or not took else None
-        if took > left:
-            deadline = self.latest - (0.0 if self.baseline else RESCUE_TIMES * took)
-            left = deadline - began
-            if over > NEARLY_OVER * self.budget or took > left:
-                return None
-        share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0)))
-        return _Until(deadline, _in(share, deadline))
-
-    def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> Result | None:
-        """The best choice of ``rows``; the solver may find none near the smallest limit, and then begins with the one
-        of the smallest peak. None where that is over the budget too."""
-        try:
-            return self.once(rows, self.budget, deadline, warm)
-        except (InfeasibleError, SolverError):
-            seeds = self.seeds if warm is None else (warm,)
-            asked, least = smallest_rows(self, rows, seeds, seconds_for(deadline), self.budget)
-        if not evaluate(asked, least)[1] or now() > deadline:
-            return None
-        try:
-            return self.once(rows, self.budget, deadline, rows.own(least))
-        except (InfeasibleError, SolverError):
-            return None
-
-    def _hides_more(self, rows: Rows, result: Result) -> bool:
-        """Whether transfers of a plan that fits are exposed, and rows that say so are new: for copies to the host that
-        find no time in the forward, and for what comes back late because there is no room for it sooner."""
-        least = MOST_EXPOSED * result.solution.objective
-        parts, self.hiding_parts = self.hiding_parts, PARTS if exposed_seconds(result.program) > least else 1
-        tighter = False
-        if result.wished and self.step_seconds(result) > result.solution.objective + least:
-            program, memory = result.wished
-            tighter = rows.tighten(result.solution.choice, program, memory.timeline, self.budget)
-        self.hiding_parts = max(parts, self.hiding_parts)
-        return tighter or self.hiding_parts > parts
+        return replace(better, solution=bounded(better.solution, bound, self.options.gap))
 
     def _smallest(self, deadline: float) -> Result:
         """The plan of the smallest peak that was found; where it fits the budget, the cheapest plan near it that does.
@@ -548,9 +414,9 @@ class _Search(Rounds):
         rows = Rows(self.decisions, self.options)
         best = of_smallest_peak(self, rows, deadline)
         if best.memory.peak_bytes <= self.budget:
-            best = self._within_budget(deadline, 1.0, rows, best.solution.choice) or best
+            best = self.within_budget(deadline, 1.0, rows, best.solution.choice) or best
         # A bound of other limits is none within this one.
-        return replace(best, solution=_bounded(best.solution, self.bound, self.options.gap))
+        return replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
     def _infeasible(self, smallest: Result, *, late: bool, barred: bool = False) -> InfeasibleError:
         leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)
@@ -566,17 +432,6 @@ class _Search(Rounds):
             f"memory_budget={math.ceil(least)}; {more}"
             + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
-
-
-def _in(share: float, deadline: float) -> float:
-    at = now()
-    return at + share * max(deadline - at, 1.0)
-
-
-def _bounded(solution: Solution, bound: float, gap: float) -> Solution:
-    """The solution with a bound from elsewhere."""
-    bound = min(bound, solution.objective)
-    return replace(solution, lower_bound=bound, proven=solution.objective - bound <= gap * solution.objective)
 
 
 def _text(size: float) -> str:

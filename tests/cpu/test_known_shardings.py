@@ -7,7 +7,7 @@ import torch
 
 from autopar import planner
 from autopar.mesh import Mesh
-from autopar.planner import Options, search
+from autopar.planner import Options, budget_rounds, search
 from autopar.planner.search import _Search
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 
@@ -26,7 +26,7 @@ def planned(share: float | None) -> planner.Planned:
 
 
 def test_a_choice_that_is_over_the_budget_is_mended_with_its_own_shardings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "TIGHTEN_ROUNDS", 1)
+    monkeypatch.setattr(budget_rounds, "TIGHTEN_ROUNDS", 1)
     monkeypatch.setattr(_Search, "_from_what_is_known", lambda self, joint, *_: joint)
     plan = planned(0.85)
     assert plan.solution.method.endswith("kept anew")
@@ -37,8 +37,8 @@ def test_a_choice_that_is_over_the_budget_is_mended_with_its_own_shardings(monke
 def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(search, "SECOND_STAGE_MOST", 0)
-    monkeypatch.setattr(_Search, "_within_budget", lambda *_: None)
+    monkeypatch.setattr(search, "SMALL_MOST", 0)
+    monkeypatch.setattr(_Search, "within_budget", lambda *_: None)
     monkeypatch.setattr(_Search, "baseline", "")
     plan = planned(0.8)
     assert plan.solution.method == "known shardings"
@@ -48,7 +48,7 @@ def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_f
 
 def test_the_plan_of_the_smallest_peak_has_no_bound_of_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to it solves with smaller limits than the budget, whose bounds say nothing of plans within it."""
-    monkeypatch.setattr(_Search, "_within_budget", lambda *_: None)
+    monkeypatch.setattr(_Search, "within_budget", lambda *_: None)
     monkeypatch.setattr(_Search, "_from_what_is_known", lambda *_: None)
     monkeypatch.setattr(_Search, "baseline", "")
     plan, free = planned(0.8), planned(None)

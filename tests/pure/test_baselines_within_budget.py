@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from autopar.planner.search import NEARLY_FITS, _Search
+from autopar.planner.budget_rounds import NEARLY_FITS
+from autopar.planner.search import _Search
 
 
 def fits(budget: float, peak: float, arranged: float | None) -> bool:
@@ -26,7 +27,7 @@ def fits(budget: float, peak: float, arranged: float | None) -> bool:
 
     search: Any = object.__new__(_Search)
     search.budget = budget
-    return search._fits(Rival())
+    return search.fits(Rival())
 
 
 def test_one_that_fits_as_it_is_need_not_be_arranged() -> None:
