@@ -101,7 +101,10 @@ def _meant(
         return dict.fromkeys([m for m in matches if names[m].ndim == spec.ndim] or matches[:1], spec)
     if text.split(maxsplit=1)[0] in OF_LAYERS:
         matches = list(dict.fromkeys([*matches, *_parameters_of(graph, names, matches)]))
-    return {m: style_spec(text, names[m].shape, mesh, graph, _parameter(graph, names[m])) for m in matches}
+    return {
+        m: style_spec(text, names[m].shape, mesh, graph, _parameter(graph, names[m]), m.rpartition(".")[0])
+        for m in matches
+    }
 
 
 def _parameters_of(graph: Graph, names: Mapping[str, _Target], modules: Sequence[str]) -> list[str]:

@@ -31,15 +31,21 @@ def is_style(text: str) -> bool:
     return any(text.split(maxsplit=1)[:1] == [style] for style in STYLES)
 
 
-def style_spec(text: str, shape: tuple[int, ...], mesh: Mesh, graph: Graph, parameter: str | None) -> ShardingSpec:
-    """The spec that a style means for a tensor of ``shape``; ``parameter`` is its node, if it is one.
+def style_spec(
+    text: str, shape: tuple[int, ...], mesh: Mesh, graph: Graph, parameter: str | None, module: str = ""
+) -> ShardingSpec:
+    """The spec that a style means for a tensor of ``shape``.
+
+    Args:
+        parameter: its node, if it is one.
+        module: by which it was named: the columns of a table are not those of a product that is tied to it.
 
     Raises:
         ConstraintError: it names an axis that the mesh does not have.
     """
     style, *named = text.split()
     axes = _axes(named, text, mesh) or (tuple(range(mesh.ndim)) if style == "shard" else (mesh.ndim - 1,))
-    dim = None if style == "replicate" or not shape else _dim(style, shape, axes, mesh, graph, parameter)
+    dim = None if style == "replicate" or not shape else _dim(style, shape, axes, mesh, graph, parameter, module)
     return ShardingSpec(tuple(axes if d == dim else () for d in range(len(shape))))
 
 
@@ -60,7 +66,8 @@ def _axes(named: Sequence[str], text: str, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _dim(
-    style: str, shape: tuple[int, ...], axes: tuple[int, ...], mesh: Mesh, graph: Graph, parameter: str | None
+    style: str, shape: tuple[int, ...], axes: tuple[int, ...], mesh: Mesh, graph: Graph, parameter: str | None,
+    module: str,
 ) -> int | None:
     if style == "shard":
         ways = math.prod(mesh.shape[a] for a in axes)
@@ -68,12 +75,14 @@ def _dim(
         return max(even, key=lambda d: (shape[d], -d)) if even and parameter else 0
     if parameter is None or len(shape) < 2:
         return len(shape) - 1 if style == "column" else None
-    column, row = weight_dims(Dataflow(graph), Value(parameter))
+    column, row = weight_dims(Dataflow(graph), Value(parameter), module)
     return column if style == "column" else row
 
 
-def weight_dims(flow: Dataflow, weight: Value) -> tuple[int | None, int | None]:
-    """The dims of a weight that its first reader keeps and sums; the reader may read it transposed or viewed."""
+def weight_dims(flow: Dataflow, weight: Value, module: str = "") -> tuple[int | None, int | None]:
+    """The dims of a weight that its first reader in ``module``, or else anywhere, keeps and sums; the reader may read
+    it transposed or viewed."""
+    first: tuple[int | None, int | None] = (None, None)
     names = {weight: tuple(range(len(flow.graph.meta(weight).shape)))}
     for node in flow.graph.nodes:
         for position, value in enumerate(node.inputs):
@@ -83,9 +92,10 @@ def weight_dims(flow: Dataflow, weight: Value) -> tuple[int | None, int | None]:
                 _follow(flow, node, position, names)
             else:
                 found = _kept_and_summed(flow, node, position, names[value])
-                if found != (None, None):
+                if found != (None, None) and node.module == module:
                     return found
-    return None, None
+                first = found if first == (None, None) else first
+    return first
 
 
 def _follow(flow: Dataflow, node: Node, position: int, names: dict[Value, tuple[int, ...]]) -> None:

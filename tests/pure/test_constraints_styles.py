@@ -145,3 +145,19 @@ def test_what_no_placements_say_is_refused_of_what_users_hold_alone(graph: Graph
     assert spec_of(graph, "embed", "RS10") == "RS10"
     with pytest.raises(ConstraintError, match=r"No DTensor has the spec of the constraint on layer\.weight"):
         resolve(graph, MESH, {"layer.weight": "RS10"}, {})
+
+
+def test_of_a_tied_weight_the_module_by_which_it_is_named_tells_what_its_columns_are():
+    v = Value
+    nodes = (
+        Node("table", "placeholder", outputs=(tensor(40, 16),)),
+        Node("ids", "placeholder", outputs=(TensorMeta((8,), "int64"),)),
+        Node("x", "autopar.lookup.default", (v("table"), v("ids")), outputs=(tensor(8, 16),), module="embed"),
+        Node("t", "aten.t.default", (v("table"),), outputs=(tensor(16, 40),)),
+        Node("mm", "aten.mm.default", (v("x"), v("t")), outputs=(tensor(8, 40),), module="head"),
+    )
+    inputs = Input("table", "parameter", "embed.weight", trainable=True), Input("ids", "input", "ids")
+    tied, aliases = Graph(nodes, inputs, (Output(v("mm"), "output", "0"),)), {"head.weight": "embed.weight"}
+    for name, spec in {"embed": "RS1", "embed.weight": "RS1", "head": "S1R", "head.weight": "S1R"}.items():
+        forced = resolve(tied, MESH, {name: "column"}, aliases)
+        assert str(forced.placeholders["table"]) == spec
