@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from autopar.mesh import Mesh
+from autopar.planner.baselines import baselines
 from autopar.planner.budget_rounds import NEARLY_FITS
 from autopar.planner.search import _Search
 
@@ -41,3 +43,9 @@ def test_one_that_is_a_little_too_large_fits_where_its_arranged_program_does(arr
 
 def test_one_that_is_much_too_large_is_not_arranged() -> None:
     assert not fits(100, 100 * NEARLY_FITS + 1, None)
+
+
+def test_weights_cut_over_all_axes_are_looked_at_last():
+    """Where time is short and the batch does not go round all ranks, the first one that applies is the only one."""
+    without_batch = [b.name for b in baselines(Mesh((4, 4, 4))) if 2 not in b.data]
+    assert without_batch[0] == "DDP x TP" and without_batch[-2:] == ["TP", "TP+SP"]
