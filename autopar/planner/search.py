@@ -46,7 +46,9 @@ KEEPING_SHARE = 0.3
 SMALLEST_SHARE = 0.25
 """Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
 SECOND_STAGE_GAP = 0.02
-"""A wider gap is left to what is known and, of small problems, to further rounds."""
+"""A wider gap is left to what is known."""
+AGAIN_GAP = 0.005
+"""A wider gap is left to further rounds, with other weights."""
 AGAIN_SHARE = 0.5
 """Of the time left, for a plan whose gap is wide once more."""
 EXACT_MOST = 200
@@ -285,10 +287,9 @@ class _Search(BudgetRounds):
         return 1 - self.bound / seconds > SECOND_STAGE_GAP
 
     def _leaves_much_open(self, result: Result) -> bool:
-        """Whether the gap is wide, of a problem that is small enough for more rounds, with reruns among its choices."""
-        variables = self.decisions.variables
-        small = len(variables) <= SMALL_MOST and any(v.kind == "hold" for v in variables)
-        return small and self._is_wide(result.solution.objective)
+        """Whether the gap is wide, where reruns are among the choices."""
+        joint = any(v.kind == "hold" for v in self.decisions.variables)
+        return joint and 1 - self.bound / result.solution.objective > max(AGAIN_GAP, self.options.gap)
 
     def _again(self, best: Result, deadline: float) -> Result:
         """Once more from ``best`` with the weights of the paths that it shows, and setting aside what rows do not see

@@ -89,6 +89,12 @@ def on_the_wall(seconds: float) -> float:
     return max(seconds, min(seconds * min(gone / spent, SLOWEST), race.limit_s - gone))
 
 
+def until_the_limit(seconds: float) -> float:
+    """At least these, else what is left on the wall: for what looks at this clock besides."""
+    race = _here.race
+    return seconds if race is None else max(seconds, race.limit_s - race.gone())
+
+
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
     """Inside, processes that were waited for worked for this thread."""

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver.clock import hurried, on_the_wall, watched
+from autopar.solver.clock import hurried, now, on_the_wall, until_the_limit, watched
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array, Basis
 
@@ -80,6 +81,8 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(IlpLimits(seconds, 0.0)).items():
         solver.setOptionValue(name, value)
+    solver.setOptionValue("time_limit", until_the_limit(max(seconds, 0.01)))
+    solver.cbSimplexInterrupt.subscribe(_interrupt_at(now() + seconds))
     solver.setOptionValue("presolve", "off")  # graphs are reduced already: it takes longer than it saves
     lp = _as_lp(highspy, model)
     lp.integrality_ = []
@@ -178,6 +181,14 @@ def _report_progress(solver: Any, model: Model, limits: IlpLimits) -> None:
         limits.report(event.data_out.mip_primal_bound * model.scale, event.data_out.mip_dual_bound * model.scale)
 
     solver.cbMipLogging.subscribe(on_event)
+
+
+def _interrupt_at(until: float) -> Callable[[Any], None]:
+    def on_event(event: Any) -> None:
+        if now() > until:
+            event.interrupt()
+
+    return on_event
 
 
 def _interrupt(event: Any) -> None:

@@ -29,7 +29,9 @@ from autopar.solver.reductions import drop_forbidden, reduce
 from autopar.solver.search import Search
 
 MAX_FLOWS = 400_000
-"""Larger integer programs are not tried: their first relaxation alone would outlast the time limit."""
+FLOWS_A_SECOND = 40_000
+"""Larger integer programs, and those that are larger for the time left, are not tried: their first relaxation alone
+would outlast it."""
 
 MAX_FLAT_PAIRS = 1_500_000
 """Pairs of options of a repetitive problem up to which, after folding, every node is also looked at on its own."""
@@ -282,7 +284,8 @@ def _prove(graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int
         return
     if incumbent.seconds_left() < 0 or _eliminate(graph, incumbent, MOST_ELEMENTS, method):
         return
-    if not is_small(graph, MAX_FLOWS) or incumbent.seconds_left() < 0:
+    most = min(MAX_FLOWS, FLOWS_A_SECOND * max(incumbent.seconds_left(), 0.0))
+    if not is_small(graph, int(most)):
         method.append("solving parts")
         _improve_large(graph, incumbent, backend)
         return

@@ -38,7 +38,7 @@ def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(search, "SMALL_MOST", 0)
-    monkeypatch.setattr(_Search, "within_budget", lambda *_: None)
+    monkeypatch.setattr(_Search, "within_budget", lambda *_, **__: None)
     monkeypatch.setattr(_Search, "baseline", "")
     plan = planned(0.8)
     assert plan.solution.method == "known shardings"
@@ -48,8 +48,8 @@ def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_f
 
 def test_the_plan_of_the_smallest_peak_has_no_bound_of_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to it solves with smaller limits than the budget, whose bounds say nothing of plans within it."""
-    monkeypatch.setattr(_Search, "within_budget", lambda *_: None)
-    monkeypatch.setattr(_Search, "_from_what_is_known", lambda *_: None)
+    monkeypatch.setattr(_Search, "within_budget", lambda *_, **__: None)
+    monkeypatch.setattr(_Search, "_from_what_is_known", lambda *_, **__: None)
     monkeypatch.setattr(_Search, "baseline", "")
     plan, free = planned(0.8), planned(None)
     assert plan.memory.peak_bytes <= 0.8 * free.memory.peak_bytes

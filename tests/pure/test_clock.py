@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from autopar.solver import clock
-from autopar.solver.clock import SLOWEST, elsewhere, limited, now, on_the_wall
+from autopar.solver.clock import SLOWEST, elsewhere, limited, now, on_the_wall, until_the_limit
 
 
 class Machine:
@@ -79,6 +79,13 @@ def test_what_others_solve_has_as_long_as_they_need_at_this_pace(machine: Machin
     with limited(1e4):
         machine.work(1.0, 0.1)
         assert on_the_wall(3.0) == pytest.approx(3.0 * SLOWEST)
+
+
+def test_what_looks_at_this_clock_itself_has_what_is_left(machine: Machine) -> None:
+    assert until_the_limit(3.0) == 3.0
+    with limited(60.0):
+        machine.work(5.0, 0.5)
+        assert until_the_limit(3.0) == pytest.approx(50.0)
 
 
 def test_what_other_programs_work_for_us_counts() -> None:
