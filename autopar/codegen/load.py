@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import linecache
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,12 +72,18 @@ def refuse_own_ops(source: str, path: str | Path) -> None:
     Raises:
         PlanError: the program defines some.
     """
-    implementing = {f.__name__: name for name, f in IMPLEMENTATIONS.items()}
-    found = [n for n in re.findall(r"^def (\w+)\(", source, re.MULTILINE) if n in implementing]
+    implementing = {(f.__name__, tuple(inspect.signature(f).parameters)): name for name, f in IMPLEMENTATIONS.items()}
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return  # who loads it says so
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    looks = [(f.name, tuple(a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs))) for f in functions]
+    found = [look for look in looks if look in implementing]
     if found:
         raise PlanError(
             "This program brings its own ops, which Inductor cannot compile.",
-            found=f"{path} defines {found[0]}, which is {implementing[found[0]]}",
+            found=f"{path} defines {found[0][0]}, which is {implementing[found[0]]}",
             hint='write plan.source to a file and edit that, or use backend="eager".',
         )
 
