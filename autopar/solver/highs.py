@@ -41,7 +41,7 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         ) from error
     begin()
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in _options(limits).items():
+    for name, value in _options(limits.gap, on_the_wall(max(limits.seconds, 0.01))).items():
         solver.setOptionValue(name, value)
     if solver.passModel(_as_lp(highspy, model)) == highspy.HighsStatus.kError:
         raise SolverError("HiGHS did not accept the integer program.", hint="try backend='cbc'")
@@ -79,9 +79,8 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
 
     begin()
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in _options(IlpLimits(seconds, 0.0)).items():
+    for name, value in _options(0.0, until_the_limit(max(seconds, 0.01))).items():
         solver.setOptionValue(name, value)
-    solver.setOptionValue("time_limit", until_the_limit(max(seconds, 0.01)))
     solver.cbSimplexInterrupt.subscribe(_interrupt_at(now() + seconds))
     solver.setOptionValue("presolve", "off")  # graphs are reduced already: it takes longer than it saves
     lp = _as_lp(highspy, model)
@@ -128,7 +127,7 @@ def _begin() -> None:
         os.dup2(nowhere.fileno(), 1)
         try:
             solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-            for name, value in _options(IlpLimits(1.0, 0.0)).items():
+            for name, value in _options(0.0, 1.0).items():
                 solver.setOptionValue(name, value)
             solver.run()
         finally:
@@ -145,11 +144,11 @@ def _run(highspy: Any, solver: Any) -> None:
         solver.run()
 
 
-def _options(limits: IlpLimits) -> dict[str, Any]:
+def _options(gap: float, wall_s: float) -> dict[str, Any]:
     return {
         "output_flag": False,
-        "time_limit": on_the_wall(max(limits.seconds, 0.01)),
-        "mip_rel_gap": limits.gap,
+        "time_limit": wall_s,
+        "mip_rel_gap": gap,
         "mip_abs_gap": 0.0,
         "mip_feasibility_tolerance": FEASIBILITY_TOLERANCE,
         "primal_feasibility_tolerance": FEASIBILITY_TOLERANCE,
