@@ -219,10 +219,14 @@ def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: f
 
     The two can differ: the cost is what a bound is proven for, the simulation knows what waits for what.
     """
+    return min(unbeaten(finalists, baselines, gap) or finalists, key=Finalist.rank)
+
+
+def unbeaten(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> list[Finalist]:
+    """Those that no baseline beats in cost or in step."""
     cost = min((b.solution.objective for b in baselines), default=math.inf) * (1 + gap)
     step_s = min((b.timeline.seconds for b in baselines), default=math.inf)
-    unbeaten = [f for f in finalists if f.solution.objective <= cost and f.timeline.seconds <= step_s]
-    return min(unbeaten or finalists, key=Finalist.rank)
+    return [f for f in finalists if f.solution.objective <= cost and f.timeline.seconds <= step_s]
 
 
 def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:

@@ -105,11 +105,13 @@ class Objective:
     """The objective over the variables of ``decisions``; what is made once is kept, for all who ask it.
 
     Args:
+        launched: share of each reduction's launch that counts.
         weights: of the paths of all phases, one after the other, to begin with; the best ones found so far.
     """
 
     decisions: Decisions
     prices: Prices
+    launched: float = 1.0
     weights: Array = field(init=False)
     _sums: dict[bytes, Problem] = field(default_factory=dict)
     _tied: dict[int, tuple[Problem, Tied | None]] = field(default_factory=dict)
@@ -206,7 +208,7 @@ class Objective:
         for i in handovers.first:
             buckets = found.handovers[i]
             weight = (buckets[0].work, tuple(of[b] for b in buckets)) if buckets else None
-            sent.append(handed(d, prices, d.handovers[i], weight))
+            sent.append(handed(d, prices, d.handovers[i], weight, self.launched))
         joined = zip(d.handovers, handovers.of.tolist(), strict=True)
         return Problem(
             tuple([own[kind] for kind in variables.of.tolist()]),
@@ -270,7 +272,7 @@ class Objective:
                 found.add(self._order[among[0]] if among else exposed, prices.waiting(d, h), rows, columns)
                 continue
             launches, sent = prices.hideable(d.variables[h.source], d.variables[h.target], h)
-            share = 1 / d.accumulation_steps if among[0].work == "reduce" else 1.0
+            share = self.launched / d.accumulation_steps if among[0].work == "reduce" else 1.0
             found.add(exposed, share * launches, rows, columns)
             for bucket, seconds in zip(among, sent, strict=True):
                 found.add(self._order[bucket], seconds, rows, columns)

@@ -430,13 +430,16 @@ def edges(
     return tuple(Edge(h.source, h.target, handed(d, prices, h, w)) for h, w in weighted if h.source != h.target)
 
 
-def handed(d: Decisions, prices: Prices, h: Handover, weight: tuple[str, tuple[float, ...]] | None = None) -> Array:
-    """Seconds of one handover times its weight, as of ``edges``."""
+def handed(
+    d: Decisions, prices: Prices, h: Handover, weight: tuple[str, tuple[float, ...]] | None = None,
+    launched: float = 1.0,
+) -> Array:  # fmt: skip
+    """Seconds of one handover times its weight, as of ``edges``; of a reduction's launch the share ``launched``."""
     work, counted = weight or ("wait", (1.0,))
     if work == "wait":
         return prices.waiting_edge(d, h, *counted)
     ends = d.variables[h.source], d.variables[h.target]
-    return prices.hiding_edge(*ends, h, counted, 1 / d.accumulation_steps if work == "reduce" else 1.0)
+    return prices.hiding_edge(*ends, h, counted, launched / d.accumulation_steps if work == "reduce" else 1.0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from autopar.planner.arrange import UNSURE
 from autopar.planner.budget_rounds import SMALL_MOST, BudgetRounds, bounded, in_share
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
-from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled
+from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled, unbeaten
 from autopar.planner.garbage import collected_later
 from autopar.planner.known_shardings import GAP_ANEW, cheapest, kept_as_sharded
 from autopar.planner.liveness import MemoryProfile
@@ -24,6 +24,7 @@ from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.rounds import Progress, Result
+from autopar.planner.shared_launches import sharing_launches
 from autopar.planner.smallest_peak import LEAST_S, of_smallest_peak
 from autopar.planner.tightening import Rows
 from autopar.planner.timeline import Timeline
@@ -207,7 +208,10 @@ class _Search(BudgetRounds):
         own = Finalist.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
         self.timings["arrange"] = time.perf_counter() - started
         fitting = list(self._fitting(own.arranged_s, deadline, own.solution.objective))
-        best = settled([own, *fitting], fitting, self.options.gap)
+        finalists = [own, *fitting]
+        if not unbeaten(finalists, fitting, self.options.gap) and now() < deadline:
+            finalists += sharing_launches(self, fitting, deadline)
+        best = settled(finalists, fitting, self.options.gap)
         return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
 
     def _fitting(self, step_s: float, deadline: float, cost: float = 0.0) -> Iterator[Finalist]:

@@ -25,19 +25,7 @@ def test_what_is_not_looked_at_would_not_have_been_chosen(name: str, mesh: tuple
     assert alone.timeline.seconds <= min(b.step_time for b in compared.baselines) * (1 + 1e-9)
 
 
-TORN = {("outside", (2,), "half"): "DDP shares launches, so its step is the shortest, while TP+SP costs less without"}
-"""Where of the baselines that fit one has the shortest step and another the least cost, which has launches one by one:
-the plan is the shortest step."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mesh", "budget"),
-    [
-        pytest.param(*case, marks=pytest.mark.xfail(reason=TORN[case], strict=True) if case in TORN else ())
-        for case in itertools.product(ZOO, MESHES, BUDGETS)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "mesh", "budget"), itertools.product(ZOO, MESHES, BUDGETS), ids=str)
 def test_no_baseline_beats_the_plan_anywhere(name: str, mesh: tuple[int, ...], budget: str):
     no_baseline_is_better(plan_on(name, mesh, budget))

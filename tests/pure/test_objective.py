@@ -60,11 +60,13 @@ def perceptron(batch: int, width: int) -> Graph:
 
 
 @cache
-def objective(batch: int, width: int, overlap: float = 1.0, shape: tuple[int, ...] = (4,)) -> Objective:
+def objective(
+    batch: int, width: int, overlap: float = 1.0, shape: tuple[int, ...] = (4,), launched: float = 1.0
+) -> Objective:
     graph, mesh, options = perceptron(batch, width), Mesh(shape), Options(outputs="dtensor")
     cluster = Cluster.load("dgx-h100").sized(mesh.size)
     cluster = replace(cluster, measured=replace(cluster.measured or Measured(), overlap=overlap))
-    return Objective(decide(graph, mesh, options, resolve(graph, mesh, {}, {})), Prices(mesh, cluster))
+    return Objective(decide(graph, mesh, options, resolve(graph, mesh, {}, {})), Prices(mesh, cluster), launched)
 
 
 def whole(problem: Problem, warm: tuple) -> Solution:
@@ -89,10 +91,11 @@ def weightings(asked: Objective) -> list[np.ndarray]:
 @pytest.mark.parametrize("sizes", [MANY_TOKENS, FEW_TOKENS])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("launched", [1.0, 0.1])
 def test_no_sum_is_above_the_objective_and_the_critical_paths_reach_it(
-    sizes: tuple[int, int], overlap: float, shape: tuple[int, ...]
+    sizes: tuple[int, int], overlap: float, shape: tuple[int, ...], launched: float
 ) -> None:
-    asked = objective(*sizes, overlap, shape)
+    asked = objective(*sizes, overlap, shape, launched)
     for seed in range(5):
         choice = random_solution(asked.problem(), seed).choice
         sums = [evaluate(asked.problem(weights=w), choice)[0] for w in weightings(asked)]
