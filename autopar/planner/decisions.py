@@ -34,6 +34,7 @@ from autopar.planner.variables import (
     spec_read,
 )
 from autopar.sharding import ShardingSpec, Strategy
+from autopar.solver.clock import tick
 from autopar.strategies import strategies
 
 
@@ -52,6 +53,7 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         kind = graph.kinds[node.name]
         if kind not in ways:
             ways[kind] = d.shared(strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh))
+            tick("strategy", len(ways[kind]))
         d.add(Variable(node.name, "op", ways[kind], node.phase, node))
     for output in graph.outputs:
         if output.kind == "output" or output.name.startswith("input:"):
@@ -63,6 +65,7 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
     stored = _stored(d)
     for value, meta in list(_values(graph)):
         _hand_over(d, value, meta, forced, stored, value.node in held)
+    tick("decision", len(d.variables))
     return d
 
 

@@ -27,6 +27,7 @@ from autopar.planner.transients import held_by_ring, local_op, surplus, told_byt
 from autopar.planner.unequal import unequal_ranks
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
+from autopar.solver.clock import tick
 
 KINDS = ("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "temporaries", "outputs", "step")
 
@@ -142,6 +143,7 @@ class _Sweep:
     fullest: dict[int, dict[str, int]] | None = None
 
     def run(self) -> MemoryProfile:
+        tick("profiled op", len(self.program.ops))
         for at, op in enumerate(self.program.ops):
             self._reads(at, op)
             self._op(at, op)

@@ -31,6 +31,7 @@ from autopar.planner.fewer_layers import FewerLayers, with_fewer_layers
 from autopar.planner.pricing import Array, Prices, costs, edges, handed
 from autopar.planner.variables import Decisions, Handover
 from autopar.solver import Edge, Problem, Run, Solution, Tied, Usage, find_runs, fold, highest_point
+from autopar.solver.clock import tick
 from autopar.solver.problem import IndexArray
 
 Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
@@ -135,6 +136,7 @@ class Objective:
     @cached_property
     def _runs(self) -> tuple[Run, ...]:
         """Equal blocks, whatever hides."""
+        tick("priced handover", len(self.decisions.handovers))
         return find_runs(Problem(self._alone, edges(self.decisions, self.prices)))
 
     @property
@@ -202,6 +204,7 @@ class Objective:
     def _sum(self, of: Mapping[Bucket | None, float]) -> Problem:
         """Seconds of each bucket times its weight; those that are alike are one array."""
         d, prices, variables, handovers = self.decisions, self.prices, *self._alike
+        tick("handover", len(d.handovers))
         found = self._roles
         own = [prices.weighted(self._alone[i], of.get(found.variables[i], 1.0)) for i in variables.first]
         sent = []
@@ -258,6 +261,7 @@ class Objective:
     def _in_buckets(self) -> _InBuckets:
         """What nothing hides is behind all other buckets."""
         d, prices, variables, handovers = self.decisions, self.prices, *self._alike
+        tick("handover", len(d.handovers))
         found, exposed = _InBuckets(len(self._order) + 1), len(self._order)
         for first, alike in zip(variables.first, variables.members(), strict=True):
             bucket = self._roles.variables[first]

@@ -35,6 +35,7 @@ from autopar.planner.transients import least_transients
 from autopar.planner.variables import Decisions, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Usage
+from autopar.solver.clock import tick
 
 Array = npt.NDArray[np.float64]
 
@@ -53,6 +54,7 @@ class Holdings:
 
     @classmethod
     def of(cls, d: Decisions, options: Options) -> Holdings:
+        tick("held variable", len(d.variables))
         lives, made = lives_of(d), _gradients_made(d)
         found = [
             (i, size, first, last)
@@ -73,6 +75,7 @@ class Holdings:
             there = np.flatnonzero((self.first <= place) & (place <= self.last)).tolist()
             found += [Usage(self.variables[i], self.sizes[i], t, t + 1) for i in there]
             found += _while_running(self.d, self.options, place, t)
+        tick("usage", len(found))
         return tuple(found)
 
 

@@ -24,6 +24,7 @@ from autopar.planner.variables import Decisions, copy_key, forced_key, hold_key,
 from autopar.planner.waits import place_waits
 from autopar.program import LocalTensor, Op, Program, Sent
 from autopar.sharding import Halo, ShardingSpec, Step, Strategy
+from autopar.solver.clock import tick
 from autopar.strategies import halos
 
 AGAIN = "|again"
@@ -109,6 +110,7 @@ class _Scheduler:
                 results[at] = self._result(at)
         while self.chains:
             self._bring_results_on()
+        tick("scheduled op", len(self.ops))
         outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
         away = [(v, v.away[option]) for v, option in zip(self.d.variables, self.choice, strict=True) if v.away]
         names = tuple(self.graph.input_of[v.key].name for v, size in away if size)

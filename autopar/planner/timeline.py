@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from autopar.program import Op, Program
+from autopar.solver.clock import tick
 
 Use: TypeAlias = Literal["compute", "launch", "both", "copy"]
 
@@ -143,7 +144,8 @@ class _Streams:
 
     def run(self, events: Iterable[Event]) -> None:
         """All events in turn."""
-        phase = ""
+        phase, events = "", list(events)
+        tick("simulated event", len(events))
         pending = self.pending
         for event in events:
             if event.phase != phase:

@@ -1,7 +1,8 @@
 """The clock that searches race against. Who wants the best plan so far sets it forward: every deadline has then passed.
 
-Within a limit it tells the processor time of this thread, so that what is found does not hang on what else the machine
-does; the time on the wall counts the more of it has gone, and all of it at the end of the limit, which is kept.
+Within a limit it tells work: what is done is counted, and has a price in seconds, so that the same input is searched
+alike on every machine and however busy that is. The time on the wall counts the more of it has gone, and all of it at
+the end of the limit, which is kept: a machine that is much slower than the prices say finds less.
 
 ``with interruptible(): autopar.plan(...)`` is a plan that the first Ctrl-C ends, and the second one breaks off.
 """
@@ -9,11 +10,10 @@ does; the time on the wall counts the more of it has gone, and all of it at the 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -25,10 +25,39 @@ STEADY_S = 0.2
 SLOWEST = 2.0
 """Seconds on the wall for one of others' work: what takes longer than that may as well be left for what comes next."""
 
+PRICES_S: Mapping[str, float] = {
+    "decision": 40e-6,
+    "strategy": 100e-6,
+    "priced handover": 12e-6,
+    "handover": 7e-6,
+    "scheduled op": 24e-6,
+    "profiled op": 13e-6,
+    "simulated event": 7e-6,
+    "held variable": 5e-6,
+    "usage": 12e-6,
+    "interval": 13e-6,
+    "evaluated edge": 3e-6,
+    "node of runs": 18e-6,
+    "edge of a graph": 13e-6,
+    "reduced node": 12e-6,
+    "eliminated node": 7e-6,
+    "node of dominance": 12e-6,
+    "swept node": 30e-6,
+    "conditional cost": 13e-6,
+    "element of a message": 1.2e-9,
+    "element of a product": 18e-9,
+    "element of dominance": 5.5e-9,
+    "element of a table": 5.5e-9,
+    "column": 1e-6,
+    "simplex step": 50e-6,
+    "iteration of a tree": 200e-6,
+}
+"""Seconds that each takes on a quiet machine, and a little more: then the limit is rarely one on the wall.
+``benchmarks/planning.py`` shows their sum beside the seconds of the processor."""
+
 
 class _Clock:
     ahead_s = 0.0
-    watched = False
 
 
 _clock = _Clock()
@@ -36,20 +65,18 @@ _clock = _Clock()
 
 @dataclass
 class _Race:
-    """A limit in seconds, and what the clocks said as it began. ``elsewhere_s``: processor time of other programs that
-    worked for this thread."""
+    """A limit in seconds, when it began, and what the work since then is worth."""
 
     limit_s: float
     began_s: float
-    worked_s: float
-    elsewhere_s: float = 0.0
+    worked_s: float = 0.0
 
     def gone(self) -> float:
         return time.monotonic() - self.began_s
 
     def spent(self) -> float:
         gone = self.gone()
-        return max(time.thread_time() - self.worked_s + self.elsewhere_s, gone * min(1.0, gone / self.limit_s))
+        return max(self.worked_s, gone * min(1.0, gone / self.limit_s))
 
 
 class _Races(threading.local):
@@ -59,10 +86,42 @@ class _Races(threading.local):
 _here = _Races()
 
 
+def tick(kind: str, amount: float) -> None:
+    """So much work of a kind, of those in ``PRICES_S``, was done."""
+    race = _here.race
+    if race is not None:
+        race.worked_s += PRICES_S[kind] * amount
+
+
+def tick_up_to(began_s: float, kind: str, amount: float) -> None:
+    """So much work was done since ``counted()`` was ``began_s``: as far as that has not been counted yet."""
+    tick(kind, max(amount - (counted() - began_s) / PRICES_S[kind], 0.0))
+
+
+def counted() -> float:
+    """Seconds of all work within this limit."""
+    return 0.0 if _here.race is None else _here.race.worked_s
+
+
 def now() -> float:
     """Seconds; only differences mean something."""
-    race = _here.race
-    return (time.monotonic() if race is None else race.began_s + race.spent()) + _clock.ahead_s
+    return _now(_here.race)
+
+
+def _now(race: _Race | None) -> float:
+    return (time.monotonic() if race is None else race.spent()) + _clock.ahead_s
+
+
+def late_after(seconds: float, kind: str, amount: float) -> Callable[[], bool]:
+    """Whether so much time has passed, for who asks whenever so much work of a kind is done, in whatever thread."""
+    race, until = _here.race, now() + seconds
+
+    def late() -> bool:
+        if race is not None:
+            race.worked_s += PRICES_S[kind] * amount
+        return _now(race) > until
+
+    return late
 
 
 @contextlib.contextmanager
@@ -71,7 +130,7 @@ def limited(seconds: float) -> Iterator[None]:
     if _here.race is not None:
         yield
         return
-    _here.race = _Race(max(seconds, 1e-9), time.monotonic(), time.thread_time())
+    _here.race = _Race(max(seconds, 1e-9), time.monotonic())
     try:
         yield
     finally:
@@ -79,7 +138,8 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def on_the_wall(seconds: float) -> float:
-    """How long these seconds take at the pace so far, where that is not very slow."""
+    """How long these seconds take at the pace so far, where that is not very slow: for what cannot look at this
+    clock."""
     race = _here.race
     if race is None:
         return seconds
@@ -95,30 +155,9 @@ def until_the_limit(seconds: float) -> float:
     return seconds if race is None else max(seconds, race.limit_s - race.gone())
 
 
-@contextlib.contextmanager
-def elsewhere() -> Iterator[None]:
-    """Inside, processes that were waited for worked for this thread."""
-    before = _of_processes()
-    try:
-        yield
-    finally:
-        if _here.race is not None:
-            _here.race.elsewhere_s += _of_processes() - before
-
-
-def _of_processes() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
-
-
 def hurried() -> bool:
     """Whether the search should end with what it has."""
     return _clock.ahead_s > 0
-
-
-def watched() -> bool:
-    """Whether anyone may hurry, so that back ends should look."""
-    return _clock.watched
 
 
 def hurry() -> None:
@@ -139,9 +178,8 @@ def interruptible() -> Iterator[None]:
         hurry()
 
     before = signal.signal(signal.SIGINT, on_interrupt)
-    _clock.watched = True
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        _clock.ahead_s, _clock.watched = 0.0, False
+        _clock.ahead_s = 0.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.solver.alike import alike
+from autopar.solver.clock import tick
 from autopar.solver.graph import Graph
 from autopar.solver.problem import Array
 
@@ -30,6 +31,10 @@ class WorkBudget:
     elements: float
     late: Callable[[], bool] = field(default=lambda: False)
     each: float = np.inf
+
+    def spend(self, elements: int) -> None:
+        self.elements -= elements
+        tick("element of dominance", elements)
 
 
 def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
@@ -53,6 +58,7 @@ def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
 
 def _undominated(graph: Graph, node: int, work: WorkBudget) -> np.ndarray:
     cost = graph.costs[node]
+    tick("node of dominance", 1)
     gain = cost[:, None] - cost[None, :]
     for row in graph.rows[node]:
         gain = np.where(row.amount[None, :] <= row.amount[:, None], gain, -np.inf)
@@ -69,12 +75,12 @@ def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
     if len(matrix) * matrix.size > work.each:
         return np.full((len(matrix), len(matrix)), np.inf)
     if len(matrix) * matrix.size <= AT_ONCE:
-        work.elements -= len(matrix) * matrix.size
+        work.spend(len(matrix) * matrix.size)
         small = np.minimum(matrix.T, _FORBIDDEN, order="C")
         return np.asarray((small[:, None, :] - small[:, :, None]).max(axis=0))  # the first axis is the fastest
     rows, columns = alike(matrix), alike(matrix.T)
     bounded = np.minimum(matrix[np.ix_(rows.first, columns.first)], _FORBIDDEN)
-    work.elements -= bounded.shape[0] * bounded.size + matrix.size
+    work.spend(bounded.shape[0] * bounded.size + matrix.size)
     worst = np.stack([(bounded - row).max(axis=1) for row in bounded])
     return np.asarray(worst[np.ix_(rows.number, rows.number)])
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from autopar.solver.clock import tick
 from autopar.solver.graph import Graph
 from autopar.solver.ordering import narrow_order
 from autopar.solver.problem import Array
@@ -60,9 +61,16 @@ class Dual:
         self.earlier = {node: [o for o in self.push[node] if rank[o] < rank[node]] for node in self.nodes}
         self.later = {node: [o for o in self.push[node] if rank[o] > rank[node]] for node in self.nodes}
         self._price_usages(self.prices)
+        self._elements = 0
         for node in self.order:
             for other in self.earlier[node]:
                 self._collect(node, other)
+        self._count(len(self.nodes))
+
+    def _count(self, nodes: int) -> None:
+        tick("swept node", nodes)
+        tick("element of a message", self._elements)
+        self._elements = 0
 
     def keep(self, masks: dict[int, np.ndarray]) -> None:
         """Take the options out of the graph for which a mask is false; what was passed about the others stays.
@@ -90,6 +98,7 @@ class Dual:
     def _collect(self, node: int, other: int) -> None:
         """Move the min-marginals of the edge to ``node``."""
         matrix, handed = self.graph.neighbours[other][node], self.push[other][node]
+        self._elements += matrix.size
         least = (matrix + handed[:, None]).min(axis=0)
         self.theta[node] += self.push[node][other] + least
         self.push[node][other] = -least
@@ -112,9 +121,11 @@ class Dual:
         choice: dict[int, int] = {}
         marginals: dict[int, Array] = {}
         handed_least: dict[int, float] = {}
-        for count, node in enumerate(order):
-            if late is not None and count % A_LOOK == A_LOOK - 1 and late():
-                return SweepResult(bound_before, {}, {})
+        for at, node in enumerate(order, 1):
+            if at % A_LOOK == 0:
+                self._count(A_LOOK)
+                if late is not None and late():
+                    return SweepResult(bound_before, {}, {})
             if decode:
                 choice[node] = self._decode(node, behind[node], choice)
             before = float(self.theta[node].min()) + sum(handed_least[other] for other in behind[node])
@@ -131,6 +142,7 @@ class Dual:
                 for other in ahead[node]:
                     self.push[node][other] += part
                 self.theta[node] = theta - part * len(ahead[node])
+        self._count(len(order) % A_LOOK)
         bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
         return SweepResult(bound, choice, marginals)
 

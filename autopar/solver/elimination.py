@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.clock import tick
 from autopar.solver.graph import Graph
 from autopar.solver.problem import Array
 
@@ -124,6 +125,7 @@ def eliminate_all(
         mine = of.pop(node)
         trail.append((node, tuple(mine)))
         made = _without(node, mine, sizes)
+        tick("element of a table", made.table.size * sizes[node])
         for other in made.scope:
             of[other] = [f for f in of[other] if node not in f.scope]
             of[other].append(made)

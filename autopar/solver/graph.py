@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.solver.clock import tick
 from autopar.solver.problem import USAGE_TOLERANCE, Array, IndexArray, Problem
 from autopar.solver.times import undominated_times
 
@@ -64,6 +65,7 @@ class Graph:
                 self.costs[edge.u] = self.costs[edge.u] + np.diagonal(edge.cost)
             else:
                 self.add_edge(edge.u, edge.v, edge.cost)
+        tick("edge of a graph", len(problem.edges))
         self._read_usages(problem)
 
     def copy(self) -> Graph:
@@ -264,6 +266,7 @@ class Graph:
             if self.rows[node] and node not in self.averaged:
                 self.keep(node, ~self.oversized(node))
         intervals = [(row.start, row.end) for node in self.nodes() for row in self.rows[node]]
+        tick("interval", len(intervals))
         largest = np.zeros(len(self.limits) + 1)
         for node in self.nodes():
             for row in self.rows[node]:

@@ -16,11 +16,21 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver.clock import hurried, now, on_the_wall, until_the_limit, watched
+from autopar.solver.clock import counted, late_after, tick, tick_up_to, until_the_limit
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array, Basis
 
 FEASIBILITY_TOLERANCE = 1e-8
+
+ROWS = 100_000
+"""A step of the simplex method takes twice as long with so many rows as with few."""
+
+TREE = "iteration of a tree"
+ITERATION = 1 / 40_000
+PRESOLVING = 1 / 10
+EVENT = 1 / 130
+"""By entry of an integer program, in iterations of a small one: what an iteration takes more, what takes place before
+the first event, and between two of them. HiGHS tells only at the end how many iterations there were."""
 
 
 def is_installed() -> bool:
@@ -41,7 +51,7 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         ) from error
     begin()
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in _options(limits.gap, on_the_wall(max(limits.seconds, 0.01))).items():
+    for name, value in _options(limits.gap, until_the_limit(max(limits.seconds, 0.01))).items():
         solver.setOptionValue(name, value)
     if solver.passModel(_as_lp(highspy, model)) == highspy.HighsStatus.kError:
         raise SolverError("HiGHS did not accept the integer program.", hint="try backend='cbc'")
@@ -50,11 +60,15 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         point.col_value = start.tolist()
         point.value_valid = True
         solver.setSolution(point)
-    if watched():
-        solver.cbMipInterrupt.subscribe(_interrupt)
+    entries = len(model.values)
+    tick(TREE, PRESOLVING * entries)
+    began, late = counted(), late_after(limits.seconds, TREE, EVENT * entries)
+    solver.cbMipInterrupt.subscribe(_interrupt(late))
     if limits.report is not None:
         _report_progress(solver, model, limits)
     _run(highspy, solver)
+    iterations = max(solver.getInfo().simplex_iteration_count, 0)
+    tick_up_to(began, TREE, iterations * (1 + ITERATION * entries))
     return _read(highspy, solver, model)
 
 
@@ -81,7 +95,8 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(0.0, until_the_limit(max(seconds, 0.01))).items():
         solver.setOptionValue(name, value)
-    solver.cbSimplexInterrupt.subscribe(_interrupt_at(now() + seconds))
+    step = 1 + len(model.row_lower) / ROWS
+    solver.cbSimplexInterrupt.subscribe(_interrupt(late_after(seconds, "simplex step", step)))
     solver.setOptionValue("presolve", "off")  # graphs are reduced already: it takes longer than it saves
     lp = _as_lp(highspy, model)
     lp.integrality_ = []
@@ -179,20 +194,15 @@ def _report_progress(solver: Any, model: Model, limits: IlpLimits) -> None:
         assert limits.report is not None
         limits.report(event.data_out.mip_primal_bound * model.scale, event.data_out.mip_dual_bound * model.scale)
 
-    solver.cbMipLogging.subscribe(on_event)
+    solver.cbMipInterrupt.subscribe(on_event)  # not where it logs, which hangs on the time on the wall
 
 
-def _interrupt_at(until: float) -> Callable[[Any], None]:
+def _interrupt(late: Callable[[], bool]) -> Callable[[Any], None]:
     def on_event(event: Any) -> None:
-        if now() > until:
+        if late():
             event.interrupt()
 
     return on_event
-
-
-def _interrupt(event: Any) -> None:
-    if hurried():
-        event.interrupt()
 
 
 def _read(highspy: Any, solver: Any, model: Model) -> IlpResult:

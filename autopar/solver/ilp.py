@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.solver.alike import alike
+from autopar.solver.clock import tick
 from autopar.solver.graph import Graph
 from autopar.solver.network import Network, network_of
 from autopar.solver.problem import Array, IndexArray
@@ -159,6 +160,7 @@ def build(graph: Graph, magnitude: float) -> Model:
         costs[0][start_of[v] : start_of[v] + len(network.paid)] += network.paid
         costs.append(network.costs)
     _add_usages(graph, rows, start_of)
+    tick("column", rows.variables)
     cost = np.concatenate(costs) / scale
     integer = np.arange(len(cost)) < first[-1]
     return Model(cost, np.ones(len(cost)), integer, *rows.arrays(), scale, nodes, first, tuple(rows.edges))

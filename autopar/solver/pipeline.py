@@ -219,7 +219,7 @@ def _solution(incumbent: Incumbent, size: dict[str, int], method: list[str]) -> 
         incumbent.bound(),
         incumbent.proven(),
         size,
-        incumbent.seconds(),
+        incumbent.seconds_on_the_wall(),
         f"{', '.join(method)}; found by {incumbent.found_by}",
         tuple(incumbent.trace),
         incumbent.usage_prices,

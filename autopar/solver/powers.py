@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.solver.clock import tick
 from autopar.solver.elimination import (
     Eliminated,
     Factor,
@@ -84,6 +85,7 @@ def min_plus_square(left: Array, right: Array) -> Array:
     """result[o, s, t] = min over k of left[o, s, k] + right[o, k, t]."""
     result = np.full_like(left, np.inf)
     scratch = np.empty_like(left)
+    tick("element of a table", left.size * left.shape[2])
     for k in range(left.shape[2]):
         np.add(left[:, :, k, None], right[:, k, None, :], out=scratch)
         np.minimum(result, scratch, out=result)

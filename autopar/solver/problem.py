@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import SolverError
+from autopar.solver.clock import tick
 
 Array: TypeAlias = npt.NDArray[np.float64]
 IndexArray: TypeAlias = npt.NDArray[np.int64]
@@ -63,6 +64,7 @@ class Problem:
             self._check()
 
     def _check(self) -> None:
+        tick("evaluated edge", len(self.edges))
         checked: set[int] = set()
         sizes = [_vector_size(cost, node, checked) for node, cost in enumerate(self.costs)]
         for edge in self.edges:
@@ -170,6 +172,7 @@ def relative_gap(objective: float, lower_bound: float) -> float:
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, bool]:
     """The objective of a choice in seconds, and whether nothing forbidden is chosen and the limit holds."""
+    tick("evaluated edge", len(problem.edges))
     objective = math.fsum([cost.item(option) for cost, option in zip(problem.costs, choice, strict=True)])
     objective += math.fsum([edge.cost.item(choice[edge.u], choice[edge.v]) for edge in problem.edges])
     within = peak_usage(problem, choice) <= problem.limit * (1 + USAGE_TOLERANCE)

@@ -16,12 +16,15 @@ import numpy as np
 
 from autopar.errors import SolverError
 from autopar.solver import highs
-from autopar.solver.clock import elsewhere, now, on_the_wall
+from autopar.solver.clock import now, on_the_wall, tick
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array
 
 GRACE_SECONDS = 1.0
 """How long CBC may take, after its time is up and it has been interrupted, to write what it has."""
+
+ELSEWHERE = 1 / 5
+"""Iterations of a tree in HiGHS by entry: what another program takes for all of its own, about."""
 
 _BOUND_LINES = (
     r"^Lower bound:\s+(\S+)",
@@ -84,8 +87,8 @@ def _solve_named(
 ) -> IlpResult:
     highs.begin()
     seconds = on_the_wall(max(limits.seconds, 1.0))
-    with elsewhere():
-        problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=limits.gap))
+    tick("iteration of a tree", ELSEWHERE * len(model.values))
+    problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=limits.gap))
     return _read(pulp, problem, variables, model, -math.inf, limits)
 
 
@@ -160,8 +163,8 @@ def _solve_cbc(pulp: Any, problem: Any, variables: list[Any], model: Model, limi
         seconds = on_the_wall(max(limits.seconds - (now() - began), 0.1))
         command += ["-sec", f"{seconds:.2f}", "-ratio", repr(limits.gap), "-allow", "0", "-threads", "0"]
         command += ["-randomS", "1", "-randomC", "1", "-timeMode", "elapsed", "-solve", "-solution", solution]
-        with elsewhere():
-            _run(command, log, seconds)
+        tick("iteration of a tree", ELSEWHERE * len(model.values))
+        _run(command, log, seconds)
         text = Path(log).read_text(errors="replace")
         if not Path(solution).exists():
             return IlpResult(None, _bound(text) * model.scale, finished=False)

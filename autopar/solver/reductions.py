@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.solver.alike import alike
+from autopar.solver.clock import tick
 from autopar.solver.condense import condense_usages
 from autopar.solver.dominance import WorkBudget, drop_dominated
 from autopar.solver.graph import Graph, Row
@@ -55,6 +56,7 @@ def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
         if worn or work.late():
             break
         before = graph.node_and_option_counts()
+        tick("reduced node", before[0])
         changed = absorb_separable(graph)
         changed |= merge_determined(graph, work)
         changed |= eliminate(graph, work)
@@ -200,6 +202,7 @@ def eliminate(graph: Graph, work: WorkBudget = UNLIMITED) -> bool:
     changed = False
     waiting = graph.nodes()
     while waiting:
+        tick("eliminated node", len(waiting))
         touched: set[int] = set()
         for node in waiting:
             if work.late():
@@ -256,6 +259,7 @@ def min_plus(left: Array, cost: Array, right: Array) -> Array:
 
 
 def _min_plus(left: Array, cost: Array, right: Array) -> Array:
+    tick("element of a product", len(cost) * left.shape[1] * right.shape[1])
     result = np.full((left.shape[1], right.shape[1]), np.inf)
     scratch = np.empty_like(result)
     for a in range(len(cost)):

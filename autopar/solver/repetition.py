@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.solver.clock import tick
 from autopar.solver.minimum_cut import least_crossing
 from autopar.solver.problem import IndexArray, Problem
 
@@ -52,6 +53,7 @@ class _Network:
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:
     """Every run of at least ``MIN_COPIES`` equal blocks; empty where nothing repeats."""
+    tick("node of runs", len(problem.costs))
     network = _network(problem)
     orbits = _orbits(_best_shift(network))
     runs: list[Run] = []

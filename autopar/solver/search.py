@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autopar.solver.clock import tick
 from autopar.solver.graph import Graph
 from autopar.solver.problem import Array
 
@@ -31,7 +32,7 @@ class Search:
         self.graph = graph
         self.choice = dict(choice)
         self.used = np.zeros(len(graph.limits))
-        self._moves = 1
+        self._moves, self._asked, self._elements = 1, 0, 0
         self._stirred = dict.fromkeys(self.choice, 1)  # the last move of a node or one beside it
         self._looked: dict[tuple[int, ...], int] = {}  # moves when one or two nodes were last looked at
         for node in graph.nodes():
@@ -100,14 +101,21 @@ class Search:
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
+    def _is_late(self, late: Late) -> bool:
+        tick("conditional cost", self._asked)
+        tick("element of a message", self._elements)
+        self._asked = self._elements = 0
+        return late()
+
     def improve_nodes(self, late: Late = _never) -> bool:
         """Every node in turn takes its best option; whether any changed."""
         changed = False
-        for count, node in enumerate(self.graph.nodes()):
-            if count % A_LOOK == A_LOOK - 1 and late():
+        for at, node in enumerate(self.graph.nodes(), 1):
+            if at % A_LOOK == 0 and self._is_late(late):
                 break
             if self._is_settled(node):
                 continue
+            self._asked += 1
             total = self.conditional(node)
             if self.graph.rows[node]:
                 total = total + self.overuse_price * self._overuse(node)
@@ -120,13 +128,15 @@ class Search:
     def improve_pairs(self, late: Late = _never) -> bool:
         """Every two neighbours in turn take their best pair of options, as far as the limit allows."""
         changed = False
-        for count, (u, v) in enumerate(self.graph.pairs()):
-            if count % A_LOOK == A_LOOK - 1 and late():
+        for at, (u, v) in enumerate(self.graph.pairs(), 1):
+            if at % A_LOOK == 0 and self._is_late(late):
                 break
             changed |= not self._is_settled(u, v) and self._improve_pair(u, v)
         return changed
 
     def _improve_pair(self, u: int, v: int) -> bool:
+        self._asked += 2
+        self._elements += self.graph.neighbours[u][v].size
         left, right = self.conditional(u, (v,)), self.conditional(v, (u,))
         total = np.minimum(self.graph.neighbours[u][v], _BARRED) + left[:, None] + right
         present = total[self.choice[u], self.choice[v]]
@@ -162,7 +172,8 @@ class Search:
 
         for _ in range(rounds):
             for _ in range(rounds):
-                if late() or not self.improve_nodes(late):
+                if self._is_late(late) or not self.improve_nodes(late):
                     break
-            if not pairs or late() or not self.improve_pairs(late):
+            if not pairs or self._is_late(late) or not self.improve_pairs(late):
                 break
+        self._is_late(late)

@@ -1,73 +1,100 @@
-"""The clock of searches is processor time: a busy machine plans as an idle one does; the limit holds all the same."""
+"""The clock of searches counts work: any machine searches alike, however busy; the limit on the wall holds all the same."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 
 from autopar.solver import clock
-from autopar.solver.clock import SLOWEST, elsewhere, limited, now, on_the_wall, until_the_limit
+from autopar.solver.clock import PRICES_S, SLOWEST, counted, late_after, limited, now, on_the_wall, tick, tick_up_to
+from autopar.solver.clock import until_the_limit as until
+
+KIND = "simplex step"
+A_SECOND = 1 / PRICES_S[KIND]
 
 
 class Machine:
-    """A wall clock, and a processor that works for us a share of the time."""
+    """A wall clock; ``pace``: seconds of counted work in one on it."""
 
     def __init__(self) -> None:
         self.wall_s = 100.0
-        self.worked_s = 7.0
 
-    def work(self, seconds: float, share: float = 1.0) -> None:
-        self.worked_s += seconds
-        self.wall_s += seconds / share
+    def work(self, seconds: float, pace: float = 1.0) -> None:
+        self.wall_s += seconds / pace
+        tick(KIND, seconds * A_SECOND)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     monkeypatch.setattr(clock.time, "monotonic", lambda: made.wall_s)
-    monkeypatch.setattr(clock.time, "thread_time", lambda: made.worked_s)
     return made
 
 
-def test_a_busy_machine_has_the_same_time(machine: Machine) -> None:
+def test_machines_of_any_pace_have_the_same_time(machine: Machine) -> None:
     spent = {}
-    for share in (1.0, 0.5):
+    for pace in (10.0, 1.0, 0.5):
         with limited(60.0):
-            began = now()
-            machine.work(10.0, share)
-            spent[share] = now() - began
-    assert spent[1.0] == spent[0.5] == pytest.approx(10.0)
+            machine.work(10.0, pace)
+            spent[pace] = now()
+    assert spent[10.0] == spent[1.0] == spent[0.5] == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
-def test_the_limit_is_one_on_the_wall(machine: Machine, share: float) -> None:
+@pytest.mark.parametrize("pace", [1.0, 0.5, 0.1])
+def test_the_limit_is_one_on_the_wall(machine: Machine, pace: float) -> None:
     with limited(60.0):
-        began = now()
-        machine.work(59.0 * share, share)
-        assert now() - began < 60.0
-        machine.work(1.0 * share, share)
-        assert now() - began == pytest.approx(60.0)
+        machine.work(59.0 * pace, pace)
+        assert now() < 60.0
+        machine.work(1.0 * pace, pace)
+        assert now() == pytest.approx(60.0)
+
+
+def test_work_ends_a_search_on_a_fast_machine_too(machine: Machine) -> None:
+    with limited(60.0):
+        machine.work(60.0, 10.0)
+        assert now() == pytest.approx(60.0)
 
 
 def test_it_never_goes_back(machine: Machine) -> None:
     with limited(10.0):
         seen = [now()]
-        for share in (0.1, 1.0, 0.2, 1.0, 0.05):
-            machine.work(1.0, share)
+        for pace in (0.1, 1.0, 0.2, 1.0, 0.05):
+            machine.work(1.0, pace)
             seen.append(now())
     assert seen == sorted(seen)
 
 
 def test_a_limit_within_another_is_part_of_it(machine: Machine) -> None:
     with limited(60.0):
-        began = now()
+        machine.work(2.0)
         with limited(1.0):
-            machine.work(5.0, 0.5)
-            assert now() - began == pytest.approx(5.0)
-        assert now() - began == pytest.approx(5.0)
+            machine.work(5.0)
+            assert counted() == pytest.approx(7.0)
+        assert now() == pytest.approx(7.0)
+    assert counted() == 0.0
+
+
+def test_who_works_in_another_thread_counts_for_the_one_that_asked(machine: Machine) -> None:
+    with limited(60.0):
+        late = late_after(2.0, KIND, A_SECOND)
+        answers: list[bool] = []
+        thread = Thread(target=lambda: answers.extend(late() for _ in range(4)))
+        thread.start()
+        thread.join()
+        assert answers == [False, False, True, True]
+        assert counted() == pytest.approx(4.0)
+
+
+def test_work_that_is_told_at_the_end_counts_once(machine: Machine) -> None:
+    with limited(60.0):
+        began = counted()
+        tick(KIND, 2 * A_SECOND)
+        tick_up_to(began, KIND, 5 * A_SECOND)
+        assert counted() == pytest.approx(5.0)
+        tick_up_to(began, KIND, 3 * A_SECOND)
+        assert counted() == pytest.approx(5.0)
 
 
 def test_what_others_solve_has_as_long_as_they_need_at_this_pace(machine: Machine) -> None:
@@ -82,19 +109,7 @@ def test_what_others_solve_has_as_long_as_they_need_at_this_pace(machine: Machin
 
 
 def test_what_looks_at_this_clock_itself_has_what_is_left(machine: Machine) -> None:
-    assert until_the_limit(3.0) == 3.0
+    assert until(3.0) == 3.0
     with limited(60.0):
         machine.work(5.0, 0.5)
-        assert until_the_limit(3.0) == pytest.approx(50.0)
-
-
-def test_what_other_programs_work_for_us_counts() -> None:
-    with limited(1e6):
-        began = now()
-        with elsewhere():
-            subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
-        busy = now() - began
-    with limited(1e6):
-        began = now()
-        subprocess.run([sys.executable, "-c", "pass"], check=True)
-        assert now() - began < busy / 2
+        assert until(3.0) == pytest.approx(50.0)
