@@ -1,4 +1,4 @@
-"""The clock of searches counts work: any machine searches alike, however busy; the limit on the wall holds all the same."""
+"""The clock of searches counts work: any machine searches alike, however busy; the limit on the wall holds as well."""
 
 from __future__ import annotations
 
