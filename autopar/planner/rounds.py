@@ -98,12 +98,15 @@ class Rounds:
             rows.watch(self.free.program, self.free.memory.timeline, self.budget, self.objective.depth)
         return rows
 
-    def once(self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None) -> Result:
+    def once(
+        self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None, gap: float = 0.0
+    ) -> Result:  # fmt: skip
+        """``gap``: how good the choice has to be, where that is less than what is asked of a plan."""
         start = time.perf_counter()
         asked = self.problem(rows, limit)
         built = time.perf_counter()
         self.say("solve")
-        solution = self._choose(asked, rows, deadline, warm)
+        solution = self._choose(asked, rows, deadline, warm, max(gap, self.options.gap))
         solved = time.perf_counter()
         program = schedule(self.decisions, solution.choice, self.prices)
         lowered = time.perf_counter()
@@ -122,7 +125,9 @@ class Rounds:
             used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit, self.hiding_parts)
         return self.objective.problem(used, limit)
 
-    def _choose(self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None) -> Solution:
+    def _choose(
+        self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None, gap: float
+    ) -> Solution:  # fmt: skip
         kind, _, seed = self.options.search.partition(":")
         if kind.startswith("random"):
             return random_solution(asked, int(seed))
@@ -135,7 +140,7 @@ class Rounds:
             left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
             found = solve(
                 problem, time_limit=max(left_s, 1.0), backend=self.options.solver,
-                gap=self.options.gap, warm_starts=begin, usage_prices=self.prices_of_memory, basis=self.basis,
+                gap=gap, warm_starts=begin, usage_prices=self.prices_of_memory, basis=self.basis,
                 folding=self.objective.fold, progress=self._say_gap,
             )  # fmt: skip
             self.prices_of_memory, self.basis, self.weighted_s = found.usage_prices, found.basis, found.objective
@@ -143,7 +148,7 @@ class Rounds:
 
         # Under rows, each solve of which takes long, the weights that are best without them will do at first.
         known, most = ((), 1) if rows and not self.reweigh else (self.seeds, MOST_SOLVES)
-        return self.objective.minimize(asked, solve_from, self.options.gap, known, most, lambda: now() > deadline)
+        return self.objective.minimize(asked, solve_from, gap, known, most, lambda: now() > deadline)
 
     def _say_gap(self, found: TraceEntry) -> None:
         if math.isfinite(found.objective) and found.objective > 0:

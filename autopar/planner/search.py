@@ -417,7 +417,7 @@ class _Search(BudgetRounds):
         self.basis = None
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
-        best = of_smallest_peak(self, rows, deadline)
+        best, rows = of_smallest_peak(self, rows, deadline)
         if best.memory.peak_bytes <= self.budget:
             best = self.within_budget(deadline, 1.0, rows, best.solution.choice) or best
         # A bound of other limits is none within this one.

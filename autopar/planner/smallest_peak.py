@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.finalists import seed
@@ -12,48 +13,107 @@ from autopar.planner.tightening import Rows
 from autopar.solver import Problem, peak_usage, smallest_choice
 from autopar.solver.clock import now
 
-MOST_ROUNDS = 8
-SMALLER = 0.99
-NEARLY = 1.005
-"""Times the smallest usage, within which the cheapest choice is taken."""
-
 MOST_S = 20.0
-GAP = 0.01
-"""Seconds, at most, for each answer to how small the peak can be, and how good it is."""
+"""Seconds, at most, for each answer to how small the peak can be."""
 SHARE = 0.4
 LEAST_S = 0.5
 """Of the time left, and at least, for each of these answers, and for the plan that follows from it."""
+GAP = 0.01
+"""How good each is."""
+
+NEARLY = 1.005
+"""Times the rows' smallest peak, within which the cheapest choice is taken: cheap ones hold little besides."""
+
+SMALL_MOST, MOST_PASSES = 300, 4
+"""Variables up to which the smallest peak is looked for to the byte, in so many passes at most: of more they gain less
+than a thousandth, for seconds."""
 
 
-def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float) -> Result:
+@dataclass(frozen=True)
+class _Pass:
+    """Rounds in which rows become tighter.
+
+    Args:
+        most: that find nothing smaller, or where they are not ``renewed`` by what is, of all.
+        smaller: share of the best peak by which the next one should be smaller; at 0 by a byte.
+        gap: how good the rows' smallest peak is.
+        cost_gap: how good the cheapest choice near that is.
+    """
+
+    most: int
+    renewed: bool
+    smaller: float
+    gap: float
+    cost_gap: float
+
+
+ROUGH = _Pass(8, renewed=False, smaller=0.01, gap=GAP, cost_gap=0.0)
+EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
+
+
+def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float) -> tuple[Result, Rows]:
     """From the baseline of the smallest peak on: the choice of the rows' smallest peak, then rows for what its
-    program holds beyond the best so far, and again, until one fits the budget, or the time is up."""
+    program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of small problems
+    from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside for an option
+    may have been due to others. The rows are the last ones."""
     best: Result | None = None
     name = min(rounds.rivals, key=lambda r: r.peak_bytes).name if rounds.rivals else ""
     for choice in seed(rounds.objective, rounds.options, name) if name else ():
         best = rounds.of_choice(choice)
-        rows.tighten(choice, best.program, best.memory.timeline, best.memory.peak_bytes * SMALLER, alone=True)
-    for _ in range(MOST_ROUNDS):
-        if best is not None and now() > deadline:
+    best = _smaller(rounds, rows, best, deadline, ROUGH)
+    for _ in range(MOST_PASSES if len(rounds.decisions.variables) <= SMALL_MOST else 0):
+        rows, before = rows.afresh(), best
+        best = _smaller(rounds, rows, best, deadline, EXACT)
+        if best is before:
             break
-        result = _near_smallest(rounds, rows, () if best is None else (best.solution.choice,), deadline)
-        if best is None or result.memory.peak_bytes < best.memory.peak_bytes:
-            best = result
-        aim = best.memory.peak_bytes * SMALLER
-        if best.memory.peak_bytes <= rounds.budget:
+    return best, rows
+
+
+def _smaller(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> Result:
+    """The smallest that is found from ``best`` on, which it is where none is smaller."""
+    if best is None:
+        best = _near_smallest(rounds, rows, best, deadline, how)
+        assert best is not None
+    _tighten(rows, best, best, how)
+    left = how.most
+    while left and now() <= deadline and best.memory.peak_bytes > rounds.budget:
+        found = _near_smallest(rounds, rows, best, deadline, how)
+        if found is None:
             break
-        if not rows.tighten(result.solution.choice, result.program, result.memory.timeline, aim, alone=True):
+        left -= 1
+        if found.memory.peak_bytes < best.memory.peak_bytes:
+            best, left = found, how.most if how.renewed else left
+        if not _tighten(rows, found, best, how):
             break
-    assert best is not None
     return best
 
 
-def _near_smallest(rounds: Rounds, rows: Rows, known: Sequence[Sequence[int]], deadline: float) -> Result:
-    """The cheapest choice whose rows are hardly higher than they have to be: cheap ones hold little besides."""
-    asked, choice = smallest_rows(rounds, rows, known, seconds_for(deadline))
+def _aim(best: Result, how: _Pass) -> float:
+    """Bytes that the next peak should not be above."""
+    return min(best.memory.peak_bytes * (1 - how.smaller), best.memory.peak_bytes - 1)
+
+
+def _tighten(rows: Rows, found: Result, best: Result, how: _Pass) -> bool:
+    timeline = found.memory.timeline
+    return rows.tighten(found.solution.choice, found.program, timeline, _aim(best, how), alone=True)
+
+
+def _near_smallest(
+    rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass
+) -> Result | None:  # fmt: skip
+    """The cheapest choice whose rows are hardly higher than they have to be; None where these are too high, to the
+    byte."""
+    known = () if best is None else (best.solution.choice,)
+    asked, choice = smallest_rows(rounds, rows, known, seconds_for(deadline), gap=how.gap)
+    least = peak_usage(asked, choice)
+    limit = least * NEARLY
+    if best is not None and not how.smaller:
+        if least > _aim(best, how):
+            return None
+        limit = min(limit, _aim(best, how))
     try:
         latest = now() + seconds_for(deadline)
-        return rounds.once(rows, peak_usage(asked, choice) * NEARLY, latest, rows.own(choice))
+        return rounds.once(rows, limit, latest, rows.own(choice), how.cost_gap)
     except (InfeasibleError, SolverError):
         return rounds.of_choice(rows.own(choice))
 
@@ -64,9 +124,10 @@ def seconds_for(deadline: float) -> float:
 
 
 def smallest_rows(
-    rounds: Rounds, rows: Rows, known: Sequence[Sequence[int]], seconds: float, limit: float = math.inf
+    rounds: Rounds, rows: Rows, known: Sequence[Sequence[int]], seconds: float, limit: float = math.inf,
+    gap: float = GAP,
 ) -> tuple[Problem, tuple[int, ...]]:
     """The problem with ``rows``, and its choice of the smallest peak, states and all."""
     asked = rows.extend(rounds.problem(rows, limit))
     found = [rows.states(choice) for choice in known]
-    return asked, smallest_choice(asked, seconds, backend=rounds.options.solver, known=found, gap=GAP)
+    return asked, smallest_choice(asked, seconds, backend=rounds.options.solver, known=found, gap=gap)

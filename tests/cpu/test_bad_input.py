@@ -112,6 +112,16 @@ def test_the_smallest_budget_works_and_less_does_not(model: nn.Module, mesh: tup
     assert found <= most
 
 
+def test_of_a_small_model_the_smallest_budget_is_named_to_the_byte() -> None:
+    """The first rounds look for what is smaller by a hundredth, and leave 256 bytes more."""
+    model, inputs = mlp(), torch.randn(16, 64)
+    with refused(InfeasibleError) as caught:
+        autopar.plan(model, inputs, mesh=(2,), memory_budget=10)
+    smallest = smallest_of(caught.value)
+    with refused(InfeasibleError, f"memory_budget={smallest}"):
+        autopar.plan(model, inputs, mesh=(2,), memory_budget=smallest - 1)
+
+
 # --- constraints ---
 
 
