@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx
 
 from autopar._torch import LazyGraphModule
 from autopar.ir import Graph, Value
-from autopar.planner.fusions import STATISTICS, Fusion, fusions
+from autopar.planner.fusions import STATISTICS, Fusion, fusions, run_in
 from autopar.planner.schedule import AGAIN
 from autopar.spmd import Lowered
 
@@ -54,14 +55,14 @@ def _fused(module: fx.GraphModule, captured: Graph, found: Sequence[Fusion]) -> 
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     called = {n.meta["op"].name: n for n in graph.nodes if n.op == "call_function" and "op" in n.meta}
-    for fusion in found:
-        for mark in ("", AGAIN):
-            nodes = [called.get(name + mark) for name in fusion.nodes]
-            present = [n for n in nodes if n is not None and fusion.kernel in _kernels(n)]
-            if len(present) == len(nodes) and fusion.kernel == STATISTICS:
-                _statistics(graph, present)
-            elif len(present) == len(nodes):
-                _one_call(graph, fusion, *_tensors(captured, fusion, present))
+    for whole, mark in product(found, ("", AGAIN)):
+        fusion = run_in(whole, mark, called)
+        nodes = [called.get(name + mark) for name in fusion.nodes]
+        present = [n for n in nodes if n is not None and fusion.kernel in _kernels(n)]
+        if len(present) == len(nodes) and fusion.kernel == STATISTICS:
+            _statistics(graph, present)
+        elif len(present) == len(nodes):
+            _one_call(graph, fusion, *_tensors(captured, fusion, present))
     graph.lint()
     return LazyGraphModule(module, graph)
 
@@ -93,7 +94,8 @@ def _statistics(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 
 
 def _one_call(graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], given: Mapping[Value, fx.Node]) -> None:
-    """All of ``nodes`` by one call, as early as its operands are there; left alone where a result is read before."""
+    """All of ``nodes`` by one call, where the first of them stands or, where an operand is made later, as soon as it is
+    there; left alone where a result is read before."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     several = [n.all_input_nodes[0] for n in nodes.values() if n.target is operator.getitem]
     members = {*nodes.values(), *several}
@@ -111,8 +113,8 @@ def _one_call(graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], g
     else:
         target, options = autopar.norm_backward.default, {}
         args = tuple(role.get(name) for name in ("grad", "y", "mean", "rstd", "weight", "beside"))
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(first) if last.op == "placeholder" else graph.inserting_after(last):
+    first = min(members, key=order.__getitem__)
+    with graph.inserting_before(first) if order[last] < order[first] else graph.inserting_after(last):
         call = graph.call_function(target, args, {**options, "results": list(outside)})
     call.meta = {k: v for k, v in anchor.meta.items() if k != "tensor"} | {"results": len(outside)}
     after = call

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from autopar.ir import Graph, Value
 from autopar.planner.fusion import Border
-from autopar.planner.fusions import STATISTICS, Fusion, fusions
+from autopar.planner.fusions import STATISTICS, Fusion, fusions, run_in
 from autopar.planner.variables import Decisions, Handover
 from autopar.program import Op, Program
 
@@ -51,6 +52,24 @@ class Fused:
             return any(name in fusion.nodes for name in readers)
         return target.node is not None and target.node.name in fusion.nodes
 
+    def left_alone(self, d: Decisions, h: Handover) -> int | None:
+        """Of a handover from a held value of a kernel to the first of its ops that reads it and may run again: how many
+        of them run by themselves then, as the one that makes the value does not; 0 where it is the sum before a norm,
+        without which the others are a kernel. None of any other handover."""
+        value, node = d.variables[h.source].value, d.variables[h.target].node
+        if d.variables[h.target].kind != "rerun" or value is None or node is None or h.source == h.target:
+            return None
+        fusion = self.of_node.get(value.node)
+        if fusion is None or fusion.kernel == STATISTICS or node.name not in fusion.nodes:
+            return None
+        behind = [value.node]
+        for name in fusion.nodes:
+            if any(v == value or v.node in behind[1:] for v in d.graph.by_name[name].inputs):
+                behind.append(name)
+        if behind[1] != node.name:
+            return None
+        return 0 if value in (v for role, v in fusion.writes if role == "total") else len(behind) - 1
+
 
 def _borders(graph: Graph, fusion: Fusion, delivered: frozenset[Value]) -> Iterator[tuple[str, Border]]:
     read, taken = set[Value](), {v for _, v in fusion.reads}
@@ -83,17 +102,20 @@ def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Progra
     if not fused.all:
         return program
     ops = list(program.ops)
-    for fusion in fused.all:
-        for mark in ("", again):
-            places = [at[name + mark] for name in fusion.nodes if name + mark in at]
-            together = len(places) == len(fusion.nodes) and _together(graph, fusion, [ops[i] for i in places], prices)
-            for i in places if together or prices.backend != "inductor" else ():
-                node, strategy = graph.by_name[ops[i].node], ops[i].strategy
-                assert strategy is not None
-                own: dict[str, Any] = {"kernels": (fusion.kernel,)} if together else {
-                    "seconds": prices.seconds_alone(graph, node, strategy)
-                }  # fmt: skip
-                ops[i] = replace(ops[i], **own)
+    for whole, mark in product(fused.all, ("", again)):
+        fusion = run_in(whole, mark, at)
+        places = [at[name + mark] for name in fusion.nodes if name + mark in at]
+        together = len(places) == len(fusion.nodes) and _together(graph, fusion, [ops[i] for i in places], prices)
+        for i in places if together or prices.backend != "inductor" else ():
+            node, strategy, own = graph.by_name[ops[i].node], ops[i].strategy, dict[str, Any]()
+            assert strategy is not None
+            if together:
+                own["kernels"] = (fusion.kernel,)
+            if not together:
+                own["seconds"] = prices.seconds_alone(graph, node, strategy)
+            elif fusion is not whole and i == places[0]:
+                own["seconds"] = prices.seconds_leading(graph, node, strategy)
+            ops[i] = replace(ops[i], **own)
     return replace(program, ops=tuple(ops))
 
 

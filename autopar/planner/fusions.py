@@ -7,8 +7,8 @@ Found in the captured graph by what they compute; whether a strategy allows it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.ir import Arg, Graph, Node, Value
 from autopar.planner.implementations import KERNEL_DTYPES
@@ -53,6 +53,17 @@ def fusions(graph: Graph) -> tuple[Fusion, ...]:
             taken.update(fusion.nodes)
             found.append(fusion)
     return tuple(found)
+
+
+def run_in(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
+    """What runs of ``fusion`` where ops of its names, with ``mark`` behind them, are ``there``: of a sum and the norm
+    behind it the norm, where the sum is not made again."""
+    summed = any(role == "residual" for role, _ in fusion.reads)
+    if fusion.kernel != "add_norm" or not summed or len(fusion.nodes) == 2 or fusion.nodes[0] + mark in there:
+        return fusion
+    (_, total), *writes = fusion.writes
+    reads = tuple((role, v) for role, v in fusion.reads if role not in ("x", "residual"))
+    return replace(fusion, nodes=fusion.nodes[1:], reads=(("x", total), *reads), writes=tuple(writes))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -201,6 +201,8 @@ class Prices:
     def apart(self, d: Decisions, h: Handover, cost: Array) -> Array:
         """``cost`` of a handover; where it leads from op to op of one kernel, also what they pay for being two: the
         tensor is written and read."""
+        if d.variables[h.target].kind == "rerun":
+            return self._left_alone(d, h, cost)
         if h.kept or h.rerun or h.position < 0 or not self.fused(d.graph).inside(d, h):
             return cost
         source, target = d.variables[h.source], d.variables[h.target]
@@ -215,6 +217,37 @@ class Prices:
             self._apart[key] = cost + between, cost
         return self._apart[key][0]
 
+    def _left_alone(self, d: Decisions, h: Handover, cost: Array) -> Array:
+        """``cost`` with what ops of a kernel pay that run again without those before them, where ``h`` hands a value
+        that is held and not made again."""
+        alone = self.fused(d.graph).left_alone(d, h)
+        source, target = d.variables[h.source], d.variables[h.target]
+        if alone is None or target.node is None:
+            return cost
+        key = id(cost), id(source.options), id(target.options), alone
+        if key not in self._apart:
+            paid = self._paid_alone(d, target.node, alone) if alone else self._paid_leading(d, target.node, h)
+            held = np.array(source.actions) != "recompute"
+            self._apart[key] = cost + np.outer(held, [0.0, *paid]), cost
+        return self._apart[key][0]
+
+    def _paid_leading(self, d: Decisions, node: Node, h: Handover) -> Array:
+        """What each option of the first op of a kernel pays for what those before it would make: a launch, and reading
+        it."""
+        launch_s, s_per_byte = self.compute.copy_line()
+        options = d.variables[d.index[node.name]].options
+        return launch_s + s_per_byte * self._bytes(h.meta, [spec_read(o, h.position) for o in options])
+
+    def _paid_alone(self, d: Decisions, node: Node, count: int) -> Array:
+        """What ``count`` ops of a kernel, each like ``node``, pay for being by themselves, beyond what its options
+        cost."""
+        border, options = self.border(d.graph, node), d.variables[d.index[node.name]].options
+        assert border is not None
+        metas = tuple(map(d.graph.meta, node.inputs))
+        alone = self._node_seconds(node, metas, options, None)
+        inside = self._node_seconds(node, metas, options, replace(border, dim=0))
+        return count * (alone - inside) - (self.node_seconds(d.graph, node, options) - inside)
+
     def _bytes(self, meta: TensorMeta, specs: Ends) -> Array:
         """Of a shard in each spec; 0 where there is none."""
         known = {s: 0.0 if s is None else float(local_bytes(meta, s, self.mesh)) for s in set(specs)}
@@ -223,6 +256,13 @@ class Prices:
     def seconds_alone(self, graph: Graph, node: Node, option: Strategy) -> float:
         """Of an op that is in no fused kernel."""
         return float(self._node_seconds(node, tuple(graph.meta(v) for v in node.inputs), (option,), None)[0])
+
+    def seconds_leading(self, graph: Graph, node: Node, option: Strategy) -> float:
+        """Of an op whose fused kernel runs without those before it: it launches it, and reads what they would make."""
+        border = self.border(graph, node)
+        assert border is not None
+        first = replace(border, reads=border.reads | {0}, leads=True)
+        return float(self._node_seconds(node, tuple(graph.meta(v) for v in node.inputs), (option,), first)[0])
 
     def _node_seconds(
         self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy], border: Border | None
