@@ -25,7 +25,7 @@ from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
 from autopar.planner.rounds import Progress, Result
 from autopar.planner.shared_launches import sharing_launches
-from autopar.planner.smallest_peak import LEAST_S, of_smallest_peak
+from autopar.planner.smallest_peak import LEAST_S, TO_THE_BYTE_MOST, of_smallest_peak
 from autopar.planner.tightening import Rows
 from autopar.planner.timeline import Timeline
 from autopar.planner.transfers import forward_seconds
@@ -277,7 +277,8 @@ class _Search(BudgetRounds):
             return None
         late = now() > deadline
         if result is None:
-            deadline = self._until_smallest()
+            small = len(self.decisions.variables) <= TO_THE_BYTE_MOST  # its passes end by themselves
+            deadline = self.latest if small else self._until_smallest()
             result = named_budgets.or_kept(self, self._smallest(deadline))
         if result.memory.peak_bytes > self.budget:
             self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")

@@ -24,7 +24,7 @@ GAP = 0.01
 NEARLY = 1.005
 """Times the rows' smallest peak, within which the cheapest choice is taken: cheap ones hold little besides."""
 
-SMALL_MOST, MOST_PASSES = 300, 4
+TO_THE_BYTE_MOST, MOST_PASSES = 300, 4
 """Variables up to which the smallest peak is looked for to the byte, in so many passes at most: of more they gain less
 than a thousandth, for seconds."""
 
@@ -60,17 +60,17 @@ def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float) -> tuple[Resul
     name = min(rounds.rivals, key=lambda r: r.peak_bytes).name if rounds.rivals else ""
     for choice in seed(rounds.objective, rounds.options, name) if name else ():
         best = rounds.of_choice(choice)
-    best = _smaller(rounds, rows, best, deadline, ROUGH)
-    for _ in range(MOST_PASSES if len(rounds.decisions.variables) <= SMALL_MOST else 0):
+    best, _ = _smaller(rounds, rows, best, deadline, ROUGH)
+    for _ in range(MOST_PASSES if len(rounds.decisions.variables) <= TO_THE_BYTE_MOST else 0):
         rows, before = rows.afresh(), best
-        best = _smaller(rounds, rows, best, deadline, EXACT)
-        if best is before:
+        best, least = _smaller(rounds, rows, best, deadline, EXACT)
+        if best is before or least:
             break
     return best, rows
 
 
-def _smaller(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> Result:
-    """The smallest that is found from ``best`` on, which it is where none is smaller."""
+def _smaller(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> tuple[Result, bool]:
+    """The smallest that is found from ``best`` on, which it is where none is smaller, and whether the rows say so."""
     if best is None:
         best = _near_smallest(rounds, rows, best, deadline, how)
         assert best is not None
@@ -79,13 +79,13 @@ def _smaller(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, h
     while left and now() <= deadline and best.memory.peak_bytes > rounds.budget:
         found = _near_smallest(rounds, rows, best, deadline, how)
         if found is None:
-            break
+            return best, True
         left -= 1
         if found.memory.peak_bytes < best.memory.peak_bytes:
             best, left = found, how.most if how.renewed else left
         if not _tighten(rows, found, best, how):
             break
-    return best
+    return best, False
 
 
 def _aim(best: Result, how: _Pass) -> float:
