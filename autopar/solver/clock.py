@@ -43,7 +43,7 @@ PRICES_S: Mapping[str, float] = {
     "eliminated node": 7e-6,
     "node of dominance": 12e-6,
     "swept node": 30e-6,
-    "conditional cost": 13e-6,
+    "conditional cost": 4e-6,
     "element of a message": 1.2e-9,
     "element of a product": 18e-9,
     "element of dominance": 5.5e-9,
