@@ -277,8 +277,7 @@ class _Search(BudgetRounds):
             return None
         late = now() > deadline
         if result is None:
-            small = len(self.decisions.variables) <= TO_THE_BYTE_MOST  # its passes end by themselves
-            deadline = self.latest if small else self._until_smallest()
+            deadline = self._until_smallest()
             result = named_budgets.or_kept(self, self._smallest(deadline))
         if result.memory.peak_bytes > self.budget:
             self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")
@@ -352,8 +351,10 @@ class _Search(BudgetRounds):
         return best and replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
     def _until_smallest(self) -> float:
-        """As long for each budget, so that one that an error names is found again."""
-        return max(now() + LEAST_S, min(now() + self.kept_back_s, self.latest))
+        """As long for each budget, so that one that an error names is found again; passes to the byte end by rounds."""
+        small = self.decisions.mesh.size > 1 and len(self.decisions.variables) <= TO_THE_BYTE_MOST
+        kept_back_s = math.inf if small else self.kept_back_s
+        return max(now() + LEAST_S, min(now() + kept_back_s, self.latest))
 
     def _checkpoints(self, free: Result) -> CheckpointSearch:
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
