@@ -33,7 +33,7 @@ from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution, UsagePrices, sum_of_least
-from autopar.solver.clock import limited, now
+from autopar.solver.clock import keep_back, limited, now
 from autopar.strategies import find_rule, missing_rule
 
 JOINT_SHARE = 0.8
@@ -112,6 +112,7 @@ def _planned(
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
     arranging_s = min(ARRANGING * (now() - began), ARRANGING_SHARE * options.time_limit_s)
+    keep_back(arranging_s)
     priced = time.perf_counter()
     compared = _rivals(objective, options) if compare else []
     search.timings["baselines"] = time.perf_counter() - priced

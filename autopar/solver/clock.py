@@ -65,18 +65,24 @@ _clock = _Clock()
 
 @dataclass
 class _Race:
-    """A limit in seconds, when it began, and what the work since then is worth."""
+    """A limit in seconds, when it began, what the work since then is worth, and what is kept back for the last of it.
+    ``least_s``: what the clock says at least, once the search has to end for that."""
 
     limit_s: float
     began_s: float
     worked_s: float = 0.0
+    kept_back_s: float = 0.0
+    least_s: float = 0.0
 
     def gone(self) -> float:
         return time.monotonic() - self.began_s
 
     def spent(self) -> float:
         gone = self.gone()
-        return max(self.worked_s, gone * min(1.0, gone / self.limit_s))
+        spent = max(self.worked_s, gone * min(1.0, gone / self.limit_s))
+        if self.limit_s - gone < self.kept_back_s * min(gone / max(self.worked_s, 1e-9), SLOWEST):
+            self.least_s = self.limit_s - self.kept_back_s
+        return max(spent, self.least_s)
 
 
 class _Races(threading.local):
@@ -135,6 +141,12 @@ def limited(seconds: float) -> Iterator[None]:
         yield
     finally:
         _here.race = None
+
+
+def keep_back(seconds: float) -> None:
+    """So much work is to be done after the search: where all takes longer than its price, the search ends sooner."""
+    if _here.race is not None:
+        _here.race.kept_back_s = seconds
 
 
 def on_the_wall(seconds: float) -> float:

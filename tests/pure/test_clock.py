@@ -8,7 +8,18 @@ from threading import Thread
 import pytest
 
 from autopar.solver import clock
-from autopar.solver.clock import PRICES_S, SLOWEST, counted, late_after, limited, now, on_the_wall, tick, tick_up_to
+from autopar.solver.clock import (
+    PRICES_S,
+    SLOWEST,
+    counted,
+    keep_back,
+    late_after,
+    limited,
+    now,
+    on_the_wall,
+    tick,
+    tick_up_to,
+)
 from autopar.solver.clock import until_the_limit as until
 
 KIND = "simplex step"
@@ -55,6 +66,17 @@ def test_work_ends_a_search_on_a_fast_machine_too(machine: Machine) -> None:
     with limited(60.0):
         machine.work(60.0, 10.0)
         assert now() == pytest.approx(60.0)
+
+
+def test_on_a_slow_machine_the_search_ends_in_time_for_what_follows(machine: Machine) -> None:
+    ends = {}
+    for pace in (2.0, 1.0, 0.5, 0.25):
+        with limited(60.0):
+            keep_back(6.0)
+            while now() < 60.0 - 6.0:
+                machine.work(0.25 * min(pace, 1.0), pace)
+            ends[pace] = clock._here.race.gone() if clock._here.race else 0.0
+    assert ends == pytest.approx({2.0: 27.0, 1.0: 54.0, 0.5: 48.0, 0.25: 48.0}, abs=1.0)
 
 
 def test_it_never_goes_back(machine: Machine) -> None:
