@@ -46,6 +46,8 @@ KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing."""
 SMALLEST_SHARE = 0.25
 """Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
+ROUND = 6.0
+"""Times what the optimum without a budget takes, for one round of a large problem: 2.4 to 8 of deep models."""
 SECOND_STAGE_GAP = 0.02
 """A wider gap is left to what is known."""
 AGAIN_GAP = 0.005
@@ -264,11 +266,13 @@ class _Search(BudgetRounds):
         deadline -= self.kept_back_s
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._with_shardings_of(free, deadline)
+        if now() > deadline and self.baseline:
+            return None
         self.say("over the budget: keep or recompute")
         keeping, checkpoints = self.objective, self._checkpoints(free)
         self.seeds = ()
         began = now()
-        result = self.within_budget(deadline, JOINT_SHARE)
+        result = self.within_budget(deadline, JOINT_SHARE) if self._has_time_for_rounds(deadline) else None
         barred = result is None and self._is_barred()
         if not barred and (result is None or self._is_wide(result.solution.objective)):
             result = self._from_what_is_known(result, keeping, checkpoints, deadline, now() - began)
@@ -286,6 +290,11 @@ class _Search(BudgetRounds):
                 return None
             raise self._infeasible(result, late=late or now() > deadline, barred=barred)
         return result
+
+    def _has_time_for_rounds(self, deadline: float) -> bool:
+        """Whether one of a large problem may end in time: it cannot be cut short."""
+        small = len(self.decisions.variables) <= SMALL_MOST
+        return small or deadline - now() > ROUND * self.free_s
 
     def _is_wide(self, seconds: float) -> bool:
         """Whether the gap of what costs so many seconds is."""
