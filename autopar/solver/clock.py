@@ -52,8 +52,8 @@ PRICES_S: Mapping[str, float] = {
     "simplex step": 50e-6,
     "iteration of a tree": 200e-6,
 }
-"""Seconds that each takes on a quiet machine, and a little more: then the limit is rarely one on the wall.
-``benchmarks/planning.py`` shows their sum beside the seconds of the processor."""
+"""About the seconds of the processor that each takes, fitted to plans of deep and of small models, and a fifth more: so
+the limit is rarely one on the wall. ``benchmarks/planning.py`` shows their sum beside the seconds of the processor."""
 
 
 class _Clock:

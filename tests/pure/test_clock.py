@@ -19,8 +19,8 @@ from autopar.solver.clock import (
     on_the_wall,
     tick,
     tick_up_to,
+    until_the_limit,
 )
-from autopar.solver.clock import until_the_limit as until
 
 KIND = "simplex step"
 A_SECOND = 1 / PRICES_S[KIND]
@@ -131,7 +131,7 @@ def test_what_others_solve_has_as_long_as_they_need_at_this_pace(machine: Machin
 
 
 def test_what_looks_at_this_clock_itself_has_what_is_left(machine: Machine) -> None:
-    assert until(3.0) == 3.0
+    assert until_the_limit(3.0) == 3.0
     with limited(60.0):
         machine.work(5.0, 0.5)
-        assert until(3.0) == pytest.approx(50.0)
+        assert until_the_limit(3.0) == pytest.approx(50.0)
