@@ -8,9 +8,10 @@ there as it is, which takes nothing and needs the maker's spec to be the same, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage
 
 Array = npt.NDArray[np.float64]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Copies:
         costs, edges, usages = list(problem.costs), list(problem.edges), list(problem.usages)
         for copy, times in self._at(places):
             node = len(costs)
-            size = self._array(("sizes", copy.sizes), [0.0, *(b for z in copy.sizes for b in (0.0, z))])
-            costs.append(self._array(("costs", len(size)), [0.0] * len(size)))
+            size = self._array(("sizes", copy.sizes), lambda c: [0.0, *(b for z in c.sizes for b in (0.0, z))], copy)
+            costs.append(self._array(("costs", len(size)), np.zeros, len(size)))
             edges.append(Edge(copy.handover.source, node, self._made(copy)))
             edges.append(Edge(node, copy.handover.target, self._read(copy)))
             usages += [Usage(node, size, t, t + 1) for t in times]
@@ -85,12 +87,19 @@ class Copies:
         """Whether what is read is there as it is, or takes the place of what was made: a sum over ranks may."""
         if made is None or made == read or made.dims != read.dims or read.partial:
             return made == read
-        node = self.decisions.variables[h.source].node
+        return self._makes_new(h.source)
+
+    def _makes_new(self, source: int) -> bool:
+        node = self.decisions.variables[source].node
         return node is not None and node.packet in MAKES_NEW
 
     def _spec_read(self, target: Variable, option: int, position: int) -> ShardingSpec | None:
         """None where the option reads nothing, or what the forward has gathered."""
         return None if target.kept and target.kept[option] else spec_read(target.options[option], position)
+
+    def _specs_read(self, h: Handover) -> list[ShardingSpec | None]:
+        target = self.decisions.variables[h.target]
+        return [self._spec_read(target, o, h.position) for o in range(len(target.options))]
 
     def _at(self, places: Sequence[float]) -> Iterator[tuple[_Copy, list[int]]]:
         for copy in self.copies:
@@ -106,16 +115,21 @@ class Copies:
     def copies(self) -> tuple[_Copy, ...]:
         d = self.decisions
         found: dict[tuple[int, int, int], _Copy] = {}
+        known: dict[tuple[object, ...], tuple[ShardingSpec, ...]] = {}
+        sizes: dict[tuple[object, ...], tuple[float, ...]] = {}
         for h in d.handovers:
             target = d.variables[h.target]
             life = self._life(h, target)
             if h.kept or h.rerun or life is None or h.source == h.target or (h.source, h.out, h.target) in found:
                 continue
-            read = (self._spec_read(target, o, h.position) for o in range(len(target.options)))
-            specs = tuple(dict.fromkeys(s for s in read if s is not None))
-            sizes = tuple(float(local_bytes(h.meta, s, d.mesh)) for s in specs)
-            if specs and max(sizes) > 0:
-                found[h.source, h.out, h.target] = _Copy(h, specs, sizes, *life)
+            read = id(target.options), target.kept, h.position
+            if read not in known:
+                known[read] = tuple(dict.fromkeys(s for s in self._specs_read(h) if s is not None))
+            specs = known[read]
+            if (specs, h.meta) not in sizes:
+                sizes[specs, h.meta] = tuple(float(local_bytes(h.meta, s, d.mesh)) for s in specs)
+            if max(sizes[specs, h.meta], default=0.0) > 0:
+                found[h.source, h.out, h.target] = _Copy(h, specs, sizes[specs, h.meta], *life)
         return tuple(found.values())
 
     def _life(self, h: Handover, target: Variable) -> tuple[float, float] | None:
@@ -143,19 +157,27 @@ class Copies:
 
     def _made(self, copy: _Copy) -> Array:
         h = copy.handover
-        options = self.decisions.variables[h.source].options
-        made = [spec_made(o, h.out) for o in options]
+        key = ("made", id(self.decisions.variables[h.source].options), self._makes_new(h.source), h.out, copy.specs)
+        return self._array(key, self._fits_as_made, copy)
+
+    def _fits_as_made(self, copy: _Copy) -> Array:
+        h = copy.handover
+        made = [spec_made(o, h.out) for o in self.decisions.variables[h.source].options]
         fits = [[True, *(f for s in copy.specs for f in (self._there(h, m, s), True))] for m in made]
-        return self._array(("made", id(options), h.out, copy.specs), np.where(fits, 0.0, math.inf))
+        return np.where(fits, 0.0, math.inf)
 
     def _read(self, copy: _Copy) -> Array:
-        h = copy.handover
-        target = self.decisions.variables[h.target]
-        read = [self._spec_read(target, o, h.position) for o in range(len(target.options))]
-        fits = [[r is None for r in read], *([r == s for r in read] for s in copy.specs for _ in range(2))]
-        key = ("read", id(target.options), target.kept, h.position, copy.specs)
-        return self._array(key, np.where(fits, 0.0, math.inf))
+        target, position = self.decisions.variables[copy.handover.target], copy.handover.position
+        key = ("read", id(target.options), target.kept, position, copy.specs)
+        return self._array(key, self._fits_as_read, copy)
 
-    def _array(self, key: tuple[object, ...], values: Sequence[float] | Array) -> Array:
+    def _fits_as_read(self, copy: _Copy) -> Array:
+        read = self._specs_read(copy.handover)
+        fits = [[r is None for r in read], *([r == s for r in read] for s in copy.specs for _ in range(2))]
+        return np.where(fits, 0.0, math.inf)
+
+    def _array(self, key: tuple[object, ...], made: Callable[[_T], Sequence[float] | Array], of: _T) -> Array:
         """Equal ones are one array, by which the solver finds repeated blocks."""
-        return self._arrays.setdefault(key, np.asarray(values, dtype=np.float64))
+        if key not in self._arrays:
+            self._arrays[key] = np.asarray(made(of), dtype=np.float64)
+        return self._arrays[key]

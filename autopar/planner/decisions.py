@@ -45,10 +45,11 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         widened=widened(graph, options.dtype_of("reduce")),
     )  # fmt: skip
     ways: dict[int, tuple[Strategy, ...]] = {}
+    least_away = _least_away(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             variable = _placeholder(graph, node, mesh, options, forced)
-            d.add(_or_away(variable, graph, mesh, options) if recompute else variable)
+            d.add(_or_away(variable, graph, mesh, options, least_away) if recompute else variable)
             continue
         kind = graph.kinds[node.name]
         if kind not in ways:
@@ -113,13 +114,14 @@ def _accumulator_specs(graph: Graph, node: Node, mesh: Mesh, options: Options) -
     return tuple(dict.fromkeys(s for s in found if s is not None))
 
 
-def _or_away(v: Variable, graph: Graph, mesh: Mesh, options: Options) -> Variable:
-    """Each spec of a trained parameter twice: its optimizer state on the device, or kept by the host."""
+def _or_away(v: Variable, graph: Graph, mesh: Mesh, options: Options, least_bytes: float) -> Variable:
+    """Each spec of a trained parameter of ``least_bytes`` and more twice: its optimizer state on the device, or kept by
+    the host."""
     if v.kind != "parameter" or v.node is None or not graph.input_of[v.node.name].trainable:
         return v
     meta = v.node.outputs[0]
     alone = optimizer_steps_alone(options.optimizer) and not options.dtype_of("master")
-    if meta is None or not alone or meta.bytes < _least_away(graph):
+    if meta is None or not alone or meta.bytes < least_bytes:
         return v
     specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
     held = tuple(moved_state_bytes(meta, s, mesh, options) for s in specs)

@@ -7,8 +7,8 @@ on the way; the exact liveness of the scheduled program has the last word.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -55,11 +55,11 @@ class Holdings:
     @classmethod
     def of(cls, d: Decisions, options: Options) -> Holdings:
         tick("held variable", len(d.variables))
-        lives, made = lives_of(d), _gradients_made(d)
+        lives, made, sizes_of = lives_of(d), _gradients_made(d), _Sizes(d, options)
         found = [
             (i, size, first, last)
             for i, v in enumerate(d.variables)
-            for size, first, last in _held(d, v, options, lives, made)
+            for size, first, last in _held(sizes_of, v, lives, made)
             if size.any()
         ]
         variables, sizes, first, last = zip(*found, strict=True) if found else ((), (), (), ())
@@ -106,37 +106,76 @@ def static_usages(
         holds: also what hold variables keep for the backward; of it, with ``tied``, nothing for views.
     """
     lives = lives_of(d, holds=holds)
-    made = _gradients_made(d)
+    made, sizes = _gradients_made(d), _Sizes(d, options)
     found: list[Usage] = []
     for i, v in enumerate(d.variables):
         view = v.kind == "hold" and v.value is not None and v.value.node in d.views
         if v.kind == "hold" and (not holds or (view and tied)):
             continue
-        for size, start, end in _held(d, v, options, lives, made):
+        for size, start, end in _held(sizes, v, lives, made):
             if start <= place <= end and size.any():
                 found.append(Usage(i, size, time, time + 1))
     return found + _while_running(d, options, place, time)
 
 
+@dataclass(frozen=True, eq=False)
+class _Sizes:
+    """Bytes of the largest shard by option: of equal options and tensors looked at once, so not to be changed."""
+
+    d: Decisions
+    options: Options
+    known: dict[object, Array] = field(default_factory=dict)
+
+    def made(self, meta: TensorMeta, options: tuple[Strategy, ...], out: int) -> Array:
+        """Of result ``out``, a tensor of ``meta``."""
+        return self._of(meta, options, out, spec_made)
+
+    def read(self, meta: TensorMeta, options: tuple[Strategy, ...], position: int) -> Array:
+        """Of operand ``position``."""
+        return self._of(meta, options, position, spec_read)
+
+    def _of(
+        self, meta: TensorMeta, options: tuple[Strategy, ...], at: int,
+        spec_of: Callable[[Strategy, int], ShardingSpec | None],
+    ) -> Array:  # fmt: skip
+        options = self.d.shared(options)
+        key = id(options), at, meta, spec_of
+        if key not in self.known:
+            specs = (spec_of(o, at) for o in options)
+            self.known[key] = np.array([float(local_bytes(meta, s, self.d.mesh)) if s else 0.0 for s in specs])
+        return self.known[key]
+
+    def state(self, meta: TensorMeta, options: tuple[Strategy, ...], trainable: bool) -> Array:
+        """Of a parameter by options: a row for itself, its optimizer state, its gradient and the step."""
+        options = self.d.shared(options)
+        key = id(options), meta, trainable
+        if key not in self.known:
+            specs = (s for o in options if (s := spec_made(o, 0)) is not None)
+            found = [state_bytes(meta, s, self.d.mesh, trainable, self.options) for s in specs]
+            self.known[key] = np.array([(s.parameter, s.optimizer, s.gradient, s.step) for s in found], dtype=float).T
+        return self.known[key]
+
+
 def _held(
-    d: Decisions, v: Variable, options: Options, lives: Lives, made: Mapping[str, _Made]
-) -> Iterator[tuple[Array, float, float]]:
+    sizes: _Sizes, v: Variable, lives: Lives, made: Mapping[str, _Made]
+) -> Iterator[tuple[Array, float, float]]:  # fmt: skip
     """(bytes of each option, first place, last place) of what a variable holds."""
+    d, options = sizes.d, sizes.options
     end = len(d.graph.nodes)
     if v.kind == "parameter" and v.node is not None:
-        yield from _of_parameter(d, v, options, made)
+        yield from _of_parameter(sizes, v, made)
     elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
-        yield _sizes(d, v.node.outputs[0], v.options, 0), 0, lives.reads["backward"][1][Value(v.node.name)]
+        yield sizes.made(v.node.outputs[0], v.options, 0), 0, lives.reads["backward"][1][Value(v.node.name)]
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
         meta = v.node.outputs[0]
         whole = v.kind == "input" and options.batch == "global"
-        yield np.full(len(v.options), float(meta.bytes)) if whole else _sizes(d, meta, v.options, 0), 0, end
+        yield np.full(len(v.options), float(meta.bytes)) if whole else sizes.made(meta, v.options, 0), 0, end
     elif v.kind == "copy" and v.value is not None:
-        yield from _of_copy(d, v, v.value, lives)
+        yield from _of_copy(sizes, v, v.value, lives)
     elif v.kind == "output" and v.value is not None:
-        yield _sizes(d, d.graph.meta(v.value), v.options, 0), last_read(d, v.value, lives) + BEFORE, end
+        yield sizes.made(d.graph.meta(v.value), v.options, 0), last_read(d, v.value, lives) + BEFORE, end
     elif v.kind == "hold" and v.value is not None:
-        size = _sizes(d, d.graph.meta(v.value), v.options, 0)
+        size = sizes.made(d.graph.meta(v.value), v.options, 0)
         first, last = lives.backward.get(v.value, (end, -1))
         last -= BEFORE * (v.value in lives.handed["backward"])
         kept, remade, offloaded = (
@@ -149,29 +188,27 @@ def _held(
         elif (gone := outlived(d, v.value, lives)) is not None:
             yield size * remade, math.nextafter(gone, math.inf), last
     elif v.kind == "op" and v.node is not None:
-        yield from _of_op(d, v, v.node, lives)
+        yield from _of_op(sizes, v, v.node, lives)
 
 
-def _of_parameter(
-    d: Decisions, v: Variable, options: Options, made: Mapping[str, _Made]
-) -> Iterator[tuple[Array, float, float]]:  # fmt: skip
+def _of_parameter(sizes: _Sizes, v: Variable, made: Mapping[str, _Made]) -> Iterator[tuple[Array, float, float]]:
     assert v.node is not None and v.node.outputs[0] is not None
+    d = sizes.d
     end, meaning, meta = len(d.graph.nodes), d.graph.input_of[v.node.name], v.node.outputs[0]
-    specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
-    parts = [state_bytes(meta, s, d.mesh, meaning.trainable, options) for s in specs]
-    away = np.array(v.away or (0,) * len(parts), dtype=np.float64)
-    yield np.array([float(p.parameter + p.optimizer) for p in parts]) - away, 0, end
-    gradients = np.array([float(p.gradient) for p in parts])
+    parameters, optimizer, gradients, step = sizes.state(meta, v.options, meaning.trainable)
+    away = np.array(v.away or (0,) * len(v.options), dtype=np.float64)
+    yield parameters + optimizer - away, 0, end
     as_made = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
     at, settled = made.get(meaning.name, (end, end))
     yield np.minimum(as_made, as_made.max(initial=0.0) / d.mesh.size), at + 1, settled - BEFORE
     yield as_made, settled, end - BEFORE
     yield gradients, end, end
-    yield np.array([float(p.step) for p in parts]) * (away == 0), end, end
+    yield step * (away == 0), end, end
 
 
-def _of_copy(d: Decisions, v: Variable, value: Value, lives: Lives) -> Iterator[tuple[Array, float, float]]:
-    size = _sizes(d, d.graph.meta(value), v.options, 0)
+def _of_copy(sizes: _Sizes, v: Variable, value: Value, lives: Lives) -> Iterator[tuple[Array, float, float]]:
+    d = sizes.d
+    size = sizes.made(d.graph.meta(value), v.options, 0)
     kept = np.array(v.kept or (False,) * len(v.options))
     if takes_over(d, v):
         beside, last = taken_over(d, v, lives)
@@ -180,27 +217,19 @@ def _of_copy(d: Decisions, v: Variable, value: Value, lives: Lives) -> Iterator[
         yield size * kept, lives.forward.get(value, -1) + BEFORE, lives.backward.get(value, (0, -1))[1]
 
 
-def _of_op(d: Decisions, v: Variable, node: Node, lives: Lives) -> Iterator[tuple[Array, float, float]]:
+def _of_op(sizes: _Sizes, v: Variable, node: Node, lives: Lives) -> Iterator[tuple[Array, float, float]]:
+    d = sizes.d
     at = lives.at[node.name]
     for value in dict.fromkeys(node.inputs):
         if lives.handed[node.phase].get(value) == node.name:
-            position = node.inputs.index(value)
-            yield _bytes(d, d.graph.meta(value), [spec_read(o, position) for o in v.options]), at, at
+            yield sizes.read(d.graph.meta(value), v.options, node.inputs.index(value)), at, at
     # While it runs it may be in the place of an operand: rows are not above what is held.
     first, share = at + BEFORE * may_overwrite(node, d.graph), 1.0
     if node.name in d.views:
         first, share = inherited(d, node, lives)
     for out, result in enumerate(node.outputs if share else ()):
         if result is not None:
-            yield share * _sizes(d, result, v.options, out), first, last_as_made(d, Value(node.name, out), lives)
-
-
-def _sizes(d: Decisions, meta: TensorMeta, options: Sequence[Strategy], out: int) -> Array:
-    return _bytes(d, meta, [spec_made(o, out) for o in options])
-
-
-def _bytes(d: Decisions, meta: TensorMeta, specs: Sequence[ShardingSpec | None]) -> Array:
-    return np.array([float(local_bytes(meta, s, d.mesh)) if s is not None else 0.0 for s in specs])
+            yield share * sizes.made(result, v.options, out), first, last_as_made(d, Value(node.name, out), lives)
 
 
 class _Made(NamedTuple):

@@ -83,7 +83,9 @@ class Problem:
                     f"A usage of node {usage.node} has the wrong shape.",
                     found=f"{usage.option.shape}, where the node has {sizes[usage.node]} options",
                 )
-            _check_values(usage.option, f"a usage of node {usage.node}")
+            if id(usage.option) not in checked:
+                checked.add(id(usage.option))
+                _check_values(usage.option, f"a usage of node {usage.node}")
 
     def size(self) -> dict[str, int]:
         """Nodes, options, edges and pairs of options."""
