@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autopar.errors import AutoparError, RankError
 
@@ -63,46 +64,90 @@ def together(
     return result  # type: ignore[return-value]
 
 
-def same_call(function: Callable[[], T], key: Callable[[T], int], describe: Callable[[T], Mapping[str, str]]) -> T:
-    """Run ``function`` on every rank before each step: one rank that goes another way would leave the rest waiting.
+class Agreement:
+    """What the ranks tell each other about one call: under way from the start of the call, and looked at by ``settle``.
 
-    Costs one exchange of two numbers between the hosts, and more only where something is wrong.
+    A rank that goes another way would leave the rest waiting in a collective, so every rank settles before its first
+    one, and before anything that the user sees. What is computed until then hides the exchange of two numbers between
+    the hosts; more is said only where something is wrong.
+
+    Args:
+        number: of the call, below 2**62, which must be equal everywhere; None where this rank cannot make the call.
+        describe: what the call is, by name, for the error.
+    """
+
+    def __init__(
+        self, number: int | None, describe: Callable[[], Mapping[str, str]], error: BaseException | None = None
+    ) -> None:
+        said = _FAILED if number is None else number
+        extremes = torch.tensor([said, -said])
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=_hosts(), async_op=True)
+        self._under_way: tuple[Any, Tensor, Callable[[], Mapping[str, str]]] | None = work, extremes, describe
+        self._error = error
+
+    def settle(self) -> None:
+        """Wait for what the others said, once.
+
+        Raises:
+            RankError: another rank failed, or makes another call.
+        """
+        if self._under_way is None:
+            return
+        work, extremes, describe = self._under_way
+        self._under_way = None  # it holds the inputs
+        work.wait()
+        most, least = extremes.tolist()
+        error = self._error
+        if most == -least and error is None:
+            return
+        said: list[dict[str, str]] = [{}] * world_size()
+        failed = {"": f"{type(error).__name__}: {error}"} if error is not None else {}
+        dist.all_gather_object(said, failed or dict(describe()), group=_hosts())
+        if error is not None:
+            raise error
+        raise _disagreement(said)
+
+
+def same_call(
+    function: Callable[[], T], key: Callable[[T], int], describe: Callable[[T], Mapping[str, str]]
+) -> tuple[T, Callable[[], None]]:
+    """Run ``function`` on every rank at the start of each step, and begin to tell the others.
 
     Args:
         key: a number below 2**62 that must be equal everywhere.
         describe: what the result is, by name, for the error.
 
+    Returns:
+        The result, and what must be called before the step's first collective, and at its end: ``Agreement.settle``.
+
     Raises:
-        RankError: another rank failed, or has another result.
+        Exception: what ``function`` raises, once the others know.
     """
     if world_size() == 1:
-        return function()
-    error: BaseException | None = None
-    number = _FAILED
+        return function(), _settled
     try:
         result = function()
         number = key(result)
-    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
-        error = caught
-    extremes = torch.tensor([number, -number])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=_hosts())
-    if extremes[0] == -extremes[1]:
-        if error is not None:
-            raise error
-        return result
-    failed = {"": f"{type(error).__name__}: {error}"} if error is not None else {}
-    said: list[dict[str, str]] = [{}] * world_size()
-    dist.all_gather_object(said, failed or dict(describe(result)), group=_hosts())
-    if error is not None:
-        raise error
+    except Exception as error:
+        Agreement(None, dict, error).settle()
+        raise
+    return result, Agreement(number, lambda: describe(result)).settle
+
+
+def _settled() -> None:
+    """Nobody else to ask."""
+
+
+def _disagreement(said: Sequence[dict[str, str]]) -> RankError:
+    """The error for what each rank said of its call: under an empty name, why it cannot make one."""
     broken = next((rank for rank, each in enumerate(said) if "" in each), None)
     if broken is not None:
-        raise RankError(
+        return RankError(
             f"Rank {broken} cannot make this call, so all ranks stop.", found=said[broken][""],
             hint="mend the error of that rank.",
         )  # fmt: skip
     other = next(rank for rank, each in enumerate(said) if each != said[0])
-    raise RankError(
+    return RankError(
         f"Rank {other} calls the model with other inputs, or in another mode, than rank 0.",
         found=_difference(said[0], said[other], other),
         hint="give every rank batches of one size: drop or pad a last batch that is smaller (drop_last=True).",

@@ -29,7 +29,7 @@ from autopar.runtime.agreement import same_call
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
-from autopar.spmd.ranks import ProcessRank
+from autopar.spmd.ranks import ProcessRank, StartingRank
 from autopar.structure import Structure
 
 STORED = ("parameter", "buffer")
@@ -121,7 +121,7 @@ class State:
 class _VariantHost:
     """One call's view of the state, for autograd."""
 
-    rank: ProcessRank
+    rank: StartingRank
     mesh: Mesh
     device_mesh: DeviceMesh
     local_batch: bool
@@ -201,17 +201,36 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the compiled program as the model would be called."""
-    state = model._autopar
     stored = tables(model)
-    call, key = _agreed_call(model, args, kwargs, stored)
+    (call, key), settle = _agreed_call(model, args, kwargs, stored)
+    try:
+        variant, outputs, mutations = _called(model, call, key, stored, settle)
+    except Exception:
+        settle()  # another rank's error comes first: this one may be due to it, and the others wait to hear from all
+        raise
+    settle()
+    _write_back(variant, mutations, stored)
+    return variant.build(outputs)
+
+
+def _called(
+    model: ParallelModule, call: Call, key: Any, stored: Tables, settle: Callable[[], None]
+) -> tuple[Variant, list[Any], list[Any]]:
+    """The program of a call, and its outputs and mutations. ``settle`` comes before anything that ranks do together:
+    a compilation, a gather of inputs, a common seed, and the program's first collective."""
+    state = model._autopar
+    if key not in state.variants or any(isinstance(t, DTensor) for t in call.tensors):
+        settle()
     with state.precision():
         variant = _variant(model, call, key)
     executable = variant.executable
+    if executable.random or executable.compiled:  # compiled code begins collectives by itself
+        settle()
     given = _given(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
-        state.rank, state.mesh, state.device_mesh, state.local_batch, variant.every_tangent, model._autopar_sums,
-        state.clock, Marks(state.device),
+        StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch, variant.every_tangent,
+        model._autopar_sums, state.clock, Marks(state.device),
     )  # fmt: skip
     mutations: list[Any] = []
     if torch.is_grad_enabled():
@@ -222,8 +241,7 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         host.marks.forward = (began, stamp(state.device))
     else:
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
-    _write_back(variant, mutations, stored)
-    return variant.build(outputs)
+    return variant, outputs, mutations
 
 
 def _given(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:
@@ -260,8 +278,8 @@ def _write_back(variant: Variant, mutations: Sequence[Any], stored: Tables) -> N
 
 def _agreed_call(
     model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any], stored: Tables
-) -> tuple[Call, Any]:
-    """The bound call and the key of its program, which are those of every rank."""
+) -> tuple[tuple[Call, Any], Callable[[], None]]:
+    """The bound call and the key of its program, which are those of every rank once the second result was called."""
     state = model._autopar
 
     def bound() -> tuple[Call, Any]:
@@ -272,13 +290,14 @@ def _agreed_call(
             check_call(state.planned, call)
         return call, key
 
-    return same_call(bound, lambda made: state.number_of(made[1]), lambda made: _described(model, made[0]))
+    gradients = torch.is_grad_enabled()
+    return same_call(bound, lambda made: state.number_of(made[1]), lambda made: _described(model, made[0], gradients))
 
 
-def _described(model: nn.Module, call: Call) -> dict[str, str]:
+def _described(model: nn.Module, call: Call, gradients: bool) -> dict[str, str]:
     said = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in zip(call.names, call.tensors, strict=True)}
     said |= {path: repr(value) for path, value in call.structure.plain}
-    return said | {"training": str(model.training), "gradients": str(torch.is_grad_enabled())}
+    return said | {"training": str(model.training), "gradients": str(gradients)}
 
 
 def _variant(model: ParallelModule, call: Call, key: Any) -> Variant:

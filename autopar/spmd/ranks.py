@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -147,3 +148,32 @@ class ProcessRank:
         if self.device_mesh.device_type != "cuda":
             return ""
         return _torch.symmetric_group(self.device_mesh.get_group(axis))
+
+
+@dataclass(frozen=True, eq=False)
+class StartingRank:
+    """``rank`` at the start of a program: before each collective begins, ``ready`` is called."""
+
+    rank: ProcessRank
+    ready: Callable[[], None]
+    mesh: Mesh = field(init=False)
+    coordinate: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", self.rank.mesh)
+        object.__setattr__(self, "coordinate", self.rank.coordinate)
+
+    @property
+    def device(self) -> torch.device:
+        return self.rank.device
+
+    def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
+        self.ready()
+        return self.rank.launch(buffer, exchange)
+
+    def finish(self, received: Tensor) -> Tensor:
+        return self.rank.finish(received)
+
+    def symmetric(self, axis: int) -> str:
+        self.ready()  # who asks goes on with a collective of its own
+        return self.rank.symmetric(axis)
