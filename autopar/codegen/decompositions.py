@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.attention import _checked, _cpu_flash, _cpu_flash_backward
-from autopar.ops.contract import _contract
+from autopar.ops.contract import _contract, _spread, parse
 from autopar.ops.interpolation import _whole, _whole_backward
 from autopar.ops.random import GAMMA, MULTIPLIERS, _signed
 from autopar.ops.registration import accumulation_dtype
@@ -119,6 +119,13 @@ def _channels(statistic: Tensor, x: Tensor) -> Tensor:
     return statistic.view(1, -1, *[1] * (x.dim() - 2))
 
 
+def _product(x: Tensor, w: Tensor, equation: str) -> Tensor:
+    terms = parse(equation)
+    if terms.summed:
+        return _contract(x, w, equation)
+    return (_spread(x, terms.x, terms.out) * _spread(w, terms.w, terms.out)).contiguous()
+
+
 def _own_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     wide, dims = x.to(accumulation_dtype(x.dtype)), [d for d in range(x.dim()) if d != 1]
     mean = wide.sum(dims) / (x.numel() // x.shape[1])
@@ -157,7 +164,7 @@ def _attention_backward(
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     autopar.attention.default: _attention,
     autopar.attention_backward.default: _attention_backward,
-    autopar.contract.default: _contract,
+    autopar.contract.default: _product,
     autopar.sumexp.default: _sumexp,
     autopar.rescaled.default: lambda total, own, m: total * (own.to(total.dtype) - m).exp(),
     autopar.nll.default: _nll,

@@ -88,6 +88,12 @@ def _matrix(x: Tensor, letters: str, *groups: str) -> Tensor:
     return x.reshape([math.prod(x.shape[part]) for part in parts])
 
 
+def _spread(x: Tensor, letters: str, out: str) -> Tensor:
+    """The operand with its dims where the result has them, and a dim of length one for each that it lacks."""
+    x = x.permute([letters.index(letter) for letter in out if letter in letters])
+    return x[tuple(slice(None) if letter in letters else None for letter in out)]
+
+
 @functools.cache
 def _layout(letters: str, groups: tuple[str, ...]) -> tuple[list[int], list[slice]]:
     """The permutation that brings the groups together, and the dims that each then has; empty where nothing changes."""
@@ -101,6 +107,9 @@ def _layout(letters: str, groups: tuple[str, ...]) -> tuple[list[int], list[slic
 def _contract(x: Tensor, w: Tensor, equation: str) -> Tensor:
     terms = parse(equation)
     sizes = _sizes(terms, x, w)
+    if not terms.summed:  # in a result of its own, since that of `*` would lie in memory as the operands do
+        out = x.new_empty([sizes[letter] for letter in terms.out])
+        return torch.mul(_spread(x, terms.x, terms.out), _spread(w, terms.w, terms.out), out=out)
     if terms.out == terms.batch + terms.columns + terms.rows:
         terms, x, w = terms.swapped, w, x
     order = terms.batch + terms.rows + terms.columns
@@ -112,9 +121,6 @@ def _contract(x: Tensor, w: Tensor, equation: str) -> Tensor:
 
 def _product(terms: Contraction, x: Tensor, w: Tensor) -> Tensor:
     """[batch, rows, columns] in one call of the fastest kernel."""
-    if not terms.summed:
-        left = _matrix(x, terms.x, terms.batch, terms.rows).unsqueeze(2)
-        return (left * _matrix(w, terms.w, terms.batch, terms.columns).unsqueeze(1)).contiguous()
     if not terms.batch:
         return torch.mm(_matrix(x, terms.x, terms.rows, terms.summed), _matrix(w, terms.w, terms.summed, terms.columns))
     left = _matrix(x, terms.x, terms.batch, terms.rows, terms.summed)

@@ -214,21 +214,22 @@ def held_by_ring(op: LocalOp, step: Step, operand: int, ways: int) -> int:
 
 
 def _contract(op: LocalOp) -> int:
-    """Copies of operands whose dims cannot be merged by a view; the product before its dims are reordered."""
+    """Copies of operands whose dims cannot be merged by a view; the product before its dims are reordered. Where
+    nothing is summed, neither."""
     equation = next(a for a in (*op.node.args, *(a for _, a in op.node.kwargs)) if isinstance(a, str))
     left, out = equation.replace(" ", "").split("->")
     x, w = left.split(",")
     batch = [c for c in out if c in x and c in w]
     rows, columns = [c for c in out if c not in w], [c for c in out if c not in x]
     summed = [c for c in x if c not in out]
+    if not summed:
+        return 0
     operands = {"x": (op.operands[0], x), "w": (op.operands[1], w)}
     if out == "".join(batch + columns + rows):
         operands, rows, columns = {"x": operands["w"], "w": operands["x"]}, columns, rows
     groups = {"x": [batch, rows, summed], "w": [batch, summed, columns]}
     if not batch:
         groups = {k: g[1:] for k, g in groups.items()}
-    if not summed:
-        groups = {"x": [batch, rows], "w": [batch, columns]}
     copies = sum(_merged(*operands[k], groups[k]) for k in "xw")
     order = "".join(batch + rows + columns)
     if order == out:

@@ -31,6 +31,7 @@ def contractions() -> Iterator[Sample]:
     yield sample(autopar.contract.default, x(2, 5, 3), x(4, 3), "bsk,nk->bsn")
     yield sample(autopar.contract.default, x(2, 5, 3), x(2, 5, 4), "bsk,bsn->nk")
     yield sample(autopar.contract.default, x(2, 4, 5), x(2, 5, 3), "bmk,bkn->bmn")
+    yield sample(autopar.contract.default, x(4, 2, 3), x(3, 2), "bfh,hf->bhf")
 
 
 def experts() -> Iterator[Sample]:

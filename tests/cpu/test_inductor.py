@@ -41,6 +41,7 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
     shares = torch.rand(3, 5), torch.rand(x.shape[-1])
     return {
         "contract": (ops.contract, (x, torch.randn(9, 7), "abk,nk->abn"), {}),
+        "contract, nothing summed": (ops.contract, (x, torch.randn(7, 5), "abk,kb->akb"), {}),
         "attention": (ops.attention, (q, k[:, :2], v[:, :2], mask, None), plain),
         "attention_backward": (
             ops.attention_backward, (grad, q, k[:, :2], v[:, :2], None, out, sums, None), plain,

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 import autopar.ops  # noqa: F401
 from autopar.errors import AutoparError
+from autopar.runtime.meter import MemoryMeter
 
 contract = torch.ops.autopar.contract
 SIZES = dict(zip("abcdeghijkmnst", [2, 3, 4, 5, 3, 2, 4, 3, 2, 6, 3, 5, 4, 2], strict=False))
@@ -61,6 +62,17 @@ def test_common_equations_are_one_kernel_on_the_operands_as_they_lie(equation):
     kernels = {event.key for event in profile.key_averages()}
     assert kernels & {"aten::mm", "aten::bmm"}
     assert not kernels & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::einsum"}
+
+
+@pytest.mark.parametrize("equation", ["ab,ab->ab", "ab,b->ab", "abh,hb->abh", "ac,b->bca"])
+def test_where_nothing_is_summed_the_result_is_all_that_is_held(equation):
+    x, w = (_operand(term) for term in equation.split("->")[0].split(","))
+    meter = MemoryMeter()
+    meter.hold([x, w])
+    before = meter.held
+    with meter:
+        made = contract(x, w, equation)
+    assert meter.peak - before == made.nbytes
 
 
 def test_low_precision_sums_run_in_float32():
