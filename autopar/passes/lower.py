@@ -22,6 +22,7 @@ from autopar.ir import Graph, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
 from autopar.planner.garbage import collected_later
+from autopar.planner.late import late
 from autopar.planner.layouts import DENSE
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
@@ -51,7 +52,7 @@ def _lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     accumulators = [op for op in inputs if kind[op.name] == "accumulator"]
     fed = [op for op in inputs if kind[op.name] not in ("tangent", "accumulator")]
 
-    ahead = _Builder(graph, mesh)
+    ahead = _Builder(graph, mesh, late(program).collectives)
     for op in fed:
         ahead.placeholder(op.writes[0])
     ahead.run([op for op in program.ops if op.phase == "forward" and op.kind != "input"])
@@ -90,10 +91,12 @@ def _saved(program: Program, results: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass
 class _Builder:
-    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to what is under way."""
+    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to what is under way, and
+    ``late`` names the collectives that may be waited for late."""
 
     graph: Graph
     mesh: Mesh
+    late: frozenset[str] = frozenset()
     built: fx.Graph = field(default_factory=fx.Graph)
     values: dict[str, fx.Node] = field(default_factory=dict)
     pending: dict[str, fx.Node] = field(default_factory=dict)
@@ -153,7 +156,7 @@ class _Builder:
                 self._item(waited, i, tensor)
             return
         function = spmd.arrived if op.is_transfer else spmd.wait
-        waited = self._call(function, (pending,), name=identifier(name))
+        waited = self._call(function, (pending,), {"late": True} if op.name in self.late else None, identifier(name))
         self.values[name] = self._described(waited, pending.meta["tensor"])
 
     def _item(self, several: fx.Node, index: int, tensor: LocalTensor) -> None:
