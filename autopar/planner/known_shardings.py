@@ -12,7 +12,7 @@ from autopar.planner.rounds import Result, Rounds
 from autopar.planner.sliced import solve_sliced
 from autopar.planner.tightening import Rows
 from autopar.planner.two_stage import Open, sharded_as
-from autopar.solver import fold
+from autopar.solver import Problem, fold
 from autopar.solver.clock import now
 
 LEAST_S = 1.0
@@ -87,11 +87,7 @@ def fitting(
     ``level`` ones for fewer rounds, until it fits; None where none was found that does in ``most`` rounds."""
     for _ in range(most):
         asked = rows.extend(rounds.problem(rows, rounds.budget))
-        every = [np.arange(len(c)) for c in asked.costs]
-        kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
-        kept += every[len(kept) :]
-        seconds = max(until - now(), LEAST_S)
-        choice = solve_sliced(asked, kept, seconds, rounds.options.solver, gap, fold)
+        choice = among(rounds, asked, still, max(until - now(), LEAST_S), gap)
         if choice is None:
             break
         found = rounds.of_choice(rows.own(choice), rounds.budget, "known shardings")
@@ -103,3 +99,11 @@ def fitting(
         if level:
             rows.level()
     return None
+
+
+def among(rounds: Rounds, asked: Problem, still: Open, seconds: float, gap: float = GAP) -> tuple[int, ...] | None:
+    """The best choice among options that are ``still`` open; None where there is none or time is out."""
+    every = [np.arange(len(c)) for c in asked.costs]
+    kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
+    kept += every[len(kept) :]
+    return solve_sliced(asked, kept, seconds, rounds.options.solver, gap, fold)

@@ -18,7 +18,7 @@ from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled, unbeaten
 from autopar.planner.garbage import collected_later
-from autopar.planner.known_shardings import GAP_ANEW, cheapest, kept_as_sharded
+from autopar.planner.known_shardings import GAP_ANEW, among, cheapest, kept_as_sharded
 from autopar.planner.liveness import MemoryProfile
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
@@ -29,7 +29,7 @@ from autopar.planner.smallest_peak import LEAST_S, TO_THE_BYTE_MOST, of_smallest
 from autopar.planner.tightening import Rows
 from autopar.planner.timeline import Timeline
 from autopar.planner.transfers import forward_seconds
-from autopar.planner.two_stage import Checkpointed, CheckpointSearch, sharded_as
+from autopar.planner.two_stage import Checkpointed, CheckpointSearch, Open, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution, UsagePrices, sum_of_least
@@ -183,12 +183,14 @@ class _Search(BudgetRounds):
         with_reruns: the decisions, with what can be made again among them.
         over_budget: is told the deadline where the optimum without a budget is over it, and gives the one from then on.
         free_s: seconds that the optimum without a budget took.
+        still: what its shardings leave open.
         kept_back_s: seconds for the smallest peak, where no baseline fits.
     """
 
     with_reruns: Callable[[], Decisions] = field(kw_only=True)
     over_budget: Callable[[float], float] = field(kw_only=True)
     free_s: float = 0.0
+    still: Open = ()
     kept_back_s: float = 0.0
 
     def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
@@ -371,8 +373,8 @@ class _Search(BudgetRounds):
         sharded, joint = self.decisions, Objective(self.with_reruns(), self.prices)
         joint.begin_as(self.objective)
         self.objective = joint
-        still = sharded_as(sharded, free.solution.choice, self.decisions)
-        return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
+        self.still = sharded_as(sharded, free.solution.choice, self.decisions)
+        return CheckpointSearch(self.objective, self.options, self.still, self.hideable_s)
 
     def _with_shardings_of(self, free: Result, deadline: float) -> Result | None:
         """The two-stage search; and that on one device, where there are no other shardings: there the joint search
@@ -429,15 +431,24 @@ class _Search(BudgetRounds):
         self.basis = None
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
-        best, rows = of_smallest_peak(self, rows, deadline)
+        best, rows = of_smallest_peak(self, rows, deadline, self._free_choice())
         if best.memory.peak_bytes <= self.budget:
             best = self.within_budget(deadline, 1.0, rows, best.solution.choice) or best
         # A bound of other limits is none within this one.
         return replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
+    def _free_choice(self) -> tuple[int, ...] | None:
+        """The optimum without a budget, where it holds less than every baseline; nothing runs again in it."""
+        assert self.free is not None
+        if self.free.memory.peak_bytes >= min((r.peak_bytes for r in self.rivals), default=math.inf):
+            return None
+        still = [(0,) if v.kind == "rerun" else s for v, s in zip(self.decisions.variables, self.still, strict=True)]
+        return among(self, self.objective.problem(), still, LEAST_S)
+
     def _infeasible(self, smallest: Result, *, late: bool, barred: bool = False) -> InfeasibleError:
         leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)
         least = math.inf if leanest is None else leanest.peak_bytes
+        least = least if self.free is None else min(least, self.free.memory.peak_bytes)
         if smallest.memory.peak_bytes < least:
             least = min(least, named_budgets.named(self, smallest))
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1

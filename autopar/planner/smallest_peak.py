@@ -51,14 +51,18 @@ ROUGH = _Pass(8, renewed=False, smaller=0.01, gap=GAP, cost_gap=0.0)
 EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
 
 
-def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float) -> tuple[Result, Rows]:
-    """From the baseline of the smallest peak on: the choice of the rows' smallest peak, then rows for what its
-    program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of small problems
-    from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside for an option
-    may have been due to others. The rows are the last ones."""
+def of_smallest_peak(
+    rounds: Rounds, rows: Rows, deadline: float, free: tuple[int, ...] | None
+) -> tuple[Result, Rows]:  # fmt: skip
+    """From ``free``, or else from the baseline of the smallest peak, on: the choice of the rows' smallest peak, then
+    rows for what its program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of
+    small problems from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside
+    for an option may have been due to others. The rows are the last ones."""
     best: Result | None = None
-    name = min(rounds.rivals, key=lambda r: r.peak_bytes).name if rounds.rivals else ""
-    for choice in seed(rounds.objective, rounds.options, name) if name else ():
+    known: tuple[tuple[int, ...], ...] = () if free is None else (free,)
+    if free is None and rounds.rivals:
+        known = seed(rounds.objective, rounds.options, min(rounds.rivals, key=lambda r: r.peak_bytes).name)
+    for choice in known:
         best = rounds.of_choice(choice)
     best, _ = _smaller(rounds, rows, best, deadline, ROUGH)
     for _ in range(MOST_PASSES if len(rounds.decisions.variables) <= TO_THE_BYTE_MOST else 0):

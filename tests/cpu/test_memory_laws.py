@@ -12,7 +12,7 @@ from autopar import passes, planner
 from autopar.arguments import canonical_names
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
-from autopar.planner import Options, Planned
+from autopar.planner import Options, Planned, smallest_peak
 from autopar.planner.schedule import AGAIN
 from autopar.runtime.simulation import Simulation, simulate_program
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
@@ -198,6 +198,17 @@ def test_a_budget_that_an_error_names_works_however_little_time_there_is() -> No
         within(1000, 15.0)
     named = smallest_of(error.value)
     assert within(named, 1e-3).memory.peak_bytes <= named
+
+
+def test_no_error_names_more_than_the_plan_without_a_budget_holds(monkeypatch) -> None:
+    """Also where there is no time to look for less than is known: here every baseline holds more than that plan."""
+    monkeypatch.setattr(smallest_peak, "_smaller", lambda rounds, rows, best, deadline, how: (best, True))
+    graph, on = of("cnn").capture.graph, Mesh((2, 4))
+    cluster = cluster_where_sharding_pays().sized(on.size)
+    free = planner.plan_graph(graph, on, cluster, Options(time_limit_s=5.0))
+    with pytest.raises(InfeasibleError) as error:
+        planner.plan_graph(graph, on, cluster, Options(1000, time_limit_s=2.0))
+    assert smallest_of(error.value) <= free.memory.peak_bytes
 
 
 def smallest_of(error: InfeasibleError) -> int:
