@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
+from autopar.solver.basis import carried, named
 from autopar.solver.clock import counted, late_after, tick, tick_up_to, until_the_limit
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array, Basis
@@ -101,9 +102,8 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     lp = _as_lp(highspy, model)
     lp.integrality_ = []
     solver.passModel(lp)
-    size = len(model.cost), len(model.row_lower)
-    if start is not None and (start.nodes, start.size) == (model.nodes, size):
-        solver.setBasis(start.status)
+    if start is not None:
+        solver.setBasis(carried(highspy, start, model))
     _run(highspy, solver)
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -112,8 +112,8 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
         return None
     found = solver.getSolution()
     values, reduced, duals = (np.array(a) for a in (found.col_value, found.col_dual, found.row_dual))
-    basis = Basis(model.nodes, size, solver.getBasis())
-    return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals, basis)
+    ended = named(model, solver.getBasis())
+    return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals, ended)
 
 
 _beginning = threading.Lock()

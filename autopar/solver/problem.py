@@ -95,12 +95,12 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Where a linear program of ``nodes`` and so many columns and rows ended: near there one ends that differs in its
-    numbers alone. ``status`` is the solver's."""
+    """Where a linear program ended: near there one like it ends. ``columns`` and ``rows`` are their names, ``status``
+    is the solver's."""
 
-    nodes: tuple[int, ...]
-    size: tuple[int, int]
-    status: object
+    columns: IndexArray
+    rows: IndexArray
+    status: Any
 
 
 @dataclass(frozen=True, eq=False)

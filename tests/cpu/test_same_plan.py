@@ -16,7 +16,7 @@ from tests.baseline_laws import captured
 CASES = [("mlp", (2, 2), 0.5, 1.0), ("outside", (2, 2), 0.6, 1.0), ("gpt2", (2,), 0.5, 2.0)]
 """Model, mesh, a budget as a share of the free plan's peak, and seconds, which are too few."""
 
-PACES = (10.0, 35.0)
+PACES = (40.0, 140.0)
 """Machines that have done what is counted as a second long before one has gone on the wall."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +11,13 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import brute_force, evaluate, highs
+from autopar.solver.basis import carried
 from autopar.solver.blocks_linear import relax_blocks
 from autopar.solver.folding import fold
 from autopar.solver.graph import Graph
 from autopar.solver.ilp import build
 from autopar.solver.incumbent import Incumbent
+from autopar.solver.problem import Usage
 from tests.pure.test_solver_folding import chain
 from tests.pure.test_solver_mixture import knapsack
 
@@ -67,8 +71,8 @@ def test_the_bound_lies_below_the_optimum_and_choices_keep_to_the_limit(seed: in
         assert found.objective >= best * (1 - 1e-9)
 
 
-def test_one_that_differs_in_its_numbers_may_begin_where_another_ended() -> None:
-    """Of as many columns and rows; of another size it begins anew."""
+def test_one_like_it_may_begin_where_another_ended() -> None:
+    """One that differs in its numbers, or in size: what both have begins as it ended."""
     ends = {limit: relaxed(knapsack(12, limit)) for limit in (25.0, 55.0)}
     for start in (ends[25.0].basis, relaxed(knapsack(7, 25.0, 0.25)).basis):
         problem = knapsack(12, 55.0)
@@ -79,3 +83,26 @@ def test_one_that_differs_in_its_numbers_may_begin_where_another_ended() -> None
         assert again.lower_bound == pytest.approx(ends[55.0].lower_bound)
         assert again.objective == pytest.approx(ends[55.0].objective)
         assert again.basis is not None and again.basis is not start
+
+
+def test_with_one_more_row_and_node_the_next_begins_where_the_last_ended() -> None:
+    import highspy
+
+    problem = knapsack(12, 25.0, 0.25)
+    more = replace(
+        problem, costs=(*problem.costs, np.array([0.0, 1.0])),
+        usages=(*problem.usages, Usage(len(problem.costs), np.array([3.0, 0.0]), 1, 2)),
+    )  # fmt: skip
+    last, model = (build(Graph(p), 1.0) for p in (problem, more))
+    ended = highs.solve_relaxation(last, 60.0)
+    assert ended is not None
+    start = carried(highspy, ended.basis, model)
+    options = int(last.first[-1])
+    assert start.col_status[:options] == ended.basis.status.col_status[:options]
+    flows = slice(options, len(last.cost)), slice(options + 2, len(model.cost))
+    assert start.col_status[flows[1]] == ended.basis.status.col_status[flows[0]]
+    assert start.col_status[options : options + 2] == [highspy.HighsBasisStatus.kLower] * 2
+    anew, warm = (highs.solve_relaxation(model, 60.0, basis) for basis in (None, ended.basis))
+    assert anew is not None
+    assert warm is not None
+    assert warm.objective == pytest.approx(anew.objective)
