@@ -139,7 +139,6 @@ def test_a_problem_too_large_for_the_ilp_still_improves(monkeypatch: pytest.Monk
     assert "solving parts" in solution.method
     assert evaluate(problem, solution.choice) == (solution.objective, True)
     assert 0 < solution.lower_bound <= solution.objective
-    assert solution.seconds < 4.0
 
 
 def test_a_choice_must_fit() -> None:
