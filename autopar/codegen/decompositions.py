@@ -35,13 +35,25 @@ def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Ten
     return here, local.where(here, 0)
 
 
+def _refusing(position: Tensor, index: Tensor, length: int, vocabulary: int, ignored: int | None = None) -> Tensor:
+    """The position where an index is somebody's, else one after the end, which the compiled program refuses as the ops
+    themselves do: on CPUs, where the size of the whole vocabulary is known."""
+    if vocabulary <= 1 or index.device.type != "cpu":
+        return position
+    wrong = (index < 0) | (index >= vocabulary)
+    if ignored is not None:
+        wrong &= index != ignored
+    return torch.where(wrong, length, position)
+
+
 def _nll(
     x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
     ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
     vocabulary: int = 0,
 ) -> Tensor:  # fmt: skip
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
-    chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1)
+    position = _refusing(position, target, x.shape[-1], vocabulary, ignore_index)
+    chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1) if x.shape[-1] else torch.zeros_like(lse)
     loss = (lse - chosen).to(lse.dtype).where(here, 0)
     if share is not None and classes is not None:
         wide = classes.to(lse.dtype)
@@ -72,9 +84,12 @@ def _nll_backward(
 def _lookup(
     weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0
 ) -> Tensor:  # fmt: skip
+    if weight.shape[0] == 0:
+        return weight.new_zeros([*index.shape, weight.shape[1]])
     local = index - offset if offset else index
     inside = (local >= 0) & (local < weight.shape[0])
-    rows = torch.ops.aten.embedding.default(weight, local.where(inside, 0))
+    position = _refusing(local.where(inside, 0), index, weight.shape[0], vocabulary)
+    rows = torch.ops.aten.embedding.default(weight, position)
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
 

@@ -85,6 +85,34 @@ def test_each_decomposition_is_its_op(name, dtype) -> None:
     torch.testing.assert_close(found, expected, **rough)
 
 
+INDEXED = {
+    "nll": lambda rows, index, own: ops.nll(rows.T, rows.new_ones(len(index)), index, ignore_index=-100, **own),
+    "lookup": lambda rows, index, own: ops.lookup(rows, index, **own),
+}
+"""Ops with the rows of one rank, of which ``own`` says where they begin, and how many all have."""
+
+
+def compiled(name, rows, index, **own):
+    return codegen.compiled(lambda rank, inputs: (INDEXED[name](*inputs, own),))(None, [rows, index])[0]
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, 999])
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_that_is_nobodys_is_an_error_when_compiled_too(name, wrong) -> None:
+    """One of another rank's rows is none; nor is a label that does not count."""
+    own, rows, index = {"offset": 3, "vocabulary": 5}, torch.randn(2, 3), torch.tensor([0, 3, 4])
+    torch.testing.assert_close(compiled(name, rows, index, **own), INDEXED[name](rows, index, own))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        compiled(name, rows, index.clone().index_fill_(0, torch.tensor(1), wrong), **own)
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_a_rank_without_rows_compiles(name) -> None:
+    """The last of four ranks that share five."""
+    own, rows, index = {"offset": 5, "vocabulary": 5}, torch.randn(0, 3), torch.tensor([0, 3, 4])
+    torch.testing.assert_close(compiled(name, rows, index, **own), INDEXED[name](rows, index, own))
+
+
 def test_attention_that_no_kernel_of_torch_computes_stays_whole() -> None:
     op, args, options = examples()["attention"]
     seed = torch.tensor(3)
