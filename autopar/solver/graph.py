@@ -219,12 +219,12 @@ class Graph:
         live = [usage for usage in problem.usages if usage.start < usage.end and usage.option.max() > 0]
         if not live or problem.limit == np.inf:
             return
-        times = np.unique([usage.start for usage in live] + [usage.end for usage in live])
-        self.times = times
-        for usage in live:
-            start, end = np.searchsorted(times, (usage.start, usage.end))
-            self.rows[usage.node].append(Row(int(start), int(end), np.asarray(usage.option, dtype=float)))
-        self.limits = np.full(len(times), problem.limit * (1 + USAGE_TOLERANCE))
+        starts, ends = [usage.start for usage in live], [usage.end for usage in live]
+        self.times = np.unique(starts + ends)
+        places = (np.searchsorted(self.times, at).tolist() for at in (starts, ends))
+        for usage, start, end in zip(live, *places, strict=True):
+            self.rows[usage.node].append(Row(start, end, np.asarray(usage.option, dtype=float)))
+        self.limits = np.full(len(self.times), problem.limit * (1 + USAGE_TOLERANCE))
         self._unsettled.update(self.nodes())
         self.drop_loose_times()
 
@@ -265,13 +265,14 @@ class Graph:
         for node in self.nodes():
             if self.rows[node] and node not in self.averaged:
                 self.keep(node, ~self.oversized(node))
-        intervals = [(row.start, row.end) for node in self.nodes() for row in self.rows[node]]
+        rows = [row for node in self.nodes() for row in self.rows[node]]
+        intervals = [(row.start, row.end) for row in rows]
         tick("interval", len(intervals))
+        most = [row.amount.max() for row in rows]
+        ends = np.array(intervals, dtype=np.int64).reshape(-1, 2)
         largest = np.zeros(len(self.limits) + 1)
-        for node in self.nodes():
-            for row in self.rows[node]:
-                largest[row.start] += row.amount.max()
-                largest[row.end] -= row.amount.max()
+        np.add.at(largest, ends[:, 0], most)
+        np.subtract.at(largest, ends[:, 1], most)
         tight = np.cumsum(largest)[:-1] > self.limits
         self._keep_times(undominated_times(intervals, self.limits, tight))
 
@@ -286,11 +287,8 @@ class Graph:
         if len(kept) == len(self.limits):
             return
         self.limits = self.limits[kept]
+        place = np.searchsorted(kept, np.arange(len(self.times) + 1)).tolist()
         self.times = self.times[kept]
         for node in self.nodes():
-            moved = []
-            for row in self.rows[node]:
-                start, end = np.searchsorted(kept, (row.start, row.end))
-                if start < end:
-                    moved.append(Row(int(start), int(end), row.amount))
-            self.rows[node] = moved
+            moved = (Row(place[row.start], place[row.end], row.amount) for row in self.rows[node])
+            self.rows[node] = [row for row in moved if row.start < row.end]
