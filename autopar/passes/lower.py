@@ -52,7 +52,7 @@ def _lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     accumulators = [op for op in inputs if kind[op.name] == "accumulator"]
     fed = [op for op in inputs if kind[op.name] not in ("tangent", "accumulator")]
 
-    ahead = _Builder(graph, mesh, late(program, graph).collectives)
+    ahead = _Builder(graph, mesh, late(program).collectives)
     for op in fed:
         ahead.placeholder(op.writes[0])
     ahead.run([op for op in program.ops if op.phase == "forward" and op.kind != "input"])

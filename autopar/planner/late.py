@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir import Graph
-from autopar.planner.in_place import OVERWRITABLE
 from autopar.program import Program
 
 
@@ -26,7 +24,7 @@ class Late:
     computed: frozenset[str]
 
 
-def late(program: Program, graph: Graph) -> Late:
+def late(program: Program) -> Late:
     """What of the forward only scalar outputs are made of, from the last collectives on, which no other follows."""
     scalars = {n for output, n in program.results if output.kind == "output" and not program.tensors[n].meta.shape}
     wanted = {name for output, name in program.results if output.kind != "output" or name not in scalars}
@@ -43,28 +41,14 @@ def late(program: Program, graph: Graph) -> Late:
                 used.update(op.reads)
                 continue
         wanted.update(op.reads)
-    return _lasting(program, graph, found, ends)
+    return _reached(program, found, ends)
 
 
-def _lasting(program: Program, graph: Graph, collectives: set[str], ends: set[str]) -> Late:
-    """Of ``ends`` what follows from ``collectives``, without those beside whose results something is read that others
-    may change before: what the caller has, such as parameters and inputs, views of it, and what is overwritten."""
-    overwritten = {op.reads[op.operand] for op in program.ops if op.in_place and op.kind == "compute"}
-    lasts = {
-        t.name for op in program.ops if op.kind == "compute" and graph.by_name[op.node].packet in OVERWRITABLE
-        for t in op.writes if t.name not in overwritten
-    }  # fmt: skip
-    made: dict[str, set[str]] = {}
-    computed, unsafe = set[str](), set[str]()
+def _reached(program: Program, collectives: set[str], ends: set[str]) -> Late:
+    """Of ``ends`` what follows from ``collectives``."""
+    made, computed = set[str](), set[str]()
     for op in program.ops:
-        if op.name in collectives:
-            made[op.writes[0].name] = {op.name}
-        elif op.name in ends and any(name in made for name in op.reads):
-            sources = {source for name in op.reads for source in made.get(name, ())}
-            if any(name not in made and name not in lasts for name in op.reads):
-                unsafe |= sources
-            made[op.writes[0].name] = sources
-            computed.add(op.name)
-    if unsafe:
-        return _lasting(program, graph, collectives - unsafe, ends)
+        if op.name in collectives or (op.name in ends and any(name in made for name in op.reads)):
+            made.add(op.writes[0].name)
+            computed |= {op.name} - collectives
     return Late(frozenset(collectives), frozenset(computed))

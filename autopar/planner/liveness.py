@@ -371,7 +371,7 @@ class _Sweep:
             return
         moments = enumerate(self.moments)
         then = next((i for i, m in moments if i >= self.turn and m.waited), len(self.moments) - 1)
-        put_off = late(self.program, self.graph)
+        put_off = late(self.program)
         for at, op in enumerate(self.program.ops):
             if op.name in put_off.collectives:
                 self._live_until(op.writes[0].name, then)
