@@ -47,10 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-
 __all__ = [
-    "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
@@ -89,7 +86,6 @@ __all__ = [
     "storage_key",
     "strided_shard",
     "strided_shard_type",
-    "swapped",
     "symmetric_group",
     "wait",
     "whole_group",
@@ -1042,14 +1038,3 @@ def _in_program_order(kernels: list[Any]) -> list[Any]:
                 heapq.heappush(ready, order[j])
     assert len(found) == len(kernels), "kernels wait for each other"
     return found
-
-
-def swapped(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Let two tensors take each other's place, class, memory and history, under the names that Python has for them;
-    False where something below Python holds one of them, or a weak reference to it."""
-    try:
-        torch._C._swap_tensor_impl(a, b)
-    except RuntimeError:
-        return False
-    a.__class__, b.__class__ = b.__class__, a.__class__
-    return True

@@ -22,7 +22,6 @@ from autopar.ir import Graph, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import without_delivery
 from autopar.planner.garbage import collected_later
-from autopar.planner.late import late
 from autopar.planner.layouts import DENSE
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
@@ -52,7 +51,7 @@ def _lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     accumulators = [op for op in inputs if kind[op.name] == "accumulator"]
     fed = [op for op in inputs if kind[op.name] not in ("tangent", "accumulator")]
 
-    ahead = _Builder(graph, mesh, late(program).collectives)
+    ahead = _Builder(graph, mesh)
     for op in fed:
         ahead.placeholder(op.writes[0])
     ahead.run([op for op in program.ops if op.phase == "forward" and op.kind != "input"])
@@ -91,12 +90,10 @@ def _saved(program: Program, results: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass
 class _Builder:
-    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to what is under way, and
-    ``late`` names the collectives that may be waited for late."""
+    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to what is under way."""
 
     graph: Graph
     mesh: Mesh
-    late: frozenset[str] = frozenset()
     built: fx.Graph = field(default_factory=fx.Graph)
     values: dict[str, fx.Node] = field(default_factory=dict)
     pending: dict[str, fx.Node] = field(default_factory=dict)
@@ -156,7 +153,7 @@ class _Builder:
                 self._item(waited, i, tensor)
             return
         function = spmd.arrived if op.is_transfer else spmd.wait
-        waited = self._call(function, (pending,), {"late": True} if op.name in self.late else None, identifier(name))
+        waited = self._call(function, (pending,), name=identifier(name))
         self.values[name] = self._described(waited, pending.meta["tensor"])
 
     def _item(self, several: fx.Node, index: int, tensor: LocalTensor) -> None:

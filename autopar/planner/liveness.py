@@ -19,7 +19,6 @@ from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.accumulation import is_gradient, without_delivery
 from autopar.planner.decisions import given_whole
-from autopar.planner.late import late
 from autopar.planner.layouts import Layout, contiguous, results
 from autopar.planner.options import Options
 from autopar.planner.packing import bucket_packing, packing
@@ -142,14 +141,12 @@ class _Sweep:
     extra: dict[int, int] = field(default_factory=dict)
     runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int, int]] = field(default_factory=dict)
     fullest: dict[int, dict[str, int]] | None = None
-    turn: int = 0
 
     def run(self) -> MemoryProfile:
         tick("profiled op", len(self.program.ops))
         for at, op in enumerate(self.program.ops):
             self._reads(at, op)
             self._op(at, op)
-        self._put_off()
         self._name_kinds()
         return self._profile()
 
@@ -168,7 +165,6 @@ class _Sweep:
             if at == self.backward:
                 order += [_Moment(at, name) for name in self._returned("forward", pending)]
                 pending.clear()
-                self.turn = len(order)
             if op.kind != "input":
                 for name, is_window in self._awaited(op):
                     if is_window or pending.pop(name, None) is not None:
@@ -363,25 +359,6 @@ class _Sweep:
             gathered = sum(s.bytes for s in op.sent if s.kind == "all_gather")
             self.runs[key] = made, aliased, transients(one) + told_bytes(one, gathered), surplus(one)
         return self.runs[key]
-
-    def _put_off(self) -> None:
-        """What is made of late collectives is made where the program says or, if nobody reads it so soon, before the
-        backward's first wait: until then their buffers live, and what else is read."""
-        if self.backward == len(self.program.ops):
-            return
-        moments = enumerate(self.moments)
-        then = next((i for i, m in moments if i >= self.turn and m.waited), len(self.moments) - 1)
-        put_off = late(self.program)
-        for at, op in enumerate(self.program.ops):
-            if op.name in put_off.collectives:
-                self._live_until(op.writes[0].name, then)
-                for buffer in ("sent", "received"):
-                    self._live_until(f"{op.writes[0].name}|{buffer}", then)
-            elif op.name in put_off.computed:
-                for name in op.reads:
-                    self._live_until(name, then)
-                self._new(f"{op.name}|late", self._bytes(op.writes[0]), then)
-                self.extra[then] = max(self.extra.get(then, 0), self.extra.get(self.op_at[at], 0))
 
     def _name_kinds(self) -> None:
         start, end = self.op_at.get(self.backward, len(self.moments)), len(self.moments) - 1

@@ -17,7 +17,6 @@ from autopar.errors import AutoparError
 from autopar.ir import Input, Output, TensorMeta
 from autopar.mesh import Mesh
 from autopar.runtime.accumulation import Place, Sums
-from autopar.runtime.late import LateOutputs, known
 from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
@@ -85,8 +84,6 @@ class Host(Place, Protocol):
     def clock(self) -> StepClock: ...
     @property
     def marks(self) -> Marks: ...
-    @property
-    def late(self) -> LateOutputs: ...
 
     def every_tangent(self) -> Executable:
         """The variant whose backward takes the gradient of every output."""
@@ -154,12 +151,12 @@ def forward_values(
     outputs, mutations = [], []
     for (output, spec, meta), value in zip(executable.results, results[:n], strict=True):
         if output.kind == "mutation":
-            mutations.append(known(value))
+            mutations.append(value)
         elif output.name in executable.whole:
-            outputs.append(host.late.output(value, meta.shape, getattr(torch, meta.dtype), host.rank.device))
+            outputs.append(value)
         else:
-            outputs.append(as_dtensor(known(value), spec, meta.shape, host))
-    return outputs, mutations, [*map(known, results[n:])]
+            outputs.append(as_dtensor(value, spec, meta.shape, host))
+    return outputs, mutations, list(results[n:])
 
 
 class Step(torch.autograd.Function):
@@ -172,8 +169,7 @@ class Step(torch.autograd.Function):
         sink.extend(mutations)
         ctx.run = Run(host, executable, operands, saved, _versions(executable, saved, operands))
         ctx.set_materialize_grads(False)
-        outputs, names = host.late.with_twins(outputs, _names(executable))
-        fixed = [o for o, n in zip(outputs, names, strict=True) if n not in executable.differentiable]
+        fixed = [o for o, n in zip(outputs, _names(executable), strict=True) if n not in executable.differentiable]
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
@@ -181,15 +177,10 @@ class Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         run: Run = ctx.run
         _check_backward(run)
-        given: dict[str, Any] = {}
-        for name, tangent in zip(run.host.late.names, tangents, strict=True):
-            if tangent is not None:
-                given[name] = given[name] + tangent if name in given else tangent
-        run.host.late.due = True
+        given = {n: t for n, t in zip(_names(run.executable), tangents, strict=True) if t is not None}
         began = stamp(run.host.rank.device)
         with torch.no_grad(), run.host.marks.in_sections(), run.host.clock.memory.counting():
             gradients = _gradients(run, given)
-            run.host.late.arrive()
         run.host.marks.backward = (began, stamp(run.host.rank.device))
         run.host.clock.done(run.host.marks)
         return (None, None, None, *gradients)

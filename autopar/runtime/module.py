@@ -26,12 +26,10 @@ from autopar.mesh import Mesh
 from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import same_call
-from autopar.runtime.calling import CallingRank
 from autopar.runtime.execution import Executable, Step, forward_values
-from autopar.runtime.late import LateOutputs
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
-from autopar.spmd.ranks import ProcessRank
+from autopar.spmd.ranks import ProcessRank, StartingRank
 from autopar.structure import Structure
 
 STORED = ("parameter", "buffer")
@@ -123,7 +121,7 @@ class State:
 class _VariantHost:
     """One call's view of the state, for autograd."""
 
-    rank: CallingRank
+    rank: StartingRank
     mesh: Mesh
     device_mesh: DeviceMesh
     local_batch: bool
@@ -131,7 +129,6 @@ class _VariantHost:
     sums: Sums
     clock: StepClock
     marks: Marks
-    late: LateOutputs
 
 
 class ParallelModule(nn.Module):
@@ -231,17 +228,16 @@ def _called(
         settle()
     given = _given(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
-    late = LateOutputs(torch.is_grad_enabled() and state.device.type == "cpu" and not executable.compiled)
     host = _VariantHost(
-        CallingRank(state.rank, settle, late), state.mesh, state.device_mesh, state.local_batch, variant.every_tangent,
-        model._autopar_sums, state.clock, Marks(state.device), late,
+        StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch, variant.every_tangent,
+        model._autopar_sums, state.clock, Marks(state.device),
     )  # fmt: skip
     mutations: list[Any] = []
     if torch.is_grad_enabled():
         if state.clock.memory.wanted and state.device.type == "cpu" and not executable.compiled:
             state.clock.memory.begin(model, operands)
         began = stamp(state.device)
-        outputs = late.paired(Step.apply(host, executable, mutations, *operands))  # type: ignore[no-untyped-call]
+        outputs = list(Step.apply(host, executable, mutations, *operands))  # type: ignore[no-untyped-call]
         host.marks.forward = (began, stamp(state.device))
     else:
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)

@@ -132,11 +132,8 @@ def permute(rank: Rank, x: Tensor, axes: Sequence[int], order: Sequence[int], sh
     return _launch(rank, buffer, exchange, partial(_unpack_permuted, shape=wire_shape, dtype=x.dtype))
 
 
-def wait(pending: Pending, late: bool = False) -> Any:
-    """The contiguous result of a collective; of one of several tensors, a tuple. ``late``: a rank may put this off, as
-    only outputs are made of the result."""
-    if late:
-        return pending.rank.put_off(partial(wait, pending))
+def wait(pending: Pending) -> Any:
+    """The contiguous result of a collective; of one of several tensors, a tuple."""
     if pending.sent is not None:
         object.__setattr__(pending, "sent", None)
     return pending.unpack(pending.rank.finish(pending.buffer))

@@ -61,10 +61,6 @@ class Rank(Protocol):
         """Wait for what ``launch`` started."""
         ...
 
-    def put_off(self, wait: Callable[[], Tensor]) -> Tensor:
-        """What ``wait`` returns, or what stands for it until someone reads it."""
-        ...
-
     def symmetric(self, axis: int) -> str:
         """The name of the group along ``axis`` where its ranks reach each other's memory; else empty."""
         ...
@@ -83,9 +79,6 @@ class LocalRank:
 
     def finish(self, received: Tensor) -> Tensor:
         return received
-
-    def put_off(self, wait: Callable[[], Tensor]) -> Tensor:
-        return wait()
 
     def symmetric(self, axis: int) -> str:
         return ""
@@ -151,10 +144,36 @@ class ProcessRank:
     def finish(self, received: Tensor) -> Tensor:
         return _torch.wait(received)
 
-    def put_off(self, wait: Callable[[], Tensor]) -> Tensor:
-        return wait()
-
     def symmetric(self, axis: int) -> str:
         if self.device_mesh.device_type != "cuda":
             return ""
         return _torch.symmetric_group(self.device_mesh.get_group(axis))
+
+
+@dataclass(frozen=True, eq=False)
+class StartingRank:
+    """``rank`` at the start of a program: before each collective begins, ``ready`` is called."""
+
+    rank: ProcessRank
+    ready: Callable[[], None]
+    mesh: Mesh = field(init=False)
+    coordinate: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", self.rank.mesh)
+        object.__setattr__(self, "coordinate", self.rank.coordinate)
+
+    @property
+    def device(self) -> torch.device:
+        return self.rank.device
+
+    def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
+        self.ready()
+        return self.rank.launch(buffer, exchange)
+
+    def finish(self, received: Tensor) -> Tensor:
+        return self.rank.finish(received)
+
+    def symmetric(self, axis: int) -> str:
+        self.ready()  # who asks goes on with a collective of its own
+        return self.rank.symmetric(axis)
