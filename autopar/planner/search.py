@@ -13,7 +13,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import named_budgets
 from autopar.planner.arrange import UNSURE
-from autopar.planner.budget_rounds import SMALL_MOST, BudgetRounds, bounded, in_share
+from autopar.planner.budget_rounds import NEARLY_FITS, SMALL_MOST, BudgetRounds, bounded, in_share
 from autopar.planner.constraints import resolve
 from autopar.planner.decisions import Decisions, decide
 from autopar.planner.finalists import Finalist, Rival, budget_bytes, rivals, seed, settled, unbeaten
@@ -259,7 +259,7 @@ class _Search(BudgetRounds):
         began = now()
         free = self.once(None, math.inf, deadline, None)
         self.free_s = now() - began
-        if free.memory.peak_bytes <= self.budget or self.options.search.startswith("random"):
+        if self._has_room_for(free) or self.options.search.startswith("random"):
             return free
         deadline = self.over_budget(deadline)
         self.free, self.hideable_s = free, forward_seconds(free.program)
@@ -292,6 +292,16 @@ class _Search(BudgetRounds):
                 return None
             raise self._infeasible(result, late=late or now() > deadline, barred=barred)
         return result
+
+    def _has_room_for(self, free: Result) -> bool:
+        """Whether the free optimum fits, as it is or as it is told where there is no budget: with its collectives
+        arranged, which may hold a little less."""
+        peak = free.memory.peak_bytes
+        if self.budget < peak <= NEARLY_FITS * self.budget:
+            options = replace(self.options, memory_budget_bytes=None)
+            told = Finalist.of("free", self.decisions, free.solution, free.program, self.prices, options)
+            peak = told.memory.peak_bytes
+        return peak <= self.budget
 
     def _has_time_for_rounds(self, deadline: float) -> bool:
         """Whether one of a large problem may end in time: it cannot be cut short."""

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.nn import functional
 
 from autopar import passes, planner
 from autopar.arguments import canonical_names
@@ -15,6 +16,7 @@ from autopar.mesh import Mesh
 from autopar.planner import Options, Planned, smallest_peak
 from autopar.planner.schedule import AGAIN
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 from tests.models import ZOO
 from tests.pure.memory_graphs import runs_again
@@ -146,6 +148,34 @@ def test_the_joint_search_is_never_behind_the_two_stage_one() -> None:
             assert joint is not None
             assert joint.timeline.seconds <= two_stage.timeline.seconds * (1 + 1e-4)
             assert max(joint.memory.peak_bytes, two_stage.memory.peak_bytes) <= budget
+
+
+class Siamese(torch.nn.Module):
+    """A contrastive loss, whose plan on four devices holds less once its collectives are arranged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = torch.nn.Sequential(
+            torch.nn.Linear(10, 24), torch.nn.BatchNorm1d(24), torch.nn.PReLU(24), torch.nn.Linear(24, 16)
+        )
+        self.head = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16))
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        u, v = (functional.normalize(self.head(self.features(x)), dim=-1) for x in (a, b))
+        logits, labels = u @ v.T * self.scale.exp(), torch.arange(len(a))
+        loss = functional.cross_entropy(logits, labels) + functional.cross_entropy(logits.T, labels)
+        return loss / 2 + 0.1 * functional.triplet_margin_loss(u, v, v.roll(1, 0))
+
+
+def test_with_the_memory_that_the_free_plan_is_told_to_hold_it_is_the_plan() -> None:
+    inputs = torch.empty(8, 10, dtype=torch.float64)
+    graph = ColoTracer().capture(Siamese().double(), {"a": inputs, "b": inputs}).graph
+    mesh, cluster = Mesh((4,)), cluster_where_sharding_pays().sized(4)
+    free = planner.plan_graph(graph, mesh, cluster, Options(), compare=False)
+    told = planner.plan_graph(graph, mesh, cluster, Options(free.memory.peak_bytes), compare=False)
+    assert told.solution.objective == free.solution.objective
+    assert told.memory.peak_bytes == free.memory.peak_bytes
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
