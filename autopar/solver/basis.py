@@ -36,6 +36,8 @@ def carried(highspy: Any, basis: Basis, model: Model) -> Any:
 
 
 def _looked_up(names: IndexArray, known: IndexArray, status: list[Any], other: Any) -> list[Any]:
+    if not len(known):
+        return [other] * len(names)
     order = np.argsort(known)
     at = order[np.searchsorted(known, names, sorter=order).clip(max=len(known) - 1)]
     found = (known[at] == names).tolist()
