@@ -183,14 +183,12 @@ class _Search(BudgetRounds):
         with_reruns: the decisions, with what can be made again among them.
         over_budget: is told the deadline where the optimum without a budget is over it, and gives the one from then on.
         free_s: seconds that the optimum without a budget took.
-        still: what its shardings leave open.
         kept_back_s: seconds for the smallest peak, where no baseline fits.
     """
 
     with_reruns: Callable[[], Decisions] = field(kw_only=True)
     over_budget: Callable[[float], float] = field(kw_only=True)
     free_s: float = 0.0
-    still: Open = ()
     kept_back_s: float = 0.0
 
     def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
@@ -285,7 +283,7 @@ class _Search(BudgetRounds):
         late = now() > deadline
         if result is None:
             deadline = self._until_smallest()
-            result = named_budgets.or_kept(self, self._smallest(deadline))
+            result = named_budgets.or_kept(self, self._smallest(deadline, checkpoints.still))
         if result.memory.peak_bytes > self.budget:
             self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")
             if self.baseline:
@@ -383,8 +381,8 @@ class _Search(BudgetRounds):
         sharded, joint = self.decisions, Objective(self.with_reruns(), self.prices)
         joint.begin_as(self.objective)
         self.objective = joint
-        self.still = sharded_as(sharded, free.solution.choice, self.decisions)
-        return CheckpointSearch(self.objective, self.options, self.still, self.hideable_s)
+        still = sharded_as(sharded, free.solution.choice, self.decisions)
+        return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
 
     def _with_shardings_of(self, free: Result, deadline: float) -> Result | None:
         """The two-stage search; and that on one device, where there are no other shardings: there the joint search
@@ -432,28 +430,31 @@ class _Search(BudgetRounds):
         better = min(found, joint, key=lambda r: (r.solution.objective, r.memory.peak_bytes))
         return replace(better, solution=bounded(better.solution, bound, self.options.gap))
 
-    def _smallest(self, deadline: float) -> Result:
+    def _smallest(self, deadline: float, still: Open) -> Result:
         """The plan of the smallest peak that was found; where it fits the budget, the cheapest plan near it that does.
 
         The way to it knows neither the budget nor what was tried before, so a budget that an error names works.
+
+        Args:
+            still: what the shardings of the optimum without a budget leave open.
         """
         self.hideable_s, self.hiding_parts, self.prices_of_memory, self.seeds = math.inf, 1, UsagePrices(), ()
         self.basis = None
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
-        best, rows = of_smallest_peak(self, rows, deadline, self._free_choice())
+        best, rows = of_smallest_peak(self, rows, deadline, self._free_choice(still))
         if best.memory.peak_bytes <= self.budget:
             best = self.within_budget(deadline, 1.0, rows, best.solution.choice) or best
         # A bound of other limits is none within this one.
         return replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
-    def _free_choice(self) -> tuple[int, ...] | None:
+    def _free_choice(self, still: Open) -> tuple[int, ...] | None:
         """The optimum without a budget, where it holds less than every baseline; nothing runs again in it."""
         assert self.free is not None
         if self.free.memory.peak_bytes >= min((r.peak_bytes for r in self.rivals), default=math.inf):
             return None
-        still = [(0,) if v.kind == "rerun" else s for v, s in zip(self.decisions.variables, self.still, strict=True)]
-        return among(self, self.objective.problem(), still, LEAST_S)
+        once = [(0,) if v.kind == "rerun" else s for v, s in zip(self.decisions.variables, still, strict=True)]
+        return among(self, self.objective.problem(), once, LEAST_S)
 
     def _infeasible(self, smallest: Result, *, late: bool, barred: bool = False) -> InfeasibleError:
         leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver.basis import carried, named
+from autopar.solver.basis import carried
 from autopar.solver.clock import counted, late_after, tick, tick_up_to, until_the_limit
 from autopar.solver.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array, Basis
@@ -75,13 +75,24 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """An optimal vertex of the linear program: ``objective`` and reduced costs as the model scales them."""
+    """An optimal vertex of the linear program of ``model``.
 
+    Args:
+        objective: as the model scales it, as are reduced costs.
+        status: the solver's, of columns and rows.
+    """
+
+    model: Model
     objective: float
     values: Array
     reduced_costs: Array
     row_duals: Array
-    basis: Basis
+    status: Any
+
+    @property
+    def basis(self) -> Basis:
+        """Where one like it may begin."""
+        return Basis(*self.model.names, self.status)
 
 
 def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -> Relaxation | None:
@@ -112,8 +123,7 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
         return None
     found = solver.getSolution()
     values, reduced, duals = (np.array(a) for a in (found.col_value, found.col_dual, found.row_dual))
-    ended = named(model, solver.getBasis())
-    return Relaxation(solver.getInfo().objective_function_value, values, reduced, duals, ended)
+    return Relaxation(model, solver.getInfo().objective_function_value, values, reduced, duals, solver.getBasis())
 
 
 _beginning = threading.Lock()

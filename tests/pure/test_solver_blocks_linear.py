@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import brute_force, evaluate, highs
-from autopar.solver.basis import carried, named
+from autopar.solver.basis import carried
 from autopar.solver.blocks_linear import relax_blocks
 from autopar.solver.folding import fold
 from autopar.solver.graph import Graph
 from autopar.solver.ilp import build
 from autopar.solver.incumbent import Incumbent
-from autopar.solver.problem import Problem, Usage
+from autopar.solver.problem import Basis, Problem, Usage
 from tests.pure.test_solver_folding import chain
 from tests.pure.test_solver_mixture import knapsack
 
@@ -112,6 +112,6 @@ def test_where_the_last_program_had_no_columns_all_begins_at_zero() -> None:
     import highspy
 
     nothing, model = build(Graph(Problem((), ())), 1.0), build(Graph(knapsack(3, 25.0)), 1.0)
-    start = carried(highspy, named(nothing, highspy.HighsBasis()), model)
+    start = carried(highspy, Basis(*nothing.names, highspy.HighsBasis()), model)
     assert set(start.col_status) == {highspy.HighsBasisStatus.kLower}
     assert set(start.row_status) == {highspy.HighsBasisStatus.kBasic}
