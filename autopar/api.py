@@ -266,7 +266,8 @@ def autoparallelize(
         async_tensor_parallel: products may run in parts, each beside a message of the gather that feeds them or of the
             scatter that follows: ``"auto"`` where that is predicted to be shorter, between GPUs that NVLink joins;
             True also over other links, by a ring of messages; False nowhere; ``"always"`` wherever they can.
-        time_limit: seconds for the solver.
+        time_limit: seconds for the search, kept to within two. Where a budget binds and a deep model's first plan would
+            come later, an error says how much time to give.
         initialize: whether parameters on the meta device get values as their modules set them; False leaves their
             shards empty, for a checkpoint or ``autopar.load_safetensors`` to fill.
 

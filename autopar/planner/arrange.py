@@ -38,6 +38,9 @@ NEAR, MOST_NEAR = 0.01, 6
 """Where two short programs tell of a deep one, ways within this share of the shorter one's best are looked at in the
 longer one, so many at most."""
 
+AGREEING = 2e-5
+"""What programs of three depths tell of a step's seconds agrees where it differs by no more than this share."""
+
 MOST_CHECKED = 8
 """Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
 
@@ -88,12 +91,50 @@ class Tried:
         return sorted(shorter, key=lambda a: _rank(a, self.seconds[a], before_s))
 
 
-def least_s_of(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> float:
-    """``Tried.least_s`` of a deep program, as two of fewer layers tell it. ``deadline``: as there."""
-    more = Ways(take_apart(longer), prices)
-    few = Ways(take_apart(shorter), prices, more)
-    before_s = depths.seconds(*(simulate_streams(p, prices.overlap).seconds for p in (shorter, longer)))
-    return min([before_s, *_extrapolated(depths, few, more, deadline).values()] if shorter.collectives else [before_s])
+@dataclass(frozen=True)
+class Told:
+    """``Tried.least_s`` of a deep program, as two of fewer layers tell it: in so many seconds each.
+
+    Args:
+        way: the shortest; None where that is the program as it is.
+        more: the ways of the longer of the two.
+    """
+
+    depths: Depths
+    few_s: float
+    more_s: float
+    way: Arrangement | None
+    more: Ways
+
+    @staticmethod
+    def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Told:
+        """``deadline``: as for ``Tried.of``."""
+        more = Ways(take_apart(longer), prices)
+        few = Ways(take_apart(shorter), prices, more)
+        few_s, more_s = (simulate_streams(p, prices.overlap).seconds for p in (shorter, longer))
+        as_is = Told(depths, few_s, more_s, None, more)
+        if not shorter.collectives:
+            return as_is
+        told = _extrapolated(depths, few, more, deadline)
+        way = min(told, key=told.__getitem__)
+        arranged = Told(depths, few.seconds(way), more.seconds(way), way, more)
+        return min(as_is, arranged, key=lambda t: t.seconds)
+
+    @property
+    def seconds(self) -> float:
+        return self.depths.seconds(self.few_s, self.more_s)
+
+    def agrees(self, between: Program) -> bool:
+        """Whether a program of ``depths.between`` layers tells the same: then every layer adds as much."""
+        prices = self.more.prices
+        if self.way is None:
+            between_s = simulate_streams(between, prices.overlap).seconds
+        else:
+            between_s = Ways(take_apart(between), prices, self.more).seconds(self.way)
+        few, more, whole = self.depths
+        fewer = Depths(few, self.depths.between, whole).seconds(self.few_s, between_s)
+        others = Depths(self.depths.between, more, whole).seconds(between_s, self.more_s)
+        return abs(fewer - others) <= AGREEING * self.seconds
 
 
 def arrange(

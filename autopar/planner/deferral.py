@@ -22,14 +22,22 @@ PRODUCTS = frozenset({
 
 def deferred(program: Program, graph: Graph) -> tuple[Op, ...]:
     """The ops of ``program`` with what hangs beside the backward's chain behind the collectives of the chain."""
-    begin = next((i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input"), None)
-    if begin is None:
-        return program.ops
+    begin = _backward_from(program)
     ops = program.ops[begin:]
     links = _links(ops, graph)
     if not links:
         return program.ops
     return (*program.ops[:begin], *_put_off(ops, links, _leading(ops, links)))
+
+
+def may_defer(program: Program, graph: Graph) -> bool:
+    """Whether anything can be put off: there are collectives in the backward's chain."""
+    return bool(_links(program.ops[_backward_from(program) :], graph))
+
+
+def _backward_from(program: Program) -> int:
+    ops = program.ops
+    return next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
 
 
 def _links(ops: Sequence[Op], graph: Graph) -> set[str]:

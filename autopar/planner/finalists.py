@@ -9,10 +9,10 @@ from functools import cached_property
 
 from autopar.mesh import Cluster
 from autopar.planner.accumulation import without_delivery
-from autopar.planner.arrange import ALIKE, Tried, arrange, least_s_of
+from autopar.planner.arrange import ALIKE, Told, Tried, arrange
 from autopar.planner.baselines import restricted_choices
 from autopar.planner.decisions import Decisions
-from autopar.planner.deferral import deferred
+from autopar.planner.deferral import deferred, may_defer
 from autopar.planner.liveness import MemoryProfile, profile
 from autopar.planner.movable import take_apart
 from autopar.planner.objective import Objective
@@ -152,7 +152,7 @@ class Rival:
     @cached_property
     def about_peak_bytes(self) -> float:
         """`peak_bytes` as programs of few layers tell it, where they can: every layer holds as much."""
-        few, more = self._of_layers(LEAST), self._of_layers(2 * LEAST)
+        few, more = self._few, self._of_layers(2 * LEAST)
         if few is None or more is None or "peak_bytes" in vars(self):
             return self.peak_bytes
         peaks = [self._peak_of_layers(program, n) for program, n in ((few, LEAST), (more, 2 * LEAST))]
@@ -176,26 +176,44 @@ class Rival:
         """The shortest step of its program, whatever it holds, with nothing deferred."""
         return self._tried.least_s() if self.stated.decisions.accumulation_steps == 1 else 0.0
 
-    @cached_property
+    @property
     def about_s(self) -> float:
         """``least_s`` as two programs of fewer layers tell it; 0 where they cannot."""
+        return 0.0 if self._told is None else self._told.seconds
+
+    @cached_property
+    def is_sure(self) -> bool:
+        """Whether a program of a third depth tells the same as ``about_s``."""
+        between = None if self._told is None else self._of_layers(self._told.depths.between)
+        return self._told is not None and between is not None and self._told.agrees(between)
+
+    @cached_property
+    def _told(self) -> Told | None:
         whole, prices = self.stated.depth, self.stated.prices
-        made: dict[int, Program | None] = {}
+        made = {LEAST: self._few}
         depths, layers = Depths.of(whole, 0.0), LEAST
         for _ in range(DEPTHS_TRIED):
             if depths is None or depths.more > SHALLOW * whole:
-                return 0.0
-            program = made[layers] = self._of_layers(layers)
+                return None
+            program = made[layers] = made[layers] if layers in made else self._of_layers(layers)
             if program is None:
-                return 0.0
+                return None
             depths = Depths.of(whole, Ways(take_apart(program), prices).largest_launch() * layers)
             if depths is not None and depths.more == layers:
                 shorter = made[depths.few] if depths.few in made else self._of_layers(depths.few)
-                if shorter is None:
-                    return 0.0
-                return least_s_of(depths, shorter, program, prices, _arranged_by(self.options))
+                until = _arranged_by(self.options)
+                return None if shorter is None else Told.by(depths, shorter, program, prices, until)
             layers = layers if depths is None else depths.more
-        return 0.0
+        return None
+
+    @cached_property
+    def may_defer(self) -> bool:
+        """Whether its step may become shorter than ``least_s`` by what is deferred."""
+        return may_defer(self._few or self._program, self.stated.decisions.graph)
+
+    @cached_property
+    def _few(self) -> Program | None:
+        return self._of_layers(LEAST)
 
     def _of_layers(self, layers: int) -> Program | None:
         """Its program with fewer layers; None where the layers differ, or cannot be taken out."""

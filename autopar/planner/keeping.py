@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from autopar.ir import Value
 from autopar.planner.liveness import MemoryProfile
@@ -116,10 +117,20 @@ class Keeping:
 
     @cached_property
     def _widths(self) -> dict[int, int]:
-        """Bytes that cross each place of the forward."""
-        graph = self.decisions.graph
+        """Bytes that cross each place of the forward: a storage does from where it is made to where it is last read."""
+        graph, last = self.decisions.graph, dict[Value, int]()
+        for value, readers in graph.consumers.items():
+            at = [self.position[n.name] for n, _ in readers if n.phase == "forward"]
+            last[self.root[value]] = max([last.get(self.root[value], -1), *at])
+        changes = [0] * (len(graph.nodes) + 1)
+        for storage in self.storages:
+            made, read = self.position[storage.node], last.get(storage, -1)
+            if read > made:
+                changes[made + 1] += graph.meta(storage).bytes
+                changes[read + 1] -= graph.meta(storage).bytes
         forward = (i for i, n in enumerate(graph.nodes) if n.phase == "forward" and n.op != "placeholder")
-        return {p: sum(graph.meta(v).bytes for v in self.crossing(p)) for p in forward}
+        held = list(accumulate(changes))
+        return {p: held[p] for p in forward}
 
     def spread(self) -> Iterator[Choice]:
         """Chen's rule for more and more pieces."""

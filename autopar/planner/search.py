@@ -29,7 +29,7 @@ from autopar.planner.smallest_peak import LEAST_S, TO_THE_BYTE_MOST, of_smallest
 from autopar.planner.tightening import Rows
 from autopar.planner.timeline import Timeline
 from autopar.planner.transfers import forward_seconds
-from autopar.planner.two_stage import Checkpointed, CheckpointSearch, Open, sharded_as
+from autopar.planner.two_stage import SMALLEST_MOST, Checkpointed, CheckpointSearch, Open, sharded_as
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution, UsagePrices, sum_of_least
@@ -44,7 +44,7 @@ LEAN = 1.25
 """Times the least that a baseline holds: of those up to there the cheapest is the first of which values run again."""
 KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing."""
-SMALLEST_SHARE = 0.25
+SMALLEST_SHARE, LEAST_KEPT_BACK_S = 0.25, 1.5
 """Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
 ROUND = 6.0
 """Times what the optimum without a budget takes, for one round of a large problem: 2.4 to 8 of deep models."""
@@ -108,7 +108,7 @@ def _planned(
     search = _Search(
         graph, objective, options, budget_bytes(cluster, options), say,
         with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
-        over_budget=over_budget,
+        over_budget=over_budget, began=began,
     )  # fmt: skip
     objective.problem()
     search.timings["build"] = time.perf_counter() - listed
@@ -136,9 +136,17 @@ ARRANGING = 4.0
 ARRANGING_SHARE = 0.2
 """Of the time limit, the most that is kept back for that."""
 
-ROUGH = (0.005, 0.005, 0.025)
-"""What fewer layers tell of a step may be wrong by this share, on one axis, two, and more: 0.36 % was seen at most on
-one and two, 1.6 % on three, of Mixtral."""
+ROUGH, SURE = (0.005, 0.03), (1e-4, 5e-4)
+"""Where fewer layers tell that a baseline's step is longer than ours by more than this share, on one axis and on
+several, it is; the latter where programs of three depths agree. Of 180 programs of five models on nine meshes at most
+.45 % and 2.4 % too much was told; where three depths agree, .003 % and, of steps near the shortest, .04 %."""
+
+TO_LISTING, TO_KNOWN = 2.4, 1.6
+"""Where no baseline fits a deep model's budget, the first plan is there after so many times what passed before ways to
+run ops again are listed, and before known shardings are tried: 2.4 to 4.4 and 1.6 to 2.2 times for 8B to 405B."""
+OVERRUN_S, COUNTED, LONGER = 2.0, 1.6, 1.8
+"""A first plan is waited for that comes so many seconds late, of a clock that runs so many times as fast as the wall.
+The time limit that an error suggests is so many times what is expected at the least."""
 
 LATE_S = 1.0
 """So long after the search's end known ways to train are still looked at, the cheapest first: one may be better."""
@@ -182,12 +190,14 @@ class _Search(BudgetRounds):
     Args:
         with_reruns: the decisions, with what can be made again among them.
         over_budget: is told the deadline where the optimum without a budget is over it, and gives the one from then on.
+        began: when the search did.
         free_s: seconds that the optimum without a budget took.
         kept_back_s: seconds for the smallest peak, where no baseline fits.
     """
 
     with_reruns: Callable[[], Decisions] = field(kw_only=True)
     over_budget: Callable[[float], float] = field(kw_only=True)
+    began: float = field(kw_only=True)
     free_s: float = 0.0
     kept_back_s: float = 0.0
 
@@ -225,22 +235,32 @@ class _Search(BudgetRounds):
             yield from (rival.finalist for rival in self.rivals if self.fits(rival))
             return
         most_s = max(cost, HOPELESS[self.decisions.mesh.ndim > 1] * step_s)
+        # Where one is cheaper and taken for that, no other may have a shorter step: then near ones count too.
+        outdone = any((1 + self.options.gap) * r.objective < cost for r in self.rivals)
         steps: dict[str, float] = {}
-        rough = ROUGH[min(self.decisions.mesh.ndim, len(ROUGH)) - 1]
         for rival in self.rivals:
             if rival.objective > most_s or now() > deadline + LATE_S:
                 continue
-            if rival.about_s <= (1 + rough) * step_s:
+            if self._may_be_shorter(rival, step_s, outdone):
                 steps[rival.name] = rival.least_s
         known = False
-        may_win_s = (1 + UNSURE) * max(step_s, min(steps.values(), default=0.0))
+        may_win_s = max(step_s, min(steps.values(), default=0.0)) if outdone else step_s
         for rival in self.rivals:
             seen, least_s = "finalist" in vars(rival), steps.get(rival.name, math.inf)
             cheaper = rival.objective <= cost
-            looked_at = (cheaper or least_s <= may_win_s) and now() < deadline + LATE_S
+            wins = least_s <= may_win_s or (least_s <= (1 + UNSURE) * may_win_s and (outdone or rival.may_defer))
+            looked_at = (cheaper or wins) and now() < deadline + LATE_S
             if (seen or looked_at or (cheaper and not known)) and self.fits(rival):
                 known = True
                 yield rival.finalist
+
+    def _may_be_shorter(self, rival: Rival, step_s: float, nearly: bool) -> bool:
+        """Whether its step may be shorter than ``step_s``, or with ``nearly`` about as long, by what fewer layers tell
+        of it."""
+        axes = self.decisions.mesh.ndim > 1
+        if rival.about_s > (1 + ROUGH[axes]) * step_s:
+            return False
+        return nearly or rival.about_s <= (1 + SURE[axes]) * step_s or not rival.is_sure or rival.may_defer
 
     def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
         """A baseline as the chosen plan, with the search's bound."""
@@ -268,12 +288,16 @@ class _Search(BudgetRounds):
             return self._with_shardings_of(free, deadline)
         if now() > deadline and self.baseline:
             return None
+        if self._comes_too_late(TO_LISTING):
+            return self._known_or_late(free, TO_LISTING)
         self.say("over the budget: keep or recompute")
         keeping, checkpoints = self.objective, self._checkpoints(free)
         self.seeds = ()
         began = now()
         result = self.within_budget(deadline, JOINT_SHARE) if self._has_time_for_rounds(deadline) else None
         barred = result is None and self._is_barred()
+        if not barred and result is None and self._comes_too_late(TO_KNOWN):
+            return self._known_or_late(free, TO_KNOWN)
         if not barred and (result is None or self._is_wide(result.solution.objective)):
             result = self._from_what_is_known(result, keeping, checkpoints, deadline, now() - began)
         if result is not None and self._leaves_much_open(result) and now() < deadline:
@@ -283,6 +307,8 @@ class _Search(BudgetRounds):
         late = now() > deadline
         if result is None:
             deadline = self._until_smallest()
+            if now() > self.latest + OVERRUN_S / 2:
+                return self._known_or_late(free, TO_KNOWN, barred)
             result = named_budgets.or_kept(self, self._smallest(deadline, checkpoints.still))
         if result.memory.peak_bytes > self.budget:
             self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")
@@ -305,6 +331,27 @@ class _Search(BudgetRounds):
         """Whether one of a large problem may end in time: it cannot be cut short."""
         small = len(self.decisions.variables) <= SMALL_MOST
         return small or deadline - now() > ROUND * self.free_s
+
+    def _known_or_late(self, free: Result, times: float, barred: bool = False) -> Result | None:
+        """The plan behind a budget that an error has named, where that fits; None where a baseline does, arranged.
+
+        Raises:
+            InfeasibleError: there is none, and the first would come after so many times what the search took so far.
+        """
+        kept = named_budgets.or_kept(self, free)
+        if kept.memory.peak_bytes <= self.budget:
+            return replace(kept, solution=bounded(kept.solution, self.bound, self.options.gap))
+        self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")
+        if self.baseline:
+            return None
+        raise self._infeasible(kept, late=True, barred=barred, first_s=times * (now() - self.began))
+
+    def _comes_too_late(self, times: float) -> bool:
+        """Whether the first plan would, where it is there after so many times what the search took so far."""
+        if self.baseline:
+            return False
+        limit_s = max(self.latest - self.began, self.options.time_limit_s)
+        return times * (now() - self.began) > COUNTED * (limit_s + OVERRUN_S)
 
     def _is_wide(self, seconds: float) -> bool:
         """Whether the gap of what costs so many seconds is."""
@@ -373,7 +420,7 @@ class _Search(BudgetRounds):
     def _until_smallest(self) -> float:
         """As long for each budget, so that one that an error names is found again; passes to the byte end by rounds."""
         small = self.decisions.mesh.size > 1 and len(self.decisions.variables) <= TO_THE_BYTE_MOST
-        kept_back_s = math.inf if small else self.kept_back_s
+        kept_back_s = math.inf if small else max(self.kept_back_s, LEAST_KEPT_BACK_S)
         return max(now() + LEAST_S, min(now() + kept_back_s, self.latest))
 
     def _checkpoints(self, free: Result) -> CheckpointSearch:
@@ -395,27 +442,48 @@ class _Search(BudgetRounds):
         checkpoints, result = self._checkpoints(free), None
         if self.options.search != "two-stage":
             self.seeds = ()
-            result = self.within_budget(deadline, JOINT_SHARE)
+            if self._has_time_for_rounds(self.latest + OVERRUN_S / 2):  # rules are quick, where it comes to nothing
+                result = self.within_budget(deadline, JOINT_SHARE)
         most = EXACT_MOST if result is not None and result.solution.proven else SMALL_MOST
         deadline = self.latest if self.baseline else deadline
-        if result is None or len(self.decisions.variables) <= most:
+        whole = self.decisions.mesh.size == 1  # where there are no other shardings rows find what fits sooner
+        if len(self.decisions.variables) <= most or (result is None and not whole):
             starts = [] if result is None else [result.solution.choice]
             result = self._better(result, checkpoints.within(self.budget, deadline, starts))
         if result is None and self.baseline:
             return None
         late = now() > deadline
         if result is None:
-            deadline = self._until_smallest()
-            result = self._better(None, checkpoints.smallest(deadline))
-            assert result is not None
-            result = named_budgets.or_kept(self, result)
+            result, ended = self._leanest(checkpoints, deadline)
+            result, late = named_budgets.or_kept(self, result), late or ended
         if result.memory.peak_bytes > self.budget:
-            raise self._infeasible(result, late=late or now() > deadline)
+            raise self._infeasible(result, late=late)
         if self.decisions.mesh.size == 1:
             return result
         bound = min(self.bound, result.solution.objective)  # other shardings may be better
         proven = result.solution.objective - bound <= self.options.gap * result.solution.objective
         return replace(result, solution=replace(result.solution, lower_bound=bound, proven=proven))
+
+    def _leanest(self, checkpoints: CheckpointSearch, deadline: float) -> tuple[Result, bool]:
+        """Where no round found what fits: what does by simple rules or by rows, else what holds the least; and whether
+        the time was up before that was all. Small problems are searched exactly, to the byte."""
+        whole, small = self.decisions.mesh.size == 1, len(self.decisions.variables) <= SMALLEST_MOST
+        if small or not whole:
+            until = self._until_smallest()
+            least = self._better(None, checkpoints.smallest(until))
+            assert least is not None
+            return least, now() > until
+        ruled = checkpoints.by_rules(self.objective.depth, deadline)
+        lean = self._better(None, min(ruled, key=lambda c: c.memory.peak_bytes))
+        assert lean is not None
+        fitting = [c for c in ruled if c.memory.peak_bytes <= self.budget]
+        best = self._better(None, min(fitting, key=lambda c: c.solution.objective, default=None))
+        if now() > (deadline if best else self.latest + OVERRUN_S / 2):
+            return best or lean, True
+        until = self._until_smallest()
+        rows = self._smallest(until, checkpoints.still, lean.solution.choice)
+        fits = rows.memory.peak_bytes <= self.budget
+        return cheapest(best, rows if fits or best is None else None) or rows, now() > until
 
     def _better(self, joint: Result | None, second: Checkpointed | None) -> Result | None:
         """The second stage's choice where it is better, of equals that of the lower peak, with the bound that holds for
@@ -423,26 +491,27 @@ class _Search(BudgetRounds):
         if second is None:
             return joint
         found = Result(second.program, second.solution, second.memory, self.timings)
-        if joint is None:
-            return found
-        only = second.exact and self.decisions.mesh.size == 1
-        bound = max(joint.solution.lower_bound, second.solution.lower_bound if only else 0.0)
-        better = min(found, joint, key=lambda r: (r.solution.objective, r.memory.peak_bytes))
+        of_all = second.exact and self.decisions.mesh.size == 1
+        known = self.bound if joint is None else joint.solution.lower_bound
+        bound = max(known, second.solution.lower_bound if of_all else 0.0)
+        better = min(filter(None, (found, joint)), key=lambda r: (r.solution.objective, r.memory.peak_bytes))
         return replace(better, solution=bounded(better.solution, bound, self.options.gap))
 
-    def _smallest(self, deadline: float, still: Open) -> Result:
+    def _smallest(self, deadline: float, still: Open, begin: Sequence[int] | None = None) -> Result:
         """The plan of the smallest peak that was found; where it fits the budget, the cheapest plan near it that does.
 
         The way to it knows neither the budget nor what was tried before, so a budget that an error names works.
 
         Args:
             still: what the shardings of the optimum without a budget leave open.
+            begin: a choice that holds little, where one is known.
         """
         self.hideable_s, self.hiding_parts, self.prices_of_memory, self.seeds = math.inf, 1, UsagePrices(), ()
         self.basis = None
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)
-        best, rows = of_smallest_peak(self, rows, deadline, self._free_choice(still))
+        begin = self._free_choice(still) if begin is None else begin
+        best, rows = of_smallest_peak(self, rows, deadline, begin)
         if best.memory.peak_bytes <= self.budget:
             best = self.within_budget(deadline, 1.0, rows, best.solution.choice) or best
         # A bound of other limits is none within this one.
@@ -456,14 +525,18 @@ class _Search(BudgetRounds):
         once = [(0,) if v.kind == "rerun" else s for v, s in zip(self.decisions.variables, still, strict=True)]
         return among(self, self.objective.problem(), once, LEAST_S)
 
-    def _infeasible(self, smallest: Result, *, late: bool, barred: bool = False) -> InfeasibleError:
+    def _infeasible(
+        self, smallest: Result, *, late: bool, barred: bool = False, first_s: float = math.nan
+    ) -> InfeasibleError:  # fmt: skip
+        """``first_s``: when a first plan might be there."""
         leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)
         least = math.inf if leanest is None else leanest.peak_bytes
         least = least if self.free is None else min(least, self.free.memory.peak_bytes)
         if smallest.memory.peak_bytes < least:
             least = min(least, named_budgets.named(self, smallest))
         two_stage = self.options.search == "two-stage" and self.decisions.mesh.size > 1
-        more = "more time may find smaller ones: time_limit=...; " if late else ""
+        longer = "..." if math.isnan(first_s) else str(math.ceil(LONGER * first_s))
+        more = f"more time may find smaller ones: time_limit={longer}; " if late else ""
         return InfeasibleError(
             f"No plan {'was found in time that ' if late and not barred else ''}fits the memory budget.",
             found=f"a budget of {_text(self.budget)} a device on mesh {self.decisions.mesh}",

@@ -45,6 +45,11 @@ class Depths(NamedTuple):
         more = few + max(MORE, 2 * BUCKETS * math.ceil(span))
         return cls(few, more, whole) if few + more <= WORTH * 2 * whole else None
 
+    @property
+    def between(self) -> int:
+        """Layers of a program that tells whether each adds as much."""
+        return (self.few + self.more) // 2
+
     def seconds(self, few_s: float, more_s: float) -> float:
         """What the whole takes, where the two take so long."""
         return more_s + (self.whole - self.more) * (more_s - few_s) / (self.more - self.few)

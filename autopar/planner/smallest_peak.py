@@ -52,15 +52,15 @@ EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
 
 
 def of_smallest_peak(
-    rounds: Rounds, rows: Rows, deadline: float, free: tuple[int, ...] | None
+    rounds: Rounds, rows: Rows, deadline: float, begin: Sequence[int] | None
 ) -> tuple[Result, Rows]:  # fmt: skip
-    """From ``free``, or else from the baseline of the smallest peak, on: the choice of the rows' smallest peak, then
+    """From ``begin``, or else from the baseline of the smallest peak, on: the choice of the rows' smallest peak, then
     rows for what its program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of
     small problems from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside
     for an option may have been due to others. The rows are the last ones."""
     best: Result | None = None
-    known: tuple[tuple[int, ...], ...] = () if free is None else (free,)
-    if free is None and rounds.rivals:
+    known: Sequence[Sequence[int]] = () if begin is None else (begin,)
+    if begin is None and rounds.rivals:
         known = seed(rounds.objective, rounds.options, min(rounds.rivals, key=lambda r: r.peak_bytes).name)
     for choice in known:
         best = rounds.of_choice(choice)

@@ -139,7 +139,8 @@ class Rows:
         """The variable of each parameter, by the node that makes its gradient."""
         d = self.decisions
         named = {meaning.name: node for node, meaning in d.graph.input_of.items()}
-        return {o.value.node: d.index[named[o.name]] for o in d.graph.outputs if o.kind == "gradient"}
+        gradients = (o for o in d.graph.outputs if o.kind == "gradient" and not o.name.startswith("input:"))
+        return {o.value.node: d.index[named[o.name]] for o in gradients}
 
     def level(self, least: float = 0.0) -> None:
         """Set aside at every moment what is at one, and a little more; ``least`` bytes at any rate."""

@@ -39,6 +39,8 @@ EQUAL = 1e-12
 """Relative difference of objectives that is none."""
 SMALLEST_MOST = 1000
 """Variables up to which the smallest peak is looked for to the byte."""
+PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Into which the forward is cut where there is little time."""
 LESS = (0.16, 0.04, 0.01)
 """Shares of a peak by which the next one is smaller, as long as there is such a one."""
 
@@ -171,6 +173,21 @@ class CheckpointSearch:
             end = now() + max(until - now(), 0.0) / left
             filled.append(self.rules.fill(base, budget, self.measured, partial(_before, end)))
         return [*sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]]
+
+    def by_rules(self, layers: int, deadline: float) -> list[Checkpointed]:
+        """Choices by simple rules, as many as there is time for: a piece for each of ``layers`` first, or the square
+        root of what there is to keep, and each also with optimizer state on the host."""
+        found: list[Checkpointed] = []
+        if self.rules is None:
+            return found
+        each = zip(self.decisions.variables, self.still, self.rules.choice, strict=True)
+        away = tuple(still[-1] if v.away and still else own for v, still, own in each)
+        ways = [self.rules] if away == self.rules.choice else [self.rules, replace(self.rules, choice=away)]
+        for pieces in (layers or math.isqrt(len(self.rules.storages)) or 1, *PIECES):
+            found += [self._checkpointed(rules.choosing(rules.cuts(pieces))) for rules in ways]
+            if now() > deadline:
+                break
+        return found
 
     def smallest(self, deadline: float) -> Checkpointed:
         """The choice of the smallest peak that was found: by rules, then each smaller than the last, by ever less; of

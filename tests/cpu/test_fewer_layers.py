@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -25,7 +26,7 @@ from autopar.planner.finalists import ABOUT, rivals
 from autopar.planner.objective import Objective
 from autopar.planner.options import Options
 from autopar.planner.pricing import Prices
-from autopar.planner.search import ROUGH
+from autopar.planner.search import ROUGH, SURE, plan_graph
 from autopar.tracer import ColoTracer
 
 MODELS = {
@@ -109,6 +110,27 @@ def test_fewer_layers_tell_how_long_a_step_takes() -> None:
     assert {"ZeRO-1/2", "ZeRO-3", "TP"} <= {r.name for r in told}
     for rival in told:
         assert rival.about_s == pytest.approx(rival.least_s, rel=ROUGH[0]), rival.name
+
+
+def test_a_third_depth_says_where_fewer_layers_are_sure() -> None:
+    told = [r for r in rivals(objective("llama", (8,)), Options()) if r.about_s > 0]
+    assert {"ZeRO-1/2", "ZeRO-3"} <= {r.name for r in told if r.is_sure}
+    for rival in told:
+        assert not rival.is_sure or rival.about_s <= (1 + SURE[0]) * rival.least_s, rival.name
+        few = rival._told
+        assert few is not None
+        curved, between = replace(few, more_s=1.001 * few.more_s), rival._of_layers(few.depths.between)
+        assert between is not None and not curved.agrees(between), "layers that do not add as much each"
+
+
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)])
+def test_no_baseline_would_have_been_better_than_those_that_are_looked_at(mesh: tuple[int, ...]) -> None:
+    graph, cluster, options = captured("llama", DEPTH["llama"]), Cluster.load("dgx-h100").sized(8), Options(10**15)
+    told = plan_graph(graph, Mesh(mesh), cluster, options)
+    every = plan_graph(graph, Mesh(mesh), cluster, replace(options, compare=True))
+    assert len(told.baselines) < len(every.baselines)
+    assert told.timeline.seconds <= min(b.step_time for b in every.baselines)
+    assert told.solution.choice == every.solution.choice
 
 
 def test_programs_of_few_layers_tell_what_many_hold() -> None:

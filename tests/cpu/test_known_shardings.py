@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import cache
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar import planner
-from autopar.mesh import Mesh
+from autopar.errors import InfeasibleError
+from autopar.ir import Graph
+from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, budget_rounds, search
 from autopar.planner.search import _Search
+from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 
 MESH = Mesh((4,))
@@ -74,6 +80,21 @@ def test_a_round_of_a_large_problem_is_begun_only_where_it_may_end_in_time(
     assert plan.memory.peak_bytes <= 0.8 * planned(None).memory.peak_bytes
 
 
+@pytest.mark.parametrize(("early", "late"), [(1e9, 0.0), (0.0, 1e9)])
+def test_a_deep_model_whose_first_plan_comes_too_late_is_told_how_long_it_takes(
+    early: float, late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "SMALL_MOST", 0)
+    monkeypatch.setattr(search, "ROUND", 1e9)
+    monkeypatch.setattr(_Search, "baseline", "")
+    monkeypatch.setattr(search, "TO_LISTING", early)
+    monkeypatch.setattr(search, "TO_KNOWN", late)
+    with pytest.raises(InfeasibleError, match=r"No plan was found in time (.|\n)* budget that works so far") as raised:
+        planned(0.8)
+    suggested = re.search(r"time_limit=(\d+)", str(raised.value))
+    assert suggested is not None and int(suggested[1]) > 60
+
+
 def test_a_baseline_that_fits_is_the_plan_where_the_time_is_up_already() -> None:
     said: list[str] = []
     plan = planned(0.9, said, ends=0.0)
@@ -81,3 +102,34 @@ def test_a_baseline_that_fits_is_the_plan_where_the_time_is_up_already() -> None
     assert plan.solution.method.startswith("nothing was found that fits; ")
     assert plan.memory.peak_bytes <= 0.9 * planned(None).memory.peak_bytes
     assert plan.solution.lower_bound <= plan.solution.objective
+
+
+@cache
+def language_model(batch: int) -> Graph:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=64, n_head=2, n_positions=64, vocab_size=256))
+        ids = torch.empty(batch, 64, dtype=torch.int64)
+    return ColoTracer().capture(model, {"input_ids": ids, "labels": ids}).graph
+
+
+@pytest.mark.parametrize(("batch", "share"), [(64, 0.7), (1, 0.75)], ids=["activations", "optimizer state"])
+def test_on_one_device_rules_find_a_plan_where_there_is_no_time_for_a_round(
+    batch: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer runs again; where that is not enough, optimizer state goes to the host."""
+    monkeypatch.setattr(search, "SMALL_MOST", 0)
+    monkeypatch.setattr(search, "SMALLEST_MOST", 0)
+    monkeypatch.setattr(search, "ROUND", 1e9)
+    graph, cluster = language_model(batch), Cluster.load("dgx-h100").sized(1)
+
+    def within(budget: int) -> planner.Planned:
+        options = Options(budget, time_limit_s=1.0)
+        return planner.plan_graph(graph, Mesh((1,)), cluster, options, over_budget=lambda _: 0.0)
+
+    free = within(10**12)
+    plan = within(int(share * free.memory.peak_bytes))
+    assert plan.solution.method == "rules"
+    assert plan.memory.peak_bytes <= share * free.memory.peak_bytes
+    assert free.solution.lower_bound == plan.solution.lower_bound < plan.solution.objective
+    on_host = any(v.away and v.away[o] for v, o in zip(plan.decisions.variables, plan.solution.choice, strict=True))
+    assert on_host == (batch == 1)

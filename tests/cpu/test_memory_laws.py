@@ -8,11 +8,12 @@ from functools import cache
 import pytest
 import torch
 from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar import passes, planner
 from autopar.arguments import canonical_names
 from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh
+from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned, smallest_peak
 from autopar.planner.schedule import AGAIN
 from autopar.runtime.simulation import Simulation, simulate_program
@@ -228,6 +229,26 @@ def test_a_budget_that_an_error_names_works_however_little_time_there_is() -> No
         within(1000, 15.0)
     named = smallest_of(error.value)
     assert within(named, 1e-3).memory.peak_bytes <= named
+
+
+def test_a_deep_model_on_one_device_is_told_a_budget_far_below_its_free_plan() -> None:
+    """By rows: rules and the exact search, which small models go by, come no lower than all that is kept in no time."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=8, n_embd=256, n_head=4, n_positions=256, vocab_size=8192))
+        ids = torch.empty(8, 256, dtype=torch.int64)
+    graph = ColoTracer().capture(model, {"input_ids": ids, "labels": ids}).graph
+
+    cluster = Cluster.load("dgx-h100").sized(1)
+
+    def within(budget: int) -> Planned:
+        return planner.plan_graph(graph, Mesh((1,)), cluster, Options(budget, time_limit_s=4.0))
+
+    free = within(10**12)
+    with pytest.raises(InfeasibleError) as error:
+        within(10**6)
+    named = smallest_of(error.value)
+    assert named <= 0.35 * free.memory.peak_bytes
+    assert within(named).memory.peak_bytes <= named
 
 
 def test_no_error_names_more_than_the_plan_without_a_budget_holds(monkeypatch) -> None:
