@@ -439,15 +439,17 @@ class _Search(BudgetRounds):
             InfeasibleError: nothing was found within the budget, and no baseline is.
         """
         self.say("over the budget: keep or recompute")
-        checkpoints, result = self._checkpoints(free), None
-        if self.options.search != "two-stage":
+        keeping, checkpoints, result = self.objective, self._checkpoints(free), None
+        whole, large = self.decisions.mesh.size == 1, len(self.decisions.variables) > SMALL_MOST
+        if self.options.search != "two-stage" or (whole and large):
             self.seeds = ()
             if self._has_time_for_rounds(self.latest + OVERRUN_S / 2):  # rules are quick, where it comes to nothing
                 result = self.within_budget(deadline, JOINT_SHARE)
+        elif not whole:
+            result = kept_as_sharded(self, keeping, [free.solution.choice], deadline, gap=GAP_ANEW)
         most = EXACT_MOST if result is not None and result.solution.proven else SMALL_MOST
         deadline = self.latest if self.baseline else deadline
-        whole = self.decisions.mesh.size == 1  # where there are no other shardings rows find what fits sooner
-        if len(self.decisions.variables) <= most or (result is None and not whole):
+        if len(self.decisions.variables) <= most:
             starts = [] if result is None else [result.solution.choice]
             result = self._better(result, checkpoints.within(self.budget, deadline, starts))
         if result is None and self.baseline:

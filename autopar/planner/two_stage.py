@@ -34,7 +34,7 @@ ROUNDS = 60
 RULES_SHARE = 0.3
 """Of the time, for choices by simple rules, from which the exact search begins."""
 STARTS = 3
-SMALLEST_S = 5.0
+SMALLEST_S, SMALLEST_LEAST_S = 5.0, 0.5
 EQUAL = 1e-12
 """Relative difference of objectives that is none."""
 SMALLEST_MOST = 1000
@@ -214,7 +214,8 @@ class CheckpointSearch:
         found: list[tuple[int, Sequence[int]]] = []
         for _ in range(ROUNDS):
             asked = self._asked(moments, math.inf)
-            chosen = smallest_choice(asked, SMALLEST_S, backend=self.options.solver)
+            seconds = min(SMALLEST_S, max(deadline - now(), SMALLEST_LEAST_S))
+            chosen = smallest_choice(asked, seconds, backend=self.options.solver)
             program, memory = self.measured(chosen[:plain], 0.0)
             found.append((memory.peak_bytes, chosen[:plain]))
             reached = peak_usage(asked, chosen) * (1 + 1e-9)
