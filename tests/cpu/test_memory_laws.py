@@ -247,7 +247,7 @@ def test_a_deep_model_on_one_device_is_told_a_budget_far_below_its_free_plan() -
     with pytest.raises(InfeasibleError) as error:
         within(10**6)
     named = smallest_of(error.value)
-    assert named <= 0.35 * free.memory.peak_bytes
+    assert named <= 0.45 * free.memory.peak_bytes
     assert within(named).memory.peak_bytes <= named
 
 
