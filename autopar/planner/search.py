@@ -45,7 +45,8 @@ LEAN = 1.25
 KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing."""
 SMALLEST_SHARE, LEAST_KEPT_BACK_S = 0.25, 1.5
-"""Of the time, where no baseline fits, for the smallest peak: a budget that an error names leaves as long for it."""
+"""Of the time, and seconds at least, where no baseline fits, for the smallest peak: a budget that an error names leaves
+as long for it."""
 ROUND = 6.0
 """Times what the optimum without a budget takes, for one round of a large problem: 2.4 to 8 of deep models."""
 SECOND_STAGE_GAP = 0.02
@@ -138,7 +139,7 @@ ARRANGING_SHARE = 0.2
 
 ROUGH, SURE = (0.005, 0.03), (1e-4, 5e-4)
 """Where fewer layers tell that a baseline's step is longer than ours by more than this share, on one axis and on
-several, it is; the latter where programs of three depths agree. Of 180 programs of five models on nine meshes at most
+several, it is; the latter where programs of three depths agree. Of 125 programs of five models on nine meshes at most
 .45 % and 2.4 % too much was told; where three depths agree, .003 % and, of steps near the shortest, .04 %."""
 
 TO_LISTING, TO_KNOWN = 2.4, 1.6

@@ -177,9 +177,8 @@ class CheckpointSearch:
     def by_rules(self, layers: int, deadline: float) -> list[Checkpointed]:
         """Choices by simple rules, as many as there is time for: a piece for each of ``layers`` first, or the square
         root of what there is to keep, and each also with optimizer state on the host."""
+        assert self.rules is not None
         found: list[Checkpointed] = []
-        if self.rules is None:
-            return found
         each = zip(self.decisions.variables, self.still, self.rules.choice, strict=True)
         away = tuple(still[-1] if v.away and still else own for v, still, own in each)
         ways = [self.rules] if away == self.rules.choice else [self.rules, replace(self.rules, choice=away)]

@@ -232,7 +232,7 @@ def test_a_budget_that_an_error_names_works_however_little_time_there_is() -> No
 
 
 def test_a_deep_model_on_one_device_is_told_a_budget_far_below_its_free_plan() -> None:
-    """By rows: rules and the exact search, which small models go by, come no lower than all that is kept in no time."""
+    """By rules, then by rows; in 4 s rules and the exact search alone came to .456 of it."""
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=8, n_embd=256, n_head=4, n_positions=256, vocab_size=8192))
         ids = torch.empty(8, 256, dtype=torch.int64)
