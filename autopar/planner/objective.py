@@ -39,6 +39,12 @@ Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
 MOST_SOLVES = 6
 """Weightings that are tried: hardly ever more than two are needed."""
 
+NEARLY_LONGEST = 0.1
+BESIDE = 0.05
+"""Paths that are shorter than the longest by no more than the one have the other of all weight, where weights are kept
+for a problem of more decisions: choices that tie under the weights differ in them by a percent of a step, and what that
+takes from the bound is less than the product of the two."""
+
 STEADY = 0.25
 """Share of the best weights so far in those that are tried next; the others are highest under all planes."""
 
@@ -121,10 +127,16 @@ class Objective:
     def __post_init__(self) -> None:
         self.weights = self._computing()
 
-    def begin_as(self, other: Objective) -> None:
-        """Begin with the weights found for a problem of the same graph, where its phases have the same sections."""
-        if self._cut == other._cut:
-            self.weights = other.weights
+    def begin_as(self, other: Objective, choice: Sequence[int] | None = None) -> None:
+        """Begin with the weights found for a problem of the same graph, where its phases have the same sections;
+        where its best ``choice`` is told, with a little on what is nearly the longest path of that."""
+        if self._cut != other._cut:
+            return
+        self.weights = other.weights.copy()
+        seconds = np.zeros(0) if choice is None else other.path_seconds(choice)
+        for paths in self.ranges if len(seconds) else ():
+            near = seconds[paths] >= (1 - NEARLY_LONGEST) * seconds[paths].max()
+            self.weights[paths] = (1 - BESIDE) * self.weights[paths] + BESIDE * near / near.sum()
 
     # The phases.
 
@@ -286,7 +298,7 @@ class Objective:
 
     def minimize(
         self, asked: Problem, solve: Solve, gap: float, known: Sequence[Sequence[int]] = (), most: int = MOST_SOLVES,
-        late: Callable[[], bool] = lambda: False,
+        late: Callable[[], bool] = lambda: False, bound: float = -math.inf,
     ) -> Solution:  # fmt: skip
         """The best choice under F within ``asked``'s usages and limit, with a bound on F.
 
@@ -297,24 +309,26 @@ class Objective:
             known: choices that tell where to begin.
             most: weights that are tried.
             late: whether there is no time for other weights.
+            bound: one on F that is known.
         """
         points = [self.point(choice) for choice in known]
         weights = self.weights if not points else self._towards(self._highest(points)[1])
         best = self._best_of(known, points) if not asked.usages else None
-        bound = -math.inf
+        raised = -math.inf
         for turn in range(most):
             problem = asked if weights is self.weights else self.problem(asked.usages, asked.limit, weights)
             at = solve(problem, () if best is None else (best.choice,))
             point = self.point(at.choice)
             points.append(point)
-            if at.lower_bound > bound:
-                bound, self.weights = at.lower_bound, weights
+            if at.lower_bound > raised:
+                raised, self.weights = at.lower_bound, weights
+                bound = max(bound, raised)
             best = _better(best, replace(at, objective=self._seconds(point)))
             if best.objective - bound <= gap * best.objective or turn == most - 1 or late():
                 break
             ceiling, highest = self._highest(points)
             last, weights = weights, self._towards(highest)
-            if ceiling - bound <= WORTH * gap * best.objective or np.allclose(last, weights):
+            if ceiling - raised <= WORTH * gap * best.objective or np.allclose(last, weights):
                 break
         assert best is not None
         bound = min(bound, best.objective)

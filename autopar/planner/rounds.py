@@ -60,7 +60,7 @@ class Rounds:
         hideable_s: beside which transfers of the host hide, in so many parts of the forward.
         free: the optimum without a budget.
         weighted_s: what the last choice costs under the weights for which it was found.
-        reweigh: whether weights are looked for under rows too.
+        reweigh: the gap down to which weights are looked for under rows too; infinite where they are not.
     """
 
     graph: Graph
@@ -78,7 +78,7 @@ class Rounds:
     hiding_parts: int = 1
     free: Result | None = None
     weighted_s: float = math.inf
-    reweigh: bool = False
+    reweigh: float = math.inf
     _rows: Rows | None = None
 
     @property
@@ -147,8 +147,11 @@ class Rounds:
             return replace(found, choice=rows.own(found.choice)) if rows else found
 
         # Under rows, each solve of which takes long, the weights that are best without them will do at first.
-        known, most = ((), 1) if rows and not self.reweigh else (self.seeds, MOST_SOLVES)
-        return self.objective.minimize(asked, solve_from, gap, known, most, lambda: now() > deadline)
+        once = rows is not None and math.isinf(self.reweigh)
+        known, most = ((), 1) if once else (self.seeds, MOST_SOLVES)
+        wanted = gap if once or rows is None else max(gap, self.reweigh)
+        bound = self.bound if asked.limit <= self.budget else -math.inf
+        return self.objective.minimize(asked, solve_from, wanted, known, most, lambda: now() > deadline, bound)
 
     def _say_gap(self, found: TraceEntry) -> None:
         if math.isfinite(found.objective) and found.objective > 0:

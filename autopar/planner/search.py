@@ -349,10 +349,8 @@ class _Search(BudgetRounds):
 
     def _comes_too_late(self, times: float) -> bool:
         """Whether the first plan would, where it is there after so many times what the search took so far."""
-        if self.baseline:
-            return False
         limit_s = max(self.latest - self.began, self.options.time_limit_s)
-        return times * (now() - self.began) > COUNTED * (limit_s + OVERRUN_S)
+        return times * (now() - self.began) > COUNTED * (limit_s + OVERRUN_S) and not self.baseline
 
     def _is_wide(self, seconds: float) -> bool:
         """Whether the gap of what costs so many seconds is."""
@@ -367,9 +365,9 @@ class _Search(BudgetRounds):
         """Once more from ``best`` with the weights of the paths that it shows, and setting aside what rows do not see
         for the options behind it alone, which takes more rounds."""
         self.say("over the budget: weights and rows anew")
-        self.reweigh, self.seeds = True, (best.solution.choice,)
+        self.reweigh, self.seeds = AGAIN_GAP, (best.solution.choice,)
         found = self.within_budget(deadline, AGAIN_SHARE, alone=True)
-        self.reweigh = False
+        self.reweigh = math.inf
         best = cheapest(best, found) or best
         return replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
@@ -427,7 +425,7 @@ class _Search(BudgetRounds):
     def _checkpoints(self, free: Result) -> CheckpointSearch:
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
         sharded, joint = self.decisions, Objective(self.with_reruns(), self.prices)
-        joint.begin_as(self.objective)
+        joint.begin_as(self.objective, free.solution.choice)
         self.objective = joint
         still = sharded_as(sharded, free.solution.choice, self.decisions)
         return CheckpointSearch(self.objective, self.options, still, self.hideable_s)

@@ -14,23 +14,20 @@ that are used, where some copies take one and the others another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.solver import highs
 from autopar.solver.dominance import WorkBudget
+from autopar.solver.equations import Equations
 from autopar.solver.graph import Graph
-from autopar.solver.ilp import USAGE_SCALE, Model, build, flow_count, magnitude_of
 from autopar.solver.incumbent import Incumbent
-from autopar.solver.linear import NEAR_FLOWS, ROUNDING, USED, WORK, solve_exactly
+from autopar.solver.linear import NEAR_FLOWS, ROUNDING, WORK, solve_exactly, solve_relaxed
+from autopar.solver.nearest import USED
 from autopar.solver.parts import Parts
-from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage, UsagePrices
+from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage
 from autopar.solver.reductions import drop_forbidden, reduce
-
-MAX_FLOWS = 2_000_000
-"""Larger programs are not tried."""
 
 NEAR_SHARES = ((0, 0.3), (NEAR_FLOWS, 0.3), (4 * NEAR_FLOWS, 0.5))
 """Flows of the integer programs on what is nearest to what is used, and their shares of the time left."""
@@ -94,25 +91,16 @@ def _solve(incumbent: Incumbent, parts: Parts, deadline: float) -> _Solved | Non
     together, first = _together(parts)
     graph = Graph(together, _kept(parts, first), averaged=range(min(first), len(together.costs)))
     reduce(graph, WorkBudget(WORK))
-    if flow_count(graph) > MAX_FLOWS or not len(graph.limits):
-        return None
-    plain = build(graph, magnitude_of(graph, incumbent.objective))
-    model = _coupled(plain, graph, parts, first)
-    found = highs.solve_relaxation(model, deadline - incumbent.seconds(), incumbent.basis)
+    found = solve_relaxed(graph, incumbent, deadline, _equations(parts, first)) if len(graph.limits) else None
     if found is None:
         return None
-    incumbent.basis = found.basis
-    end = len(plain.row_lower)
-    used = -found.row_duals[end - len(graph.limits) : end]
-    prices = np.maximum(used, 0.0) * model.scale * USAGE_SCALE / np.maximum(graph.limits, 1e-300)
-    incumbent.usage_prices = UsagePrices(graph.times.astype(float), prices)
     owners = _owners(parts, first)
     distance: dict[int, Array] = {}
-    for node, start, stop in zip(model.nodes, model.first[:-1], model.first[1:], strict=True):
-        reduced = np.maximum(found.reduced_costs[start:stop], 0.0) * model.scale / len(owners.get(node, (0,)))
+    for node, values in found.values.items():
+        reduced = found.reduced[node] / len(owners.get(node, (0,)))
         distance[node] = np.full(len(together.costs[node]), np.inf)
-        distance[node][graph.options[node]] = np.where(found.values[start:stop] > USED, 0.0, reduced + ROUNDING)
-    return _Solved(graph, found.objective * model.scale + graph.offset, distance, owners)
+        distance[node][graph.options[node]] = np.where(values > USED, 0.0, reduced + ROUNDING)
+    return _Solved(graph, found.bound, distance, owners)
 
 
 def _together(parts: Parts) -> tuple[Problem, list[int]]:
@@ -147,40 +135,12 @@ def _owners(parts: Parts, first: list[int]) -> dict[int, IndexArray]:
     return owners
 
 
-def _equations(parts: Parts, first: list[int]) -> list[list[tuple[int, float]]]:
-    """Weighted nodes whose values add up to 0, option by option."""
-    found = []
+def _equations(parts: Parts, first: list[int]) -> Equations:
+    """Those that hold for averages over copies."""
+    found: list[list[tuple[int, float]]] = []
     for block, at in zip(parts.blocks, first, strict=True):
         m = float(block.count)
         for column, ghost, before, behind in block.seams:
             found.append([(column + at, m), (ghost + at, -m), (before, 1.0), (behind, -1.0)])
         found += [[(ghost + at, 1.0), (node, -1.0)] for ghost, node in block.outer]
     return found
-
-
-def _options(graph: Graph, terms: list[tuple[int, float]]) -> np.ndarray:
-    return np.unique(np.concatenate([graph.options[node] for node, _ in terms]))
-
-
-def _coupled(model: Model, graph: Graph, parts: Parts, first: list[int]) -> Model:
-    """``model`` with the equations that hold for averages over copies."""
-    start_of = dict(zip(model.nodes, model.first[:-1].tolist(), strict=True))
-    starts, columns, values = [model.starts], [model.columns], [model.values]
-    end, rows = int(model.starts[-1]), 0
-    for terms in _equations(parts, first):
-        for option in _options(graph, terms).tolist():
-            entries = [
-                (start_of[node] + int(np.searchsorted(graph.options[node], option)), weight)
-                for node, weight in terms if option in graph.options[node]
-            ]  # fmt: skip
-            columns.append(np.array([c for c, _ in entries], dtype=np.int64))
-            values.append(np.array([w for _, w in entries]))
-            end += len(entries)
-            starts.append(np.array([end], dtype=np.int64))
-            rows += 1
-    zeros = np.zeros(rows)
-    return replace(
-        model, starts=np.concatenate(starts), columns=np.concatenate(columns), values=np.concatenate(values),
-        row_lower=np.concatenate([model.row_lower, zeros]), row_upper=np.concatenate([model.row_upper, zeros]),
-    )  # fmt: skip
-

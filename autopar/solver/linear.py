@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,14 +19,22 @@ from autopar.solver import highs
 from autopar.solver.ascent import ascend, search_from
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
+from autopar.solver.equations import Equations, coupled
 from autopar.solver.graph import Graph
-from autopar.solver.ilp import USAGE_SCALE, IlpLimits, build, is_small, magnitude_of
+from autopar.solver.ilp import IlpLimits, build, flow_count, is_small, magnitude_of
 from autopar.solver.incumbent import Incumbent
+from autopar.solver.nearest import USED, Relaxed, prices_of, relax_nearest
 from autopar.solver.problem import Array, UsagePrices
 from autopar.solver.reductions import drop_forbidden, reduce
 
-MAX_FLOWS = 400_000
+MAX_FLOWS = 2_000_000
 """Larger programs get the most promising options only, so that they have ``SOME_FLOWS``."""
+
+MANY_FLOWS = 500_000
+"""Flows from which on a program is solved from the nearest of its columns."""
+
+NEAREST_SHARE = 0.5
+"""Of the gap that was asked, how far its optimum may then be from the bound."""
 
 SOME_FLOWS = 60_000
 NEAR_FLOWS = 15_000
@@ -41,22 +48,6 @@ SWEEPS = 60
 WORK = 1e8
 ROUNDING = 1e-15
 """Seconds: an option that is not used is further than one that is."""
-
-USED = 1e-7
-"""Values of the linear program above this count as used."""
-
-Marginals = Mapping[int, Array]
-
-
-@dataclass(frozen=True)
-class _Relaxed:
-    """A solved linear program over ``graph``: for each option its value and its reduced cost in seconds."""
-
-    graph: Graph
-    bound: float
-    values: Marginals
-    reduced: Marginals
-
 
 def applies(graph: Graph, backend: str) -> bool:
     """Whether something is limited, and HiGHS solves."""
@@ -81,11 +72,11 @@ def relax(graph: Graph, incumbent: Incumbent, seconds: float) -> bool:
 
 
 def _relax_whole(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
-    found = _solve(graph, incumbent, deadline)
+    found = solve_relaxed(graph, incumbent, deadline)
     if found is None:
         return False
     incumbent.raise_bound(found.bound)
-    _round(found, incumbent, deadline)
+    _round(graph, found, incumbent, deadline)
     if incumbent.choice is not None:
         for node, reduced in found.reduced.items():
             graph.keep(node, found.bound + reduced <= incumbent.cutoff())
@@ -105,9 +96,9 @@ def _relax_some(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
         distance[node][option] = 0.0
     some = _restricted(graph, distance, SOME_FLOWS)
     with contextlib.suppress(InfeasibleError):
-        found = _solve(some, incumbent, deadline) if some is not None and is_small(some, MAX_FLOWS) else None
-        if found is not None:
-            _round(found, incumbent, deadline)
+        found = solve_relaxed(some, incumbent, deadline) if some is not None and is_small(some, MAX_FLOWS) else None
+        if some is not None and found is not None:
+            _round(some, found, incumbent, deadline)
             return True
     return False
 
@@ -143,26 +134,48 @@ def _pass_messages(graph: Graph, incumbent: Incumbent, deadline: float) -> dict[
     }
 
 
-def _solve(graph: Graph, incumbent: Incumbent, deadline: float) -> _Relaxed | None:
-    """The linear program of ``graph``; None where it did not end in time."""
-    model = build(graph, magnitude_of(graph, incumbent.objective))
-    found = highs.solve_relaxation(model, deadline - incumbent.seconds())
+def solve_relaxed(
+    graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations = ()
+) -> Relaxed | None:  # fmt: skip
+    """The linear program of ``graph``; None where it did not end in time. The incumbent has its prices of the limit
+    then, and its basis.
+
+    Raises:
+        InfeasibleError: nothing is allowed within the limit.
+    """
+    magnitude, flows = magnitude_of(graph, incumbent.objective), flow_count(graph, MAX_FLOWS)
+    found = None
+    if flows > MANY_FLOWS:
+        known = incumbent.usage_prices.at(graph.times)
+        gap = NEAREST_SHARE * incumbent.gap
+        found = relax_nearest(graph, equations, magnitude, known, gap, lambda: deadline - incumbent.seconds())
+    if found is None and flows <= MAX_FLOWS:
+        found = _solve_whole(graph, incumbent, deadline, equations, magnitude)
+    if found is not None:
+        incumbent.usage_prices = UsagePrices(graph.times.astype(float), found.prices)
+    return found
+
+
+def _solve_whole(
+    graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations, magnitude: float
+) -> Relaxed | None:  # fmt: skip
+    plain = build(graph, magnitude)
+    model = coupled(plain, graph, equations)
+    found = highs.solve_relaxation(model, deadline - incumbent.seconds(), incumbent.basis)
     if found is None:
         return None
+    incumbent.basis = found.basis
     spans = list(zip(model.nodes, model.first[:-1], model.first[1:], strict=True))
-    used = -found.row_duals[len(found.row_duals) - len(graph.limits) :]
-    prices = np.maximum(used, 0.0) * model.scale * USAGE_SCALE / np.maximum(graph.limits, 1e-300)
-    incumbent.usage_prices = UsagePrices(graph.times.astype(float), prices)
-    return _Relaxed(
-        graph, found.objective * model.scale + graph.offset,
+    return Relaxed(
+        found.objective * model.scale + graph.offset,
         {node: found.values[start:end] for node, start, end in spans},
         {node: np.maximum(found.reduced_costs[start:end], 0.0) * model.scale for node, start, end in spans},
+        prices_of(graph, plain, found),
     )  # fmt: skip
 
 
-def _round(found: _Relaxed, incumbent: Incumbent, deadline: float) -> None:
+def _round(graph: Graph, found: Relaxed, incumbent: Incumbent, deadline: float) -> None:
     """Choices among the options that the linear program uses, then among those and the nearest to them."""
-    graph = found.graph
     largest = {node: int(values.argmax()) for node, values in found.values.items()}
     search_from(graph, largest, incumbent, "linear program and local search", pairs=False)
     distance = {n: np.where(found.values[n] > USED, 0.0, found.reduced[n] + ROUNDING) for n in found.values}

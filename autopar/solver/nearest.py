@@ -1,0 +1,143 @@
+"""Linear programs of many columns, from the nearest of them.
+
+Of thousands of options a linear program uses one or two a node. Message passing tells how near each is to being used:
+what it costs at the least to take it, under prices of the limit. The program of the nearest options has a tenth of the
+columns and nearly always the same optimum; its prices of the limit and of the equations then go to all options, and
+message passing under these proves how far the optimum can be (column generation: Gilmore and Gomory 1961; a bound from
+any prices: Geoffrion 1974). Where that is too far, the options that are nearest under the new prices follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import InfeasibleError
+from autopar.solver import highs
+from autopar.solver.dual import Dual
+from autopar.solver.equations import Equations, coupled, paid
+from autopar.solver.graph import Graph
+from autopar.solver.ilp import USAGE_SCALE, Model, build
+from autopar.solver.problem import Array
+
+SHARE = 0.25
+"""Of the options, those that are in a linear program."""
+
+SWEEPS = 4
+MOST_SWEEPS = 10
+"""Of messages, to tell what is near, and to prove a bound."""
+
+FIRST_PRICE = 0.03
+"""Of what all costs, for all of the limit, where no prices are known: those of real problems are a tenth of it to a few
+times it."""
+
+ROUNDS = 3
+USED = 1e-7
+"""Values of the linear program above this count as used."""
+
+Marginals = Mapping[int, Array]
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The optimum of a linear program, or nearly: for each option its value, and how much dearer than ``bound`` every
+    choice is that takes it.
+
+    Args:
+        bound: on every choice, in seconds.
+        prices: of the limit at each time of the graph, in seconds a byte.
+    """
+
+    bound: float
+    values: Marginals
+    reduced: Marginals
+    prices: Array
+
+
+def relax_nearest(
+    graph: Graph, equations: Equations, magnitude: float, known: Array, gap: float, seconds_left: Callable[[], float]
+) -> Relaxed | None:
+    """The linear program of ``graph`` to within ``gap``; None where its bound stays further away than that, or there is
+    no time.
+
+    Args:
+        magnitude: of the objective, in seconds.
+        known: prices of the limit at a similar optimum; zeros where there are none.
+    """
+    distance = _told(graph, magnitude, known, seconds_left)
+    used: dict[int, npt.NDArray[np.bool_]] = {}
+    for _ in range(ROUNDS):
+        if seconds_left() <= 0:
+            return None
+        part = _of_nearest(graph, distance, used)
+        plain = build(part, magnitude)
+        model = coupled(plain, part, equations)
+        try:
+            found = highs.solve_relaxation(model, seconds_left())
+        except InfeasibleError:
+            return None
+        if found is None:
+            return None
+        prices = prices_of(graph, plain, found)
+        optimum = found.objective * model.scale + graph.offset
+        values = {n: np.zeros(len(graph.costs[n])) for n in graph.nodes()}
+        for node, start, stop in zip(model.nodes, model.first[:-1], model.first[1:], strict=True):
+            values[node][np.isin(graph.options[node], part.options[node])] = found.values[start:stop]
+        free = paid(graph, part, equations, found.row_duals[len(plain.row_lower) :] * model.scale)
+        bound, distance = _proven(free, prices, optimum, gap, seconds_left)
+        if optimum - bound <= gap * abs(optimum):
+            return Relaxed(bound, values, distance, prices)
+        used = {node: value > USED for node, value in values.items()}
+    return None
+
+
+def prices_of(graph: Graph, plain: Model, found: highs.Relaxation) -> Array:
+    """What a byte costs at each time of ``graph``, in seconds: duals of the last rows of the ``plain`` model."""
+    end = len(plain.row_lower)
+    held = -found.row_duals[end - len(graph.limits) : end]
+    return np.maximum(held, 0.0) * plain.scale * USAGE_SCALE / np.maximum(graph.limits, 1e-300)
+
+
+def _told(graph: Graph, magnitude: float, known: Array, seconds_left: Callable[[], float]) -> dict[int, Array]:
+    """How near options are without prices of the limit, or with some."""
+    first = known if known.any() else FIRST_PRICE * magnitude / np.maximum(graph.limits, 1e-300)
+    distance = {node: np.full(len(graph.costs[node]), np.inf) for node in graph.nodes()}
+    for prices in (np.zeros(len(graph.limits)), first):
+        dual, marginals = Dual(graph, prices), {}
+        for count in range(SWEEPS):
+            marginals = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0).marginals
+        for node, marginal in marginals.items():
+            np.minimum(distance[node], marginal - marginal.min(), out=distance[node])
+    return distance
+
+
+def _of_nearest(graph: Graph, distance: Marginals, used: Mapping[int, npt.NDArray[np.bool_]]) -> Graph:
+    """With the nearest options, those that were used, and all of protected nodes."""
+    reach = np.quantile(np.concatenate(list(distance.values())), SHARE, method="lower")
+    part = graph.copy()
+    for node, far in distance.items():
+        if node not in graph.protected:
+            near = (far <= reach) | (far == far.min())
+            part.keep(node, near | used[node] if node in used else near)
+    return part
+
+
+def _proven(
+    graph: Graph, prices: Array, optimum: float, gap: float, seconds_left: Callable[[], float]
+) -> tuple[float, dict[int, Array]]:
+    """A bound, no nearer to ``optimum`` than half of ``gap``, and how much dearer than that each option is at the
+    least."""
+    dual, bound = Dual(graph, prices), -math.inf
+    least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
+    for count in range(MOST_SWEEPS):
+        found = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0)
+        bound = max(bound, found.lower_bound)
+        for node, marginal in found.marginals.items():
+            np.maximum(least[node], marginal, out=least[node])
+        if not found.marginals or optimum - bound <= 0.5 * gap * abs(optimum):
+            break
+    return bound, {node: np.maximum(marginal - bound, 0.0) for node, marginal in least.items()}
