@@ -28,6 +28,7 @@ class Incumbent:
         self.usage_prices = UsagePrices()
         self.basis: Basis | None = None
         self.aim = -math.inf  # an objective that is good enough
+        self.expected = -math.inf  # below it no choice is expected, proven or not
         self.trace: list[TraceEntry] = []
         self._progress = progress
         self._began, self._started = now(), time.monotonic()
@@ -68,6 +69,12 @@ class Incumbent:
         if self.objective <= self.aim:
             return True
         return relative_gap(self.objective, self.bound()) <= max(self.gap, ROUNDING)
+
+    def settled(self) -> bool:
+        """Whether a choice is as good as was asked, proven or by what is expected."""
+        if self.choice is None:
+            return False
+        return self.proven() or relative_gap(self.objective, min(self.expected, self.objective)) <= self.gap
 
     def cutoff(self) -> float:
         """Whatever costs more than this can be left out."""

@@ -76,6 +76,7 @@ def _relax_whole(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
     if found is None:
         return False
     incumbent.raise_bound(found.bound)
+    incumbent.expected = found.optimum
     _round(graph, found, incumbent, deadline)
     if incumbent.choice is not None:
         for node, reduced in found.reduced.items():
@@ -166,8 +167,9 @@ def _solve_whole(
         return None
     incumbent.basis = found.basis
     spans = list(zip(model.nodes, model.first[:-1], model.first[1:], strict=True))
+    optimum = found.objective * model.scale + graph.offset
     return Relaxed(
-        found.objective * model.scale + graph.offset,
+        optimum, optimum,
         {node: found.values[start:end] for node, start, end in spans},
         {node: np.maximum(found.reduced_costs[start:end], 0.0) * model.scale for node, start, end in spans},
         prices_of(graph, plain, found),
@@ -180,12 +182,12 @@ def _round(graph: Graph, found: Relaxed, incumbent: Incumbent, deadline: float) 
     search_from(graph, largest, incumbent, "linear program and local search", pairs=False)
     distance = {n: np.where(found.values[n] > USED, 0.0, found.reduced[n] + ROUNDING) for n in found.values}
     for flows in (0, NEAR_FLOWS):
-        if incumbent.proven():
+        if incumbent.settled():
             break
         near = _restricted(graph, distance, flows)
         if near is not None:
             seconds = NEAR_SHARE * (deadline - incumbent.seconds())
-            solve_exactly(near, incumbent, seconds, found.bound)
+            solve_exactly(near, incumbent, seconds, found.optimum)
 
 
 def solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: float) -> None:

@@ -28,14 +28,19 @@ SHARE = 0.25
 """Of the options, those that are in a linear program."""
 
 SWEEPS = 4
-MOST_SWEEPS = 10
-"""Of messages, to tell what is near, and to prove a bound."""
+LEAST_SWEEPS, MOST_SWEEPS = 6, 24
+"""Of messages: to tell what is near; and to prove a bound."""
+
+STALLED = 0.9
+"""Of its distance from the optimum, a bound that is still as far after two sweeps rises no more."""
 
 FIRST_PRICE = 0.03
 """Of what all costs, for all of the limit, where no prices are known: those of real problems are a tenth of it to a few
 times it."""
 
-ROUNDS = 3
+ROUNDS = 2
+"""Programs at most: in the second one's prices hardly anything is left to change."""
+
 USED = 1e-7
 """Values of the linear program above this count as used."""
 
@@ -48,10 +53,12 @@ class Relaxed:
     choice is that takes it.
 
     Args:
-        bound: on every choice, in seconds.
+        optimum, bound: of the program, and on every choice, in seconds: where not all columns were there, the bound may
+            be below.
         prices: of the limit at each time of the graph, in seconds a byte.
     """
 
+    optimum: float
     bound: float
     values: Marginals
     reduced: Marginals
@@ -61,16 +68,17 @@ class Relaxed:
 def relax_nearest(
     graph: Graph, equations: Equations, magnitude: float, known: Array, gap: float, seconds_left: Callable[[], float]
 ) -> Relaxed | None:
-    """The linear program of ``graph`` to within ``gap``; None where its bound stays further away than that, or there is
-    no time.
+    """The linear program of ``graph`` to within ``gap``, or as near as it comes in a few rounds; None where there is no
+    time for that, or the nearest options allow nothing.
 
     Args:
         magnitude: of the objective, in seconds.
         known: prices of the limit at a similar optimum; zeros where there are none.
     """
     distance = _told(graph, magnitude, known, seconds_left)
+    best = -math.inf
     used: dict[int, npt.NDArray[np.bool_]] = {}
-    for _ in range(ROUNDS):
+    for left in reversed(range(ROUNDS)):
         if seconds_left() <= 0:
             return None
         part = _of_nearest(graph, distance, used)
@@ -89,8 +97,9 @@ def relax_nearest(
             values[node][np.isin(graph.options[node], part.options[node])] = found.values[start:stop]
         free = paid(graph, part, equations, found.row_duals[len(plain.row_lower) :] * model.scale)
         bound, distance = _proven(free, prices, optimum, gap, seconds_left)
-        if optimum - bound <= gap * abs(optimum):
-            return Relaxed(bound, values, distance, prices)
+        best = max(best, bound)
+        if optimum - best <= gap * abs(optimum) or not left:
+            return Relaxed(optimum, best, values, distance, prices)
         used = {node: value > USED for node, value in values.items()}
     return None
 
@@ -131,13 +140,15 @@ def _proven(
 ) -> tuple[float, dict[int, Array]]:
     """A bound, no nearer to ``optimum`` than half of ``gap``, and how much dearer than that each option is at the
     least."""
-    dual, bound = Dual(graph, prices), -math.inf
+    dual, bound, far = Dual(graph, prices), -math.inf, []
     least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
     for count in range(MOST_SWEEPS):
         found = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0)
         bound = max(bound, found.lower_bound)
         for node, marginal in found.marginals.items():
             np.maximum(least[node], marginal, out=least[node])
-        if not found.marginals or optimum - bound <= 0.5 * gap * abs(optimum):
+        far.append(optimum - bound)
+        stalled = count >= LEAST_SWEEPS and far[-1] > STALLED * far[-3]
+        if not found.marginals or far[-1] <= 0.5 * gap * abs(optimum) or stalled:
             break
     return bound, {node: np.maximum(marginal - bound, 0.0) for node, marginal in least.items()}

@@ -113,13 +113,13 @@ def solve(
                     raise
         if incumbent.choice is None:
             _offer_greedy(problem, tied, incumbent)
-        if incumbent.proven() or _is_limited_and_small(problem, chosen):
+        if incumbent.settled() or _is_limited_and_small(problem, chosen):
             tied = None
         if tied is not None:
             size.update(problem.size())
             method.append("folding")
             solve_folded(incumbent, tied, _part_solver(backend), size, warm_starts)
-        if not incumbent.proven() and (tied is None or _flat_is_worth_trying(incumbent)):
+        if not incumbent.settled() and (tied is None or _flat_is_worth_trying(incumbent)):
             _solve_flat(incumbent, backend, warm_starts, size, method)
         return _solution(incumbent, size, method)
 
@@ -197,7 +197,7 @@ def _solve_flat(
         if linear.applies(graph, _backend_name(backend)) and not incumbent.proven():
             method.append("linear program")
             relaxed = linear.relax(graph, incumbent, 0.6 * max(incumbent.seconds_left(), 0.0))
-        if incumbent.proven():
+        if incumbent.settled():
             return
         left = relaxed or _pass_messages(graph, incumbent, size, method, exact=exact, pushes=pushes)
         if left and exact:
