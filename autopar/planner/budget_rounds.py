@@ -42,6 +42,10 @@ EXPOSED_ROUNDS = 2
 """Of the step: where transfers are exposed for longer than that, more rows see to it that they hide, so many times."""
 
 
+EXPOSED_TIMES, EXPOSED_LEAST_S = 1.0, 2.0
+"""Times what the round of a plan that fits took, and seconds at least, for those."""
+
+
 class _Until(NamedTuple):
     """When all rounds end, and the next one."""
 
@@ -106,6 +110,7 @@ class BudgetRounds(Rounds):
                 if turns_exposed == EXPOSED_ROUNDS or not self._hides_more(rows, result):
                     return best
                 exposed, turns_exposed = best, turns_exposed + 1
+                deadline = min(deadline, now() + max(EXPOSED_TIMES * took, EXPOSED_LEAST_S))
                 self.say("transfers that cannot hide")
                 continue
             warm = result.solution.choice

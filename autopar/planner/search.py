@@ -357,8 +357,8 @@ class _Search(BudgetRounds):
         return 1 - self.bound / seconds > SECOND_STAGE_GAP
 
     def _leaves_much_open(self, result: Result) -> bool:
-        """Whether the gap is wide, where reruns are among the choices."""
-        joint = any(v.kind == "hold" for v in self.decisions.variables)
+        """Whether the gap is wide, where reruns are among the choices, and not for the sake of transfers that hide."""
+        joint = self.hiding_parts == 1 and any(v.kind == "hold" for v in self.decisions.variables)
         return joint and 1 - self.bound / result.solution.objective > max(AGAIN_GAP, self.options.gap)
 
     def _again(self, best: Result, deadline: float) -> Result:

@@ -216,7 +216,9 @@ class Graph:
     # -- usages ----------------------------------------------------------------------------------------------------
 
     def _read_usages(self, problem: Problem) -> None:
-        live = [usage for usage in problem.usages if usage.start < usage.end and usage.option.max() > 0]
+        most = {id(option): option for option in (usage.option for usage in problem.usages)}  # several times share one
+        used = {key: option.max() > 0 for key, option in most.items()}
+        live = [usage for usage in problem.usages if usage.start < usage.end and used[id(usage.option)]]
         if not live or problem.limit == np.inf:
             return
         starts, ends = [usage.start for usage in live], [usage.end for usage in live]
@@ -241,10 +243,10 @@ class Graph:
         """What every option uses is taken from the limit; equal intervals are added up, empty rows go."""
         merged: dict[tuple[int, int], Array] = {}
         for row in self.rows[node]:
-            least = row.amount.min()
+            least = np.minimum.reduce(row.amount)
             if least > 0:
                 self.limits[row.start : row.end] -= least
-            if row.amount.max() > least:
+            if np.maximum.reduce(row.amount) > least:
                 key = (row.start, row.end)
                 above = row.amount - least
                 merged[key] = merged[key] + above if key in merged else above
