@@ -55,7 +55,7 @@ AGAIN_GAP = 0.005
 """A wider gap is left to further rounds, with other weights."""
 AGAIN_SHARE = 0.5
 """Of the time left, for a plan whose gap is wide once more."""
-ROWS_SHARE = 0.6
+ROWS_SHARE = 0.8
 """Of the time for the smallest peak of a small problem on one device, for rows; the exact search goes on from there."""
 EXACT_MOST = 200
 """Up to so many the exact search also breaks ties on one device."""
@@ -455,8 +455,9 @@ class _Search(BudgetRounds):
         lean, ended = None, False
         if result is None and whole and not self.baseline and len(self.decisions.variables) <= SMALLEST_MOST:
             # First, since what follows may take longer than it should, and begins with it.
+            begin = checkpoints.smallest_by_rules()
             until = self._until_smallest(ROWS_SHARE)
-            lean = self._smallest(until, checkpoints.still, checkpoints.smallest_by_rules(), self.hideable_s)
+            lean = self._smallest(until, checkpoints.still, begin, self.hideable_s)
             ended = now() > until
         if len(self.decisions.variables) <= most:
             starts = [r.solution.choice for r in (result, lean) if r is not None]
