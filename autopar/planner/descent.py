@@ -55,6 +55,8 @@ class _Neighbours:
     def changed(self, choice: Sequence[int], variable: int, option: int) -> tuple[int, ...] | None:
         """``choice`` with ``option``, and with others of those that do not go with it, as few as there is need for;
         None where that is not found."""
+        if not math.isfinite(self.problem.costs[variable][option]):
+            return None
         new, fixed, waiting = list(choice), {variable: option}, [variable]
         new[variable] = option
         while waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from autopar.mesh import Mesh
@@ -16,6 +17,7 @@ from autopar.planner.pricing import Prices
 from autopar.planner.rounds import Result, Rounds
 from autopar.planner.tightening import Rows
 from autopar.planner.two_stage import CheckpointSearch
+from autopar.solver import Edge, Problem
 
 from .memory_graphs import SLACK, UNIT, chain, device
 
@@ -53,3 +55,14 @@ def test_the_same_choice_leads_to_the_same_one_however_much_is_looked_at(monkeyp
     monkeypatch.setattr(descent, "MOST_OPS", 0)
     kept, least = from_keeping_all(6)
     assert least is kept
+
+
+def test_what_goes_with_a_change_changes_too_and_nothing_that_is_forbidden_is_chosen() -> None:
+    """The second goes with the first's option; the third need not change; the first's last option is not allowed."""
+    same = np.where(np.eye(3, dtype=bool), 0.0, math.inf)
+    costs = np.array([0.0, 0.0, math.inf]), np.zeros(3), np.zeros(2)
+    neighbours = descent._Neighbours(Problem(costs, (Edge(0, 1, same), Edge(1, 2, np.zeros((3, 2))))))
+    assert neighbours.changed((0, 0, 1), 0, 1) == (1, 1, 1)
+    assert neighbours.changed((0, 0, 1), 1, 1) == (1, 1, 1)
+    assert neighbours.changed((0, 0, 1), 0, 2) is None
+    assert neighbours.changed((0, 0, 1), 1, 2) is None
