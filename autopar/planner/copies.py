@@ -8,9 +8,9 @@ there as it is, which takes nothing and needs the maker's spec to be the same, o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -70,12 +70,21 @@ class Copies:
 
     def bytes(self, choice: Sequence[int], place: float) -> float:
         """What all copies hold at ``place``."""
-        total = 0.0
-        for copy, _ in self._at((place,)):
-            made, read = self._specs(copy, choice)
-            if read is not None and not self._there(copy.handover, made, read):
-                total += copy.sizes[copy.specs.index(read)]
-        return total
+        return sum(self._bytes(copy, choice) for copy, _ in self._at((place,)))
+
+    def by_variable(self, place: float) -> Mapping[int, Sequence[tuple[int, Callable[[Sequence[int]], float]]]]:
+        """For each variable the copies at ``place`` that hang on it: a number, and the bytes under a choice."""
+        found: dict[int, list[tuple[int, Callable[[Sequence[int]], float]]]] = {}
+        for i, (copy, _) in enumerate(self._at((place,))):
+            for variable in {copy.handover.source, copy.handover.target}:
+                found.setdefault(variable, []).append((i, partial(self._bytes, copy)))
+        return found
+
+    def _bytes(self, copy: _Copy, choice: Sequence[int]) -> float:
+        made, read = self._specs(copy, choice)
+        if read is None or self._there(copy.handover, made, read):
+            return 0.0
+        return copy.sizes[copy.specs.index(read)]
 
     def _specs(self, copy: _Copy, choice: Sequence[int]) -> tuple[ShardingSpec | None, ShardingSpec | None]:
         h, v = copy.handover, self.decisions.variables

@@ -19,7 +19,7 @@ from autopar.planner.random_plans import random_solution
 from autopar.planner.schedule import schedule
 from autopar.planner.tightening import Rows
 from autopar.planner.timeline import simulate_streams
-from autopar.planner.transfers import host_usages
+from autopar.planner.transfers import hide, host_usages
 from autopar.program import Program
 from autopar.solver import Basis, Problem, Solution, TraceEntry, UsagePrices, solve
 from autopar.solver.clock import now
@@ -124,6 +124,11 @@ class Rounds:
             host = self.prices.cluster.host
             used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit, self.hiding_parts)
         return self.objective.problem(used, limit)
+
+    def hides(self, choice: Sequence[int]) -> bool:
+        """Whether all that ``choice`` offloads can."""
+        host, parts = self.prices.cluster.host, self.hiding_parts
+        return math.isinf(self.hideable_s) or hide(self.decisions, choice, host, self.hideable_s, parts)
 
     def _choose(
         self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None, gap: float

@@ -55,6 +55,8 @@ AGAIN_GAP = 0.005
 """A wider gap is left to further rounds, with other weights."""
 AGAIN_SHARE = 0.5
 """Of the time left, for a plan whose gap is wide once more."""
+ROWS_SHARE = 0.8
+"""Of the time for the smallest peak of a small problem on one device, for rows; the exact search goes on from there."""
 EXACT_MOST = 200
 """Up to so many the exact search also breaks ties on one device."""
 
@@ -416,10 +418,10 @@ class _Search(BudgetRounds):
             best = self._better(best, checkpoints.within(self.budget, deadline))
         return best and replace(best, solution=bounded(best.solution, self.bound, self.options.gap))
 
-    def _until_smallest(self) -> float:
+    def _until_smallest(self, share: float = 1.0) -> float:
         """As long for each budget, so that one that an error names is found again; passes to the byte end by rounds."""
         small = self.decisions.mesh.size > 1 and len(self.decisions.variables) <= TO_THE_BYTE_MOST
-        kept_back_s = math.inf if small else max(self.kept_back_s, LEAST_KEPT_BACK_S)
+        kept_back_s = math.inf if small else share * max(self.kept_back_s, LEAST_KEPT_BACK_S)
         return max(now() + LEAST_S, min(now() + kept_back_s, self.latest))
 
     def _checkpoints(self, free: Result) -> CheckpointSearch:
@@ -448,14 +450,21 @@ class _Search(BudgetRounds):
             result = kept_as_sharded(self, keeping, [free.solution.choice], deadline, gap=GAP_ANEW)
         most = EXACT_MOST if result is not None and result.solution.proven else SMALL_MOST
         deadline = self.latest if self.baseline else deadline
+        lean, ended = None, False
+        if result is None and whole and not self.baseline and len(self.decisions.variables) <= SMALLEST_MOST:
+            # First, since what follows may take longer than it should, and begins with it.
+            begin = checkpoints.smallest_by_rules()
+            until = self._until_smallest(ROWS_SHARE)
+            lean = self._smallest(until, checkpoints.still, begin, self.hideable_s)
+            ended = now() > until
         if len(self.decisions.variables) <= most:
-            starts = [] if result is None else [result.solution.choice]
+            starts = [r.solution.choice for r in (result, lean) if r is not None]
             result = self._better(result, checkpoints.within(self.budget, deadline, starts))
         if result is None and self.baseline:
             return None
-        late = now() > deadline
+        late = now() > deadline or ended
         if result is None:
-            result, ended = self._leanest(checkpoints, deadline)
+            result, ended = self._leanest(checkpoints, deadline, None if lean is None else lean.solution.choice)
             result, late = named_budgets.or_kept(self, result), late or ended
         if result.memory.peak_bytes > self.budget:
             raise self._infeasible(result, late=late)
@@ -465,13 +474,15 @@ class _Search(BudgetRounds):
         proven = result.solution.objective - bound <= self.options.gap * result.solution.objective
         return replace(result, solution=replace(result.solution, lower_bound=bound, proven=proven))
 
-    def _leanest(self, checkpoints: CheckpointSearch, deadline: float) -> tuple[Result, bool]:
+    def _leanest(
+        self, checkpoints: CheckpointSearch, deadline: float, begin: Sequence[int] | None
+    ) -> tuple[Result, bool]:  # fmt: skip
         """Where no round found what fits: what does by simple rules or by rows, else what holds the least; and whether
-        the time was up before that was all. Small problems are searched exactly, to the byte."""
+        the time was up before that was all. Small problems are searched exactly, to the byte, from ``begin`` on."""
         whole, small = self.decisions.mesh.size == 1, len(self.decisions.variables) <= SMALLEST_MOST
         if small or not whole:
-            until = self._until_smallest()
-            least = self._better(None, checkpoints.smallest(until))
+            until = self._until_smallest(1.0 if begin is None else 1 - ROWS_SHARE)
+            least = self._better(None, checkpoints.smallest(until, begin))
             assert least is not None
             return least, now() > until
         ruled = checkpoints.by_rules(self.objective.depth, deadline)
@@ -498,7 +509,9 @@ class _Search(BudgetRounds):
         better = min(filter(None, (found, joint)), key=lambda r: (r.solution.objective, r.memory.peak_bytes))
         return replace(better, solution=bounded(better.solution, bound, self.options.gap))
 
-    def _smallest(self, deadline: float, still: Open, begin: Sequence[int] | None = None) -> Result:
+    def _smallest(
+        self, deadline: float, still: Open, begin: Sequence[int] | None = None, hideable_s: float = math.inf
+    ) -> Result:  # fmt: skip
         """The plan of the smallest peak that was found; where it fits the budget, the cheapest plan near it that does.
 
         The way to it knows neither the budget nor what was tried before, so a budget that an error names works.
@@ -506,8 +519,9 @@ class _Search(BudgetRounds):
         Args:
             still: what the shardings of the optimum without a budget leave open.
             begin: a choice that holds little, where one is known.
+            hideable_s: beside which transfers have to hide, as they do in the exact search.
         """
-        self.hideable_s, self.hiding_parts, self.prices_of_memory, self.seeds = math.inf, 1, UsagePrices(), ()
+        self.hideable_s, self.hiding_parts, self.prices_of_memory, self.seeds = hideable_s, 1, UsagePrices(), ()
         self.basis = None
         self.objective = Objective(self.decisions, self.prices)
         rows = Rows(self.decisions, self.options)

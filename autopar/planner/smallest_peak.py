@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError, SolverError
+from autopar.planner.descent import descended
 from autopar.planner.finalists import seed
 from autopar.planner.rounds import Result, Rounds
 from autopar.planner.tightening import Rows
@@ -24,9 +25,9 @@ GAP = 0.01
 NEARLY = 1.005
 """Times the rows' smallest peak, within which the cheapest choice is taken: cheap ones hold little besides."""
 
-TO_THE_BYTE_MOST, MOST_PASSES = 300, 4
-"""Variables up to which the smallest peak is looked for to the byte, in so many passes at most: of more they gain less
-than a thousandth, for seconds."""
+TO_THE_BYTE_MOST, TO_THE_BYTE_ALONE_MOST, MOST_PASSES = 300, 2000, 4
+"""Variables up to which the smallest peak is looked for to the byte, on several devices and on one, in so many passes
+at most: of more they gain less than a thousandth, for seconds."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class _Pass:
 
 
 ROUGH = _Pass(8, renewed=False, smaller=0.01, gap=GAP, cost_gap=0.0)
+ROUGH_ALONE = _Pass(2, renewed=True, smaller=0.01, gap=GAP, cost_gap=0.0)
 EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
 
 
@@ -57,20 +59,25 @@ def of_smallest_peak(
     """From ``begin``, or else from the baseline of the smallest peak, on: the choice of the rows' smallest peak, then
     rows for what its program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of
     small problems from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside
-    for an option may have been due to others. The rows are the last ones."""
+    for an option may have been due to others; and from there on by single decisions. The rows are the last ones."""
     best: Result | None = None
     known: Sequence[Sequence[int]] = () if begin is None else (begin,)
     if begin is None and rounds.rivals:
         known = seed(rounds.objective, rounds.options, min(rounds.rivals, key=lambda r: r.peak_bytes).name)
     for choice in known:
         best = rounds.of_choice(choice)
-    best, _ = _smaller(rounds, rows, best, deadline, ROUGH)
-    for _ in range(MOST_PASSES if len(rounds.decisions.variables) <= TO_THE_BYTE_MOST else 0):
+    alone = rounds.decisions.mesh.size == 1
+    best, _ = _smaller(rounds, rows, best, deadline, ROUGH_ALONE if alone else ROUGH)
+    if len(rounds.decisions.variables) > (TO_THE_BYTE_ALONE_MOST if alone else TO_THE_BYTE_MOST):
+        return best, rows
+    if alone:  # there is little time, and this finds more in it
+        best = descended(rounds, rows, best, deadline)
+    for _ in range(MOST_PASSES):
         rows, before = rows.afresh(), best
         best, least = _smaller(rounds, rows, best, deadline, EXACT)
         if best is before or least:
             break
-    return best, rows
+    return (best if alone else descended(rounds, rows, best, deadline)), rows
 
 
 def _smaller(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> tuple[Result, bool]:
@@ -108,7 +115,9 @@ def _near_smallest(
     """The cheapest choice whose rows are hardly higher than they have to be; None where these are too high, to the
     byte."""
     known = () if best is None else (best.solution.choice,)
-    asked, choice = smallest_rows(rounds, rows, known, seconds_for(deadline), gap=how.gap)
+    # Rows of transfers need a limit that they are a share of; where the next peak is below that, they hide.
+    limit = math.inf if best is None or math.isinf(rounds.hideable_s) else _aim(best, how)
+    asked, choice = smallest_rows(rounds, rows, known, seconds_for(deadline), limit, how.gap)
     least = peak_usage(asked, choice)
     limit = least * NEARLY
     if best is not None and not how.smaller:
@@ -119,7 +128,8 @@ def _near_smallest(
         latest = now() + seconds_for(deadline)
         return rounds.once(rows, limit, latest, rows.own(choice), how.cost_gap)
     except (InfeasibleError, SolverError):
-        return rounds.of_choice(rows.own(choice))
+        own = rows.own(choice)
+        return rounds.of_choice(own) if rounds.hides(own) else None
 
 
 def seconds_for(deadline: float) -> float:

@@ -9,12 +9,13 @@ it is set aside for the one option that is behind it, since others may hold less
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.ir import Graph
 from autopar.planner.copies import Copies
@@ -25,6 +26,8 @@ from autopar.planner.schedule import AGAIN
 from autopar.planner.variables import Decisions
 from autopar.program import Op, Program
 from autopar.solver import Problem, Usage
+
+Array = npt.NDArray[np.float64]
 
 MOST_AT_ONCE = 4
 """So many moments over the budget become rows together, the highest ones."""
@@ -125,6 +128,25 @@ class Rows:
             changed |= unseen > self.unseen.get(place, -1.0)
             self.unseen[place] = max(unseen, self.unseen.get(place, 0.0))
         return changed
+
+    def highest(self, program: Program, timeline: Sequence[int]) -> float:
+        """The place at which ``program`` holds most."""
+        return _peaks(program, self.decisions.graph, timeline, max(timeline) - 1)[0][0]
+
+    def more_at(self, place: float, choice: Sequence[int]) -> Callable[[Sequence[int]], float]:
+        """How much more other choices hold at ``place`` than ``choice`` does, as far as rows see."""
+        held: dict[int, Array] = {}
+        for used in self.holdings.usages((place,)):
+            held[used.node] = held.get(used.node, 0.0) + used.option
+        copies = self.copies.by_variable(place)
+
+        def more(other: Sequence[int]) -> float:
+            changed = [v for v, (a, b) in enumerate(zip(other, choice, strict=True)) if a != b]
+            own = sum(float(held[v][other[v]] - held[v][choice[v]]) for v in changed if v in held)
+            touched = dict(copy for v in changed for copy in copies.get(v, ()))
+            return own + sum(bytes_of(other) - bytes_of(choice) for bytes_of in touched.values())
+
+        return more
 
     def _variable_behind(self, place: float, op: Op) -> int | None:
         """The one whose option tells most of what is held while ``op`` runs: a parameter's where its gradient is on the

@@ -78,6 +78,14 @@ def host_usages(
     return tuple(found)
 
 
+def hide(d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, parts: int = PARTS) -> bool:
+    """Whether the rows of ``host_usages`` allow what ``choice`` offloads."""
+    used = [0.0] * parts
+    for row in host_usages(d, host, hideable_s, 0, 1.0, parts):
+        used[row.start] += float(row.option[choice[row.node]])
+    return max(used) <= 1
+
+
 def exposed_seconds(program: Program) -> float:
     """Seconds that the forward of ``program`` waits at its end for copies to the host, which had no time to hide."""
     now_s = free_s = 0.0

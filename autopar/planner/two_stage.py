@@ -188,11 +188,12 @@ class CheckpointSearch:
                 break
         return found
 
-    def smallest(self, deadline: float) -> Checkpointed:
-        """The choice of the smallest peak that was found: by rules, then each smaller than the last, by ever less; of
-        small problems by a byte in the end, so that none is smaller."""
-        choice = self._smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
-        best = self._checkpointed(choice)
+    def smallest(self, deadline: float, begin: Sequence[int] | None = None) -> Checkpointed:
+        """The choice of the smallest peak that was found: from ``begin`` or rules on, each smaller than the last, by
+        ever less; of small problems by a byte in the end, so that none is smaller."""
+        if begin is None:
+            begin = self.smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
+        best = self._checkpointed(begin)
         exact = len(self.decisions.variables) <= SMALLEST_MOST
         for less in (*LESS, 0.0) if exact else LESS:
             while now() < deadline:
@@ -203,7 +204,7 @@ class CheckpointSearch:
                 best = smaller
         return best
 
-    def _smallest_by_rules(self) -> Sequence[int]:
+    def smallest_by_rules(self) -> Sequence[int]:
         assert self.rules is not None
         return min(self.rules.spread(), key=lambda choice: self.measured(choice)[1].peak_bytes)
 

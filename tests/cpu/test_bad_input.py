@@ -122,6 +122,14 @@ def test_of_a_small_model_the_smallest_budget_is_named_to_the_byte() -> None:
         autopar.plan(model, inputs, mesh=(2,), memory_budget=smallest - 1)
 
 
+@pytest.mark.slow
+def test_what_rows_set_aside_hides_no_smaller_budget() -> None:
+    """Rows alone named 1,588 bytes, where other budgets led to a plan of 1,540."""
+    with refused(InfeasibleError) as caught:
+        autopar.plan(Net(tied=True), batch(), mesh=(4,), memory_budget=10)
+    assert smallest_of(caught.value) <= 1540
+
+
 # --- constraints ---
 
 

@@ -16,6 +16,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned, smallest_peak
 from autopar.planner.schedule import AGAIN
+from autopar.planner.transfers import exposed_seconds
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
@@ -229,6 +230,30 @@ def test_a_budget_that_an_error_names_works_however_little_time_there_is() -> No
         within(1000, 15.0)
     named = smallest_of(error.value)
     assert within(named, 1e-3).memory.peak_bytes <= named
+
+
+@pytest.mark.parametrize("host", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "resnet"))])
+def test_a_small_model_on_one_device_is_told_what_rows_find(name: str, host: str) -> None:
+    """The exact search alone came to .78 of GPT-2's free peak, .77 of Llama's and .92 of ResNet's; and what is found
+    offloads no more than hides."""
+    cluster = cluster_where_sharding_pays().sized(1)
+    if host == "slow":
+        cluster = dataclasses.replace(cluster, host=dataclasses.replace(cluster.host, bandwidth_bytes_per_s=1.0))
+
+    def within(budget: int) -> Planned:
+        options = Options(budget, aliases=canonical_names(of(name).model), time_limit_s=6.0)
+        return planner.plan_graph(of(name).capture.graph, Mesh((1,)), cluster, options)
+
+    free = within(10**12)
+    with pytest.raises(InfeasibleError) as error:
+        within(1000)
+    named = smallest_of(error.value)
+    assert named <= 0.7 * free.memory.peak_bytes
+    plan = within(named)
+    assert plan.memory.peak_bytes <= named
+    assert exposed_seconds(plan.program) <= 0.05 * plan.timeline.seconds
+    assert host == "fast" or not any(op.kind == "offload" for op in plan.program.ops)
 
 
 def test_a_deep_model_on_one_device_is_told_a_budget_far_below_its_free_plan() -> None:

@@ -19,7 +19,7 @@ from autopar.planner.objective import Objective
 from autopar.planner.pricing import Prices
 from autopar.planner.random_plans import random_solution
 from autopar.planner.rows import usages
-from autopar.planner.transfers import host_usages, place_transfers, transfer_seconds
+from autopar.planner.transfers import HIDING_SHARE, hide, hold_seconds, host_usages, place_transfers, transfer_seconds
 from autopar.program import LocalTensor, Op
 from autopar.sharding import ShardingSpec
 from autopar.solver import evaluate, peak_usage
@@ -71,6 +71,22 @@ def test_a_copy_cannot_claim_to_be_what_it_is_not() -> None:
             if evaluate(extended, [*states[:node], o, *states[node + 1 :]])[1]
         )
         assert least == next((float(u.option[states[node]]) for u in extended.usages if u.node == node), 0.0)
+
+
+def test_transfers_hide_as_far_as_rows_allow() -> None:
+    """To the one that is one too many for the seconds of the forward."""
+    _, _, d, prices = parts()
+    host = prices.cluster.host
+    offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
+    choice, seconds = [0] * len(d.variables), 0.0
+    for i, v in offloading:
+        choice[i] = v.actions.index("keep")
+    assert hide(d, choice, host, 1e-9, parts=1)
+    for i, v in offloading:
+        choice[i] = v.actions.index("offload")
+        seconds += hold_seconds(d, v, host)[choice[i]] / 2
+        assert hide(d, choice, host, 1.01 * seconds / HIDING_SHARE, parts=1)
+        assert not hide(d, choice, host, 0.99 * seconds / HIDING_SHARE, parts=1)
 
 
 def test_what_is_made_late_has_less_time_to_be_offloaded_in() -> None:
