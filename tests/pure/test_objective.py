@@ -14,7 +14,7 @@ from autopar.planner import Options
 from autopar.planner.constraints import resolve
 from autopar.planner.critical_paths import Sections, buckets, groups
 from autopar.planner.decisions import decide
-from autopar.planner.objective import Objective
+from autopar.planner.objective import BESIDE, NEARLY_LONGEST, Objective
 from autopar.planner.pricing import MOST_OVERLAP, Prices
 from autopar.planner.random_plans import random_solution
 from autopar.planner.schedule import schedule
@@ -181,3 +181,34 @@ def test_what_is_sent_along_one_axis_runs_beside_what_is_sent_along_another() ->
     taken = np.array([seconds[b.work] if b.phase == "backward" else 0.0 for b in order])
     assert (backward.paths @ taken).max() == 3.0
     assert backward.works @ taken == 3.0 + 2 * 2.0
+
+
+def test_weights_kept_for_more_decisions_have_a_little_on_every_path_that_is_nearly_the_longest() -> None:
+    asked = objective(2048, 256)
+    found = asked.minimize(asked.problem(), whole, gap=1e-9)
+    other = objective(2048, 256)
+    other.begin_as(asked, found.choice)
+    seconds = asked.path_seconds(found.choice)
+    for paths in asked.ranges:
+        weights, longest = other.weights[paths], seconds[paths].max()
+        assert weights.sum() == pytest.approx(1.0)
+        assert (weights[seconds[paths] >= (1 - NEARLY_LONGEST) * longest] > 0).all()
+        assert (weights >= (1 - BESIDE) * asked.weights[paths] - 1e-12).all()
+    cost, best = evaluate(asked.problem(weights=other.weights), found.choice)[0], asked.seconds(found.choice)
+    assert best * (1 - BESIDE * NEARLY_LONGEST) <= cost <= best * (1 + 1e-9)
+    plain = objective(2048, 256)
+    plain.begin_as(asked)
+    assert (plain.weights == asked.weights).all()
+
+
+def test_no_more_weights_are_tried_than_a_known_bound_leaves_open() -> None:
+    asked, solved = objective(2048, 256), []
+
+    def counted(problem: Problem, warm: tuple) -> Solution:
+        solved.append(problem)
+        return whole(problem, warm)
+
+    best = objective(2048, 256).minimize(asked.problem(), whole, gap=1e-9)
+    found = asked.minimize(asked.problem(), counted, gap=1.0, bound=best.lower_bound)
+    assert len(solved) == 1
+    assert best.lower_bound <= found.lower_bound <= found.objective
