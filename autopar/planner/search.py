@@ -57,6 +57,8 @@ AGAIN_SHARE = 0.5
 """Of the time left, for a plan whose gap is wide once more."""
 ROWS_SHARE = 0.8
 """Of the time for the smallest peak of a small problem on one device, for rows; the exact search goes on from there."""
+TIES_LEAST = 600
+"""Variables of problems whose ties are told apart by other paths: small ones are solved to the end, which that bars."""
 EXACT_MOST = 200
 """Up to so many the exact search also breaks ties on one device."""
 
@@ -427,7 +429,8 @@ class _Search(BudgetRounds):
     def _checkpoints(self, free: Result) -> CheckpointSearch:
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
         sharded, joint = self.decisions, Objective(self.with_reruns(), self.prices)
-        joint.begin_as(self.objective, free.solution.choice)
+        large = len(joint.decisions.variables) >= TIES_LEAST
+        joint.begin_as(self.objective, free.solution.choice if large else None)
         self.objective = joint
         still = sharded_as(sharded, free.solution.choice, self.decisions)
         return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
