@@ -2,11 +2,15 @@
 
     python benchmarks/planning.py [--only llama3-8b vit-g] [--layers 8 32] [--meshes 8 32x8 8x8x8] [--repeat 3]
     python benchmarks/planning.py --main --repeat 3 --markdown benchmarks/results/planning.md
+    python benchmarks/planning.py --only gpt2 --meshes 8 2x4 --shares 0.8 0.6 0.45
 
 Models are those of Hugging Face on the meta device, in bfloat16 but for GPT-2 small, with the batch of ``MODELS`` on
 each device; ``--layers`` changes their depth, 0 leaves it as it is. The cluster is "dgx-h100". A budget is only kept
 where ``--budget`` names one, so that all models can be planned on all meshes. No GPU is used. A model is captured once
 for each mesh; what follows is repeated, and medians are shown.
+
+``--shares`` also plans each case within these shares of the peak of its plan without a budget, and tells how many times
+as many seconds of the processor that takes.
 
 ``--markdown FILE`` writes the table with the machine, the date and the versions, as in benchmarks/results.
 """
@@ -24,6 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,8 +140,11 @@ def inputs(model: str, devices: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def measure(model: str, layers: int, mesh: tuple[int, ...], options: Options, repeat: int) -> Record:
-    """Capture one case, and plan it so many times; what went wrong is recorded too."""
+def measure(
+    model: str, layers: int, mesh: tuple[int, ...], options: Options, repeat: int, shares: Sequence[float] = ()
+) -> Record:  # fmt: skip
+    """Capture one case, and plan it so many times, and within ``shares`` of its peak; what went wrong is recorded
+    too."""
     shape = MODELS[model]
     depth, devices = layers or shape.layers, math.prod(mesh)
     record: Record = {"model": model, "layers": depth, "mesh": list(mesh), "batch": shape.batch * devices}
@@ -150,7 +158,18 @@ def measure(model: str, layers: int, mesh: tuple[int, ...], options: Options, re
     except autopar.AutoparError as error:
         return record | {"error": str(error)}
     times = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key.endswith("_s")}
-    return record | runs[-1] | times | {"runs": [run["total_s"] for run in runs]}
+    found = record | runs[-1] | times | {"runs": [run["total_s"] for run in runs]}
+    return found | {"shares": [within(capture, mesh, options, share, found) for share in shares]}
+
+
+def within(capture: Capture, mesh: tuple[int, ...], options: Options, share: float, free: Record) -> Record:
+    """The plan within a share of the peak of the one without a budget, and how much longer it took."""
+    budget = int(share * free["peak_memory_bytes"])
+    try:
+        found = planned(capture, mesh, replace(options, memory_budget_bytes=budget))
+    except autopar.AutoparError as error:
+        return {"share": share, "error": str(error)}
+    return found | {"share": share, "times": found["cpu_s"] / free["cpu_s"]}
 
 
 def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record:
@@ -179,6 +198,7 @@ def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record
         "near_s": before_s + next(near, math.inf),
         "solver": dict(plan.solver),
         "gap": plan.gap,
+        "cost_s": plan.objective,
         "step_time_s": plan.step_time,
         "peak_memory_bytes": plan.peak_memory,
         "ops": len(plan.program.ops),
@@ -216,6 +236,23 @@ def table(records: Sequence[Record]) -> Table:
         shown.add_column(column, justify="left" if i in (0, 2) else "right", overflow="fold")
     for record in records:
         shown.add_row(*cells(record))
+    return shown
+
+
+def share_table(records: Sequence[Record]) -> Table:
+    """Of each case without a budget the first row."""
+    shown = Table(title="Seconds of planning within a budget")
+    for i, column in enumerate(("model", "layers", "mesh", "budget", "CPU", "times", "cost", "gap", "step")):
+        shown.add_column(column, justify="left" if i in (0, 2) else "right")
+    for record in records:
+        head = [record["model"], str(record["layers"]), "x".join(map(str, record["mesh"]))]
+        for row in ({**record, "times": 1.0}, *record.get("shares", ())):
+            share = f"{row['share']:g}" if "share" in row else "none"
+            told = [row["error"].split("\n")[0]] if "error" in row else [
+                f"{row['cpu_s']:.2f}", f"{row['times']:.1f}", f"{row['cost_s'] * 1e3:.2f} ms", f"{row['gap']:.2%}",
+                f"{row['step_time_s'] * 1e3:.2f} ms",
+            ]  # fmt: skip
+            shown.add_row(*head, share, *told)
     return shown
 
 
@@ -266,6 +303,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="plans of each case, whose median is shown (default 1)")
     parser.add_argument("--budget", default=UNLIMITED, help="memory of a device, as 80GB (default: any)")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver (default 60)")
+    parser.add_argument("--shares", nargs="+", type=float, default=[], help="of a case's peak, budgets to plan within")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
@@ -277,12 +315,15 @@ def main() -> int:
     groups = MAIN if options.main else [(model, options.layers, options.meshes) for model in options.only]
     cases = [(model, layers, mesh) for model, depths, meshes in groups for mesh in meshes for layers in depths]
     for model, layers, mesh in cases:
-        records.append(measure(model, layers, tuple(map(int, mesh.split("x"))), asked, options.repeat))
+        on = tuple(map(int, mesh.split("x")))
+        records.append(measure(model, layers, on, asked, options.repeat, options.shares))
         console.print("  ".join(cells(records[-1])), highlight=False)
         if options.json:
             described = {"machine": machine(), "records": records}
             options.json.write_text(json.dumps(described, indent=1) + "\n")
     console.print(table(records))
+    if options.shares:
+        console.print(share_table(records))
     if options.markdown:
         chosen = (
             ("only", options.only), ("layers", options.layers), ("meshes", options.meshes), ("repeat", [options.repeat])
