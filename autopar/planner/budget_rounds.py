@@ -41,7 +41,6 @@ MOST_EXPOSED = 5e-3
 EXPOSED_ROUNDS = 2
 """Of the step: where transfers are exposed for longer than that, more rows see to it that they hide, so many times."""
 
-
 EXPOSED_TIMES, EXPOSED_LEAST_S = 1.0, 2.0
 """Times what the round of a plan that fits took, and seconds at least, for those."""
 

@@ -49,6 +49,7 @@ WORK = 1e8
 ROUNDING = 1e-15
 """Seconds: an option that is not used is further than one that is."""
 
+
 def applies(graph: Graph, backend: str) -> bool:
     """Whether something is limited, and HiGHS solves."""
     return bool(len(graph.limits)) and bool(graph.nodes()) and backend == "highs"

@@ -25,7 +25,7 @@ from autopar.solver.ilp import USAGE_SCALE, Model, build
 from autopar.solver.problem import Array
 
 SHARE = 0.25
-"""Of the options, those that are in a linear program."""
+"""Of the options, those that are in a linear program; twice as many in one that comes after one without a solution."""
 
 SWEEPS = 4
 LEAST_SWEEPS, MOST_SWEEPS = 6, 24
@@ -34,9 +34,9 @@ LEAST_SWEEPS, MOST_SWEEPS = 6, 24
 STALLED = 0.9
 """Of its distance from the optimum, a bound that is still as far after two sweeps rises no more."""
 
-FIRST_PRICE = 0.03
-"""Of what all costs, for all of the limit, where no prices are known: those of real problems are a tenth of it to a few
-times it."""
+FIRST_PRICE, DEAR = 0.03, 3.0
+"""Of what all costs, for all of the limit, where no prices are known: those of real problems are a tenth of the one to
+a few times it. By the other options are told that hold little, where what is near without them does not fit."""
 
 ROUNDS = 2
 """Programs at most: in the second one's prices hardly anything is left to change."""
@@ -69,39 +69,44 @@ def relax_nearest(
     graph: Graph, equations: Equations, magnitude: float, known: Array, gap: float, seconds_left: Callable[[], float]
 ) -> Relaxed | None:
     """The linear program of ``graph`` to within ``gap``, or as near as it comes in a few rounds; None where there is no
-    time for that, or the nearest options allow nothing.
+    time for one, or the nearest options allow nothing.
 
     Args:
         magnitude: of the objective, in seconds.
         known: prices of the limit at a similar optimum; zeros where there are none.
     """
-    distance = _told(graph, magnitude, known, seconds_left)
-    best = -math.inf
-    used: dict[int, npt.NDArray[np.bool_]] = {}
-    for left in reversed(range(ROUNDS)):
-        if seconds_left() <= 0:
-            return None
-        part = _of_nearest(graph, distance, used)
+    whole = magnitude / np.maximum(graph.limits, 1e-300)
+    first = known if known.any() else FIRST_PRICE * whole
+    distance = _nearest(*(_told(graph, prices, seconds_left) for prices in (0.0 * whole, first)))
+    relaxed: Relaxed | None = None
+    solved, share = 0, SHARE
+    while solved < ROUNDS and seconds_left() > 0:
+        used = {} if relaxed is None else {node: value > USED for node, value in relaxed.values.items()}
+        part = _of_nearest(graph, distance, used, share)
         plain = build(part, magnitude)
         model = coupled(plain, part, equations)
         try:
             found = highs.solve_relaxation(model, seconds_left())
         except InfeasibleError:
-            return None
+            if share > SHARE or relaxed is not None:
+                break
+            share, distance = 2 * SHARE, _nearest(distance, _told(graph, DEAR * whole, seconds_left))
+            continue
         if found is None:
-            return None
-        prices = prices_of(graph, plain, found)
-        optimum = found.objective * model.scale + graph.offset
+            break
+        solved += 1
+        optimum, prices = found.objective * model.scale + graph.offset, prices_of(graph, plain, found)
         values = {n: np.zeros(len(graph.costs[n])) for n in graph.nodes()}
         for node, start, stop in zip(model.nodes, model.first[:-1], model.first[1:], strict=True):
             values[node][np.isin(graph.options[node], part.options[node])] = found.values[start:stop]
         free = paid(graph, part, equations, found.row_duals[len(plain.row_lower) :] * model.scale)
-        bound, distance = _proven(free, prices, optimum, gap, seconds_left)
-        best = max(best, bound)
-        if optimum - best <= gap * abs(optimum) or not left:
-            return Relaxed(optimum, best, values, distance, prices)
-        used = {node: value > USED for node, value in values.items()}
-    return None
+        least, bound = _proven(free, prices, optimum, gap, seconds_left)
+        bound = bound if relaxed is None else max(bound, relaxed.bound)
+        distance = {node: np.maximum(marginal - bound, 0.0) for node, marginal in least.items()}
+        relaxed = Relaxed(optimum, bound, values, distance, prices)
+        if optimum - bound <= gap * abs(optimum):
+            break
+    return relaxed
 
 
 def prices_of(graph: Graph, plain: Model, found: highs.Relaxation) -> Array:
@@ -111,22 +116,25 @@ def prices_of(graph: Graph, plain: Model, found: highs.Relaxation) -> Array:
     return np.maximum(held, 0.0) * plain.scale * USAGE_SCALE / np.maximum(graph.limits, 1e-300)
 
 
-def _told(graph: Graph, magnitude: float, known: Array, seconds_left: Callable[[], float]) -> dict[int, Array]:
-    """How near options are without prices of the limit, or with some."""
-    first = known if known.any() else FIRST_PRICE * magnitude / np.maximum(graph.limits, 1e-300)
-    distance = {node: np.full(len(graph.costs[node]), np.inf) for node in graph.nodes()}
-    for prices in (np.zeros(len(graph.limits)), first):
-        dual, marginals = Dual(graph, prices), {}
-        for count in range(SWEEPS):
-            marginals = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0).marginals
-        for node, marginal in marginals.items():
-            np.minimum(distance[node], marginal - marginal.min(), out=distance[node])
-    return distance
+def _told(graph: Graph, prices: Array, seconds_left: Callable[[], float]) -> dict[int, Array]:
+    """How much dearer options are than the best of their node, at about the least, under prices of the limit."""
+    dual, marginals = Dual(graph, prices), {node: np.zeros(len(graph.costs[node])) for node in graph.nodes()}
+    for count in range(SWEEPS):
+        found = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0)
+        marginals = found.marginals or marginals
+    return {node: marginal - marginal.min() for node, marginal in marginals.items()}
 
 
-def _of_nearest(graph: Graph, distance: Marginals, used: Mapping[int, npt.NDArray[np.bool_]]) -> Graph:
-    """With the nearest options, those that were used, and all of protected nodes."""
-    reach = np.quantile(np.concatenate(list(distance.values())), SHARE, method="lower")
+def _nearest(one: Marginals, other: Marginals) -> dict[int, Array]:
+    """What is near under either prices."""
+    return {node: np.minimum(far, other[node]) for node, far in one.items()}
+
+
+def _of_nearest(
+    graph: Graph, distance: Marginals, used: Mapping[int, npt.NDArray[np.bool_]], share: float
+) -> Graph:  # fmt: skip
+    """With the nearest ``share`` of options, those that were used, and all of protected nodes."""
+    reach = np.quantile(np.concatenate(list(distance.values())), min(share, 1.0), method="lower")
     part = graph.copy()
     for node, far in distance.items():
         if node not in graph.protected:
@@ -137,9 +145,8 @@ def _of_nearest(graph: Graph, distance: Marginals, used: Mapping[int, npt.NDArra
 
 def _proven(
     graph: Graph, prices: Array, optimum: float, gap: float, seconds_left: Callable[[], float]
-) -> tuple[float, dict[int, Array]]:
-    """A bound, no nearer to ``optimum`` than half of ``gap``, and how much dearer than that each option is at the
-    least."""
+) -> tuple[dict[int, Array], float]:
+    """What each option costs at the least, and a bound: no nearer to ``optimum`` than half of ``gap``."""
     dual, bound, far = Dual(graph, prices), -math.inf, []
     least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
     for count in range(MOST_SWEEPS):
@@ -151,4 +158,4 @@ def _proven(
         stalled = count >= LEAST_SWEEPS and far[-1] > STALLED * far[-3]
         if not found.marginals or far[-1] <= 0.5 * gap * abs(optimum) or stalled:
             break
-    return bound, {node: np.maximum(marginal - bound, 0.0) for node, marginal in least.items()}
+    return least, bound
