@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Problem, brute_force, evaluate, highs, linear, nearest, solve
-from autopar.solver.blocks_linear import relax_blocks
 from autopar.solver.equations import coupled, paid
-from autopar.solver.folding import fold
 from autopar.solver.graph import Graph
 from autopar.solver.ilp import build, magnitude_of
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.nearest import Relaxed, relax_nearest
 from autopar.solver.reductions import drop_forbidden
 from tests.pure.solver_problems import problems
+from tests.pure.test_solver_blocks_linear import relaxed as of_blocks
 from tests.pure.test_solver_folding import chain
 from tests.pure.test_solver_mixture import knapsack
 
@@ -74,6 +73,33 @@ def test_the_bound_holds_and_the_optimum_is_no_better_than_with_all_columns(prob
     assert dearest <= best.objective * (1 + 1e-7) + 1e-9, "no option is told to be dearer than a choice that has it"
 
 
+@settings(max_examples=60)
+@given(problems(limited=True))
+def test_what_is_dearer_is_so_beside_the_bound_that_is_told(problem: Problem) -> None:
+    """Also where the last program's prices prove less than those of the one before."""
+    try:
+        graph = Graph(problem)
+        drop_forbidden(graph)
+        best = brute_force(problem)
+    except InfeasibleError:
+        return
+    proven, calls = nearest._proven, []
+
+    def worse(*arguments):
+        least, bound = proven(*arguments)
+        calls.append(bound)
+        return least, bound - 5.0 * (len(calls) > 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearest, "_proven", worse)
+        found = relaxed(graph, gap=-math.inf) if len(graph.limits) else None
+    if found is None:
+        return
+    assert found.bound >= calls[0] - 1e-9
+    taken = graph.project(best.choice)
+    assert all(found.bound + far[taken[node]] <= best.objective + 1e-6 for node, far in found.reduced.items())
+
+
 @settings(max_examples=100)
 @given(problems(limited=True))
 def test_solving_by_them_gives_an_allowed_choice_and_a_bound(problem: Problem) -> None:
@@ -96,10 +122,7 @@ def test_solving_by_them_gives_an_allowed_choice_and_a_bound(problem: Problem) -
 @pytest.mark.parametrize("seam", [0.0, 0.25])
 @pytest.mark.parametrize("limit", [25.0, 55.0, 100.0])
 def test_repeated_blocks_too(limit: float, seam: float) -> None:
-    problem = knapsack(12, limit, seam)
-    incumbent, tied = Incumbent(problem, FOREVER_S, 1e-9, None), fold(problem)
-    assert tied is not None
-    relax_blocks(incumbent, tied.parts, FOREVER_S)
+    incumbent = of_blocks(knapsack(12, limit, seam))
     assert incumbent.objective == pytest.approx(12 - limit // 10 + (seam if limit > 10 else 0.0))
     assert 12 - limit / 10 - 0.1 <= incumbent.lower_bound <= incumbent.objective + 1e-9
 
