@@ -146,10 +146,17 @@ class Rounds:
             found = solve(
                 problem, time_limit=max(left_s, 1.0), backend=self.options.solver,
                 gap=gap, warm_starts=begin, usage_prices=self.prices_of_memory, basis=self.basis,
-                folding=self.objective.fold, progress=self._say_gap,
+                folding=self.objective.fold, progress=self._say_gap, refuses=refuses,
             )  # fmt: skip
             self.prices_of_memory, self.basis, self.weighted_s = found.usage_prices, found.basis, found.objective
             return replace(found, choice=rows.own(found.choice)) if rows else found
+
+        def refuses(choice: Sequence[int]) -> bool:
+            """Whether its program holds more than its rows say: they change before a better choice is of use."""
+            if rows is None or asked.limit != self.budget:
+                return False
+            _, memory = scheduled(self.decisions, rows.own(choice), self.prices, self.options, self.budget)
+            return memory.peak_bytes > self.budget
 
         # Under rows, each solve of which takes long, the weights that are best without them will do at first.
         once = rows is not None and math.isinf(self.reweigh)

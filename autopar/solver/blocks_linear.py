@@ -23,6 +23,7 @@ from autopar.solver.bounds import Bounds
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.equations import Equations
 from autopar.solver.graph import Graph
+from autopar.solver.ilp import is_slow
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.linear import NEAR_FLOWS, ROUNDING, WORK, solve_exactly, solve_relaxed
 from autopar.solver.nearest import USED
@@ -65,7 +66,7 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float) -> None:
         if incumbent.settled() or incumbent.seconds() > deadline:
             break
         near = _near(parts.whole, solved, flows)
-        if near is not None:
+        if near is not None and not (flows and is_slow(near) and incumbent.refused()):
             solve_exactly(near, incumbent, share * (deadline - incumbent.seconds()), solved.optimum)
     if incumbent.settled() and not incumbent.proven():
         latest = incumbent.seconds() + RAISING_SHARE * (deadline - incumbent.seconds())

@@ -50,7 +50,7 @@ PRICES_S: Mapping[str, float] = {
     "element of a table": 5.5e-9,
     "column": 1e-6,
     "simplex step": 50e-6,
-    "iteration of a tree": 200e-6,
+    "iteration of a tree": 400e-6,
 }
 """About the seconds of the processor that each takes, fitted to plans of deep and of small models, and a fifth more: so
 the limit is rarely one on the wall. ``benchmarks/planning.py`` shows their sum beside the seconds of the processor."""

@@ -29,10 +29,11 @@ took 29, 124, 217 and 160 us in programs of .15, .64, 1.2 and 1.9 million."""
 
 TREE = "iteration of a tree"
 ITERATION = 1 / 40_000
-PRESOLVING = 1 / 10
-EVENT = 1 / 130
+PRESOLVING = 1 / 40
+EVENT, EVENT_OF_TREE, EVENT_ENTRIES = 1 / 130, 1 / 800, 30_000
 """By entry of an integer program, in iterations of a small one: what an iteration takes more, what takes place before
-the first event, and between two of them. HiGHS tells only at the end how many iterations there were."""
+the first event, and between two of them at the root and below it, where no more than so many entries count. HiGHS tells
+only at the end how many iterations there were."""
 
 
 def is_installed() -> bool:
@@ -64,8 +65,9 @@ def solve_highs(model: Model, limits: IlpLimits, start: Array | None) -> IlpResu
         solver.setSolution(point)
     entries = len(model.values)
     tick(TREE, PRESOLVING * entries)
-    began, late = counted(), late_after(limits.seconds, TREE, EVENT * entries)
-    solver.cbMipInterrupt.subscribe(_interrupt(late))
+    began, told = counted(), min(entries, EVENT_ENTRIES)
+    late = [late_after(limits.seconds, TREE, each * told) for each in (EVENT, EVENT_OF_TREE)]
+    solver.cbMipInterrupt.subscribe(_interrupt(lambda event: late[event.data_out.mip_node_count > 1]()))
     if limits.report is not None:
         _report_progress(solver, model, limits)
     _run(highspy, solver)
@@ -108,8 +110,8 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(0.0, until_the_limit(max(seconds, 0.01))).items():
         solver.setOptionValue(name, value)
-    step = STEP + len(model.values) / ENTRIES
-    solver.cbSimplexInterrupt.subscribe(_interrupt(late_after(seconds, "simplex step", step)))
+    late = late_after(seconds, "simplex step", STEP + len(model.values) / ENTRIES)
+    solver.cbSimplexInterrupt.subscribe(_interrupt(lambda _: late()))
     solver.setOptionValue("presolve", "off")  # graphs are reduced already: it takes longer than it saves
     lp = _as_lp(highspy, model)
     lp.integrality_ = []
@@ -208,9 +210,9 @@ def _report_progress(solver: Any, model: Model, limits: IlpLimits) -> None:
     solver.cbMipInterrupt.subscribe(on_event)  # not where it logs, which hangs on the time on the wall
 
 
-def _interrupt(late: Callable[[], bool]) -> Callable[[Any], None]:
+def _interrupt(is_late: Callable[[Any], bool]) -> Callable[[Any], None]:
     def on_event(event: Any) -> None:
-        if late():
+        if is_late(event):
             event.interrupt()
 
     return on_event

@@ -24,6 +24,11 @@ from autopar.solver.problem import Array, IndexArray
 
 MAX_USAGE_ENTRIES = 4_000_000
 
+FLOWS_A_SECOND, LIMITED_FLOWS_A_SECOND = 40_000, 3_000
+"""Flows of an integer program for a second: its first relaxation alone takes that long. With a limit, where the
+relaxation is known already, the cuts at the root do: programs of 74, 77 and 102 thousand flows had none done that told
+anything after 24, 7 and 33 s; those of 6 to 10 thousand took 1 to 11 s."""
+
 OBJECTIVE_SCALE = 1e4
 USAGE_SCALE = 1e4
 """Solvers have absolute tolerances near 1e-7, so seconds and bytes are scaled to numbers of this size."""
@@ -148,6 +153,11 @@ def usage_entries(graph: Graph) -> int:
 def is_small(graph: Graph, flows: int) -> bool:
     """Whether the model has at most so many flows, and no more entries of usage than memory and time allow."""
     return flow_count(graph, flows) <= flows and usage_entries(graph) <= MAX_USAGE_ENTRIES
+
+
+def is_slow(graph: Graph) -> bool:
+    """Whether the integer program of a graph with a limit takes longer than a second or so."""
+    return bool(len(graph.limits)) and not is_small(graph, LIMITED_FLOWS_A_SECOND)
 
 
 def magnitude_of(graph: Graph, objective: float) -> float:

@@ -12,13 +12,20 @@ from autopar.solver.problem import Basis, Problem, TraceEntry, UsagePrices, eval
 ROUNDING = 1e-9
 """Relative rounding of sums of costs: bounds closer to an objective than this are not told apart from it."""
 
+NEAR_GAP = 0.05
+"""To what is expected: a choice nearer than that tells whether a better one would be of use."""
+
+Refuses = Callable[[Sequence[int]], bool]
+"""Whether a choice that is nearly the best is of no use, for what the problem does not say."""
+
 
 class Incumbent:
     """Offers that are worse are ignored, so that nothing found is ever lost."""
 
     def __init__(
-        self, problem: Problem, time_limit: float, gap: float, progress: Callable[[TraceEntry], None] | None
-    ) -> None:
+        self, problem: Problem, time_limit: float, gap: float, progress: Callable[[TraceEntry], None] | None,
+        refuses: Refuses | None = None,
+    ) -> None:  # fmt: skip
         self.problem = problem
         self.gap = gap
         self.choice: tuple[int, ...] | None = None
@@ -30,7 +37,8 @@ class Incumbent:
         self.aim = -math.inf  # an objective that is good enough
         self.expected = -math.inf  # below it no choice is expected, proven or not
         self.trace: list[TraceEntry] = []
-        self._progress = progress
+        self._progress, self._refuses = progress, refuses
+        self._asked: tuple[tuple[int, ...], bool] | None = None
         self._began, self._started = now(), time.monotonic()
         self._time_limit = time_limit
 
@@ -72,9 +80,18 @@ class Incumbent:
 
     def settled(self) -> bool:
         """Whether a choice is as good as was asked, proven or by what is expected."""
-        if self.choice is None:
+        return self.choice is not None and (self.proven() or self._is_within(self.gap))
+
+    def refused(self) -> bool:
+        """Whether the choice is nearly as good as can be, and of no use: asked before what takes long."""
+        if self._refuses is None or self.choice is None or not self._is_within(NEAR_GAP):
             return False
-        return self.proven() or relative_gap(self.objective, min(self.expected, self.objective)) <= self.gap
+        if self._asked is None or self._asked[0] != self.choice:
+            self._asked = self.choice, self._refuses(self.choice)
+        return self._asked[1]
+
+    def _is_within(self, gap: float) -> bool:
+        return relative_gap(self.objective, min(self.expected, self.objective)) <= gap
 
     def cutoff(self) -> float:
         """Whatever costs more than this can be left out."""

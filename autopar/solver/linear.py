@@ -21,7 +21,7 @@ from autopar.solver.dominance import WorkBudget
 from autopar.solver.dual import Dual
 from autopar.solver.equations import Equations, coupled
 from autopar.solver.graph import Graph
-from autopar.solver.ilp import IlpLimits, build, flow_count, is_small, magnitude_of
+from autopar.solver.ilp import IlpLimits, build, flow_count, is_slow, is_small, magnitude_of
 from autopar.solver.incumbent import Incumbent
 from autopar.solver.nearest import USED, Relaxed, prices_of, relax_nearest
 from autopar.solver.problem import Array, UsagePrices
@@ -186,7 +186,7 @@ def _round(graph: Graph, found: Relaxed, incumbent: Incumbent, deadline: float) 
         if incumbent.settled():
             break
         near = _restricted(graph, distance, flows)
-        if near is not None:
+        if near is not None and not (flows and is_slow(near) and incumbent.refused()):
             seconds = NEAR_SHARE * (deadline - incumbent.seconds())
             solve_exactly(near, incumbent, seconds, found.optimum)
 

@@ -19,8 +19,17 @@ from autopar.solver.elimination import eliminate_all, factors_of, find_order, si
 from autopar.solver.folding import Part, SolvePart, fold, solve_folded
 from autopar.solver.graph import Graph
 from autopar.solver.greedy import frugal_choice, greedy_choice
-from autopar.solver.ilp import IlpLimits, IlpResult, Model, build, is_small
-from autopar.solver.incumbent import Incumbent
+from autopar.solver.ilp import (
+    FLOWS_A_SECOND,
+    LIMITED_FLOWS_A_SECOND,
+    IlpLimits,
+    IlpResult,
+    Model,
+    build,
+    is_slow,
+    is_small,
+)
+from autopar.solver.incumbent import Incumbent, Refuses
 from autopar.solver.neighbourhood import improve_parts
 from autopar.solver.parts import Tied
 from autopar.solver.problem import Basis, Problem, Solution, TraceEntry, UsagePrices, evaluate, relative_gap
@@ -29,9 +38,7 @@ from autopar.solver.reductions import drop_forbidden, reduce
 from autopar.solver.search import Search
 
 MAX_FLOWS = 400_000
-FLOWS_A_SECOND = 40_000
-"""Larger integer programs, and those that are larger for the time left, are not tried: their first relaxation alone
-would outlast it."""
+"""Larger integer programs, and those that are larger for the time left, are not tried."""
 
 MAX_FLAT_PAIRS = 1_500_000
 """Pairs of options of a repetitive problem up to which, after folding, every node is also looked at on its own."""
@@ -74,6 +81,7 @@ def solve(
     folding: Callable[[Problem], Tied | None] = fold,
     usage_prices: UsagePrices | None = None,
     basis: Basis | None = None,
+    refuses: Refuses | None = None,
 ) -> Solution:
     """The cheapest choice, or the best one found in time, with a bound that no choice can beat.
 
@@ -87,6 +95,8 @@ def solve(
         folding: what ties repeated blocks together, for who has done so already or knows that there are none.
         usage_prices: of the limit in a similar problem, to begin with.
         basis: of the linear program of the blocks of one.
+        refuses: is asked about a choice that is nearly the best before that is proven; where it says yes the search
+            ends.
 
     Raises:
         InfeasibleError: no choice is allowed.
@@ -96,7 +106,7 @@ def solve(
     if chosen != "highs":
         check_solver(chosen)
     with limited(time_limit):
-        incumbent = Incumbent(problem, time_limit, gap, progress)
+        incumbent = Incumbent(problem, time_limit, gap, progress, refuses)
         incumbent.usage_prices = usage_prices or UsagePrices()
         incumbent.basis = basis
         for choice in warm_starts:
@@ -284,7 +294,10 @@ def _prove(graph: Graph, incumbent: Incumbent, backend: str, size: dict[str, int
         return
     if incumbent.seconds_left() < 0 or _eliminate(graph, incumbent, MOST_ELEMENTS, method):
         return
-    most = min(MAX_FLOWS, FLOWS_A_SECOND * max(incumbent.seconds_left(), 0.0))
+    if is_slow(graph) and incumbent.refused():
+        return
+    a_second = LIMITED_FLOWS_A_SECOND if len(graph.limits) else FLOWS_A_SECOND
+    most = min(MAX_FLOWS, a_second * max(incumbent.seconds_left(), 0.0))
     if not is_small(graph, int(most)):
         method.append("solving parts")
         _improve_large(graph, incumbent, backend)

@@ -64,7 +64,7 @@ def ops(graph: Graph) -> Counter[object]:
     return Counter((n.op, n.signature[0], operands[n.name], n.outputs, n.phase) for n in graph.nodes)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 6), ("t5", 4)])
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 6), pytest.param("t5", 4, marks=pytest.mark.slow)])
 def test_what_is_left_is_the_model_with_fewer_layers(name: str, layers: int) -> None:
     fewer = objective(name, (8,)).with_fewer_layers(layers)
     assert fewer is not None
@@ -123,7 +123,7 @@ def test_a_third_depth_says_where_fewer_layers_are_sure() -> None:
         assert between is not None and not curved.agrees(between), "layers that do not add as much each"
 
 
-@pytest.mark.parametrize("mesh", [(8,), (2, 4)])
+@pytest.mark.parametrize("mesh", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
 def test_no_baseline_would_have_been_better_than_those_that_are_looked_at(mesh: tuple[int, ...]) -> None:
     graph, cluster, options = captured("llama", DEPTH["llama"]), Cluster.load("dgx-h100").sized(8), Options(10**15)
     told = plan_graph(graph, Mesh(mesh), cluster, options)

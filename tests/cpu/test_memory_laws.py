@@ -199,7 +199,7 @@ def test_the_two_stage_search_says_that_other_shardings_may_fit() -> None:
         planner.plan_graph(of("mlp").capture.graph, Mesh((2,)), cluster, options, compare=False)
 
 
-@pytest.mark.parametrize("mesh", [(1,), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1,), (2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "cnn", "t5"))])
 def test_the_smallest_budget_that_an_error_names_works(name, mesh) -> None:
     graph, on = of(name).capture.graph, Mesh(mesh)
@@ -256,6 +256,7 @@ def test_a_small_model_on_one_device_is_told_what_rows_find(name: str, host: str
     assert host == "fast" or not any(op.kind == "offload" for op in plan.program.ops)
 
 
+@pytest.mark.slow
 def test_a_deep_model_on_one_device_is_told_a_budget_far_below_its_free_plan() -> None:
     """By rules, then by rows; in 4 s rules and the exact search alone came to .456 of it."""
     with torch.device("meta"):
