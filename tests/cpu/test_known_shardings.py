@@ -14,8 +14,8 @@ from autopar import planner
 from autopar.errors import InfeasibleError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner import Options, budget_rounds, search
-from autopar.planner.search import _Search
+from autopar.planner import Options, budget_rounds, budget_search
+from autopar.planner.budget_search import BudgetSearch
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 
@@ -37,7 +37,7 @@ def planned(share: float | None, said: list[str] | None = None, ends: float = ma
 
 def test_a_choice_that_is_over_the_budget_is_mended_with_its_own_shardings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_rounds, "TIGHTEN_ROUNDS", 1)
-    monkeypatch.setattr(_Search, "_from_what_is_known", lambda self, joint, *_: joint)
+    monkeypatch.setattr(BudgetSearch, "_from_what_is_known", lambda self, joint, *_: joint)
     plan = planned(0.85)
     assert plan.solution.method.endswith("kept anew")
     assert plan.memory.peak_bytes <= 0.85 * planned(None).memory.peak_bytes
@@ -47,9 +47,9 @@ def test_a_choice_that_is_over_the_budget_is_mended_with_its_own_shardings(monke
 def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(search, "SMALL_MOST", 0)
-    monkeypatch.setattr(_Search, "within_budget", lambda *_, **__: None)
-    monkeypatch.setattr(_Search, "baseline", "")
+    monkeypatch.setattr(budget_search, "SMALL_MOST", 0)
+    monkeypatch.setattr(BudgetSearch, "within_budget", lambda *_, **__: None)
+    monkeypatch.setattr(BudgetSearch, "baseline", "")
     plan = planned(0.8)
     assert plan.solution.method == "known shardings"
     assert plan.memory.peak_bytes <= 0.8 * planned(None).memory.peak_bytes
@@ -58,9 +58,9 @@ def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_f
 
 def test_the_plan_of_the_smallest_peak_has_no_bound_of_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to it solves with smaller limits than the budget, whose bounds say nothing of plans within it."""
-    monkeypatch.setattr(_Search, "within_budget", lambda *_, **__: None)
-    monkeypatch.setattr(_Search, "_from_what_is_known", lambda *_, **__: None)
-    monkeypatch.setattr(_Search, "baseline", "")
+    monkeypatch.setattr(BudgetSearch, "within_budget", lambda *_, **__: None)
+    monkeypatch.setattr(BudgetSearch, "_from_what_is_known", lambda *_, **__: None)
+    monkeypatch.setattr(BudgetSearch, "baseline", "")
     plan, free = planned(0.8), planned(None)
     assert plan.memory.peak_bytes <= 0.8 * free.memory.peak_bytes
     assert plan.solution.lower_bound <= free.solution.objective
@@ -70,8 +70,8 @@ def test_the_plan_of_the_smallest_peak_has_no_bound_of_other_limits(monkeypatch:
 def test_a_round_of_a_large_problem_is_begun_only_where_it_may_end_in_time(
     times: float, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "SMALL_MOST", 0)
-    monkeypatch.setattr(search, "ROUND", times)
+    monkeypatch.setattr(budget_search, "SMALL_MOST", 0)
+    monkeypatch.setattr(budget_search, "ROUND", times)
     said: list[str] = []
     plan = planned(0.8, said)
     after = said[said.index("over the budget: keep or recompute") + 1]
@@ -84,11 +84,11 @@ def test_a_round_of_a_large_problem_is_begun_only_where_it_may_end_in_time(
 def test_a_deep_model_whose_first_plan_comes_too_late_is_told_how_long_it_takes(
     early: float, late: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "SMALL_MOST", 0)
-    monkeypatch.setattr(search, "ROUND", 1e9)
-    monkeypatch.setattr(_Search, "baseline", "")
-    monkeypatch.setattr(search, "TO_LISTING", early)
-    monkeypatch.setattr(search, "TO_KNOWN", late)
+    monkeypatch.setattr(budget_search, "SMALL_MOST", 0)
+    monkeypatch.setattr(budget_search, "ROUND", 1e9)
+    monkeypatch.setattr(BudgetSearch, "baseline", "")
+    monkeypatch.setattr(budget_search, "TO_LISTING", early)
+    monkeypatch.setattr(budget_search, "TO_KNOWN", late)
     with pytest.raises(InfeasibleError, match=r"No plan was found in time (.|\n)* budget that works so far") as raised:
         planned(0.8)
     suggested = re.search(r"time_limit=(\d+)", str(raised.value))
@@ -117,9 +117,9 @@ def test_on_one_device_rules_find_a_plan_where_there_is_no_time_for_a_round(
     batch: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer runs again; where that is not enough, optimizer state goes to the host."""
-    monkeypatch.setattr(search, "SMALL_MOST", 0)
-    monkeypatch.setattr(search, "SMALLEST_MOST", 0)
-    monkeypatch.setattr(search, "ROUND", 1e9)
+    monkeypatch.setattr(budget_search, "SMALL_MOST", 0)
+    monkeypatch.setattr(budget_search, "SMALLEST_MOST", 0)
+    monkeypatch.setattr(budget_search, "ROUND", 1e9)
     graph, cluster = language_model(batch), Cluster.load("dgx-h100").sized(1)
 
     def within(budget: int) -> planner.Planned:

@@ -10,7 +10,7 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.planner.baselines import baselines
 from autopar.planner.budget_rounds import NEARLY_FITS
-from autopar.planner.search import _Search
+from autopar.planner.budget_search import BudgetSearch
 
 
 def fits(budget: float, peak: float, arranged: float | None) -> bool:
@@ -27,7 +27,7 @@ def fits(budget: float, peak: float, arranged: float | None) -> bool:
             assert arranged is not None, "arranged for nothing"
             return SimpleNamespace(memory=SimpleNamespace(peak_bytes=arranged))
 
-    search: Any = object.__new__(_Search)
+    search: Any = object.__new__(BudgetSearch)
     search.budget = budget
     return search.fits(Rival())
 
@@ -59,7 +59,7 @@ def test_a_gap_that_is_wider_than_was_asked_is_searched_once_more(
     cost: float, gap: float, kind: str, again: bool
 ) -> None:
     """Of a problem of any size, where values may be made again."""
-    search: Any = object.__new__(_Search)
+    search: Any = object.__new__(BudgetSearch)
     search.bound, search.options = 1.0, SimpleNamespace(gap=gap)
     search.objective = SimpleNamespace(decisions=SimpleNamespace(variables=[SimpleNamespace(kind=kind)] * 5000))
     assert search._leaves_much_open(SimpleNamespace(solution=SimpleNamespace(objective=cost))) == again
