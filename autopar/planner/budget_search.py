@@ -29,9 +29,9 @@ LEAN = 1.25
 """Times the least that a baseline holds: of those up to there the cheapest is the first of which values run again."""
 KEEPING_SHARE = 0.3
 """Of the time, for plans that recompute nothing."""
-SMALLEST_SHARE, LEAST_KEPT_BACK_S = 0.25, 1.5
-"""Of the time, and seconds at least, where no baseline fits, for the smallest peak: a budget that an error names leaves
-as long for it."""
+SMALLEST_SHARE, HARD_SHARE, LEAST_KEPT_BACK_S = 0.25, 0.5, 1.5
+"""Of the time, and seconds at least, for the smallest peak, the second where no baseline fits a small problem: a budget
+that an error names leaves as long for it."""
 ROUND = 6.0
 """Times what the optimum without a budget takes, for one round of a large problem: 2.4 to 8 of deep models."""
 SECOND_STAGE_GAP = 0.02
@@ -89,7 +89,9 @@ class BudgetSearch(BudgetRounds):
         deadline = self.over_budget(deadline)
         self.free, self.hideable_s = free, forward_seconds(free.program)
         self.bound = free.solution.lower_bound
-        self.kept_back_s, self.latest = SMALLEST_SHARE * max(deadline - now(), 0.0), deadline
+        hard = self.decisions.mesh.size > 1 and len(self.decisions.variables) < TIES_LEAST and not self.baseline
+        share = HARD_SHARE if hard else SMALLEST_SHARE
+        self.kept_back_s, self.latest = share * max(deadline - now(), 0.0), deadline
         deadline -= self.kept_back_s
         if self.options.search == "two-stage" or self.decisions.mesh.size == 1:
             return self._with_shardings_of(free, deadline)

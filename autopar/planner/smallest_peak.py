@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.descent import descended
@@ -48,7 +48,7 @@ class _Pass:
     cost_gap: float
 
 
-ROUGH = _Pass(8, renewed=False, smaller=0.01, gap=GAP, cost_gap=0.0)
+ROUGH = _Pass(8, renewed=True, smaller=0.01, gap=GAP, cost_gap=0.3)
 ROUGH_ALONE = _Pass(2, renewed=True, smaller=0.01, gap=GAP, cost_gap=0.0)
 EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
 
@@ -69,15 +69,23 @@ def of_smallest_peak(
     alone = rounds.decisions.mesh.size == 1
     best, _ = _smaller(rounds, rows, best, deadline, ROUGH_ALONE if alone else ROUGH)
     if len(rounds.decisions.variables) > (TO_THE_BYTE_ALONE_MOST if alone else TO_THE_BYTE_MOST):
-        return best, rows
+        return _from_anew(rounds, rows, best, deadline, replace(ROUGH, cost_gap=0.0))
     if alone:  # there is little time, and this finds more in it
         best = descended(rounds, rows, best, deadline)
+    best, rows = _from_anew(rounds, rows, best, deadline, EXACT)
+    return (best if alone else descended(rounds, rows, best, deadline)), rows
+
+
+def _from_anew(rounds: Rounds, rows: Rows, best: Result, deadline: float, how: _Pass) -> tuple[Result, Rows]:
+    """From ``best`` on with rows anew, as long as that finds a smaller one; and the last rows."""
     for _ in range(MOST_PASSES):
+        if now() > deadline or best.memory.peak_bytes <= rounds.budget:
+            break
         rows, before = rows.afresh(), best
-        best, least = _smaller(rounds, rows, best, deadline, EXACT)
+        best, least = _smaller(rounds, rows, best, deadline, how)
         if best is before or least:
             break
-    return (best if alone else descended(rounds, rows, best, deadline)), rows
+    return best, rows
 
 
 def _smaller(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> tuple[Result, bool]:

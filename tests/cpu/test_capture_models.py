@@ -220,8 +220,11 @@ def test_transformer_encoder_layer(norm_first: bool) -> None:
     assert_simulates(layer, x(2, 4, 8))
 
 
-@pytest.mark.parametrize("causal", [None, True, False])
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "padded"),
+    [(None, True), (True, False), *(pytest.param(*c, marks=pytest.mark.slow)
+                                    for c in [(None, False), (True, True), (False, True), (False, False)])],
+)  # fmt: skip
 def test_transformer_encoder_with_a_mask(causal: bool | None, padded: bool) -> None:
     """Torch looks at a mask's values, unless it is told, only to choose a kernel."""
 

@@ -316,8 +316,9 @@ def _in_parallel(model: Stack, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "written",
     [
-        _every_second_scaled, _one_of_another_kind, _one_left_out, _twice, _backwards, _between, _every_state,
-        _an_early_state, _skips, _cache, _in_parallel,
+        _every_second_scaled, _one_left_out, _twice, _between, _skips, _in_parallel,
+        *(pytest.param(f, marks=pytest.mark.slow, id=f.__name__[1:])
+          for f in (_one_of_another_kind, _backwards, _every_state, _an_early_state, _cache)),
     ],
     ids=lambda f: f.__name__[1:],
 )  # fmt: skip

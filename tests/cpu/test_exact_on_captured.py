@@ -93,7 +93,7 @@ def test_the_reduced_problem_has_the_optimum_of_the_whole(name: str, shape: tupl
     assert found.lower_bound <= best * (1 + 1e-7)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=SLOW), "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=SLOW) for n in ("llama", "mixtral"))])
 def test_powers_of_a_block_have_the_optimum_of_the_whole(name: str) -> None:
     """The first and last block of each run choose for themselves, all others are one matrix to a power."""
     layers, shape = 6, (2,)

@@ -121,7 +121,9 @@ def calls(lowered, name: str) -> int:
     return sum(str(n.target) == f"autopar.{name}.default" for g in graphs for n in g.nodes)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float32"), ("llama", "float32"), ("llama", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt2", "float32"), pytest.param("llama", "float32", marks=pytest.mark.slow), ("llama", "bfloat16")]
+)
 def test_a_program_by_kernels_is_the_eager_program(name, dtype) -> None:
     """On the interpreter, whole steps with norms behind residuals, cut vocabularies and packed exchanges."""
     of, mesh = subject(name, getattr(torch, dtype)), Mesh((2,))
@@ -150,7 +152,9 @@ def test_a_cut_vocabulary_is_read_once_for_its_statistics() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("search", ["random:1", "random:2", "random+recompute:3"])
+@pytest.mark.parametrize(
+    "search", ["random:1", pytest.param("random:2", marks=pytest.mark.slow), "random+recompute:3"]
+)
 def test_any_plan_with_fused_ops_is_exact(name, search) -> None:
     """Where a redistribution stands between the ops of a kernel they run, and cost, one by one."""
     of = subject(name, torch.float32)

@@ -275,8 +275,14 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+QUICK = [("plain", (2, 2)), ("shifted and biased", (3,)), ("tied", (2,)), ("by channels", (3,)),
+         *((name, (2,)) for name in MODELS if "weighted" in name)]  # fmt: skip
+EVERY = [(name, mesh) for mesh in [(2,), (3,), (2, 2)] for name in MODELS]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in EVERY if c not in QUICK)], ids=str
+)
 def test_every_kind_of_plan_of_such_a_graph_is_exact(name, mesh, small_chunks) -> None:
     torch.manual_seed(0)
     of = subject(MODELS[name]().double())
@@ -433,7 +439,8 @@ SMOOTHED = partial(Language, shift=True, bias=True, smoothing=0.1)
 
 @pytest.mark.parametrize(
     ("backend", "build"), [("eager", SMOOTHED), ("inductor", SMOOTHED), ("eager", Weighted), ("eager", ByChannels),
-     ("eager", partial(Weighted, smoothing=0.1)), ("inductor", partial(Weighted, smoothing=0.1))],
+     ("eager", partial(Weighted, smoothing=0.1)),
+     pytest.param("inductor", partial(Weighted, smoothing=0.1), marks=pytest.mark.slow)],
     ids=["eager", "inductor", "weighted", "by channels", "weighted, smoothed", "weighted, smoothed, inductor"],
 )  # fmt: skip
 def test_it_trains_like_the_model_as_it_was(backend, build, small_chunks) -> None:

@@ -9,7 +9,7 @@ from tests.cpu.model_checks import assert_equals_one_device, run, subject
 from tests.models import ZOO
 
 MESHES = [(2, 2), (4,), (2,), (3,), (2, 4), (2, 2, 2)]
-QUICK, ALL = 5, 40
+QUICK, ALL = 3, 40
 
 
 def mesh_of(seed):

@@ -95,7 +95,10 @@ def together(case: Sample, strategy: Strategy, mesh: Mesh, told: Combine) -> Ite
         yield measured, held, sum(t.nbytes for t in own)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LONG = ("experts", "resampling")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in LONG)) for k in KINDS])
 def test_an_op_holds_what_is_predicted(kind: str) -> None:
     torch.manual_seed(0)
     seen = 0

@@ -217,7 +217,7 @@ def _materialised(kind: str, mesh: tuple[int, ...], options: dict[str, Any]) -> 
 META = {"gpt2": SHARDED["gpt2"], "llama": SHARDED["llama"], "resnet": SHARDED["resnet"], "plain": {"*.weight": "S0R"}}
 
 
-@pytest.mark.parametrize("kind", META)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "gpt2")) for k in META])
 def test_meta_models_get_the_same_values_on_every_mesh(pool: RankPool, single: RankPool, kind: str):
     alone = single.run(_materialised, kind, (1,), {})[0]["state"]
     for found in pool.run(_materialised, kind, (2,), {"constraints": META[kind]}):
