@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from autopar import planner
 from autopar.errors import InfeasibleError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner import Options, budget_rounds, budget_search
+from autopar.planner import Options, budget_rounds, budget_search, rounds
 from autopar.planner.budget_search import BudgetSearch
+from autopar.solver import Problem, Solution, solve
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 
@@ -42,6 +44,24 @@ def test_a_choice_that_is_over_the_budget_is_mended_with_its_own_shardings(monke
     assert plan.solution.method.endswith("kept anew")
     assert plan.memory.peak_bytes <= 0.85 * planned(None).memory.peak_bytes
     assert plan.solution.lower_bound <= plan.solution.objective
+
+
+def test_a_proof_is_refused_for_a_choice_whose_program_is_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows say that it fits: before they have changed nothing is worth proving."""
+    refused: list[bool] = []
+
+    def solved(problem: Problem, **options: Any) -> Solution:
+        found = solve(problem, **options)
+        refused.append(options["refuses"](found.choice))
+        return found
+
+    monkeypatch.setattr(rounds, "solve", solved)
+    monkeypatch.setattr(BudgetSearch, "_from_what_is_known", lambda self, joint, *_: joint)
+    planned(None)
+    assert refused and not any(refused)
+    said: list[str] = []
+    planned(0.85, said)
+    assert 0 < sum(refused) == sum(step.startswith("over the budget by") for step in said) < len(refused)
 
 
 def test_where_the_joint_search_finds_nothing_a_baseline_with_values_run_again_fits(

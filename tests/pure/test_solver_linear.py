@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Problem, highs, linear, peak_usage, solve
+from autopar.solver import Edge, Problem, Usage, highs, ilp, linear, peak_usage, solve
 from autopar.solver.brute_force import brute_force
 from autopar.solver.dominance import WorkBudget
 from autopar.solver.graph import Graph
-from autopar.solver.incumbent import Incumbent
+from autopar.solver.incumbent import NEAR_GAP, Incumbent
 from autopar.solver.reductions import reduce
 from tests.pure.solver_problems import problems
 
@@ -51,6 +53,41 @@ def test_bound_and_choices_enclose_the_optimum(problem: Problem, some: bool) -> 
         assert found.objective >= best.objective * (1 - 1e-7) - 1e-12
     assert solved.objective == pytest.approx(best.objective, rel=1e-6, abs=1e-12)
     assert peak_usage(problem, solved.choice) <= problem.limit * (1 + 1e-6)
+
+
+def knapsack(nodes: int = 40) -> Problem:
+    """A chain whose options cost the less the more they use; its linear program is fractional."""
+    random = np.random.default_rng(0)
+    uses = [np.sort(random.random(4)) for _ in range(nodes)]
+    costs = tuple(3 - u - 0.3 * random.random(4) for u in uses)
+    edges = tuple(Edge(i, i + 1, 0.2 * random.random((4, 4))) for i in range(nodes - 1))
+    return Problem(costs, edges, tuple(Usage(i, u, 0, 1) for i, u in enumerate(uses)), 0.45 * nodes)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_slow_proof_is_not_begun_for_a_choice_that_is_refused(
+    slow: bool, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, asked = knapsack(), []
+    best = solve(problem, gap=1e-9)
+    assert best.proven
+    monkeypatch.setattr(ilp, "LIMITED_FLOWS_A_SECOND", 0 if slow else 1e9)
+
+    def is_refused(choice: Sequence[int]) -> bool:
+        asked.append(choice)
+        return refuses
+
+    found = solve(problem, gap=1e-9, refuses=is_refused)
+    assert bool(asked) == slow
+    assert len(set(asked)) == len(asked), "each choice is asked about once"
+    assert found.proven == (not slow or not refuses)
+    assert found.lower_bound <= best.objective * (1 + 1e-9) <= found.objective * (1 + 2e-9)
+    if slow and refuses:
+        assert found.choice == asked[-1]
+        assert found.objective <= (1 + 2 * NEAR_GAP) * found.lower_bound
+    else:
+        assert found.objective == pytest.approx(best.objective)
 
 
 def test_a_copy_of_a_graph_shrinks_alone() -> None:
