@@ -93,7 +93,7 @@ class BudgetRounds(Rounds):
             if until is None:
                 break
             began, deadline = now(), until.all
-            result = self._in_rows(rows, until.one, warm)
+            result = self._in_rows(rows, until.one, warm, needed=exposed is None)
             took = now() - began
             if result is None:
                 break
@@ -105,7 +105,7 @@ class BudgetRounds(Rounds):
                 if mended is not None and mended.solution.objective < result.solution.objective:
                     result = mended
                 result = replace(result, solution=bounded(result.solution, bound, self.options.gap))
-                best = result if exposed is None else min(exposed, result, key=self.step_seconds)
+                best = result if exposed is None else min(exposed, result, key=lambda r: self.step_seconds(r.program))
                 if turns_exposed == EXPOSED_ROUNDS or not self._hides_more(rows, result):
                     return best
                 exposed, turns_exposed = best, turns_exposed + 1
@@ -139,12 +139,14 @@ class BudgetRounds(Rounds):
         share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0)))
         return _Until(deadline, in_share(share, deadline))
 
-    def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None) -> Result | None:
+    def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None, *, needed: bool) -> Result | None:
         """The best choice of ``rows``; the solver may find none near the smallest limit, and then begins with the one
-        of the smallest peak. None where that is over the budget too."""
+        of the smallest peak, where one is ``needed``. None where that is over the budget too."""
         try:
             return self.once(rows, self.budget, deadline, warm)
         except (InfeasibleError, SolverError):
+            if not needed:
+                return None
             seeds = self.seeds if warm is None else (warm,)
             asked, least = smallest_rows(self, rows, seeds, seconds_for(deadline), self.budget)
         if not evaluate(asked, least)[1] or now() > deadline:
@@ -160,11 +162,12 @@ class BudgetRounds(Rounds):
         least = MOST_EXPOSED * result.solution.objective
         parts, self.hiding_parts = self.hiding_parts, PARTS if exposed_seconds(result.program) > least else 1
         tighter = False
-        if result.wished and self.step_seconds(result) > result.solution.objective + least:
+        if result.wished and self.step_seconds(result.program) > self.step_seconds(result.wished[0]) + least:
             program, memory = result.wished
             tighter = rows.tighten(result.solution.choice, program, memory.timeline, self.budget)
         self.hiding_parts = max(parts, self.hiding_parts)
         return tighter or self.hiding_parts > parts
+
 
 def in_share(share: float, deadline: float) -> float:
     at = now()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from autopar.errors import SolverError
 from autopar.planner.objective import Objective
 from autopar.planner.rounds import Result, Rounds
 from autopar.planner.sliced import solve_sliced
 from autopar.planner.tightening import Rows
 from autopar.planner.two_stage import Open, sharded_as
-from autopar.solver import Problem, fold
+from autopar.solver import Problem, Tied, fold
 from autopar.solver.clock import now
 
 LEAST_S = 1.0
@@ -22,9 +23,15 @@ ROUNDS, ROUNDS_ANEW = 4, 2
 GAP, GAP_ANEW = 0.01, 1e-3
 """How good each has to be: the joint search goes on from it; and where it ends there."""
 
+MOST_ALONE = 3000
+"""Nodes of a problem without repeated blocks, up to which a choice is mended: 5,414 took longer than a round."""
+
 ROOM = 0.1
 """Of the budget, set aside everywhere where the first that fits will do. Programs of 70B, 175B and 405B hold up to 7%
 more than their first rows say; what fits in a tenth less costs up to 1.1% more."""
+
+
+Folding = Callable[[Problem], Tied | None]
 
 
 def kept_as_sharded(
@@ -74,20 +81,21 @@ def _kept_roomily(rounds: Rounds, still: Open, until: float) -> Result | None:
 
 def kept_anew(rounds: Rounds, rows: Rows, result: Result, until: float) -> Result | None:
     """The shardings of ``result``, which is over the budget, with values kept, recomputed and offloaded in other ways
-    that fit: less work than another round with all that is open."""
+    that fit: less work than another round with all that is open, unless they are many and repeat nowhere."""
     still = tuple(sharded_as(rounds.decisions, result.solution.choice, rounds.decisions))
-    found = fitting(rounds, rows, still, until, most=ROUNDS_ANEW, gap=GAP_ANEW, level=True)
+    found = fitting(rounds, rows, still, until, most=ROUNDS_ANEW, gap=GAP_ANEW, level=True, folding=_quick)
     return found and replace(found, solution=replace(found.solution, method=f"{result.solution.method}; kept anew"))
 
 
 def fitting(
-    rounds: Rounds, rows: Rows, still: Open, until: float, *, most: int = ROUNDS, gap: float = GAP, level: bool = False
+    rounds: Rounds, rows: Rows, still: Open, until: float, *, most: int = ROUNDS, gap: float = GAP, level: bool = False,
+    folding: Folding = fold,
 ) -> Result | None:  # fmt: skip
     """The best choice among options that are ``still`` open, with ``rows`` for what its program holds over the budget,
     ``level`` ones for fewer rounds, until it fits; None where none was found that does in ``most`` rounds."""
     for _ in range(most):
         asked = rows.extend(rounds.problem(rows, rounds.budget))
-        choice = among(rounds, asked, still, max(until - now(), LEAST_S), gap)
+        choice = among(rounds, asked, still, max(until - now(), LEAST_S), gap, folding)
         if choice is None:
             break
         found = rounds.of_choice(rows.own(choice), rounds.budget, "known shardings")
@@ -101,9 +109,18 @@ def fitting(
     return None
 
 
-def among(rounds: Rounds, asked: Problem, still: Open, seconds: float, gap: float = GAP) -> tuple[int, ...] | None:
+def among(
+    rounds: Rounds, asked: Problem, still: Open, seconds: float, gap: float = GAP, folding: Folding = fold
+) -> tuple[int, ...] | None:  # fmt: skip
     """The best choice among options that are ``still`` open; None where there is none or time is out."""
     every = [np.arange(len(c)) for c in asked.costs]
     kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
     kept += every[len(kept) :]
-    return solve_sliced(asked, kept, seconds, rounds.options.solver, gap, fold)
+    return solve_sliced(asked, kept, seconds, rounds.options.solver, gap, folding)
+
+
+def _quick(problem: Problem) -> Tied | None:
+    tied = fold(problem)
+    if tied is None and len(problem.costs) > MOST_ALONE:
+        raise SolverError("Nothing repeats.")
+    return tied

@@ -175,5 +175,5 @@ class Rounds:
         solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method=method)
         return Result(program, solution, memory, self.timings)
 
-    def step_seconds(self, result: Result) -> float:
-        return simulate_streams(result.program, self.prices.overlap).seconds
+    def step_seconds(self, program: Program) -> float:
+        return simulate_streams(program, self.prices.overlap).seconds
