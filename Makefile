@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 JOBS   ?= 2
 RUN     = $(BIN)/python -m pytest -q $(PYTEST)
-SPREAD  = -n $(JOBS) --dist loadfile
+SPREAD  = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ZOO_TEST = tests/cpu/test_zoo.py::test_a_model_equals_one_device_on_every_mesh_and_can_be_sharded
 QUICK   = -m "not slow and not gpu"
 

@@ -3,8 +3,9 @@
     python benchmarks/planning.py [--only llama3-8b vit-g] [--layers 8 32] [--meshes 8 32x8 8x8x8] [--repeat 3]
     python benchmarks/planning.py --main --repeat 3 --markdown benchmarks/results/planning.md
     python benchmarks/planning.py --only gpt2 --meshes 8 2x4 --shares 0.8 0.6 0.45
+    python benchmarks/planning.py --only gpt2-tiny llama-tiny --meshes 4 2x2 --shares 0.9 0.75 0.6 0.45
 
-Models are those of Hugging Face on the meta device, in bfloat16 but for GPT-2 small, with the batch of ``MODELS`` on
+Models are those of Hugging Face on the meta device, in bfloat16 but for the two GPT-2, with the batch of ``MODELS`` on
 each device; ``--layers`` changes their depth, 0 leaves it as it is. The cluster is "dgx-h100". A budget is only kept
 where ``--budget`` names one, so that all models can be planned on all meshes. No GPU is used. A model is captured once
 for each mesh; what follows is repeated, and medians are shown.
@@ -73,11 +74,14 @@ class Shape(NamedTuple):
     length: int
 
 
-def gpt(width: int, heads: int, length: int, dtype: torch.dtype) -> Callable[[int], nn.Module]:
+def gpt(
+    width: int, heads: int, length: int, dtype: torch.dtype, vocabulary: int = 50257
+) -> Callable[[int], nn.Module]:  # fmt: skip
     def build(layers: int) -> nn.Module:
         config = transformers.GPT2Config(
-            n_layer=layers, n_embd=width, n_head=heads, n_positions=length, use_cache=False
-        )
+            n_layer=layers, n_embd=width, n_head=heads, n_positions=length, use_cache=False, vocab_size=vocabulary,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
         model = transformers.GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"  # its default, named so that transformers does not warn
         return model.to(dtype)
@@ -85,10 +89,10 @@ def gpt(width: int, heads: int, length: int, dtype: torch.dtype) -> Callable[[in
     return build
 
 
-def llama(width: int, hidden: int, heads: int) -> Callable[[int], nn.Module]:
+def llama(width: int, hidden: int, heads: int, vocabulary: int = 128256) -> Callable[[int], nn.Module]:
     def build(layers: int) -> nn.Module:
         config = transformers.LlamaConfig(
-            vocab_size=128256, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config).bfloat16()
@@ -118,6 +122,8 @@ def t5(layers: int) -> nn.Module:
 
 
 MODELS = {
+    "gpt2-tiny": Shape(gpt(128, 4, 128, torch.float32, 512), 2, 2, 128),
+    "llama-tiny": Shape(llama(128, 352, 8, 512), 2, 2, 128),
     "gpt2": Shape(gpt(768, 12, 1024, torch.float32), 12, 4, 1024),
     "llama3-8b": Shape(llama(4096, 14336, 32), 32, 1, 4096),
     "llama3-70b": Shape(llama(8192, 28672, 64), 80, 1, 4096),

@@ -37,6 +37,9 @@ SMALL_MOST = 2000
 NEARLY_FITS = 1.1
 """Times the budget: up to there a baseline may fit once its collectives are arranged, which is how its peak is told."""
 
+SOLVED_GAP = 5e-3
+"""Rows are taken for solved whose choice is no further from its bound: a proof that was refused leaves it anywhere."""
+
 MOST_EXPOSED = 5e-3
 EXPOSED_ROUNDS = 2
 """Of the step: where transfers are exposed for longer than that, more rows see to it that they hide, so many times."""
@@ -118,7 +121,9 @@ class BudgetRounds(Rounds):
                 break
             if joint and not alone and mended is None:
                 mended = kept_anew(self, rows.copied(), result, min(deadline, now() + took))
-                if mended and bounded(mended.solution, result.solution.objective, self.options.gap).proven:
+                solved = result.solution
+                least = solved.objective if solved.gap <= SOLVED_GAP else solved.lower_bound
+                if mended and bounded(mended.solution, least, self.options.gap).proven:
                     break  # all that another round could gain
             if not alone and now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
                 rows.level()

@@ -17,7 +17,8 @@ from tests.cpu.model_checks import (
 )
 from tests.models import ZOO
 
-QUICK = ["mlp", "cnn", "gpt2"]
+QUICK = [("mlp", (2, 2)), ("cnn", (2,)), ("gpt2", (2,))]
+EVERY = [(name, mesh) for name in ZOO for mesh in [(2,), (2, 2)]]
 
 
 def _planned(name, mesh, **options):
@@ -38,8 +39,9 @@ def _assert_exact(model, inputs, plan):
     return result
 
 
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in ZOO])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in EVERY if c not in QUICK)]
+)
 def test_gradients_and_memory_are_those_of_one_device(name, mesh) -> None:
     if torch.float64 not in ZOO[name].dtypes:
         pytest.skip("runs in float32 alone")

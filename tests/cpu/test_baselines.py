@@ -155,7 +155,7 @@ def test_under_constraints_compare_still_shows_the_baselines():
     assert {"DDP", "TP"} <= {b.name for b in found.baselines}
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_the_same_input_gives_the_same_decisions(name: str):
     module, inputs = ZOO[name].made(torch.float32)
     first, second = (autopar.plan(module, inputs, mesh=(2, 2), cluster="dgx-h100") for _ in range(2))

@@ -56,7 +56,7 @@ def problem(name: str, layers: int) -> Problem:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_every_inner_layer_is_a_block(name: str) -> None:
     (run,) = find_runs(problem(name, 8))
     assert len(run.copies) in (6, 7, 8)

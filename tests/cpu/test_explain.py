@@ -103,6 +103,7 @@ def test_a_loaded_plan_cannot_be_asked(free):
         autopar.Plan.from_json(free.to_json()).explain("layers.2.weight")
 
 
+@pytest.mark.slow
 def test_under_a_budget_an_alternative_is_told_from_the_plan_and_not_from_a_shorter_search(free):
     """What nothing near it stands against costs one redistribution, and not what a search of a second left open."""
     plan = planned(memory_budget=int(0.6 * free.peak_memory), time_limit=10.0)

@@ -123,7 +123,7 @@ def calls(lowered, name: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("gpt2", "float32"), ("llama", "bfloat16"), pytest.param("llama", "float32", marks=pytest.mark.slow)],
+    [("llama", "bfloat16"), *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in ("gpt2", "llama"))],
 )
 def test_a_program_by_kernels_is_the_eager_program(name, dtype) -> None:
     """On the interpreter, whole steps with norms behind residuals, cut vocabularies and packed exchanges."""

@@ -438,8 +438,9 @@ SMOOTHED = partial(Language, shift=True, bias=True, smoothing=0.1)
 
 
 @pytest.mark.parametrize(
-    ("backend", "build"), [("eager", SMOOTHED), ("inductor", SMOOTHED), ("eager", Weighted), ("eager", ByChannels),
-     ("eager", partial(Weighted, smoothing=0.1)),
+    ("backend", "build"),
+    [("eager", SMOOTHED), pytest.param("inductor", SMOOTHED, marks=pytest.mark.slow),
+     ("eager", Weighted), ("eager", ByChannels), ("eager", partial(Weighted, smoothing=0.1)),
      pytest.param("inductor", partial(Weighted, smoothing=0.1), marks=pytest.mark.slow)],
     ids=["eager", "inductor", "weighted", "by channels", "weighted, smoothed", "weighted, smoothed, inductor"],
 )  # fmt: skip

@@ -110,7 +110,9 @@ def survivors(case: Sample, kind: str) -> Iterator[str]:
         yield f"{rule.op}: {what}"
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "creation"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "attention")) for k in KINDS if k != "creation"]
+)
 def test_a_false_neighbour_of_a_rule_is_caught(kind: str) -> None:
     cases = [case for case in KINDS[kind]() if all(t.numel() for t in case.operands)]
     alive = {what for case in cases for what in survivors(case, kind)}

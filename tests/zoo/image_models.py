@@ -92,7 +92,7 @@ IMAGES = [
     convolutional("resnet", "resnet18", layers=(1, 1, 1, 1), channels=(8, 8, 12, 12), stem_width=4),
     convolutional("resnext", "resnext50_32x4d", layers=(1, 1, 1, 1), channels=(8,) * 4, cardinality=2, base_width=32),
     convolutional("senet", "seresnet18", layers=(1, 1, 1, 1), channels=(16,) * 4),
-    convolutional("densenet", "densenet121", growth_rate=4, block_config=(1, 1), quick=True),
+    convolutional("densenet", "densenet121", growth_rate=4, block_config=(1, 1)),
     convolutional("efficientnet", "test_efficientnet"),
     convolutional("byobnet", "test_byobnet"),
     convolutional("nfnet", "test_nfnet"),
