@@ -38,7 +38,7 @@ NEARLY_FITS = 1.1
 """Times the budget: up to there a baseline may fit once its collectives are arranged, which is how its peak is told."""
 
 SOLVED_GAP = 5e-3
-"""Rows are taken for solved whose choice is no further from its bound: a proof that was refused leaves it anywhere."""
+"""A weighted problem is solved where its choice is no further from its bound: a refused proof leaves it anywhere."""
 
 MOST_EXPOSED = 5e-3
 EXPOSED_ROUNDS = 2
@@ -121,8 +121,9 @@ class BudgetRounds(Rounds):
                 break
             if joint and not alone and mended is None:
                 mended = kept_anew(self, rows.copied(), result, min(deadline, now() + took))
-                solved = result.solution
-                least = solved.objective if solved.gap <= SOLVED_GAP else solved.lower_bound
+                at = result.solution
+                solved = at.lower_bound >= (1 - SOLVED_GAP) * self.weighted_s
+                least = at.objective if solved else at.lower_bound
                 if mended and bounded(mended.solution, least, self.options.gap).proven:
                     break  # all that another round could gain
             if not alone and now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
