@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from autopar.errors import SolverError
 from autopar.planner.objective import Objective
 from autopar.planner.rounds import Result, Rounds
-from autopar.planner.sliced import solve_sliced
+from autopar.planner.sliced import Folding, solve_sliced
 from autopar.planner.tightening import Rows
 from autopar.planner.two_stage import Open, sharded_as
 from autopar.solver import Problem, Tied, fold
@@ -29,9 +29,6 @@ MOST_ALONE = 3000
 ROOM = 0.1
 """Of the budget, set aside everywhere where the first that fits will do. Programs of 70B, 175B and 405B hold up to 7%
 more than their first rows say; what fits in a tenth less costs up to 1.1% more."""
-
-
-Folding = Callable[[Problem], Tied | None]
 
 
 def kept_as_sharded(

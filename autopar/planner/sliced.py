@@ -11,13 +11,16 @@ import numpy.typing as npt
 from autopar.errors import AutoparError
 from autopar.solver import Edge, Problem, Tied, Usage, solve, sum_of_least
 
+Folding = Callable[[Problem], Tied | None]
+"""What ties repeated blocks of a problem together."""
+
 Kept = Sequence[npt.NDArray[np.int64]]
 """The options that are left of each node."""
 
 
 def solve_sliced(
     problem: Problem, kept: Kept, time_limit: float, backend: str, gap: float,
-    folding: Callable[[Problem], Tied | None],
+    folding: Folding,
 ) -> tuple[int, ...] | None:  # fmt: skip
     """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
     if not all(map(len, kept)):
