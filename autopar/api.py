@@ -24,7 +24,7 @@ from autopar.planner.predictions import make_plan
 from autopar.planner.ranges import Sizes, as_ranges
 from autopar.plans import Plan
 from autopar.precision import as_precision, computing_in, stored_dtype
-from autopar.ranged import fitted, largest, over_range, resized, shapes_of
+from autopar.ranged import alike, carried_to, fitted, largest, over_range, resized, shapes_of
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
@@ -34,6 +34,7 @@ from autopar.runtime.loading import accept_whole_tensors
 from autopar.runtime.materialize import install, prepare
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.sharding import ShardingSpec
 from autopar.solver import solver_name
 from autopar.spmd import Lowered, Rank
 from autopar.spmd.placements import from_placements
@@ -409,24 +410,27 @@ def _parallelize(
     def compile_variant(module: nn.Module, call: Call) -> Variant:
         return _compile(module, state, call, cluster, options)
 
-    state = State(
-        made.mesh, device_mesh, _bound_as(original), compile_variant, made, planned, options.batch == "local",
-        options.mixed_precision,
-    )  # fmt: skip
-    with state.precision():
-        key = variant_key(model, planned, made.options.get("mixed_precision"))
-    state.variants[key] = _variant(model, capture, made, options, state, planned, cluster, source)
-    parameters = {n: made.specs[n] for n in made.parameters}
     seed = decided_by_first(torch.initial_seed)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
-    replacements = together(
-        lambda: prepare(
-            model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
-            initialize=initialize,
+
+    def place(module: nn.Module, names: Sequence[str] | None, specs: Mapping[str, ShardingSpec]) -> None:
+        replacements = together(
+            lambda: prepare(
+                module, specs, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
+                initialize=initialize, only=names,
+            )
         )
-    )
-    install(replacements)
-    accept_whole_tensors(model)
+        install(replacements)
+        accept_whole_tensors(module)
+
+    state = State(
+        made.mesh, device_mesh, _bound_as(original), compile_variant, place, made, planned, options.batch == "local",
+        options.mixed_precision, capture.graph,
+    )  # fmt: skip
+    variant = _variant(model, capture, made, options, state, planned, cluster, source)
+    place(model, None, {n: made.specs[n] for n in made.parameters})
+    with state.precision():
+        state.add(variant_key(model, planned), variant)
     _keep_states(model, made, state)
     model.__class__ = parallel_class(original)
     model._autopar = state  # type: ignore[assignment]
@@ -462,12 +466,21 @@ def _compile(
     fixed = dataclasses.replace(
         fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state.plan)
     )
-    plan = None if every else fitted(state.plan, _as_planned(capture, state.plan), call)
+    plan = None if every else _still_fitting(state, _as_planned(capture, state.plan), call)
     if plan is None:
         made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
     _keep_states(model, plan, state)
     return _variant(model, _as_planned(capture, plan), plan, fixed, state, call, cluster)
+
+
+def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
+    """The plan of the first program, where the one that is asked for is like it but for sizes in the planned range, or
+    for numbers that it computes with."""
+    plan: Plan = state.plan
+    if shapes_of(call) == shapes_of(state.planned) and alike(state.graph, capture.graph):
+        return carried_to(plan, capture)
+    return fitted(plan, capture, call)
 
 
 def _shapes(call: Call) -> Call:
@@ -498,16 +511,19 @@ def _variant(
 ) -> Variant:  # fmt: skip
     executable = _executable(capture, made, options, state.rank, source)
     call = _shapes(call)
-    key = variant_key(model, call, options.mixed_precision)
 
     @functools.cache
-    def every_tangent() -> Executable:
-        """The same call with a backward from every output; later calls take it at once."""
-        state.variants[key] = _compile(model, state, call, cluster, options, every=True)
-        return state.variants[key].executable
+    def every_tangent() -> Variant:
+        """The same call with a backward from every output."""
+        return _compile(model, state, call, cluster, options, every=True)
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
-    return Variant(executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants)
+    shapes = {i.name: capture.graph.meta(Value(i.node)).shape for i in capture.graph.inputs if i.kind == "parameter"}
+    state.compiled += 1
+    return Variant(
+        executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants, capture.guards,
+        {m.name: (spec, shapes[m.name]) for m, spec in executable.inputs if m.name in shapes}, state.compiled,
+    )  # fmt: skip
 
 
 def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:

@@ -88,10 +88,13 @@ def fitted(made: Plan, capture: Capture, call: Call) -> Plan | None:
     ranges = ranges_of(made)
     if ranges is None or ranges.sizes(shapes_of(call)) is None:
         return None
-    return _carried(made, capture)
+    return carried_to(made, capture)
 
 
-def _carried(made: Plan, capture: Capture) -> Plan | None:
+def carried_to(made: Plan, capture: Capture) -> Plan | None:
+    """The plan for a program that is like the one that it was made for; None where a cut of it cannot be."""
+    if made.graph_digest == capture.graph.digest:
+        return made
     try:
         program = carried(made.program, capture.graph, made.mesh)
     except KeyError:
@@ -101,9 +104,9 @@ def _carried(made: Plan, capture: Capture) -> Plan | None:
         return None
     lowered = passes.compose(passes.lower(program, capture.graph, made.mesh), capture.graph)
     carried_over = dataclasses.replace(made, program=program, graph_digest=capture.graph.digest)
-    header = [*codegen.header(carried_over), "", "The plan was made for other sizes, and carried to these."]
+    header = [*codegen.header(carried_over), "", "The plan was made for other sizes or numbers, and carried to these."]
     source = codegen.emit(lowered, made.mesh, header, {**capture.unsaved, **capture.constants})
     return dataclasses.replace(carried_over, source=source)
 
 
-__all__ = ["fitted", "largest", "over_range", "ranges_of", "resized", "shapes_of"]
+__all__ = ["alike", "carried_to", "fitted", "largest", "over_range", "ranges_of", "resized", "shapes_of"]

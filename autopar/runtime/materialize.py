@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ def prepare(
     model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mesh, device_mesh: DeviceMesh,
     coordinate: tuple[int, ...], device: torch.device, seed: int,
     dtype_of: Callable[[Tensor], torch.dtype] = lambda t: t.dtype, *, initialize: bool = True,
+    only: Collection[str] | None = None,
 ) -> list[Replacement]:  # fmt: skip
     """Make this rank's shard of every parameter as a DTensor at its spec, and of every buffer a copy on ``device``.
 
@@ -70,11 +71,12 @@ def prepare(
     Args:
         dtype_of: in which each is stored.
         initialize: without it a parameter on the meta device gets memory for this rank's shard alone, to be loaded.
+        only: the paths of those that are meant; None is all.
 
     Raises:
         AutoparError: a tensor is on the meta device and nothing initialises it.
     """
-    found = owners(model)
+    found = [(t, places) for t, places in owners(model) if only is None or any(o.fqn in only for o in places)]
     differs = differing([_digest(old) for old, _ in found])
     made = []
     with _stand_ins(found):
@@ -92,9 +94,15 @@ def prepare(
                 new: Tensor = _parameter(whole, spec, mesh, device_mesh, coordinate, device, old.requires_grad)
             else:
                 new = whole.to(device)
+                new._autopar_placed = True  # type: ignore[attr-defined]
             del whole
             made.append(Replacement(places, new))
     return made
+
+
+def is_placed(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer of a parallel model is one that ``prepare`` made, or a copy of it."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "_autopar_placed")
 
 
 def _digest(tensor: Tensor) -> int | str:

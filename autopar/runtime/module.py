@@ -9,7 +9,7 @@ import copy
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsIndex
@@ -22,13 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.errors import AutoparError, InputError
+from autopar.guards import Difference, Guards
 from autopar.mesh import Mesh
-from autopar.precision import computing_in, stored_dtype
+from autopar.precision import computing_in
 from autopar.runtime.accumulation import Sums
-from autopar.runtime.agreement import same_call
+from autopar.runtime.agreement import same_call, this_rank
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
+from autopar.sharding import ShardingSpec
 from autopar.spmd.ranks import ProcessRank, StartingRank
 from autopar.structure import Structure
 
@@ -49,7 +51,7 @@ class Call(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """A compiled program with how its inputs are named and its outputs are put together.
 
@@ -58,13 +60,19 @@ class Variant:
         outputs: names of the outputs, in order.
         every_tangent: compiles the same program with a backward from every output.
         constants: tensors that the program holds as literals.
+        guards: what of the model the program was captured from.
+        parameters: spec and whole shape of each that the program takes.
+        number: of the program among those that were compiled, the same on every rank.
     """
 
     executable: Executable
     build: Callable[[Sequence[Any]], Any]
     outputs: tuple[str, ...]
-    every_tangent: Callable[[], Executable]
+    every_tangent: Callable[[], Variant]
     constants: Mapping[str, Tensor]
+    guards: Guards
+    parameters: Mapping[str, tuple[ShardingSpec, tuple[int, ...]]]
+    number: int
 
 
 @dataclass
@@ -73,21 +81,28 @@ class State:
 
     Args:
         bind: binds a call to the signature of the model's own forward.
-        compile: makes the variant for a call of other shapes, or another mode.
+        compile: makes the variant for a call of other shapes, another mode, or a model that has changed.
         plan: the plan of the first variant.
         planned: the call that the plan was made for.
+        place: gives what the user put into the model since its place on the mesh, as a variant's program takes it.
         mixed_precision: the precision of every call's autocast, if any.
+        graph: that the plan was made for.
+        variants: compiled programs by key, the one that was used last in front.
+        compiled: how many programs there have been.
     """
 
     mesh: Mesh
     device_mesh: DeviceMesh
     bind: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]
     compile: Callable[[nn.Module, Any], Variant]
+    place: Callable[[nn.Module, Sequence[str], Mapping[str, ShardingSpec]], None]
     plan: Any
     planned: Call
     local_batch: bool
     mixed_precision: str | None = None
-    variants: dict[Any, Variant] = field(default_factory=dict)
+    graph: Any = None
+    variants: dict[Any, list[Variant]] = field(default_factory=dict)
+    compiled: int = 0
     numbers: dict[Any, int] = field(default_factory=dict)
     rank: ProcessRank = field(init=False)
     clock: StepClock = field(default_factory=StepClock)
@@ -107,6 +122,15 @@ class State:
             digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).digest()
             self.numbers[asked] = int.from_bytes(digest, "big") >> 2
         return self.numbers[asked]
+
+    def add(self, key: Any, variant: Variant) -> None:
+        """Keep a program; the one that was used longest ago goes when there are too many."""
+        if sum(map(len, self.variants.values())) >= MAX_VARIANTS:
+            oldest = next(iter(self.variants))
+            self.variants[oldest].pop()
+            if not self.variants[oldest]:
+                del self.variants[oldest]
+        self.variants.setdefault(key, []).insert(0, variant)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The autocast under which every call runs."""
@@ -199,12 +223,36 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A call as one rank sees it.
+
+    Args:
+        key: of the programs that may serve it.
+        variant: one whose guards are met; None where it has to be compiled.
+        loose: parameters and buffers that the user put into the model since.
+    """
+
+    call: Call
+    key: Any
+    variant: Variant | None
+    loose: tuple[str, ...]
+
+    @property
+    def number(self) -> int | None:
+        return self.variant.number if self.variant is not None else None
+
+
 def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the compiled program as the model would be called."""
     stored = tables(model)
-    (call, key), settle = _agreed_call(model, args, kwargs, stored)
+    asked, settle = _agreed_call(model, args, kwargs, stored)
+    if asked.loose:
+        settle()
+        _place(model, asked)
+        return run(model, args, kwargs)
     try:
-        variant, outputs, mutations = _called(model, call, key, stored, settle)
+        variant, outputs, mutations = _called(model, asked, stored, settle)
     except Exception:
         settle()  # another rank's error comes first: this one may be due to it, and the others wait to hear from all
         raise
@@ -213,24 +261,47 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return variant.build(outputs)
 
 
+def _place(model: ParallelModule, asked: Asked) -> None:
+    """Put what the user gave the model since onto the mesh, as a program takes it that is there, or a new one."""
+    state, stored = model._autopar, tables(model)
+    loose = {name: stored.tensor(name) for name in asked.loose}
+    known = {
+        name: spec for variants in state.variants.values() for v in variants for name, (spec, shape) in
+        v.parameters.items() if name in loose and tuple(loose[name].shape) == shape
+    }  # fmt: skip
+    if all(name in known for name, tensor in loose.items() if isinstance(tensor, nn.Parameter)):
+        state.place(model, asked.loose, known)
+        return
+    variant = _compiled(model, asked)
+    state.place(model, asked.loose, {name: spec for name, (spec, _) in variant.parameters.items()} | known)
+    with state.precision():
+        state.add(variant_key(model, asked.call), variant)
+
+
+def _compiled(model: ParallelModule, asked: Asked) -> Variant:
+    with torch.inference_mode(mode=False):
+        return model._autopar.compile(model, asked.call)
+
+
 def _called(
-    model: ParallelModule, call: Call, key: Any, stored: Tables, settle: Callable[[], None]
+    model: ParallelModule, asked: Asked, stored: Tables, settle: Callable[[], None]
 ) -> tuple[Variant, list[Any], list[Any]]:
     """The program of a call, and its outputs and mutations. ``settle`` comes before anything that ranks do together:
     a compilation, a gather of inputs, a common seed, and the program's first collective."""
-    state = model._autopar
-    if key not in state.variants or any(isinstance(t, DTensor) for t in call.tensors):
+    state, call = model._autopar, asked.call
+    if asked.variant is None or any(isinstance(t, DTensor) for t in call.tensors):
         settle()
     with state.precision():
-        variant = _variant(model, call, key)
+        variant = _variant(model, asked)
     executable = variant.executable
     if executable.random or executable.compiled:  # compiled code begins collectives by itself
         settle()
     given = _given(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
-        StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch, variant.every_tangent,
-        model._autopar_sums, state.clock, Marks(state.device),
+        StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch,
+        functools.partial(_every_tangent, model, asked.key, variant), model._autopar_sums, state.clock,
+        Marks(state.device),
     )  # fmt: skip
     mutations: list[Any] = []
     if torch.is_grad_enabled():
@@ -242,6 +313,22 @@ def _called(
     else:
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
     return variant, outputs, mutations
+
+
+def _every_tangent(model: ParallelModule, key: Any, variant: Variant) -> Executable:
+    """The same program with a backward from every output; later calls take it at once."""
+    state = model._autopar
+    changed = variant.guards.difference(model)
+    if changed is not None:
+        raise AutoparError(
+            "The model was changed between a forward and the backward from its outputs.",
+            found=str(changed),
+            hint='change the model after the backward, or plan with outputs="dtensor", which captures every backward.',
+        )
+    made = variant.every_tangent()
+    if variant in (known := state.variants.get(key, [])):
+        known[known.index(variant)] = made
+    return made.executable
 
 
 def _given(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:
@@ -278,47 +365,68 @@ def _write_back(variant: Variant, mutations: Sequence[Any], stored: Tables) -> N
 
 def _agreed_call(
     model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any], stored: Tables
-) -> tuple[tuple[Call, Any], Callable[[], None]]:
-    """The bound call and the key of its program, which are those of every rank once the second result was called."""
+) -> tuple[Asked, Callable[[], None]]:
+    """The call, which is that of every rank once the second result was called."""
     state = model._autopar
 
-    def bound() -> tuple[Call, Any]:
+    def bound() -> Asked:
         call = state.bind(model, args, kwargs)
         with state.precision():
-            key = variant_key(model, call, stored=stored)
-        if key not in state.variants:
+            key = variant_key(model, call, stored)
+        known = state.variants.get(key, ())
+        if not known:
             check_call(state.planned, call)
-        return call, key
+        variant = next((v for v in known if stored.meet(v.guards, model)), None)
+        return Asked(call, key, variant, stored.layout.loose)
 
     gradients = torch.is_grad_enabled()
-    return same_call(bound, lambda made: state.number_of(made[1]), lambda made: _described(model, made[0], gradients))
+    return same_call(
+        bound, lambda asked: state.number_of((asked.key, asked.number, asked.loose)),
+        lambda asked: _described(model, asked, gradients),
+    )  # fmt: skip
 
 
-def _described(model: nn.Module, call: Call, gradients: bool) -> dict[str, str]:
+def _described(model: ParallelModule, asked: Asked, gradients: bool) -> dict[str, str]:
+    call = asked.call
     said = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in zip(call.names, call.tensors, strict=True)}
     said |= {path: repr(value) for path, value in call.structure.plain}
+    changed = str(_difference(model, asked) or "nothing") if asked.variant is None else "nothing"
+    said |= {"changed since the program was captured": changed, "put into the model": ", ".join(asked.loose)}
     return said | {"training": str(model.training), "gradients": str(gradients)}
 
 
-def _variant(model: ParallelModule, call: Call, key: Any) -> Variant:
-    """The program for a call; the one that was used last longest ago goes when there are too many."""
-    variants = model._autopar.variants
-    if key not in variants:
-        if len(variants) >= MAX_VARIANTS:
+def _difference(model: ParallelModule, asked: Asked) -> Difference | None:
+    """Why none of the programs of these shapes serves a call."""
+    known = model._autopar.variants.get(asked.key)
+    return known[0].guards.difference(model) if known else None
+
+
+def _variant(model: ParallelModule, asked: Asked) -> Variant:
+    """The program for a call."""
+    state, variant = model._autopar, asked.variant
+    if variant is None:
+        changed = _difference(model, asked)
+        if changed is not None and this_rank() == 0:
             warnings.warn(
-                f"{len(variants)} programs were compiled for different batches, and the oldest is dropped; pad batches "
-                f"to few sizes, or plan for a range of them with dynamic_shapes.",
-                stacklevel=4,
+                f"{changed}, so the program is compiled again; what changes often should be an input or a buffer.",
+                stacklevel=7,
             )
-            del variants[next(iter(variants))]
-        with torch.inference_mode(mode=False):
-            variants[key] = model._autopar.compile(model, call)
-    variants[key] = variants.pop(key)
-    return variants[key]
+        elif sum(map(len, state.variants.values())) >= MAX_VARIANTS:
+            warnings.warn(
+                f"{MAX_VARIANTS} programs were compiled for different batches, and the oldest is dropped; pad batches "
+                f"to few sizes, or plan for a range of them with dynamic_shapes.",
+                stacklevel=7,
+            )
+        variant = _compiled(model, asked)
+        state.add(asked.key, variant)
+    known = state.variants[asked.key] = state.variants.pop(asked.key)
+    known.remove(variant)
+    known.insert(0, variant)
+    return variant
 
 
-def variant_key(model: nn.Module, call: Call, precision: str | None = None, stored: Tables | None = None) -> Any:
-    """What a program depends on: shapes, plain arguments, which modules train, which parameters, and autocast.
+def variant_key(model: nn.Module, call: Call, stored: Tables | None = None) -> Any:
+    """What a program depends on: shapes, plain arguments, which modules train, which tensors it has, and autocast.
 
     Args:
         stored: the model's tables, where they are known.
@@ -326,10 +434,9 @@ def variant_key(model: nn.Module, call: Call, precision: str | None = None, stor
     named, stored = zip(call.names, call.tensors, strict=True), stored or tables(model)
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
-    dtypes = (lambda p: p.dtype) if precision is None else functools.partial(stored_dtype, precision=precision)
-    parameters = tuple([(p.requires_grad, dtypes(p)) for p in stored.parameters])
+    parameters = tuple([(p.requires_grad, p.dtype) for p in stored.parameters])
     cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
-    return tensors, plain, stored.modes(model), parameters, cast
+    return tensors, plain, stored.modes(model), parameters, stored.layout.digest, cast
 
 
 def check_call(planned: Call, call: Call) -> None:

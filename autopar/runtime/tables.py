@@ -3,18 +3,37 @@ that a call does beside its program."""
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.guards import Binding, Guards
+from autopar.runtime.materialize import is_placed
 
 _KEPT_AS = "_autopar_tables"
 Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Which tensors a model holds, and where.
+
+    Args:
+        digest: equal for layouts with the same shapes, the same names without a tensor, and the same ties.
+        loose: parameters and buffers, by path, that the user put there after the model was made parallel.
+    """
+
+    tensors: list[Any]
+    digest: str
+    loose: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Tables:
     """What a model consists of; right while ``holds``. The tensors themselves may be replaced.
 
@@ -24,6 +43,8 @@ class Tables:
         held: what the former hold.
         names: the keys of the latter.
         places: table and key of each parameter and buffer by its path.
+        layouts: the last one.
+        bindings: where the model holds what programs were captured from.
     """
 
     inner: tuple[nn.Module, ...]
@@ -32,6 +53,8 @@ class Tables:
     held: list[nn.Module | None]
     names: list[str]
     places: Mapping[str, tuple[Table, str]]
+    layouts: list[Layout] = field(default_factory=list)
+    bindings: dict[Guards, Binding] = field(default_factory=dict)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether ``model`` still has these modules, and they tensors of these names."""
@@ -48,6 +71,24 @@ class Tables:
     def modes(self, model: nn.Module) -> tuple[bool, ...]:
         """Which modules train."""
         return model.training, *[module.training for module in self.inner]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model as it is now."""
+        tensors = _values(self.kept)
+        if not self.layouts or not all(map(operator.is_, tensors, self.layouts[0].tensors)):
+            self.layouts[:] = [_layout(tensors, self.places)]
+        return self.layouts[0]
+
+    def meet(self, guards: Guards, model: nn.Module) -> bool:
+        """Whether ``model`` is as it was when a program was captured from it."""
+        binding = self.bindings.get(guards)
+        if binding is not None and binding.is_unchanged():
+            return True
+        if (binding is not None and binding.is_changed()) or guards.difference(model) is not None:
+            return False
+        self.bindings[guards] = guards.bind(model)
+        return True
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -79,6 +120,16 @@ def _tables(model: nn.Module) -> Tables:
         for path, module in walked for table in (module._parameters, module._buffers) for name in table
     }  # fmt: skip
     return Tables(tuple(modules[1:]), children, kept, _values(children), _keys(kept), places)
+
+
+def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layout:
+    first: dict[int, str] = {}
+    said = [
+        (path, first.setdefault(id(t), path), tuple(t.shape), isinstance(t, DTensor))
+        for path, t in zip(places, tensors, strict=True) if t is not None
+    ]  # fmt: skip
+    loose = tuple(path for path, t in zip(places, tensors, strict=True) if t is not None and not is_placed(t))
+    return Layout(tensors, hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest(), loose)
 
 
 def _kept(modules: Any) -> list[Table]:

@@ -26,6 +26,7 @@ from autopar._torch import (
     without_hooks_left,
 )
 from autopar.errors import AutoparError, CaptureError, InputError
+from autopar.guards import Place, table_key
 from autopar.structure import Structure, flatten
 from autopar.tracer import functions
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples
@@ -45,6 +46,7 @@ from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.packed import packed_by_mask
 from autopar.tracer.python_state import Change, Depending, changed, kept, plain_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
+from autopar.tracer.reads import watched_reads
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
 from autopar.tracer.running import averaged_by_count
 from autopar.tracer.side_effects import constant_requires_grad, watched
@@ -135,7 +137,7 @@ class FlatModel(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before, plain = _held(self.model), plain_state(self.model)
-        with constant_requires_grad(self.model):
+        with constant_requires_grad(self.model), watched_reads():
             out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
         self.returned.differentiable = tuple(t.requires_grad for t in out)
         _write_in_place(self.model, before)
@@ -185,6 +187,8 @@ class Exported:
         program: None where the forward takes derivatives, which no exported graph holds.
         values: of the outputs, on fake tensors.
         notices: what the program will do otherwise than the model, one sentence each.
+        cut: runs of equal blocks whose middle was not run.
+        changed: places of plain data that the forward changes.
     """
 
     program: torch.export.ExportedProgram | None
@@ -193,6 +197,7 @@ class Exported:
     differentiable: tuple[bool, ...]
     notices: tuple[str, ...] = ()
     cut: tuple[Run, ...] = ()
+    changed: tuple[Place, ...] = ()
 
 
 def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = False) -> Exported:
@@ -256,7 +261,9 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     assert returned is not None
     notices = (*_notices(flat.returned, cached, checks, overridden), *_dense_gradients(program.graph))
     values = _output_values(program)
-    return Exported(program, values, returned, flat.returned.differentiable, notices, tuple(skipped.cut))
+    return Exported(
+        program, values, returned, flat.returned.differentiable, notices, tuple(skipped.cut), _places(flat)
+    )
 
 
 def run_once(model: nn.Module, call: Call) -> Exported:
@@ -279,7 +286,13 @@ def run_once(model: nn.Module, call: Call) -> Exported:
         raise capture_error(model, error) from error
     assert flat.returned.structure is not None
     notices = _notices(flat.returned, cached, checks, overridden)
-    return Exported(None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices))
+    return Exported(
+        None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices), changed=_places(flat)
+    )
+
+
+def _places(flat: FlatModel) -> tuple[Place, ...]:
+    return tuple((table_key(c.place.owner), c.place.name) for c in flat.returned.changes.values())
 
 
 def _output_values(program: torch.export.ExportedProgram) -> list[Any]:

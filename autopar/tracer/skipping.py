@@ -124,6 +124,11 @@ class Skipping:
     cut: list[Run] = field(default_factory=list)
 
 
+def equal_blocks(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
+    """The blocks that were not run, by the one before them, which they are equal to."""
+    return {run.paths[HEAD - 1]: run.paths[HEAD : len(run.paths) - TAIL] for run in runs}
+
+
 _current: ContextVar[Skipping] = ContextVar("skipping")
 
 

@@ -13,6 +13,7 @@ from torch import fx, nn
 from autopar import ir
 from autopar._torch import FakeTensorMode, JointInput, JointOutput
 from autopar.errors import AutoparError, CaptureError
+from autopar.guards import Guards
 from autopar.structure import Structure
 from autopar.tracer import functions
 from autopar.tracer.blame import capture_error
@@ -26,7 +27,9 @@ from autopar.tracer.hooks import without_lost_hooks
 from autopar.tracer.joint import Joint, joint_of, loss_of
 from autopar.tracer.packed import packed_by_mask
 from autopar.tracer.random_ops import refuse_random
+from autopar.tracer.reads import recording
 from autopar.tracer.repeated import IrregularError
+from autopar.tracer.skipping import equal_blocks
 from autopar.tracer.stamping import stamp
 
 OutputsMode = Literal["auto", "whole", "dtensor"]
@@ -47,6 +50,7 @@ class Capture:
         notices: what the user should know, one sentence each.
         requires_grad: names of the outputs that have a gradient on one device, whether or not it is captured.
         unsaved: values of buffers that the model's ``state_dict`` leaves out.
+        guards: what of the model was read, beside its parameters and buffers.
     """
 
     graph_module: fx.GraphModule
@@ -59,6 +63,7 @@ class Capture:
     notices: tuple[str, ...] = ()
     requires_grad: frozenset[str] = frozenset()
     unsaved: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    guards: Guards = field(default_factory=Guards)
 
 
 def ambient_autocast() -> contextlib.AbstractContextManager[Any]:
@@ -116,9 +121,10 @@ class ColoTracer:
         fakes = Call(call.structure, tuple(fake_like(t, mode) for t in call.tensors))
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
-        exported = self._forward(copied, fakes, mode, whole=whole)
+        with recording(copied) as recorder:
+            exported = self._forward(copied, fakes, mode, whole=whole)
+            loss, differentiable, joint = self._joint(model, copied, fakes, mode, seed, exported)
         returned = exported.returned
-        loss, differentiable, joint = self._joint(model, copied, fakes, mode, seed, exported)
         stamp(joint, exported.cut)
         _refuse_changed(joint)
         refuse_random(joint.graph_module.graph)
@@ -132,6 +138,7 @@ class ColoTracer:
             graph_module, graph, call, returned, loss, differentiable, joint.constants,
             (*_notices(returned, call, joint.outputs), *exported.notices),
             frozenset(p for p, d in zip(returned.paths, exported.differentiable, strict=True) if d),
+            guards=Guards.of(model, recorder.reads(exported.changed, equal_blocks(exported.cut))),
         )  # fmt: skip
 
     @staticmethod

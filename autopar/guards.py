@@ -1,0 +1,425 @@
+"""What a captured program was read from, beside its tensors, and whether that is still as it was.
+
+Capture runs the user's Python once. A program therefore holds whatever attributes, options and functions that run read,
+as Dynamo's programs do, and like those it may run again only while they are unchanged. A read is an attribute by its
+path in the model, so that a copy of the model is checked by what the copy holds.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+DATA = (
+    bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, np.generic,
+)  # fmt: skip
+"""Immutable values, which are compared by type and text."""
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+LONGEST = 1000
+"""Items of a container that are compared one by one; of a longer one only the length is."""
+DEEPEST = 6
+"""Levels of nested containers that are compared by content; a deeper one is compared by identity."""
+LARGEST_BYTES = 1 << 22
+"""Size up to which the values of an array or tensor are kept for comparison; a larger one is compared by identity."""
+BY_IDENTITY = (
+    FunctionType, BuiltinFunctionType, type, ModuleType, property, functools.cached_property, staticmethod, classmethod,
+)  # fmt: skip
+
+Step = tuple[str, Any]
+"""How to go from an object to one that it holds: ``("attribute", name)`` or ``("item", key)``."""
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """Variables that functions see: the globals of a file, the attributes of a class, or a closure's cells."""
+
+    text: str
+    get: Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Read:
+    """An attribute that capture read.
+
+    Args:
+        root: the path of a module in the model, or a scope outside of the model.
+        steps: from there to the object that has the attribute.
+        name: of the attribute.
+    """
+
+    root: str | Scope
+    steps: tuple[Step, ...]
+    name: str
+
+    def __str__(self) -> str:
+        parts = [self.root] if isinstance(self.root, str) else [self.root.text]
+        parts += [key if kind == "attribute" else f"[{key!r}]" for kind, key in self.steps]
+        return ".".join(filter(None, (*parts, self.name))).replace(".[", "[")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A read whose value is no longer what capture saw."""
+
+    read: Read
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        if self.old == self.new:
+            return f"{self.read} has other values"
+        return f"{self.read} was {self.old} and is {self.new}"
+
+
+Place = tuple[int, str]
+"""What keeps an attribute, by ``table_key``, and the name of the attribute."""
+
+
+def table_key(owner: Any) -> int:
+    """Tells owners of attributes apart; the stand-ins of a module that torch.export makes share its attributes."""
+    table = None if isinstance(owner, type) else held_by(owner)
+    return id(owner) if table is None else id(table)
+
+
+def held_by(value: Any) -> dict[str, Any] | None:
+    """The attributes of an instance, where it keeps them in a dict."""
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+class View:
+    """Comparable images of values: data by type and text, containers by content, functions by identity.
+
+    Other objects are compared by type and by which of the objects seen so far they are: what capture read of an object
+    is a read of its own, and an equal object may take its place.
+
+    Args:
+        of_object: makes the image of an object; None numbers objects in the order in which they are seen.
+    """
+
+    def __init__(self, of_object: Callable[[Any], Any] | None = None) -> None:
+        self._numbers: dict[int, int] = {}
+        self._of_object = of_object or self._number
+
+    def _number(self, value: Any) -> Any:
+        return type_of(value), self._numbers.setdefault(table_key(value), len(self._numbers))
+
+    def __call__(self, value: Any, depth: int = 0) -> Any:
+        if value is MISSING or isinstance(value, BY_IDENTITY):
+            return _Same(value)
+        if isinstance(value, DATA):
+            return type(value), repr(value)
+        if isinstance(value, nn.Parameter):
+            return nn.Parameter, tuple(value.shape)
+        if isinstance(value, Tensor):
+            return _TensorImage.of(value)
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, value.tobytes() if value.nbytes <= LARGEST_BYTES else id(value)
+        if isinstance(value, CONTAINERS):
+            return self._contents(value, depth)
+        if isinstance(value, functools.partial):
+            return functools.partial, *(self(v, depth + 1) for v in (value.func, value.args, value.keywords))
+        if isinstance(value, MethodType):
+            return MethodType, _Same(value.__func__), self._of_object(value.__self__)
+        return self._of_object(value)
+
+    def _contents(self, value: Any, depth: int) -> Any:
+        if depth == DEEPEST:
+            return type(value), _Same(value)
+        if len(value) > LONGEST:
+            return type(value), len(value)
+        if isinstance(value, (set, frozenset)):
+            return type(value), frozenset(self(x, depth + 1) for x in value)
+        if isinstance(value, dict):
+            return type(value), tuple((self(k, depth + 1), self(v, depth + 1)) for k, v in value.items())
+        return type(value), tuple(self(x, depth + 1) for x in value)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """An object that has to be the very same."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class _TensorImage:
+    """A tensor that is no parameter: the program holds its values."""
+
+    tensor: Tensor
+    version: int | None
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _TensorImage:
+        known = not tensor.is_meta and type(tensor) is Tensor and tensor.layout is torch.strided
+        small = known and tensor.numel() * tensor.element_size() <= LARGEST_BYTES
+        return cls(tensor, version_of(tensor), tensor.detach().clone() if small else None)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _TensorImage) or self._meta() != other._meta():
+            return False
+        if self.values is None or other.values is None:
+            return self.tensor is other.tensor and self.version == other.version
+        return torch.equal(self.values, other.values.to(self.values.device))
+
+    def _meta(self) -> tuple[Any, ...]:
+        return type(self.tensor), self.tensor.shape, self.tensor.dtype, self.tensor.requires_grad
+
+    def __hash__(self) -> int:
+        return hash((self.tensor.shape, self.tensor.dtype))
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; inference tensors do not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def type_of(value: Any) -> type:
+    """The class as the user wrote it: that of a parallel model is a subclass."""
+    return vars(type(value)).get("_autopar_original", type(value))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Guards:
+    """What a program was captured from: reads, and an image of the value that each had."""
+
+    reads: tuple[Read, ...] = ()
+    images: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, reads: Iterable[Read]) -> Guards:
+        """Guards for ``model`` as it is now."""
+        kept = tuple(dict.fromkeys(reads))
+        view = View()
+        return cls(kept, tuple(view(found.value) for found in _found(model, kept)))
+
+    def difference(self, model: nn.Module) -> Difference | None:
+        """The first read that is no longer what it was."""
+        view = View()
+        for read, found, image in zip(self.reads, _found(model, self.reads), self.images, strict=True):
+            now = view(found.value)
+            if now != image:
+                return Difference(read, _text(image), _text(now))
+        return None
+
+    def bind(self, model: nn.Module) -> Binding:
+        """Where ``model`` holds what was read, for a check that takes little time."""
+        return Binding.to(_found(model, self.reads))
+
+
+def _text(image: Any) -> str:
+    """An image in a few words."""
+    if isinstance(image, _Same):
+        return getattr(image.value, "__qualname__", None) or repr(image.value)
+    if isinstance(image, _TensorImage):
+        values = image.values
+        return f"a tensor {tuple(image.tensor.shape)}" if values is None or values.numel() > 1 else f"{values.tolist()}"
+    kind, *rest = image
+    if not isinstance(kind, type):
+        return "an array"
+    if issubclass(kind, CONTAINERS) and len(rest) == 1:
+        return f"{kind.__name__} with {rest[0] if isinstance(rest[0], int) else len(rest[0])} items"
+    return rest[0] if issubclass(kind, DATA) else kind.__qualname__
+
+
+class _Registered:
+    """Stands for a parameter or buffer of the model, which the program takes as it is at each call."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place that is looked up by name, and what it holds now."""
+
+    get: Callable[[str, Any], Any]
+    name: str
+    value: Any
+    key: Any
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The value of a read, the places that decide it, and the table in which no such name may appear."""
+
+    value: Any
+    slots: tuple[_Slot, ...] = ()
+    table: Mapping[str, Any] | None = None
+
+
+_NOWHERE = _Found(MISSING)
+_REGISTERED = _Found(_Registered())
+
+
+def _found(model: nn.Module, reads: Sequence[Read]) -> Iterator[_Found]:
+    owners: dict[tuple[Any, tuple[Step, ...]], Any] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for read in reads:
+        where = read.root, read.steps
+        if where not in owners:
+            owners[where] = _walked(modules.get(read.root, MISSING), read.steps) \
+                if isinstance(read.root, str) else _walked(read.root, read.steps)  # fmt: skip
+        yield look_up(owners[where], read.name, registered=not read.steps)
+
+
+def _walked(owner: Any, steps: Iterable[Step]) -> Any:
+    for kind, key in steps:
+        if owner is MISSING:
+            return MISSING
+        try:
+            owner = owner[key] if kind == "item" else look_up(owner, key).value
+        except (LookupError, TypeError):
+            return MISSING
+    return owner
+
+
+def look_up(owner: Any, name: str, *, registered: bool = False) -> _Found:
+    """Find an attribute where it is kept, without running a property.
+
+    Args:
+        registered: whether the owner, where it is a module, is one of the model's, with its parameters and buffers.
+    """
+    if owner is MISSING:
+        return _NOWHERE
+    if isinstance(owner, Scope):
+        value = owner.get(name, MISSING)
+        return _Found(value, (_Slot(owner.get, name, value, id(owner)),))
+    table = held_by(owner)
+    if table is not None and name in table:
+        return _Found(table[name], (_Slot(table.get, name, table[name], id(table)),))
+    if isinstance(owner, nn.Module):
+        for kept in (owner._parameters, owner._buffers, owner._modules):
+            if name in kept:
+                return _REGISTERED if registered and isinstance(kept[name], Tensor) else _Found(kept[name])
+    slots = []
+    for kind in type_of(owner).__mro__:
+        value = vars(kind).get(name, MISSING)
+        slots.append(_Slot(vars(kind).get, name, value, kind))
+        if value is not MISSING and not isinstance(value, MemberDescriptorType):
+            return _Found(value, tuple(slots), table)
+    if isinstance(owner, nn.Module):
+        return _Found(MISSING, tuple(slots), table)
+    value = getattr(owner, name, MISSING)
+    return _Found(value, (_Slot(functools.partial(getattr, owner), name, value, id(owner)),))
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """Where one model holds what was read. As long as ``is_unchanged``, nothing has to be compared by value.
+
+    Args:
+        slots: places by name.
+        values: what each holds.
+        tables: attributes of instances among which a new one would hide one of the class, with ``lengths``.
+        empty: containers without items.
+        filled: other containers with their items.
+        tensors: with how often each was changed in place.
+        arrays: NumPy arrays with their bytes.
+    """
+
+    slots: tuple[_Slot, ...]
+    values: list[Any]
+    tables: list[Mapping[str, Any]]
+    lengths: list[int]
+    empty: list[Any] = field(default_factory=list)
+    filled: list[tuple[Any, Any]] = field(default_factory=list)
+    tensors: list[tuple[Tensor, int | None]] = field(default_factory=list)
+    arrays: list[tuple[Any, bytes]] = field(default_factory=list)
+
+    @classmethod
+    def to(cls, found: Iterable[_Found]) -> Binding:
+        slots: dict[tuple[Any, str], _Slot] = {}
+        tables: dict[int, Mapping[str, Any]] = {}
+        values: dict[int, Any] = {}
+        for each in found:
+            slots |= {(s.key, s.name): s for s in each.slots}
+            values[id(each.value)] = each.value
+            if each.table is not None:
+                tables[id(each.table)] = each.table
+        held = list(tables.values())
+        made = cls(tuple(slots.values()), [s.value for s in slots.values()], held, list(map(len, held)))
+        for value in values.values():
+            made._watch(value, 0)
+        return made
+
+    def _watch(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            self.tensors.append((value, version_of(value)))
+        elif isinstance(value, np.ndarray) and value.nbytes <= LARGEST_BYTES:
+            self.arrays.append((value, value.tobytes()))
+        elif isinstance(value, CONTAINERS) and depth < DEEPEST:
+            if not value:
+                self.empty.append(value)
+                return
+            self.filled.append((value, _items(value)))
+            if len(value) <= LONGEST:
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._watch(item, depth + 1)
+
+    def is_unchanged(self) -> bool:
+        now = [s.get(s.name, MISSING) for s in self.slots]
+        return (
+            all(map(operator.is_, now, self.values))
+            and list(map(len, self.tables)) == self.lengths
+            and not any(self.empty)
+            and all(_holds_items(value, items) for value, items in self.filled)
+            and all(version_of(tensor) == version for tensor, version in self.tensors)
+            and all(array.tobytes() == held for array, held in self.arrays)
+        )
+
+    def is_changed(self) -> bool:
+        """Whether a place holds other plain data, which needs no comparison with the rest."""
+        for slot, old in zip(self.slots, self.values, strict=True):
+            now = slot.get(slot.name, MISSING)
+            if now is not old and isinstance(now, DATA) and isinstance(old, DATA):
+                if (type(now), repr(now)) != (type(old), repr(old)):
+                    return True
+        return False
+
+
+def _items(value: Any) -> Any:
+    if len(value) > LONGEST:
+        return None
+    if isinstance(value, dict):
+        return list(value), list(value.values())
+    return set(value) if isinstance(value, (set, frozenset)) else list(value)
+
+
+def _holds_items(value: Any, items: Any) -> bool:
+    if items is None:
+        return len(value) > LONGEST
+    if isinstance(value, dict):
+        keys, values = items
+        return len(value) == len(keys) and all(map(operator.is_, value, keys)) and all(
+            map(operator.is_, value.values(), values)
+        )  # fmt: skip
+    if isinstance(items, set):
+        return bool(value == items)
+    return len(value) == len(items) and all(map(operator.is_, value, items))

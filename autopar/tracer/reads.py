@@ -1,0 +1,292 @@
+"""Which attributes, options and functions a forward reads while it is captured: what the program's guards look at.
+
+Attributes are seen when they are read, by ``__getattribute__`` of modules and of the objects that they hold. Globals
+and closures of the user's functions are not, so those that a function that was read names in its code count as read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.guards import (
+    BY_IDENTITY,
+    CONTAINERS,
+    DATA,
+    DEEPEST,
+    LONGEST,
+    MISSING,
+    Place,
+    Read,
+    Scope,
+    Step,
+    held_by,
+    look_up,
+    table_key,
+)
+from autopar.tracer.blame import is_installed, is_ours
+
+HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
+_OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - HOOKS - {"_modules", "forward"}
+"""What is torch's own, and what a program depends on otherwise: parameters, buffers and modes are part of its key."""
+_OF_ROOT = HOOKS | {"forward"}
+"""The root's own hooks and a replaced forward run around the program at every call."""
+_OWN = frozenset({"torch", "numpy", "builtins", "autopar"})
+_COMPARED = (*DATA, *CONTAINERS, Tensor, FunctionType)
+
+_current: ContextVar[Recorder | None] = ContextVar("current", default=None)
+
+
+class Recorder:
+    """Collects what the forward of a model reads, a copy of the user's on fake tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._where: dict[int, tuple[str, tuple[Step, ...]]] = {}
+        for path, module in model.named_modules():
+            self._where[id(vars(module))] = path, ()
+        self._seen: dict[Place, Read] = {}
+        self._held: list[Any] = []
+        self._functions = {f.__code__: f for f in _functions_of(type(model).forward)}
+        self._kinds = dict.fromkeys(k for m in model.modules() for k in type(m).__mro__ if _is_of_user(k))
+        self._patched: dict[type, Any] = {}
+
+    def reads(self, changed: Iterable[Place] = (), equal: Mapping[str, Iterable[str]] = MappingProxyType({})) -> list[Read]:
+        """What was read.
+
+        Args:
+            changed: places that the forward itself changes: what it leaves there is not seen outside.
+            equal: modules that were not run, since they are equal to the one that is the key.
+        """
+        left_out = set(changed)
+        named = _named_by(self._functions.values(), self._kinds)
+        found = [read for place, read in (*self._seen.items(), *named.items()) if place not in left_out]
+        for path, others in equal.items():
+            within = [r for r in found if isinstance(r.root, str) and (r.root == path or r.root.startswith(f"{path}."))]
+            found += [replace(r, root=other + str(r.root)[len(path) :]) for other in others for r in within]
+        return found
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the forward runs."""
+        self._patch(nn.Module)
+        try:
+            yield
+        finally:
+            for kind, original in self._patched.items():
+                _restore(kind, original)
+            self._patched.clear()
+
+    def note(self, owner: Any, name: str, value: Any) -> None:
+        key = table_key(owner)
+        where = self._where.get(key)
+        if where is None or (key, name) in self._seen:
+            return
+        root, steps = where
+        if isinstance(owner, nn.Module) and (name in _OF_MODULES or (name in _OF_ROOT and not root and not steps)):
+            return
+        self._seen[key, name] = Read(root, steps, name)
+        if value is MISSING:
+            return
+        for function in _functions_of(look_up(owner, name).value):  # a property's, whose value says nothing of it
+            self._functions.setdefault(function.__code__, function)
+        self._follow(value, root, (*steps, ("attribute", name)), 0)
+
+    def _follow(self, value: Any, root: str, steps: tuple[Step, ...], depth: int) -> None:
+        """Watch the objects that a value holds, and remember the functions."""
+        for function in _functions_of(value):
+            self._functions.setdefault(function.__code__, function)
+        if isinstance(value, CONTAINERS):
+            self._follow_items(value, root, steps, depth)
+        elif isinstance(value, functools.partial):
+            self._follow(value.func, root, (*steps, ("attribute", "func")), depth + 1)
+        elif not isinstance(value, (*DATA, *BY_IDENTITY, Tensor, MethodType)):
+            if self._where.setdefault(table_key(value), (root, steps)) == (root, steps):
+                self._held.append(value)  # another object must not get its identity
+            self._patch(type(value))
+
+    def _follow_items(self, value: Any, root: str, steps: tuple[Step, ...], depth: int) -> None:
+        if depth == DEEPEST or len(value) > LONGEST or isinstance(value, (set, frozenset)):
+            return
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            self._follow(item, root, (*steps, ("item", key)), depth + 1)
+
+    def _patch(self, kind: type) -> None:
+        if kind in self._patched or (kind is not nn.Module and _is_watched_already(kind)):
+            return
+        original = vars(kind).get("__getattribute__", MISSING)
+        with contextlib.suppress(TypeError):  # types written in C keep theirs
+            setattr(kind, "__getattribute__", _noting(kind.__getattribute__, self))  # noqa: B010  mypy knows no such method
+            self._patched[kind] = original
+
+
+def _is_watched_already(kind: type) -> bool:
+    return issubclass(kind, nn.Module) or kind.__module__.partition(".")[0] in _OWN
+
+
+def _restore(kind: type, original: Any) -> None:
+    if original is MISSING:
+        del kind.__getattribute__
+    else:
+        setattr(kind, "__getattribute__", original)  # noqa: B010
+
+
+def _noting(original: Callable[[Any, str], Any], recorder: Recorder) -> Callable[[Any, str], Any]:
+    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
+        try:
+            value = original(self, name)
+        except AttributeError:
+            if not name.startswith("__"):
+                recorder.note(self, name, MISSING)
+            raise
+        if not name.startswith("__"):
+            recorder.note(self, name, value)
+        return value
+
+    return __getattribute__
+
+
+def _functions_of(value: Any) -> Iterator[FunctionType]:
+    """The user's functions that a value runs."""
+    if isinstance(value, property):
+        yield from _functions_of(value.fget)
+    elif isinstance(value, functools.cached_property):
+        yield from _functions_of(value.func)
+    elif isinstance(value, (MethodType, staticmethod, classmethod)):
+        yield from _functions_of(value.__func__)
+    elif isinstance(value, FunctionType) and _is_users(value.__code__):
+        yield value
+
+
+def _is_users(code: CodeType) -> bool:
+    file = Path(code.co_filename)
+    return not is_installed(file) and not is_ours(file.resolve())
+
+
+def _named_by(functions: Iterable[FunctionType], kinds: Iterable[type]) -> dict[Place, Read]:
+    """Globals and variables of closures that functions name in their code, and those that these call.
+
+    Args:
+        kinds: classes whose attributes functions can reach without naming the class, by ``type(self)``.
+    """
+    found: dict[Place, Read] = {}
+    waiting, done, attributes = list(functions), set[CodeType](), set[str]()
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ in done:
+            continue
+        done.add(function.__code__)
+        names, of_objects = _names_in(function.__code__)
+        attributes |= of_objects
+        variables = function.__globals__
+        for name in names:
+            read = Read(Scope("", variables.get), (), name)
+            waiting += _note(found, id(variables), read, variables.get(name, MISSING), of_objects)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            read = Read(Scope(function.__qualname__, functools.partial(_in_cell, cell)), (), name)
+            waiting += _note(found, id(cell), read, _in_cell(cell, name, MISSING), of_objects)
+    for kind in kinds:
+        _note_attributes(found, kind, kind.__qualname__, attributes)
+    return found
+
+
+def _in_cell(cell: Any, name: str, default: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet set
+        return default
+
+
+def _note(
+    found: dict[Place, Read], table: int, read: Read, value: Any, attributes: AbstractSet[str]
+) -> list[FunctionType]:
+    """Count a variable as read, and what a function takes of it where it is an object, a class or a file.
+
+    Returns:
+        Functions that may run.
+    """
+    foreign = isinstance(value, (type, ModuleType)) and not _is_of_user(value)
+    if (table, read.name) in found or value is MISSING or foreign:
+        return []
+    functions = list(_functions_of(value))
+    if isinstance(value, _COMPARED) or _attributes_of(value) is not None:
+        found[table, read.name] = read
+    if not isinstance(value, _COMPARED):
+        functions += _note_attributes(found, value, read.name, attributes)
+    return functions
+
+
+def _note_attributes(
+    found: dict[Place, Read], owner: Any, text: str, attributes: AbstractSet[str]
+) -> list[FunctionType]:
+    held = _attributes_of(owner) or {}
+    functions: list[FunctionType] = []
+    for name in sorted(attributes & held.keys()):
+        if isinstance(held[name], _COMPARED):
+            found[table_key(owner), name] = Read(Scope(text, functools.partial(_of, owner)), (), name)
+            functions += _functions_of(held[name])
+    return functions
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any] | None:
+    return vars(value) if isinstance(value, (type, ModuleType)) else held_by(value)
+
+
+def _of(owner: Any, name: str, default: Any) -> Any:
+    return (_attributes_of(owner) or {}).get(name, default)
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether a file or class is the user's own; what is typed at a prompt is."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return getattr(module, "__name__", "") == "__main__"
+    return not is_installed(Path(file).resolve()) and not is_ours(Path(file).resolve())
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Global names that code reads, functions inside it included, and names of attributes."""
+    names: list[str] = []
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.append(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            inner_names, inner_attributes = _names_in(inner)
+            names += inner_names
+            attributes |= inner_attributes
+    return tuple(dict.fromkeys(names)), frozenset(attributes)
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Record what forwards of ``model`` read, each of which runs under ``watched_reads``."""
+    recorder = Recorder(model)
+    token = _current.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def watched_reads() -> Iterator[None]:
+    """While a forward runs, for the recorder of this capture."""
+    recorder = _current.get()
+    with recorder.watching() if recorder is not None else contextlib.nullcontext():
+        yield
