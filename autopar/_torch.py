@@ -39,7 +39,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 # Sees every op that runs; there is no public hook below autograd.
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+# without_modes: real values while a trace on fake tensors is under way; modes leave in no other way from inside.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ __all__ = [
     "group_name",
     "in_order",
     "inductor",
+    "is_mutable",
+    "is_random",
     "joint_graph",
     "load_shards",
     "masks_kept",
@@ -87,10 +91,13 @@ __all__ = [
     "strided_shard",
     "strided_shard_type",
     "symmetric_group",
+    "traced_constant",
+    "traced_node",
     "wait",
     "whole_group",
     "with_ends_of",
     "without_hooks_left",
+    "without_modes",
 ]
 
 
@@ -211,6 +218,34 @@ def without_hooks_left() -> Iterator[None]:
 def changes_arguments(op: Any) -> bool:
     """Whether ``op`` is a custom op that changes some of its arguments."""
     return isinstance(op, OpOverload) and op._schema.is_mutable and op.namespace not in ("aten", "prims", "autopar")
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an op changes some of its arguments."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def traced_node(tensor: torch.Tensor) -> fx.Node | None:
+    """The node that stands for ``tensor`` in the graph that is being traced; only private functions tell it."""
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    slot = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def traced_constant(node: fx.Node) -> Any:
+    """The tensor of a ``get_attr`` node in the graph that is being traced."""
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    root: Any = getattr(mode.tracer, "root", None) if mode is not None else None
+    return getattr(root, str(node.target), None)
 
 
 def is_functionalized(target: Any) -> bool:
@@ -735,7 +770,7 @@ def inductor(
     # Inductor keeps what it made of a graph on disk only where sizes could be symbols.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     # A mode that counts memory, as the first step may run under, would see the trace.
-    with torch.no_grad(), _disable_current_modes(), mode:
+    with torch.no_grad(), without_modes(), mode:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
         table = {op: d for op, d in select_decomp_table().items() if _packet(op) not in _PRODUCTS | _GATHERED}
         table |= decompositions
@@ -754,7 +789,7 @@ def inductor(
     one_by_one = mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(without_modes())
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(V.set_fake_mode(mode))
         stack.enter_context(V.set_choices_handler(choices))

@@ -32,6 +32,7 @@ from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.loading import accept_whole_tensors
 from autopar.runtime.materialize import install, prepare
+from autopar.runtime.module import Call as BoundCall
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.sharding import ShardingSpec
@@ -478,9 +479,13 @@ def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
     """The plan of the first program, where the one that is asked for is like it but for sizes in the planned range, or
     for numbers that it computes with."""
     plan: Plan = state.plan
-    if shapes_of(call) == shapes_of(state.planned) and alike(state.graph, capture.graph):
+    if _same_shapes(state.planned, call) and alike(state.graph, capture.graph):
         return carried_to(plan, capture)
     return fitted(plan, capture, call)
+
+
+def _same_shapes(planned: BoundCall, call: Call) -> bool:
+    return planned.names == call.names and [t.shape for t in planned.tensors] == [t.shape for t in call.tensors]
 
 
 def _shapes(call: Call) -> Call:

@@ -12,13 +12,15 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from autopar._torch import without_modes
 
 DATA = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
@@ -78,16 +80,16 @@ class Read:
 
 @dataclass(frozen=True)
 class Difference:
-    """A read whose value is no longer what capture saw."""
+    """A value that is no longer what capture saw."""
 
-    read: Read
+    what: str
     old: str
     new: str
 
     def __str__(self) -> str:
         if self.old == self.new:
-            return f"{self.read} has other values"
-        return f"{self.read} was {self.old} and is {self.new}"
+            return f"{self.what} has other values"
+        return f"{self.what} was {self.old} and is {self.new}"
 
 
 Place = tuple[int, str]
@@ -116,12 +118,13 @@ class View:
     is a read of its own, and an equal object may take its place.
 
     Args:
-        of_object: makes the image of an object; None numbers objects in the order in which they are seen.
+        identity: compare tensors and objects by identity, as within one process where nothing is copied.
     """
 
-    def __init__(self, of_object: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, *, identity: bool = False) -> None:
         self._numbers: dict[int, int] = {}
-        self._of_object = of_object or self._number
+        self._of_object: Callable[[Any], Any] = _Same if identity else self._number
+        self._of_tensor: Callable[[Tensor], Any] = _Same if identity else _image_of
 
     def _number(self, value: Any) -> Any:
         return type_of(value), self._numbers.setdefault(table_key(value), len(self._numbers))
@@ -131,10 +134,8 @@ class View:
             return _Same(value)
         if isinstance(value, DATA):
             return type(value), repr(value)
-        if isinstance(value, nn.Parameter):
-            return nn.Parameter, tuple(value.shape)
         if isinstance(value, Tensor):
-            return _TensorImage.of(value)
+            return self._of_tensor(value)
         if isinstance(value, np.ndarray):
             return value.dtype.str, value.shape, value.tobytes() if value.nbytes <= LARGEST_BYTES else id(value)
         if isinstance(value, CONTAINERS):
@@ -155,6 +156,10 @@ class View:
         if isinstance(value, dict):
             return type(value), tuple((self(k, depth + 1), self(v, depth + 1)) for k, v in value.items())
         return type(value), tuple(self(x, depth + 1) for x in value)
+
+
+def _image_of(tensor: Tensor) -> Any:
+    return (nn.Parameter, tuple(tensor.shape)) if isinstance(tensor, nn.Parameter) else _TensorImage.of(tensor)
 
 
 @dataclass(frozen=True)
@@ -209,27 +214,61 @@ def type_of(value: Any) -> type:
 
 
 @dataclass(frozen=True, eq=False)
+class Condition:
+    """A Python value that the forward takes from tensors, and that buffers alone decide.
+
+    Args:
+        buffers: their names.
+        compute: the tensor that is asked, from the buffers.
+        ask: the method that gives the value, such as ``__bool__``.
+        value: what it gave at capture.
+    """
+
+    buffers: tuple[str, ...]
+    compute: Callable[..., Tensor]
+    ask: str
+    value: Any = None
+
+    def with_value(self, values: Sequence[Tensor]) -> Condition:
+        """The condition with the value that these buffers give."""
+        return replace(self, value=self.of(values))
+
+    def of(self, values: Sequence[Tensor]) -> Any:
+        """The value for these buffers, which stay as they are."""
+        with without_modes(), torch.no_grad():
+            return getattr(self.compute(*[v.detach().cpu().clone() for v in values]), self.ask)()
+
+    def difference(self, model: nn.Module) -> Difference | None:
+        """Whether the buffers of ``model`` give another value than those at capture."""
+        now = self.of([model.get_buffer(name) for name in self.buffers])
+        if (type(now), repr(now)) == (type(self.value), repr(self.value)):
+            return None
+        return Difference(f"a condition on {', '.join(self.buffers)}", repr(self.value), repr(now))
+
+
+@dataclass(frozen=True, eq=False)
 class Guards:
-    """What a program was captured from: reads, and an image of the value that each had."""
+    """What a program was captured from: reads with an image of the value that each had, and what buffers decided."""
 
     reads: tuple[Read, ...] = ()
     images: tuple[Any, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, reads: Iterable[Read]) -> Guards:
+    def of(cls, model: nn.Module, reads: Iterable[Read], conditions: Iterable[Condition] = ()) -> Guards:
         """Guards for ``model`` as it is now."""
         kept = tuple(dict.fromkeys(reads))
         view = View()
-        return cls(kept, tuple(view(found.value) for found in _found(model, kept)))
+        return cls(kept, tuple(view(found.value) for found in _found(model, kept)), tuple(conditions))
 
     def difference(self, model: nn.Module) -> Difference | None:
-        """The first read that is no longer what it was."""
+        """The first value that is no longer what it was."""
         view = View()
         for read, found, image in zip(self.reads, _found(model, self.reads), self.images, strict=True):
             now = view(found.value)
             if now != image:
-                return Difference(read, _text(image), _text(now))
-        return None
+                return Difference(str(read), _text(image), _text(now))
+        return next(filter(None, (c.difference(model) for c in self.conditions)), None)
 
     def bind(self, model: nn.Module) -> Binding:
         """Where ``model`` holds what was read, for a check that takes little time."""
@@ -396,12 +435,12 @@ class Binding:
 
     def is_changed(self) -> bool:
         """Whether a place holds other plain data, which needs no comparison with the rest."""
-        for slot, old in zip(self.slots, self.values, strict=True):
-            now = slot.get(slot.name, MISSING)
-            if now is not old and isinstance(now, DATA) and isinstance(old, DATA):
-                if (type(now), repr(now)) != (type(old), repr(old)):
-                    return True
-        return False
+        now = (s.get(s.name, MISSING) for s in self.slots)
+        return any(_is_other_data(old, new) for old, new in zip(self.values, now, strict=True) if old is not new)
+
+
+def _is_other_data(old: Any, new: Any) -> bool:
+    return isinstance(old, DATA) and isinstance(new, DATA) and (type(old), repr(old)) != (type(new), repr(new))
 
 
 def _items(value: Any) -> Any:

@@ -84,7 +84,7 @@ class Tables:
         """Whether ``model`` is as it was when a program was captured from it."""
         binding = self.bindings.get(guards)
         if binding is not None and binding.is_unchanged():
-            return True
+            return not any(condition.difference(model) for condition in guards.conditions)
         if (binding is not None and binding.is_changed()) or guards.difference(model) is not None:
             return False
         self.bindings[guards] = guards.bind(model)

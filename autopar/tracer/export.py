@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -46,7 +46,7 @@ from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.packed import packed_by_mask
 from autopar.tracer.python_state import Change, Depending, changed, kept, plain_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
-from autopar.tracer.reads import watched_reads
+from autopar.tracer.reads import answering, watched_reads
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
 from autopar.tracer.running import averaged_by_count
 from autopar.tracer.side_effects import constant_requires_grad, watched
@@ -232,7 +232,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
             without_tables(), averaged_by_count(), experts_by_token(), watched(overridden), packed_by_mask(),
             clusters_of_all_samples(), covariances(), combinations_by_index(), masks_kept(),
-            taken_as_passed() as checks, skipping(model, runs) as skipped, without_hooks_left(),
+            _asked_of_tensors() as checks, skipping(model, runs) as skipped, without_hooks_left(),
         ):  # fmt: skip
             with kept(model), warnings.catch_warnings():
                 # Recurrent layers keep a list of their parameters, for which capture puts in its own.
@@ -266,6 +266,13 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     )
 
 
+@contextlib.contextmanager
+def _asked_of_tensors() -> Iterator[list[str]]:
+    """While tracing: values that the forward asks of tensors come from checks that pass, and from buffers."""
+    with answering(), taken_as_passed() as checks:  # a check, which looks at its line, comes first
+        yield checks
+
+
 def run_once(model: nn.Module, call: Call) -> Exported:
     """What ``model``, on fake tensors, returns.
 
@@ -276,7 +283,7 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     flat, overridden = FlatModel(model, call.structure), list[str]()
     try:
         with (
-            refuse_python_random(lambda: flat(*call.tensors)), watched(overridden), taken_as_passed() as checks,
+            refuse_python_random(lambda: flat(*call.tensors)), watched(overridden), _asked_of_tensors() as checks,
             kept(model),
         ):  # fmt: skip
             values = flat(*call.tensors)

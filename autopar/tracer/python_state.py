@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar._torch import TorchDispatchMode
+from autopar.guards import LONGEST, View
 from autopar.tracer.blame import is_installed, is_ours
 
 _DATA = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _CACHED = type(cache(len))
-_LONGEST = 1000
-"""Of longer containers only the length is looked at."""
-_DEPTH = 3
 _SHORT = 60
 _OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 
@@ -144,19 +142,8 @@ def _is_users_object(value: Any) -> bool:
 
 
 def _held(value: Any) -> Held:
-    content = copy.copy(value) if isinstance(value, _CONTAINERS) and len(value) <= _LONGEST else value
-    return Held(value, content, _shown(value))
-
-
-def _shown(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, _DATA):
-        return type(value), repr(value)
-    if not isinstance(value, (*_CONTAINERS, tuple)) or depth == _DEPTH:
-        return type(value), id(value)
-    if len(value) > _LONGEST:
-        return type(value), len(value)
-    inside = [_shown(x, depth + 1) for x in (value.items() if isinstance(value, dict) else value)]
-    return type(value), frozenset(inside) if isinstance(value, set) else tuple(inside)
+    content = copy.copy(value) if isinstance(value, _CONTAINERS) and len(value) <= LONGEST else value
+    return Held(value, content, View(identity=True)(value))
 
 
 def changed(before: State, after: State) -> Mapping[str, Change]:

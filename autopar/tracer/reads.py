@@ -10,13 +10,13 @@ import contextlib
 import dis
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -36,6 +36,7 @@ from autopar.guards import (
     table_key,
 )
 from autopar.tracer.blame import is_installed, is_ours
+from autopar.tracer.known_values import KnownValues
 
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 _OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - HOOKS - {"_modules", "forward"}
@@ -49,9 +50,14 @@ _current: ContextVar[Recorder | None] = ContextVar("current", default=None)
 
 
 class Recorder:
-    """Collects what the forward of a model reads, a copy of the user's on fake tensors."""
+    """Collects what the forward of a model reads, a copy of the user's on fake tensors.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        known: answers what the forward asks of buffers.
+    """
+
+    def __init__(self, model: nn.Module, known: KnownValues) -> None:
+        self.known = known
         self._where: dict[int, tuple[str, tuple[Step, ...]]] = {}
         for path, module in model.named_modules():
             self._where[id(vars(module))] = path, ()
@@ -61,16 +67,15 @@ class Recorder:
         self._kinds = dict.fromkeys(k for m in model.modules() for k in type(m).__mro__ if _is_of_user(k))
         self._patched: dict[type, Any] = {}
 
-    def reads(self, changed: Iterable[Place] = (), equal: Mapping[str, Iterable[str]] = MappingProxyType({})) -> list[Read]:
+    def reads(self, changed: Collection[Place], equal: Mapping[str, Iterable[str]]) -> list[Read]:
         """What was read.
 
         Args:
             changed: places that the forward itself changes: what it leaves there is not seen outside.
             equal: modules that were not run, since they are equal to the one that is the key.
         """
-        left_out = set(changed)
         named = _named_by(self._functions.values(), self._kinds)
-        found = [read for place, read in (*self._seen.items(), *named.items()) if place not in left_out]
+        found = [read for place, read in (*self._seen.items(), *named.items()) if place not in changed]
         for path, others in equal.items():
             within = [r for r in found if isinstance(r.root, str) and (r.root == path or r.root.startswith(f"{path}."))]
             found += [replace(r, root=other + str(r.root)[len(path) :]) for other in others for r in within]
@@ -126,7 +131,7 @@ class Recorder:
             return
         original = vars(kind).get("__getattribute__", MISSING)
         with contextlib.suppress(TypeError):  # types written in C keep theirs
-            setattr(kind, "__getattribute__", _noting(kind.__getattribute__, self))  # noqa: B010  mypy knows no such method
+            setattr(kind, "__getattribute__", _noting(cast(Any, kind.__getattribute__), self))  # noqa: B010  mypy knows no such method
             self._patched[kind] = original
 
 
@@ -274,9 +279,9 @@ def _names_in(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module) -> Iterator[Recorder]:
-    """Record what forwards of ``model`` read, each of which runs under ``watched_reads``."""
-    recorder = Recorder(model)
+def recording(model: nn.Module, copied: nn.Module) -> Iterator[Recorder]:
+    """Record what forwards of ``copied``, a copy of ``model``, read; each runs under ``watched_reads``."""
+    recorder = Recorder(copied, KnownValues(model, copied))
     token = _current.set(recorder)
     try:
         yield recorder
@@ -288,5 +293,15 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
 def watched_reads() -> Iterator[None]:
     """While a forward runs, for the recorder of this capture."""
     recorder = _current.get()
-    with recorder.watching() if recorder is not None else contextlib.nullcontext():
+    if recorder is None:
         yield
+        return
+    recorder.known.begin()
+    with recorder.watching():
+        yield
+
+
+def answering() -> contextlib.AbstractContextManager[None]:
+    """While forwards run: what they ask of tensors is answered where buffers decide it."""
+    recorder = _current.get()
+    return recorder.known.answering() if recorder is not None else contextlib.nullcontext()

@@ -121,10 +121,11 @@ class ColoTracer:
         fakes = Call(call.structure, tuple(fake_like(t, mode) for t in call.tensors))
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
-        with recording(copied) as recorder:
+        with recording(model, copied) as recorder:
             exported = self._forward(copied, fakes, mode, whole=whole)
             loss, differentiable, joint = self._joint(model, copied, fakes, mode, seed, exported)
         returned = exported.returned
+        recorder.known.refuse_changing({str(o.target) for o in joint.outputs if o is not None and o.kind == "mutation"})
         stamp(joint, exported.cut)
         _refuse_changed(joint)
         refuse_random(joint.graph_module.graph)
@@ -138,7 +139,9 @@ class ColoTracer:
             graph_module, graph, call, returned, loss, differentiable, joint.constants,
             (*_notices(returned, call, joint.outputs), *exported.notices),
             frozenset(p for p, d in zip(returned.paths, exported.differentiable, strict=True) if d),
-            guards=Guards.of(model, recorder.reads(exported.changed, equal_blocks(exported.cut))),
+            guards=Guards.of(
+                model, recorder.reads(exported.changed, equal_blocks(exported.cut)), recorder.known.conditions
+            ),
         )  # fmt: skip
 
     @staticmethod
