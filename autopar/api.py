@@ -136,11 +136,14 @@ def _world(mesh: MeshLike, cluster: Cluster) -> int:
     return world_size() if torch.distributed.is_initialized() else cluster.size
 
 
-def _capture(model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False) -> Capture:
+def _capture(
+    model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False, trains: bool = True
+) -> Capture:
     whole = call if options.batch == "global" else _whole_batch(call, world)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     with computing_in(options.mixed_precision):
-        capture = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored).capture(model, whole)
+        tracer = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored, trains=trains)
+        capture = tracer.capture(model, whole)
     unsaved = _unsaved_buffers(model)
     graph = planner.summing(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
     return dataclasses.replace(capture, graph=graph, unsaved=unsaved)
@@ -462,7 +465,7 @@ def _compile(
     outputs = "dtensor" if every and options.outputs == "auto" else options.outputs
     fixed = dataclasses.replace(options, outputs=outputs)
     capture = together(
-        lambda: _capture(model, call, fixed, state.mesh.size, every=every), lambda c: c.graph.digest
+        lambda: _capture(model, call, fixed, state.mesh.size, every=every, trains=False), lambda c: c.graph.digest
     )
     fixed = dataclasses.replace(
         fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state.plan)

@@ -34,6 +34,9 @@ DEEPEST = 6
 """Levels of nested containers that are compared by content; a deeper one is compared by identity."""
 LARGEST_BYTES = 1 << 22
 """Size up to which the values of an array or tensor are kept for comparison; a larger one is compared by identity."""
+_OWN = frozenset({"torch", "numpy", "builtins", "autopar", "types"})
+_HEAP_TYPE = 1 << 9
+"""The flag of a class that was made at run time, and so can be changed there (Py_TPFLAGS_HEAPTYPE)."""
 BY_IDENTITY = (
     FunctionType, BuiltinFunctionType, type, ModuleType, property, functools.cached_property, staticmethod, classmethod,
 )  # fmt: skip
@@ -80,11 +83,12 @@ class Read:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that is no longer what capture saw."""
+    """A value that is no longer what capture saw, and its place in the order in which values were looked at."""
 
     what: str
     old: str
     new: str
+    at: int = 0
 
     def __str__(self) -> str:
         if self.old == self.new:
@@ -109,6 +113,11 @@ def held_by(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return table if isinstance(table, dict) else None
+
+
+def is_watched(kind: type) -> bool:
+    """Whether reads of an instance's attributes can be seen: where they cannot, all attributes count as read."""
+    return bool(kind.__flags__ & _HEAP_TYPE) and kind.__module__.partition(".")[0] not in _OWN
 
 
 class View:
@@ -144,7 +153,8 @@ class View:
             return functools.partial, *(self(v, depth + 1) for v in (value.func, value.args, value.keywords))
         if isinstance(value, MethodType):
             return MethodType, _Same(value.__func__), self._of_object(value.__self__)
-        return self._of_object(value)
+        held = opened(value, depth)
+        return self._of_object(value) if held is None else (type(value), self(held, DEEPEST - 1))
 
     def _contents(self, value: Any, depth: int) -> Any:
         if depth == DEEPEST:
@@ -160,6 +170,12 @@ class View:
 
 def _image_of(tensor: Tensor) -> Any:
     return (nn.Parameter, tuple(tensor.shape)) if isinstance(tensor, nn.Parameter) else _TensorImage.of(tensor)
+
+
+def opened(value: Any, depth: int) -> dict[str, Any] | None:
+    """The attributes of an object that are compared with it."""
+    closed = isinstance(value, nn.Module) or is_watched(type(value)) or depth > 1
+    return None if closed else held_by(value)
 
 
 @dataclass(frozen=True)
@@ -264,11 +280,13 @@ class Guards:
     def difference(self, model: nn.Module) -> Difference | None:
         """The first value that is no longer what it was."""
         view = View()
-        for read, found, image in zip(self.reads, _found(model, self.reads), self.images, strict=True):
-            now = view(found.value)
+        found = _found(model, self.reads)
+        for i, (read, each, image) in enumerate(zip(self.reads, found, self.images, strict=True)):
+            now = view(each.value)
             if now != image:
-                return Difference(str(read), _text(image), _text(now))
-        return next(filter(None, (c.difference(model) for c in self.conditions)), None)
+                return Difference(str(read), _text(image), _text(now), i)
+        differing = (c.difference(model) for c in self.conditions)
+        return next((replace(d, at=len(self.reads)) for d in differing if d is not None), None)
 
     def bind(self, model: nn.Module) -> Binding:
         """Where ``model`` holds what was read, for a check that takes little time."""
@@ -413,6 +431,8 @@ class Binding:
             self.tensors.append((value, version_of(value)))
         elif isinstance(value, np.ndarray) and value.nbytes <= LARGEST_BYTES:
             self.arrays.append((value, value.tobytes()))
+        elif (held := None if isinstance(value, CONTAINERS) else opened(value, depth)) is not None:
+            self._watch(held, DEEPEST - 1)
         elif isinstance(value, CONTAINERS) and depth < DEEPEST:
             if not value:
                 self.empty.append(value)

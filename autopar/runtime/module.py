@@ -396,9 +396,9 @@ def _described(model: ParallelModule, asked: Asked, gradients: bool) -> dict[str
 
 
 def _difference(model: ParallelModule, asked: Asked) -> Difference | None:
-    """Why none of the programs of these shapes serves a call."""
-    known = model._autopar.variants.get(asked.key)
-    return known[0].guards.difference(model) if known else None
+    """Why none of the programs of these shapes serves a call: what the nearest of them lacks."""
+    found = (variant.guards.difference(model) for variant in model._autopar.variants.get(asked.key, ()))
+    return max((d for d in found if d is not None), key=lambda d: d.at, default=None)
 
 
 def _variant(model: ParallelModule, asked: Asked) -> Variant:
@@ -436,7 +436,7 @@ def variant_key(model: nn.Module, call: Call, stored: Tables | None = None) -> A
     plain = tuple((path, type(value), value) for path, value in call.structure.plain)
     parameters = tuple([(p.requires_grad, p.dtype) for p in stored.parameters])
     cast = tuple(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
-    return tensors, plain, stored.modes(model), parameters, stored.layout.digest, cast
+    return tensors, plain, stored.modes(model), parameters, stored.layout.digest, (*cast, torch.get_default_dtype())
 
 
 def check_call(planned: Call, call: Call) -> None:

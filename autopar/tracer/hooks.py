@@ -24,9 +24,15 @@ def without_lost_hooks(model: nn.Module) -> None:
     """Take the root's hooks off the copy that is captured, and refuse hooks inside that a graph cannot hold.
 
     Raises:
-        CaptureError: a module inside has a hook on its gradients; one on its values that only looks at them raises
-            when it runs.
+        CaptureError: a module inside has a hook on its gradients, or all modules have one; one on its values that only
+            looks at them raises when it runs.
     """
+    for hook in (hook for hooks in of_all_modules().values() for hook in hooks.values() if not _of_a_library(hook)):
+        raise CaptureError(
+            "A hook on the modules of all models would run once, at capture.",
+            found=_described(hook),
+            hint="register it on the modules that it is meant for, after removing this one.",
+        )
     for name in (*_FORWARD, *_BACKWARD):
         getattr(model, name).clear()
     for path, module in model.named_modules():
@@ -43,6 +49,12 @@ def without_lost_hooks(model: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if not _of_a_library(hook):
                     hooks[key] = _watched(hook, path)
+
+
+def of_all_modules() -> dict[str, dict[int, Callable[..., Any]]]:
+    """Torch's tables of hooks that run for every module of every model."""
+    tables = vars(nn.modules.module)
+    return {f"_global{kind}": tables[f"_global{kind}"] for kind in (*_FORWARD, *_BACKWARD)}
 
 
 def lost_parameter_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:

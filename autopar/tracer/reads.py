@@ -32,10 +32,12 @@ from autopar.guards import (
     Scope,
     Step,
     held_by,
+    is_watched,
     look_up,
     table_key,
 )
 from autopar.tracer.blame import is_installed, is_ours
+from autopar.tracer.hooks import of_all_modules
 from autopar.tracer.known_values import KnownValues
 
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
@@ -43,8 +45,9 @@ _OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - HOOKS - {"_mod
 """What is torch's own, and what a program depends on otherwise: parameters, buffers and modes are part of its key."""
 _OF_ROOT = HOOKS | {"forward"}
 """The root's own hooks and a replaced forward run around the program at every call."""
-_OWN = frozenset({"torch", "numpy", "builtins", "autopar"})
 _COMPARED = (*DATA, *CONTAINERS, Tensor, FunctionType)
+
+_ALL_MODULES = Scope("torch.nn.modules.module", vars(nn.modules.module).get)
 
 _current: ContextVar[Recorder | None] = ContextVar("current", default=None)
 
@@ -79,7 +82,7 @@ class Recorder:
         for path, others in equal.items():
             within = [r for r in found if isinstance(r.root, str) and (r.root == path or r.root.startswith(f"{path}."))]
             found += [replace(r, root=other + str(r.root)[len(path) :]) for other in others for r in within]
-        return found
+        return [*found, *(Read(_ALL_MODULES, (), name) for name in of_all_modules())]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -127,16 +130,11 @@ class Recorder:
             self._follow(item, root, (*steps, ("item", key)), depth + 1)
 
     def _patch(self, kind: type) -> None:
-        if kind in self._patched or (kind is not nn.Module and _is_watched_already(kind)):
+        if kind in self._patched or (kind is not nn.Module and (issubclass(kind, nn.Module) or not is_watched(kind))):
             return
         original = vars(kind).get("__getattribute__", MISSING)
-        with contextlib.suppress(TypeError):  # types written in C keep theirs
-            setattr(kind, "__getattribute__", _noting(cast(Any, kind.__getattribute__), self))  # noqa: B010  mypy knows no such method
-            self._patched[kind] = original
-
-
-def _is_watched_already(kind: type) -> bool:
-    return issubclass(kind, nn.Module) or kind.__module__.partition(".")[0] in _OWN
+        setattr(kind, "__getattribute__", _noting(cast(Any, kind.__getattribute__), self))  # noqa: B010
+        self._patched[kind] = original
 
 
 def _restore(kind: type, original: Any) -> None:

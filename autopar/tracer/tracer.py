@@ -82,16 +82,18 @@ class ColoTracer:
             value captures the backward of every differentiable output.
         stored_dtype: in which a parameter or buffer is stored, where that is not its own dtype.
         whole: run every block of the model; else some of a run of equal ones are copies of those before them.
+        trains: refuse a model none of whose outputs has a gradient.
     """
 
     def __init__(
         self, outputs: OutputsMode = "auto", *, every_tangent: bool = False,
-        stored_dtype: Callable[[torch.Tensor], torch.dtype] | None = None, whole: bool = False,
+        stored_dtype: Callable[[torch.Tensor], torch.dtype] | None = None, whole: bool = False, trains: bool = True,
     ) -> None:  # fmt: skip
         self.outputs = outputs
         self._every_tangent = every_tangent
         self._stored_dtype = stored_dtype
         self._whole = whole
+        self._trains = trains
 
     def trace(self, model: nn.Module, meta_inputs: Any) -> fx.GraphModule:
         """The joint graph of ``model`` on ``meta_inputs``; ``node.meta["val"]`` on every node.
@@ -133,7 +135,8 @@ class ColoTracer:
         clean(joint.graph_module)
         trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
         graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, returned, trainable)
-        _check_gradients(outs, ins, joint.outputs)
+        if self._trains or differentiable:
+            _check_gradients(outs, ins, joint.outputs)
         graph = to_ir(graph_module.graph, ins, outs, type(model).__name__)
         return Capture(
             graph_module, graph, call, returned, loss, differentiable, joint.constants,
