@@ -1,6 +1,7 @@
 """What the emitted program costs beside the plain model on one process: ratio of medians of alternating steps.
 
-A step is forward, backward and nothing else. Processor seconds count, so that other work on the machine does not.
+A step is forward, backward and nothing else. Processor seconds count, so that other work on the machine does not. Part
+of each call is the check that nothing that the program was captured from has changed; its share is told beside.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.tables import tables
 
 transformers.logging.set_verbosity_error()
 
@@ -31,6 +33,12 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
         attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config), _tokens()
+
+
+def gpt2_small() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.GPT2Config(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    ids = torch.randint(config.vocab_size, (1, SEQUENCE))
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
 
 def gpt2_dropout() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -61,7 +69,7 @@ def _tokens() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-MODELS = {"gpt2": gpt2, "gpt2-dropout": gpt2_dropout, "llama": llama, "resnet": resnet}
+MODELS = {"gpt2": gpt2, "gpt2-small": gpt2_small, "gpt2-dropout": gpt2_dropout, "llama": llama, "resnet": resnet}
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> None:
@@ -87,7 +95,22 @@ def measured(made: Callable[[], tuple[nn.Module, dict[str, Tensor]]], steps: int
             step(model, batch)
             spent[name].append(time.process_time() - start)
     plain_s, parallel_s = (statistics.median(spent[name]) for name in ("plain", "autopar"))
-    return {"plain_s": round(plain_s, 6), "autopar_s": round(parallel_s, 6), "ratio": round(parallel_s / plain_s, 3)}
+    check_s = checking_s(parallel)
+    return {
+        "plain_s": round(plain_s, 6), "autopar_s": round(parallel_s, 6), "ratio": round(parallel_s / plain_s, 3),
+        "check_s": round(check_s, 7), "check_share": round(check_s / parallel_s, 6),
+    }  # fmt: skip
+
+
+def checking_s(model: nn.Module) -> float:
+    """Seconds of one check that what capture read is unchanged."""
+    ((variant,),) = model._autopar.variants.values()
+    stored, spent = tables(model), []
+    for _ in range(200):
+        start = time.process_time()
+        assert stored.meet(variant.guards, model)
+        spent.append(time.process_time() - start)
+    return statistics.median(spent)
 
 
 def main() -> None:
@@ -103,7 +126,11 @@ def main() -> None:
     for name in arguments.models:
         found[name] = measured(MODELS[name], arguments.steps, arguments.backend)
         plain_ms, parallel_ms = found[name]["plain_s"] * 1e3, found[name]["autopar_s"] * 1e3
-        print(f"{name:13} {plain_ms:8.2f} ms   autopar {parallel_ms:8.2f} ms   {found[name]['ratio']:.3f}", flush=True)
+        check = f"check {found[name]['check_s'] * 1e6:6.1f} us, {found[name]['check_share']:.3%}"
+        print(
+            f"{name:13} {plain_ms:8.2f} ms   autopar {parallel_ms:8.2f} ms   {found[name]['ratio']:.3f}   {check}",
+            flush=True,
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps({"backend": arguments.backend, "models": found}, indent=1) + "\n")
 
