@@ -86,6 +86,8 @@ __all__ = [
     "profiler_is_running",
     "redistribution_steps",
     "reduce_scatter",
+    "replace_shard",
+    "route_data",
     "save_shards",
     "storage_key",
     "strided_shard",
@@ -642,6 +644,32 @@ def shard_of(value: Any) -> Any:
     """A DTensor's shard on this rank, anything else as it is; outside autograd, where ``to_local`` gives the same after
     a look at compilers and gradients."""
     return getattr(value, "_local_tensor", value)
+
+
+def replace_shard(tensor: DTensor, local: torch.Tensor) -> None:
+    """Give a DTensor another shard of the same shape and dtype; no public name does it in place."""
+    tensor._local_tensor = local
+
+
+def route_data(to: Callable[[DTensor, torch.Tensor], bool]) -> None:
+    """From now on ``tensor.data = value`` on a DTensor goes to ``to`` first: torch gives the value to the DTensor's
+    outer shell, which holds no data, and so loses it without a word.
+
+    Args:
+        to: takes the tensor and the value, and tells whether it has taken care of them.
+    """
+
+    def plain() -> Any:  # looked up each time: a capture puts in its own
+        return torch.Tensor.data
+
+    def get(tensor: Any) -> Any:
+        return plain().__get__(tensor)
+
+    def put(tensor: Any, value: torch.Tensor) -> None:
+        if not to(tensor, value):
+            plain().__set__(tensor, value)
+
+    setattr(_dtensor(), "data", property(get, put))  # noqa: B010  mypy holds it for read-only
 
 
 def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

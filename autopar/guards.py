@@ -374,7 +374,7 @@ def look_up(owner: Any, name: str, *, registered: bool = False) -> _Found:
     if isinstance(owner, nn.Module):
         for kept in (owner._parameters, owner._buffers, owner._modules):
             if name in kept:
-                return _REGISTERED if registered and isinstance(kept[name], Tensor) else _Found(kept[name])
+                return _REGISTERED if registered and isinstance(kept[name], Tensor) else _kept(kept, name)
     slots = []
     for kind in type_of(owner).__mro__:
         value = vars(kind).get(name, MISSING)
@@ -385,6 +385,14 @@ def look_up(owner: Any, name: str, *, registered: bool = False) -> _Found:
         return _Found(MISSING, tuple(slots), table)
     value = getattr(owner, name, MISSING)
     return _Found(value, (_Slot(functools.partial(getattr, owner), name, value, id(owner)),))
+
+
+def _kept(table: Mapping[str, Any], name: str) -> _Found:
+    """A module or None, or a tensor of a module that is not the model's, whose values the program holds."""
+    value = table[name]
+    if not isinstance(value, Tensor):
+        return _Found(value)
+    return _Found(value.detach(), (_Slot(table.get, name, value, id(table)),))
 
 
 @dataclass(frozen=True, eq=False)

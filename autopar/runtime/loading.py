@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.runtime.shard_step import is_marked
 from autopar.spmd.placements import from_placements
 
 
@@ -32,6 +35,30 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
                     found=f"{tuple(value.shape)}; the parameter is {tuple(parameter.shape)}",
                     hint="load it with torch.distributed.checkpoint, which knows where shards belong.",
                 )
+
+
+def put_data(parameter: DTensor, value: Tensor) -> bool:
+    """``parameter.data = value`` for a parameter of a parallel model: this rank keeps its shard of a whole tensor.
+
+    Returns:
+        Whether the parameter is one.
+
+    Raises:
+        AutoparError: the value has another shape or dtype.
+    """
+    if not is_marked(parameter):
+        return False
+    if value.shape != parameter.shape or value.dtype != parameter.dtype:
+        raise AutoparError(
+            "A parameter of a parallel model keeps its shape and dtype.",
+            found=f"data of {tuple(value.shape)} {value.dtype} for {tuple(parameter.shape)} {parameter.dtype}",
+            hint="assign the whole tensor; replace the module for another shape, and use model.to for another dtype.",
+        )
+    with torch.no_grad():
+        if not isinstance(value, DTensor):
+            value = shard_like(value, parameter)
+        _torch.replace_shard(parameter, value.redistribute(parameter.device_mesh, parameter.placements).to_local())
+    return True
 
 
 def shard_like(whole: Tensor, like: DTensor) -> DTensor:

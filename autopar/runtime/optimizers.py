@@ -1,4 +1,5 @@
-"""Optimizers that do not work on shards say so at their first step, instead of failing inside of DTensor."""
+"""Parameters of parallel models are known as such: to optimizers, which say at their first step where they do not work
+on shards, and to assignments of data."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar import _torch
 from autopar.errors import AutoparError
+from autopar.runtime.loading import put_data
 from autopar.runtime.shard_step import is_marked, step_on_shards
 
 _optim = torch.optim
@@ -37,6 +39,7 @@ def mark(parameter: torch.Tensor) -> None:
 def _watch() -> None:
     register_optimizer_step_pre_hook(_check)
     step_on_shards()
+    _torch.route_data(put_data)
     _torch.find_overflow_in_every_gradient()
 
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from autopar.errors import CaptureError
 from autopar.guards import (
     BY_IDENTITY,
     CONTAINERS,
@@ -66,6 +67,7 @@ class Recorder:
             self._where[id(vars(module))] = path, ()
         self._seen: dict[Place, Read] = {}
         self._held: list[Any] = []
+        self._parameters = frozenset(map(id, model.parameters()))
         self._functions = {f.__code__: f for f in _functions_of(type(model).forward)}
         self._kinds = dict.fromkeys(k for m in model.modules() for k in type(m).__mro__ if _is_of_user(k))
         self._patched: dict[type, Any] = {}
@@ -103,8 +105,9 @@ class Recorder:
         root, steps = where
         if isinstance(owner, nn.Module) and (name in _OF_MODULES or (name in _OF_ROOT and not root and not steps)):
             return
-        self._seen[key, name] = Read(root, steps, name)
+        read = self._seen[key, name] = Read(root, steps, name)
         if value is MISSING:
+            _refuse_unregistered(owner, read, self._parameters)
             return
         for function in _functions_of(look_up(owner, name).value):  # a property's, whose value says nothing of it
             self._functions.setdefault(function.__code__, function)
@@ -135,6 +138,21 @@ class Recorder:
         original = vars(kind).get("__getattribute__", MISSING)
         setattr(kind, "__getattribute__", _noting(cast(Any, kind.__getattribute__), self))  # noqa: B010
         self._patched[kind] = original
+
+
+def _refuse_unregistered(owner: Any, read: Read, registered: Collection[int]) -> None:
+    """A module in a plain list is none of the model's, and the program would hold its parameters as constants.
+
+    Raises:
+        CaptureError: one of these parameters is trained.
+    """
+    parameter = owner._parameters.get(read.name) if isinstance(owner, nn.Module) and read.steps else None
+    if parameter is not None and parameter.requires_grad and id(parameter) not in registered:
+        raise CaptureError(
+            f"The parameter {read} is trained and is none of the model's.",
+            found=f"{type(owner).__name__} in a plain attribute, which model.parameters() does not look into",
+            hint="keep modules in nn.ModuleList or nn.ModuleDict; call requires_grad_(False) on what is not trained.",
+        )
 
 
 def _restore(kind: type, original: Any) -> None:

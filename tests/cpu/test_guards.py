@@ -28,6 +28,10 @@ def shifted(x: Tensor) -> Tensor:
     return x + SHIFTS["last"]
 
 
+def multiplied(gain: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * gain
+
+
 class Options:
     def __init__(self) -> None:
         self.scale = 2.0
@@ -62,7 +66,7 @@ class Model(nn.Module):
         self.options = Options()
         self.space = SimpleNamespace(power=1)
         self.config = {"heads": {"scale": 1.0}}
-        self.functions = [torch.relu]
+        self.functions = [torch.relu, multiplied(1.0)]
         self.constant = torch.tensor(2.0)
         self.seen = 0
 
@@ -164,12 +168,15 @@ def test_a_changed_model_computes_what_it_has_become(pair, change) -> None:
     assert programs(parallel) == compiled
 
 
-def test_globals_and_class_attributes_are_part_of_the_program(pair, monkeypatch) -> None:
+def test_globals_closures_and_class_attributes_are_part_of_the_program(pair, monkeypatch) -> None:
     parallel, plain = pair
     for owner, name, value in ((__import__(__name__, fromlist=["x"]), "GAIN", 2.0), (Model, "kind", 0.5)):
         monkeypatch.setattr(owner, name, value)
         assert_equal(parallel, plain)
     monkeypatch.setitem(SHIFTS, "last", -1.0)
+    assert_equal(parallel, plain)
+    for model in pair:  # copies of a model share its functions
+        monkeypatch.setattr(model.functions[1].__closure__[0], "cell_contents", 2.0)
     assert_equal(parallel, plain)
 
 
@@ -243,6 +250,34 @@ def test_tensors_that_are_put_into_the_model_are_placed(pair, kind) -> None:
         REPLACED[kind](model)
     assert_equal(parallel, plain)
     assert all(isinstance(p, DTensor) for p in parallel.parameters())
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = [nn.Linear(8, 8) for _ in range(2)], nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().sum()
+
+
+def test_modules_that_are_not_registered_are_constants_that_are_watched() -> None:
+    plain = Unregistered()
+    with pytest.raises(CaptureError, match=r"parameter blocks\[0\]\.weight is trained and is none of the model's"):
+        ColoTracer().capture(plain, X)
+    for block in plain.blocks:
+        block.requires_grad_(requires_grad=False)
+    parallel = autopar.autoparallelize(copy.deepcopy(plain), X, mesh=(1,), time_limit=2)
+    assert_equal(parallel, plain)
+    for model in (parallel, plain):
+        with torch.no_grad():
+            model.blocks[1].weight.mul_(2)
+    assert_equal(parallel, plain)
+    for model in (parallel, plain):
+        model.blocks.pop(0)
+    assert_equal(parallel, plain)
 
 
 def test_adapters_that_are_merged_or_disabled_are_no_longer_added() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.errors import RankError
+from autopar.errors import AutoparError, RankError
 from tests.multiprocess.pool import RankPool
 
 pytestmark = pytest.mark.multiprocess
@@ -81,6 +81,32 @@ def _replaced() -> dict[str, float]:
 def test_what_is_put_into_the_model_is_cut_as_the_plan_says(pool: RankPool) -> None:
     for found in pool.run(_replaced):
         assert max(found.values()) < 1e-5, found
+
+
+def _given_data() -> tuple[float, str]:
+    parallel, plain = _pair()
+    found = []
+    for model in (parallel, plain):
+        model.head.weight.data = torch.arange(64.0).reshape(4, 16) / 64
+        nn.utils.vector_to_parameters(torch.linspace(-1, 1, 16 * 8 + 16), model.body.parameters())
+    found.append(_distance(parallel, plain))
+    averaged = [(p * 2).detach() for p in parallel.parameters()]
+    for p, average in zip(parallel.parameters(), averaged, strict=True):
+        p.data = average
+    for p in plain.parameters():
+        p.data = p.data * 2
+    found.append(_distance(parallel, plain))
+    try:
+        parallel.head.weight.data = torch.zeros(2, 16)
+    except AutoparError as error:
+        return max(found), str(error)
+    return max(found), "nothing was raised"
+
+
+def test_data_that_is_assigned_is_cut_too(pool: RankPool) -> None:
+    for distance, text in pool.run(_given_data):
+        assert distance < 1e-5
+        assert "(2, 16)" in text
 
 
 def _statistics_anew() -> float:
