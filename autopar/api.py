@@ -23,11 +23,12 @@ from autopar.planner import Options
 from autopar.planner.predictions import make_plan
 from autopar.planner.ranges import Sizes, as_ranges
 from autopar.plans import Plan
-from autopar.precision import as_precision, computing_in, stored_dtype
+from autopar.precision import as_precision, computing_in, policy_of, stored_dtype
 from autopar.ranged import fitted, largest, over_range, resized, shapes_of
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
+from autopar.runtime.handing_over import Replaced, refuse_unfit_state
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.loading import accept_whole_tensors
@@ -271,6 +272,8 @@ def autoparallelize(
         initialize: whether parameters on the meta device get values as their modules set them; False leaves their
             shards empty, for a checkpoint or ``autopar.load_safetensors`` to fill.
 
+    Optimizers of ``model`` that are there step its DTensors from now on, with the state that they have.
+
     Returns:
         ``model``, whose class is now a subclass of what it was.
 
@@ -327,6 +330,13 @@ def autoparallelize(
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, ParallelModule):
         raise PlanError("The model is already parallel.", found=type(model).__name__, hint="parallelize a fresh model.")
+    taken = next((n for n, p in model.named_parameters() if isinstance(p, DTensor | Replaced)), None)
+    if taken is not None:
+        raise PlanError(
+            f"The parameter {taken} is one of another parallel model.",
+            found=f"{type(model.get_parameter(taken)).__name__} {tuple(model.get_parameter(taken).shape)}",
+            hint="parallelize one module that holds both models, and calls them in its forward.",
+        )
     hooked = next(iter(lost_parameter_hooks(model)), None)
     if hooked is not None:
         raise PlanError(
@@ -419,13 +429,15 @@ def _parallelize(
     parameters = {n: made.specs[n] for n in made.parameters}
     seed = decided_by_first(torch.initial_seed)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
+    optimizers = refuse_unfit_state(model)
     replacements = together(
         lambda: prepare(
             model, parameters, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
             initialize=initialize,
         )
     )
-    install(replacements)
+    install(replacements, optimizers, cast=policy_of(options.mixed_precision).master is None)
+    del replacements
     accept_whole_tensors(model)
     _keep_states(model, made, state)
     model.__class__ = parallel_class(original)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.runtime.shard_step import SCALARS
 from autopar.spmd.placements import from_placements
 
 
@@ -32,6 +33,12 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
                     found=f"{tuple(value.shape)}; the parameter is {tuple(parameter.shape)}",
                     hint="load it with torch.distributed.checkpoint, which knows where shards belong.",
                 )
+
+
+def state_like(key: str, value: Any, parameter: Tensor) -> Any:
+    """Optimizer state of a parameter, cut as that is where it has an element for each of its elements."""
+    whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if whole and isinstance(parameter, DTensor) and key not in SCALARS else value
 
 
 def shard_like(whole: Tensor, like: DTensor) -> DTensor:
