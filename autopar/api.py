@@ -472,7 +472,7 @@ def _compile(
         lambda: _capture(model, call, fixed, state.mesh.size, every=every), lambda c: c.graph.digest
     )
     fixed = dataclasses.replace(
-        fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state.plan)
+        fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state)
     )
     plan = None if every else fitted(state.plan, _as_planned(capture, state.plan), call)
     if plan is None:
@@ -498,10 +498,10 @@ def _placed(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _accumulators(plan: Plan) -> dict[str, str]:
-    """The specs in which gradients add up: the same for every batch of a step."""
-    prefix = "accumulated:"
-    return {name.removeprefix(prefix): str(s) for name, s in plan.specs.items() if name.startswith(prefix)}
+def _accumulators(state: State) -> dict[str, str]:
+    """The specs in which gradients add up: the same for every program of a step."""
+    known = [a for v in state.variants.values() for a in v.executable.accumulators]
+    return {meaning.name: str(spec) for meaning, spec, _ in reversed(known)}
 
 
 def _variant(

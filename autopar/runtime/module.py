@@ -121,6 +121,7 @@ class State:
 class _VariantHost:
     """One call's view of the state, for autograd."""
 
+    model: nn.Module
     rank: StartingRank
     mesh: Mesh
     device_mesh: DeviceMesh
@@ -229,8 +230,8 @@ def _called(
     given = _given(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
-        StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch, variant.every_tangent,
-        model._autopar_sums, state.clock, Marks(state.device),
+        model, StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch,
+        variant.every_tangent, model._autopar_sums, state.clock, Marks(state.device),
     )  # fmt: skip
     mutations: list[Any] = []
     if torch.is_grad_enabled():
