@@ -23,11 +23,12 @@ from autopar.planner import Options
 from autopar.planner.predictions import make_plan
 from autopar.planner.ranges import Sizes, as_ranges
 from autopar.plans import Plan
-from autopar.precision import as_precision, computing_in, stored_dtype
+from autopar.precision import as_precision, computing_in, policy_of, stored_dtype
 from autopar.ranged import alike, carried_to, fitted, largest, over_range, resized, shapes_of
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
+from autopar.runtime.handing_over import Replaced, refuse_unfit_state
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.loading import accept_whole_tensors
@@ -276,6 +277,8 @@ def autoparallelize(
         initialize: whether parameters on the meta device get values as their modules set them; False leaves their
             shards empty, for a checkpoint or ``autopar.load_safetensors`` to fill.
 
+    Optimizers of ``model`` that are there step its DTensors from now on, with the state that they have.
+
     Returns:
         ``model``, whose class is now a subclass of what it was.
 
@@ -332,6 +335,13 @@ def autoparallelize(
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, ParallelModule):
         raise PlanError("The model is already parallel.", found=type(model).__name__, hint="parallelize a fresh model.")
+    taken = next((n for n, p in model.named_parameters() if isinstance(p, DTensor | Replaced)), None)
+    if taken is not None:
+        raise PlanError(
+            f"The parameter {taken} is one of another parallel model.",
+            found=f"{type(model.get_parameter(taken)).__name__} {tuple(model.get_parameter(taken).shape)}",
+            hint="parallelize one module that holds both models, and calls them in its forward.",
+        )
     hooked = next(iter(lost_parameter_hooks(model)), None)
     if hooked is not None:
         raise PlanError(
@@ -418,13 +428,15 @@ def _parallelize(
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
 
     def place(module: nn.Module, names: Sequence[str] | None, specs: Mapping[str, ShardingSpec]) -> None:
+        named = dict(module.named_parameters())
+        optimizers = refuse_unfit_state({n: p for n, p in named.items() if names is None or n in names})
         replacements = together(
             lambda: prepare(
                 module, specs, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
                 initialize=initialize, only=names,
             )
         )
-        install(replacements)
+        install(replacements, optimizers, cast=policy_of(options.mixed_precision).master is None)
         accept_whole_tensors(module)
 
     state = State(
@@ -468,7 +480,7 @@ def _compile(
         lambda: _capture(model, call, fixed, state.mesh.size, every=every, trains=False), lambda c: c.graph.digest
     )
     fixed = dataclasses.replace(
-        fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state.plan)
+        fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state)
     )
     plan = None if every else _still_fitting(state, _as_planned(capture, state.plan), call)
     if plan is None:
@@ -507,10 +519,10 @@ def _placed(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _accumulators(plan: Plan) -> dict[str, str]:
-    """The specs in which gradients add up: the same for every batch of a step."""
-    prefix = "accumulated:"
-    return {name.removeprefix(prefix): str(s) for name, s in plan.specs.items() if name.startswith(prefix)}
+def _accumulators(state: State) -> dict[str, str]:
+    """The specs in which gradients add up: the same for every program of a step."""
+    newest_first = reversed(state.programs)
+    return {meaning.name: str(spec) for v in newest_first for meaning, spec, _ in v.executable.accumulators}
 
 
 def _variant(

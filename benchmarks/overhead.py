@@ -104,7 +104,7 @@ def measured(made: Callable[[], tuple[nn.Module, dict[str, Tensor]]], steps: int
 
 def checking_s(model: nn.Module) -> float:
     """Seconds of one check that what capture read is unchanged."""
-    ((variant,),) = model._autopar.variants.values()
+    (variant,) = model._autopar.programs
     stored, spent = tables(model), []
     for _ in range(200):
         start = time.process_time()

@@ -34,6 +34,10 @@ class Place(Protocol):
     def device_mesh(self) -> DeviceMesh: ...
 
 
+Key = tuple[str, ShardingSpec, str]
+"""A parameter, and the spec and dtype in which a program adds up its gradient: another program may take others."""
+
+
 @dataclass
 class Sums:
     """What this rank has added up since the last step.
@@ -41,12 +45,12 @@ class Sums:
     Args:
         steps: backwards in one step; gradients appear with the last of them.
         done: backwards since the last step.
-        held: this rank's part of each sum, by parameter, with how it is cut.
+        held: this rank's part of each sum, with the shape of the whole.
     """
 
     steps: int = 1
     done: int = 0
-    held: dict[str, tuple[Tensor, ShardingSpec, TensorMeta]] = field(default_factory=dict)
+    held: dict[Key, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def completing(self) -> bool:
@@ -54,41 +58,54 @@ class Sums:
         return self.done + 1 >= self.steps
 
     def taken(self, accumulators: Accumulators, place: Place) -> list[Tensor]:
-        """The sums so far, no longer held here; zeros in the first micro-batch."""
+        """The sums so far, no longer held here; zeros where a program is the first to add to one."""
         return [self._take(*a, place) for a in accumulators]
 
     def _take(self, meaning: Input, spec: ShardingSpec, meta: TensorMeta, place: Place) -> Tensor:
-        if meaning.name in self.held:
-            return self.held.pop(meaning.name)[0]
+        held = self.held.pop(_key(meaning, spec, meta), None)
+        if held is not None:
+            return held[0]
         shape = spec.local_shape(meta.shape, place.mesh, place.rank.coordinate)
         return torch.zeros(shape, dtype=getattr(torch, meta.dtype), device=place.rank.device)
 
     def add(self, accumulators: Accumulators, made: Mapping[tuple[str, str], Tensor]) -> None:
         """One more micro-batch has been added."""
-        self.held |= {m.name: (made["accumulator", m.name], spec, meta) for m, spec, meta in accumulators}
+        self.held |= {_key(*a): (made["accumulator", a[0].name], a[2].shape) for a in accumulators}
         self.done += 1
 
-    def complete(self) -> None:
-        """The gradients have been delivered."""
-        self.done = 0
-        self.held.clear()
-
     def deliver(self, model: nn.Module, place: Place) -> int:
-        """Give parameters the gradients of the micro-batches so far. Returns how many these were."""
-        with torch.no_grad():
-            for name, (local, spec, meta) in self.held.items():
-                parameter = model.get_parameter(name)
-                assert isinstance(parameter, DTensor)
-                stride = torch.empty(meta.shape, device="meta").stride()
-                total = DTensor.from_local(
-                    local, place.device_mesh, to_placements(spec, place.mesh, meta.shape), run_check=False,
-                    shape=torch.Size(meta.shape), stride=stride,
-                )  # fmt: skip
-                gradient = total.redistribute(place.device_mesh, parameter.placements).to(parameter.dtype)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        done = self.done
-        self.complete()
+        """Give parameters the gradients of the micro-batches so far: in the last of a step those which its program did
+        not take. Returns how many micro-batches these were."""
+        for (name, spec, _), (local, shape) in self.held.items():
+            parameter = model.get_parameter(name)
+            assert isinstance(parameter, DTensor)
+            _add_to_gradient(parameter, _summed(local, spec, shape, parameter, place))
+        done, self.done = self.done, 0
+        self.held.clear()
         return done
+
+
+def _key(meaning: Input, spec: ShardingSpec, meta: TensorMeta) -> Key:
+    return meaning.name, spec, meta.dtype
+
+
+def _summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter: DTensor, place: Place) -> Tensor:
+    """The gradient of which each rank holds ``local``."""
+    stride = torch.empty(shape, device="meta").stride()
+    with torch.no_grad():
+        total = DTensor.from_local(
+            local, place.device_mesh, to_placements(spec, place.mesh, shape), run_check=False,
+            shape=torch.Size(shape), stride=stride,
+        )  # fmt: skip
+        return total.redistribute(place.device_mesh, parameter.placements).to(parameter.dtype)
+
+
+def _add_to_gradient(parameter: DTensor, gradient: Tensor) -> None:
+    """As a backward does, whose hooks see it; what is frozen by now has none."""
+    if parameter.requires_grad:
+        parameter.backward(gradient)  # type: ignore[no-untyped-call]
+    else:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 _PARALLEL: weakref.WeakSet[nn.Module] = weakref.WeakSet()

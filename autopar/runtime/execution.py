@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -76,6 +76,8 @@ class Executable:
 class Host(Place, Protocol):
     """What execution needs of the module that it runs for."""
 
+    @property
+    def model(self) -> nn.Module: ...
     @property
     def local_batch(self) -> bool: ...
     @property
@@ -242,7 +244,8 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
         return [named.get(("gradient", f"input:{m.name}")) for m, _ in executable.inputs]
     with uncast(host):
         made = executable.backward(host.rank, feeds)
-    host.sums.complete()
+    if executable.accumulators:
+        host.sums.deliver(host.model, host)
     ends = zip(executable.inputs, executable.positions, strict=True)
     return [None if at is None else _gradient_of(m, executable, at, made[at], host) for (m, _), at in ends]
 

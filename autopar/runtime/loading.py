@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.runtime.shard_step import is_marked
+from autopar.runtime.shard_step import SCALARS, is_marked
 from autopar.spmd.placements import from_placements
 
 
@@ -59,6 +59,12 @@ def put_data(parameter: DTensor, value: Tensor) -> bool:
             value = shard_like(value, parameter)
         _torch.replace_shard(parameter, value.redistribute(parameter.device_mesh, parameter.placements).to_local())
     return True
+
+
+def state_like(key: str, value: Any, parameter: Tensor) -> Any:
+    """Optimizer state of a parameter, cut as that is where it has an element for each of its elements."""
+    whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if whole and isinstance(parameter, DTensor) and key not in SCALARS else value
 
 
 def shard_like(whole: Tensor, like: DTensor) -> DTensor:

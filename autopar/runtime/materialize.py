@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.runtime.agreement import differing, this_rank
+from autopar.runtime.handing_over import hand_over
 from autopar.runtime.optimizers import mark
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
@@ -39,10 +41,11 @@ class Owner:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A tensor of the parallel model and every place that it goes to."""
+    """A tensor of the parallel model, every place that it goes to, and what was there."""
 
     owners: tuple[Owner, ...]
     tensor: Tensor
+    old: Tensor
 
 
 def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
@@ -96,7 +99,7 @@ def prepare(
                 new = whole.to(device)
                 new._autopar_placed = True  # type: ignore[attr-defined]
             del whole
-            made.append(Replacement(places, new))
+            made.append(Replacement(places, new, old))
     return made
 
 
@@ -123,11 +126,17 @@ def _from_first(whole: Tensor, device: torch.device) -> Tensor:
     return received
 
 
-def install(replacements: list[Replacement]) -> None:
-    """Put the prepared tensors where they belong; tied parameters stay one object."""
+def install(replacements: list[Replacement], optimizers: Sequence[Optimizer] = (), *, cast: bool = True) -> None:
+    """Put the prepared tensors where they belong, also in ``optimizers``; tied parameters stay one object.
+
+    Args:
+        cast: whether optimizer state in a parameter's dtype stays in it, where that is stored in another from now on.
+    """
     for replacement in replacements:
         for owner in replacement.owners:
             owner.table[owner.attribute] = replacement.tensor
+    parameters = [(r.owners[0].fqn, r.old, r.tensor) for r in replacements if isinstance(r.old, nn.Parameter)]
+    hand_over(parameters, optimizers, cast=cast)
 
 
 def _parameter(

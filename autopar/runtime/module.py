@@ -123,9 +123,14 @@ class State:
             self.numbers[asked] = int.from_bytes(digest, "big") >> 2
         return self.numbers[asked]
 
+    @property
+    def programs(self) -> list[Variant]:
+        """All of them, in the order in which they were compiled."""
+        return sorted((v for known in self.variants.values() for v in known), key=lambda v: v.number)
+
     def add(self, key: Any, variant: Variant) -> None:
         """Keep a program; the one that was used longest ago goes when there are too many."""
-        if sum(map(len, self.variants.values())) >= MAX_VARIANTS:
+        if len(self.programs) >= MAX_VARIANTS:
             oldest = next(iter(self.variants))
             self.variants[oldest].pop()
             if not self.variants[oldest]:
@@ -145,6 +150,7 @@ class State:
 class _VariantHost:
     """One call's view of the state, for autograd."""
 
+    model: nn.Module
     rank: StartingRank
     mesh: Mesh
     device_mesh: DeviceMesh
@@ -266,8 +272,8 @@ def _place(model: ParallelModule, asked: Asked) -> None:
     state, stored = model._autopar, tables(model)
     loose = {name: stored.tensor(name) for name in asked.loose}
     known = {
-        name: spec for variants in state.variants.values() for v in variants for name, (spec, shape) in
-        v.parameters.items() if name in loose and tuple(loose[name].shape) == shape
+        name: spec for program in state.programs for name, (spec, shape) in program.parameters.items()
+        if name in loose and tuple(loose[name].shape) == shape
     }  # fmt: skip
     if all(name in known for name, tensor in loose.items() if isinstance(tensor, nn.Parameter)):
         state.place(model, asked.loose, known)
@@ -299,7 +305,7 @@ def _called(
     given = _given(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
-        StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch,
+        model, StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch,
         functools.partial(_every_tangent, model, asked.key, variant), model._autopar_sums, state.clock,
         Marks(state.device),
     )  # fmt: skip
@@ -411,7 +417,7 @@ def _variant(model: ParallelModule, asked: Asked) -> Variant:
                 f"{changed}, so the program is compiled again; what changes often should be an input or a buffer.",
                 stacklevel=7,
             )
-        elif sum(map(len, state.variants.values())) >= MAX_VARIANTS:
+        elif len(state.programs) >= MAX_VARIANTS:
             warnings.warn(
                 f"{MAX_VARIANTS} programs were compiled for different batches, and the oldest is dropped; pad batches "
                 f"to few sizes, or plan for a range of them with dynamic_shapes.",

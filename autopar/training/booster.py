@@ -70,12 +70,10 @@ class AutoParallelPlugin:
                 found=f"mixed_precision={mixed_precision!r} and {asked!r}",
                 hint="name it once.",
             )
-        names = [] if optimizer is None else _names(model, optimizer)
         if optimizer is not None:
+            _refuse_others(model, optimizer)
             options.setdefault("optimizer", _kind(optimizer))
         parallel = autoparallelize(model, self.meta_inputs, **options)
-        if optimizer is not None:
-            point_to(optimizer, parallel, names)
         policy = policy_of(parallel.plan.options.get("mixed_precision"))  # type: ignore[union-attr, operator]
         scales = policy.compute == "float16"
         if optimizer is not None and policy.master is not None:
@@ -198,37 +196,15 @@ class Booster:
         files.load_lr_scheduler(lr_scheduler, checkpoint)
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of an optimizer's parameters in ``model``, by group."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)
-    strange = [p for p in parameters(optimizer) if id(p) not in names]
+def _refuse_others(model: nn.Module, optimizer: Optimizer) -> None:
+    known = set(map(id, model.parameters()))
+    strange = [p for p in parameters(optimizer) if id(p) not in known]
     if strange:
         raise AutoparError(
             "The optimizer has parameters that are not the model's.",
             found=f"{len(strange)} of {len(parameters(optimizer))}, the first of shape {tuple(strange[0].shape)}",
             hint="make it of model.parameters(), after the model was moved or converted.",
         )
-    if any(isinstance(v, Tensor) and v.is_meta for each in optimizer.state.values() for v in each.values()):
-        raise AutoparError(
-            "The optimizer has state on the meta device, which has no values.",
-            found=type(optimizer).__name__,
-            hint="make it after the model is parallel, of model.parameters().",
-        )
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def point_to(optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> None:
-    """Give ``optimizer`` the parameters of ``model`` with these names, and cut its state as they are cut."""
-    new = dict(model.named_parameters(remove_duplicate=False))
-    old = parameters(optimizer)
-    state = {i: optimizer.state.pop(p) for i, p in enumerate(old) if p in optimizer.state}
-    for group, members in zip(optimizer.param_groups, names, strict=True):
-        group["params"] = [new[name] for name in members]
-    pointed = parameters(optimizer)
-    for i, each in files.cut(state, pointed).items():
-        optimizer.state[pointed[i]] = each
 
 
 def _kind(optimizer: Optimizer) -> Any:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
 from autopar.runtime.agreement import this_rank, together
-from autopar.runtime.loading import shard_like
+from autopar.runtime.loading import state_like
 from autopar.training.optimizers import parameters
 
 PathLike = str | os.PathLike[str]
@@ -152,12 +152,7 @@ def load_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
 
 def cut(state: Mapping[int, Mapping[str, Any]], of: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
     """Optimizer state by position of its parameter, with every tensor of the parameter's shape cut as that is."""
-    return {i: {k: _cut_like(v, of[i]) for k, v in each.items()} for i, each in state.items()}
-
-
-def _cut_like(value: Any, parameter: Tensor) -> Any:
-    alike = isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape
-    return shard_like(value, parameter) if alike and value.ndim else value  # type: ignore[arg-type]
+    return {i: {k: state_like(k, v, of[i]) for k, v in each.items()} for i, each in state.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:

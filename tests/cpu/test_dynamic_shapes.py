@@ -120,7 +120,7 @@ def test_training_calls_of_any_size_search_once(monkeypatch: pytest.MonkeyPatch)
         losses = [m(ids(*size))["loss"] for m in (reference, model)]
         assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
         losses[1].backward()
-    assert len(model._autopar.variants) == 3
+    assert len(model._autopar.programs) == 3
 
 
 def test_under_a_budget_the_largest_size_fits() -> None:

@@ -100,7 +100,7 @@ def test_positional_and_keyword_calls_are_one_program():
     x, target = torch.randn(6, 8), torch.randn(6, 4)
     by_position, by_keyword = model(x, target), model(target=target, x=x)
     assert torch.equal(by_position[0], by_keyword[0])
-    assert len(model._autopar.variants) == 1
+    assert len(model._autopar.programs) == 1
 
 
 def test_plain_arguments_of_another_value_are_another_program():
@@ -108,7 +108,7 @@ def test_plain_arguments_of_another_value_are_another_program():
     x = torch.randn(6, 8)
     with torch.no_grad():
         assert torch.allclose(model(x, scale=3.0), 3 * model(x))
-    assert len(model._autopar.variants) == 3
+    assert len(model._autopar.programs) == 3
 
 
 def test_more_programs_than_are_kept_warn_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch):
@@ -117,11 +117,11 @@ def test_more_programs_than_are_kept_warn_and_the_oldest_goes(monkeypatch: pytes
     with torch.no_grad():
         for size in (6, 5):
             model(torch.randn(size, 8))
-        kept = list(model._autopar.variants)[-1]
+        kept = model._autopar.programs[-1]
         with pytest.warns(UserWarning, match=r"pad batches to few sizes, or plan for a range .* dynamic_shapes"):
             model(torch.randn(4, 8))
-        assert len(model._autopar.variants) == 2
-        assert kept in model._autopar.variants
+        assert len(model._autopar.programs) == 2
+        assert kept in model._autopar.programs
 
 
 def test_buffers_that_the_forward_changes_are_changed():

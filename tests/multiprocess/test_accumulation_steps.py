@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError
@@ -139,3 +141,108 @@ def test_local_batches_add_up(pool: RankPool) -> None:
 def test_a_plan_says_in_which_spec_gradients_add_up() -> None:
     plan = autopar.plan(Mlp(), torch.empty(4, 8), mesh=(2,), cluster="dgx-h100", accumulation_steps=2)
     assert set(plan.parameters) == {n.removeprefix("accumulated:") for n in plan.specs if n.startswith("accumulated:")}
+
+
+class Tasks(nn.Module):
+    """Two heads, of which a call uses one, and dropout that does nothing but in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor, task: str = "a") -> Tensor:
+        x = self.body(x).relu()
+        return (self.a(x) if task == "a" else self.b(x) * (2.0 if self.training else 1.0)).square().mean()
+
+
+X = torch.arange(48, dtype=torch.float64).reshape(6, 8).sin()
+
+
+def _by_turns(model: nn.Module) -> None:
+    for i in range(4):
+        model(X * (i + 1), task="ab"[i % 2]).backward()
+
+
+def _freezing(model: nn.Module) -> None:
+    """What is frozen in the last micro-batch keeps the gradient that it has."""
+    for i, (body, head) in enumerate([(True, True), (False, True), (True, False), (False, False)]):
+        model.body.requires_grad_(body)
+        model.a.requires_grad_(head)
+        model(X * (i + 1), task="b" if i == 3 else "a").backward()
+    model.requires_grad_(True)
+
+
+def _of_many_kinds(model: nn.Module) -> None:
+    """Other shapes and modes, some without gradients, and one whose parameters are all frozen."""
+    model(X, task="b").backward()
+    with torch.no_grad():
+        model(X, task="a")
+    model.eval()
+    model(X[:2], task="b").backward()
+    model.train()
+    given = X.clone().requires_grad_()
+    model.requires_grad_(False)
+    model(given, task="a").backward()
+    model.requires_grad_(True)
+    assert given.grad is not None
+    (model(X[:4], task="a") * 3).backward()
+    model(X, task="a").backward()
+
+
+def _in_one_backward(model: nn.Module) -> None:
+    (model(X, task="a") + model(X, task="b")).backward()
+    (model(2 * X, task="b") + model(X[:2], task="a")).backward()
+
+
+def _halfway(model: nn.Module) -> None:
+    """Delivered in the middle; then a whole cycle that ends with the other head."""
+    for task in ("a", "b"):
+        model(X, task=task).backward()
+    if isinstance(model, autopar.api.ParallelModule):
+        assert model.deliver_gradients() == 2
+    _by_turns(model)
+
+
+CYCLES = {f.__name__: f for f in (_by_turns, _freezing, _of_many_kinds, _in_one_backward, _halfway)}
+
+
+def _cycled() -> dict[str, float]:
+    """Every cycle, without forgetting the gradients in between; hooks see what comes with another's program too."""
+    options = {"accumulation_steps": 4, "time_limit": 2, "constraints": {"a.weight": "S0R"}}
+    torch.manual_seed(0)
+    reference, model = pair(Tasks().double(), {"x": X, "task": "a"}, (2,), **options)
+    seen: list[str] = []
+    model.b.weight.register_post_accumulate_grad_hook(lambda _: seen.append("b"))
+    found = {}
+    for name, cycle in CYCLES.items():
+        for module in (reference, model):
+            cycle(module)
+        assert model.deliver_gradients() == 0, name
+        found[name] = gradient_distance(model, reference)
+    assert "b" in seen
+    return found
+
+
+def test_gradients_of_whatever_programs_a_cycle_has_add_up(pool: RankPool) -> None:
+    for found in pool.run(_cycled):
+        assert {n: d for n, d in found.items() if not d < EXACT} == {}
+
+
+def _cut_otherwise() -> tuple[float, int]:
+    """Two programs that add one parameter up in different specs."""
+    torch.manual_seed(0)
+    options = {"constraints": {"input:x": "S0R"}, "accumulation_steps": 3, "time_limit": 2}
+    reference, model = pair(Mlp().double(), (X,), (2,), **options)
+    others = dict.fromkeys(("up.weight", "down.weight"), "S0R")
+    with unittest.mock.patch("autopar.api._accumulators", return_value=others):
+        for module in (reference, model):
+            for x in (X, X[:4], X):
+                module(x).square().mean().backward()
+    sums = [a for v in model._autopar.programs for a in v.executable.accumulators]
+    return gradient_distance(model, reference), len({spec for m, spec, _ in sums if m.name == "up.weight"})
+
+
+def test_programs_may_add_one_parameter_up_in_different_specs(pool: RankPool) -> None:
+    for distance, specs in pool.run(_cut_otherwise):
+        assert distance < EXACT
+        assert specs == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import unittest.mock
@@ -222,3 +223,79 @@ def _checkpointed_on_host(folder: str) -> float:
 def test_a_checkpoint_with_state_on_the_host_continues_under_another_plan(pool: RankPool, tmp_path: Path):
     for found in pool.run(_checkpointed_on_host, str(tmp_path / "saved")):
         assert found < EXACT
+
+
+MADE_BEFORE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 0.1}, "Adam": {"lr": 0.1, "fused": True},
+    "Adagrad": {"lr": 0.1}, "NAdam": {"lr": 0.1}, "ASGD": {"lr": 0.1, "foreach": True},
+}  # fmt: skip
+
+
+class Scaled(Mlp):
+    """A layer that is frozen, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.down.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def _steps(model: nn.Module, optimizer: Any, scheduler: Any, x: Tensor) -> None:
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def _made_before(steps: int) -> dict[str, float]:
+    """Optimizers and schedules of the plain model, which has made ``steps`` times two steps and a backward."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    start = Scaled().double()
+    plan = autopar.plan(start, (x,), mesh=(2,), constraints=SHARDED["mlp"], time_limit=2)
+    found = {}
+    for name, options in MADE_BEFORE.items():
+        models = [copy.deepcopy(start) for _ in range(2)]
+        optimizers: list[Any] = [getattr(torch.optim, name)(m.parameters(), **options) for m in models]
+        loops = [
+            (m, o, torch.optim.lr_scheduler.StepLR(o, 1, 0.9), x) for m, o in zip(models, optimizers, strict=True)
+        ]
+        for loop in loops * steps:
+            _steps(*loop)
+            loop[0](x).square().mean().backward()
+        autopar.autoparallelize(models[1], (x,), plan=plan)
+        for loop in loops:
+            _steps(*loop)
+        found[name] = state_distance(models[1], models[0])
+        held = [t for p in models[1].parameters() for k, t in optimizers[1].state[p].items() if t is not None]
+        assert all(isinstance(t, DTensor) for t in held if t.ndim)
+    return found
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_optimizer_made_before_trains_the_parallel_model(pool: RankPool, steps: int) -> None:
+    for found in pool.run(_made_before, steps):
+        assert {n: d for n, d in found.items() if not d < EXACT} == {}
+
+
+def _state_of_one_rank() -> str:
+    torch.manual_seed(0)
+    model, x = Mlp(), torch.randn(6, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if torch.distributed.get_rank() == 0:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    error = _error_of(lambda: autopar.autoparallelize(model, (x,), mesh=(2,), time_limit=2))
+    assert type(model) is Mlp
+    return error
+
+
+def test_state_that_only_one_rank_has_is_refused_by_all(pool: RankPool) -> None:
+    for error in pool.run(_state_of_one_rank):
+        assert "different optimizer state or gradients of up.weight" in error
+        assert "load the same checkpoint on every rank" in error

@@ -60,7 +60,7 @@ def _train() -> list[tuple[float, float]]:
             each.append(loss.item())
         losses.append((each[0], each[1]))
     assert {n: p.placements for n, p in model.named_parameters()} == stored  # type: ignore[attr-defined]
-    assert len(model._autopar.variants) == 4
+    assert len(model._autopar.programs) == 4
     return losses
 
 
