@@ -120,7 +120,7 @@ def _hint(error: BaseException) -> str:
         return (
             "how many elements this line gives depends on values; keep all of them, and choose by "
             "torch.where(mask, a, b), by weights that are zero elsewhere, or by topk instead; where it is always the "
-            "same number, pass indices in place of the mask, x[:, index] with index = mask.nonzero()[:, 0] made outside."
+            "same number, pass indices in place of the mask, x[:, index] with index = mask.nonzero()[:, 0] made before."
         )
     if any(w in text for w in _NEEDS_VALUES):
         return "this line needs the values of a tensor; write it with torch.where or masks, or move it out of forward."
