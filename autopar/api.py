@@ -40,7 +40,7 @@ from autopar.sharding import ShardingSpec
 from autopar.solver import solver_name
 from autopar.spmd import Lowered, Rank
 from autopar.spmd.placements import from_placements
-from autopar.structure import Structure
+from autopar.structure import Structure, is_dense
 from autopar.tracer import Capture, ColoTracer
 from autopar.tracer.export import Call, bind
 from autopar.tracer.hooks import lost_parameter_hooks
@@ -153,7 +153,8 @@ def _capture(
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that are in no ``state_dict``, which an emitted file must bring along."""
     saved = set(model.state_dict(keep_vars=True))
-    return {n: b.detach() for n, b in model.named_buffers() if n not in saved and type(b) is Tensor and not b.is_meta}
+    dense = ((n, b) for n, b in model.named_buffers() if type(b) is Tensor and is_dense(b))
+    return {n: b.detach() for n, b in dense if n not in saved and not b.is_meta}
 
 
 def _whole_batch(call: Call, world: int) -> Call:
@@ -658,8 +659,8 @@ def _named(model: nn.Module, call: Call, capture: Capture, options: Options) -> 
     found: dict[tuple[str, str], Tensor] = {("constant", k): t for k, t in capture.constants.items()}
     found |= {("input", n): t for n, t in zip(call.names, call.tensors, strict=True)}
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
-    found |= {("parameter", n): p.detach().to(stored(p)) for n, p in model.named_parameters()}
-    return found | {("buffer", n): b.detach() for n, b in model.named_buffers()}
+    found |= {("parameter", n): p.detach().to(stored(p)) for n, p in model.named_parameters() if is_dense(p)}
+    return found | {("buffer", n): b.detach() for n, b in model.named_buffers() if is_dense(b)}
 
 
 __all__ = ["ParallelModule", "autoparallelize", "plan", "simulate"]

@@ -47,6 +47,11 @@ class _Found:
     dropped: list[tuple[str, str]]
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an array of numbers: neither sparse nor nested nor quantized."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
 def _take_apart(value: Any, path: str, found: _Found) -> Build:
     if isinstance(value, torch.Tensor):
         index = len(found.tensors)

@@ -1,4 +1,5 @@
-"""Ops that a plan gives to one kernel of ours become one call. What is fused the program says (``Op.kernels``)."""
+"""Ops that a plan gives to one kernel of ours become one call. What is fused the program says (``Op.kernels``), after
+``planner/fused.py`` saw to it that nothing else reads what the kernel keeps to itself."""
 
 from __future__ import annotations
 
@@ -122,9 +123,10 @@ def _one_call(graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], g
         with graph.inserting_after(after):
             after = graph.call_function(operator.getitem, (call, i))
         after.meta = dict(old.meta)
-        old.replace_all_uses_with(after)
+        old.replace_all_uses_with(after, lambda reader: reader not in members)
     for node in sorted(members, key=order.__getitem__, reverse=True):
-        graph.erase_node(node)
+        if not node.users:  # what somebody reads beside the kernel stays
+            graph.erase_node(node)
 
 
 def _tensors(

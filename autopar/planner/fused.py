@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -101,11 +102,13 @@ def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Progra
     fused, at = prices.fused(graph), {op.name: i for i, op in enumerate(program.ops)}
     if not fused.all:
         return program
-    ops = list(program.ops)
+    ops, readers = list(program.ops), _readers(program)
     for whole, mark in product(fused.all, ("", again)):
         fusion = run_in(whole, mark, at)
         places = [at[name + mark] for name in fusion.nodes if name + mark in at]
-        together = len(places) == len(fusion.nodes) and _together(graph, fusion, [ops[i] for i in places], prices)
+        run = [ops[i] for i in places]
+        together = len(places) == len(fusion.nodes) and _together(graph, fusion, run, prices)
+        together = together and _is_closed(graph, fusion, run, readers)
         for i in places if together or prices.backend != "inductor" else ():
             node, strategy, own = graph.by_name[ops[i].node], ops[i].strategy, dict[str, Any]()
             assert strategy is not None
@@ -119,14 +122,39 @@ def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Progra
     return replace(program, ops=tuple(ops))
 
 
+def _readers(program: Program) -> Mapping[str, list[str]]:
+    """The ops that read each tensor; a result of the program is read by its name."""
+    readers = defaultdict[str, list[str]](list)
+    for op in program.ops:
+        for name in op.reads:
+            readers[name].append(op.name)
+    for output, name in program.results:
+        readers[name].append(output.name)
+    return readers
+
+
+def _is_closed(graph: Graph, fusion: Fusion, run: Sequence[Op], readers: Mapping[str, list[str]]) -> bool:
+    """Whether nothing else in the program reads what the kernel does not write. The captured graph cannot tell: such a
+    value may be held, and what follows it run again, or be redistributed."""
+    inside, written = {op.name for op in run}, {v for _, v in fusion.writes}
+    for name, op in zip(fusion.nodes, run, strict=True):
+        for value, tensor in zip(_results(graph, name), op.writes, strict=True):
+            if value not in written and not inside.issuperset(readers.get(tensor.name, ())):
+                return False
+    return True
+
+
+def _results(graph: Graph, name: str) -> list[Value]:
+    return [Value(name, i) for i, meta in enumerate(graph.by_name[name].outputs) if meta is not None]
+
+
 def _together(graph: Graph, fusion: Fusion, ops: Sequence[Op], prices: Prices) -> bool:
     """Whether the ops hand each other tensors as they make them, and read what others made in one spec each, under
     strategies that the kernel takes."""
     made: dict[Value, str] = {}
     taken: dict[Value, str] = {}
     for op, name in zip(ops, fusion.nodes, strict=True):
-        present = (Value(name, i) for i, m in enumerate(graph.by_name[name].outputs) if m is not None)
-        made |= dict(zip(present, (t.name for t in op.writes), strict=True))
+        made |= dict(zip(_results(graph, name), (t.name for t in op.writes), strict=True))
     for op, name in zip(ops, fusion.nodes, strict=True):
         node = graph.by_name[name]
         border, metas = prices.fused(graph).borders[name], [graph.meta(v) for v in node.inputs]

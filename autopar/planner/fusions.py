@@ -55,6 +55,12 @@ def fusions(graph: Graph) -> tuple[Fusion, ...]:
     return tuple(found)
 
 
+def inner_values(graph: Graph) -> frozenset[Value]:
+    """What the ops of a fusion hand each other and its kernel does not write."""
+    made = {(f, Value(n, i)) for f in fusions(graph) for n in f.nodes for i in range(len(graph.by_name[n].outputs))}
+    return frozenset(value for f, value in made if value not in (v for _, v in f.writes))
+
+
 def run_in(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
     """What runs of ``fusion`` where ops of its names, with ``mark`` behind them, are ``there``: of a sum and the norm
     behind it the norm, where the sum is not made again."""

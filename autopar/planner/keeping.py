@@ -50,7 +50,7 @@ class Keeping:
     @cached_property
     def storages(self) -> tuple[Value, ...]:
         """What can be kept, in the order of the program; views are held as what they are views of."""
-        held = (v.value for v in self.decisions.variables if v.kind == "hold" and v.value is not None)
+        held = (v.value for v in self.decisions.variables if "keep" in v.actions and v.value is not None)
         return tuple(v for v in held if self.root[v] == v)
 
     def choosing(self, kept: Collection[Value]) -> Choice:
@@ -67,6 +67,7 @@ class Keeping:
                 readers = (n for n, _ in d.graph.consumers.get(value, ()))
                 needed = any(n.phase == "backward" or n.name in again for n in readers)
                 stays = self.root[value] in kept or hold_key(self.root[value]) not in d.index
+                stays = stays and "keep" in d.variables[at].actions
                 action = "absent" if not needed else "keep" if stays else "recompute"
                 choice[at] = d.variables[at].actions.index(action)
                 if action == "recompute":

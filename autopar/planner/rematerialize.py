@@ -54,7 +54,7 @@ def hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[
     meta = d.graph.meta(value)
     rerun = d.index[rerun_key(value.node)]
     again = reruns_of(d, value)
-    kept = _kept_specs(d, source, out, readers)
+    kept = () if value in d.inside_kernels else _kept_specs(d, source, out, readers)
     remade = _distinct(o.outputs[value.index] for o in d.variables[rerun].options[1:])
     offloaded = kept if meta.bytes >= d.least_offloaded_bytes else ()
     options = (*(Strategy((s,), (s,)) for s in (*kept, *offloaded, *remade)), NOTHING)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from autopar.ir import Graph, Node, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.planner.fusions import inner_values
 from autopar.planner.layouts import views_of
 from autopar.sharding import ShardingSpec, Strategy
 
@@ -85,6 +86,11 @@ class Decisions:
         """What the caller gets."""
         found = (o for o in self.graph.outputs if o.kind == "output" or o.name.startswith("input:"))
         return frozenset(o.value for o in found)
+
+    @cached_property
+    def inside_kernels(self) -> frozenset[Value]:
+        """Values that are never kept for the backward: a kernel that makes what is around them does not write them."""
+        return inner_values(self.graph)
 
     @cached_property
     def views(self) -> frozenset[str]:

@@ -24,6 +24,7 @@ from autopar.runtime.handing_over import hand_over
 from autopar.runtime.optimizers import mark
 from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
+from autopar.structure import is_dense
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ class Replacement:
 
 
 def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
-    """Every parameter and buffer with all places that hold it."""
+    """Every parameter and buffer that a program can take, with all places that hold it."""
     found: dict[int, tuple[Tensor, list[Owner]]] = {}
     for path, module in model.named_modules(remove_duplicate=True):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
-                if tensor is not None:
+                if tensor is not None and is_dense(tensor):
                     found.setdefault(id(tensor), (tensor, []))[1].append(Owner(table, name, path))
     return [(tensor, tuple(places)) for tensor, places in found.values()]
 

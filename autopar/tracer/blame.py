@@ -51,6 +51,20 @@ _EXPERTS = (
     "that set_experts_implementation knows are captured as they are."
 )
 
+_EDGES = (
+    "which edges there are depends on values here: choose them before the model is called, as "
+    "torch_geometric.utils.add_remaining_self_loops(edge_index) in the data set, and make graph convolutions with "
+    "add_self_loops=False; or keep every edge, and give those that do not count a weight of zero by torch.where."
+)
+
+_NODES = (
+    "how many nodes there are is read from values here: say it, as num_nodes=x.shape[0] or size=(n, n), and make the "
+    "calls that ask before the model is called."
+)
+
+_BY_NAME = {"expert": _EXPERTS, "self_loop": _EDGES, "num_nodes": _NODES, "edge_index": _EDGES}
+"""What helps where values are needed, by names in the line or of its function."""
+
 _COUNTS = ("DynamicOutputShape", "Unbacked", "dynamic shape operator")
 _NEEDS_VALUES = ("DataDependent", ".item()", "data-dependent", "_local_scalar_dense", "tolist", "__format__")
 
@@ -82,12 +96,13 @@ def line_at(file: str, number: int, function: str) -> Line:
 def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     """The error for the user: their line, what torch said, and what usually helps."""
     where = user_line(error)
-    of_experts = "expert" in where.partition(" in ")[2].lower() and _needs_values(error)
+    line = where.partition(" in ")[2].lower() if _needs_values(error) else ""
+    named = next((hint for name, hint in _BY_NAME.items() if name in line), None)
     reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
     return CaptureError(
         f"{type(model).__name__} cannot be captured{f' because of {where}' if where else ''}.",
         found=f"{type(error).__name__}: {reason}",
-        hint=_EXPERTS if of_experts else _hint(error),
+        hint=named or _hint(error),
     )
 
 
@@ -104,7 +119,8 @@ def _hint(error: BaseException) -> str:
     if any(w in text for w in _COUNTS):
         return (
             "how many elements this line gives depends on values; keep all of them, and choose by "
-            "torch.where(mask, a, b), by weights that are zero elsewhere, or by topk instead."
+            "torch.where(mask, a, b), by weights that are zero elsewhere, or by topk instead; where it is always the "
+            "same number, pass indices in place of the mask, x[:, index] with index = mask.nonzero()[:, 0] made before."
         )
     if any(w in text for w in _NEEDS_VALUES):
         return "this line needs the values of a tensor; write it with torch.where or masks, or move it out of forward."

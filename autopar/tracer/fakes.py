@@ -12,20 +12,24 @@ from torch.utils._pytree import tree_leaves
 
 from autopar._torch import FakeTensorMode
 from autopar.errors import CaptureError, InputError
+from autopar.structure import is_dense
+from autopar.tracer.unread import described, stand_in, take_out
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
+def fake_like(
+    tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None, name: str = "a tensor"
+) -> torch.Tensor:
     """A fake CPU tensor of the same shape and strides, and the same dtype unless another is given.
 
     Always on the CPU: a fake tensor on a device that torch was built without aborts the process in autograd,
     and on the meta device parts of the backward are missing.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not is_dense(tensor):
         raise InputError(
             "The program takes dense tensors.",
-            found=f"a tensor of {tensor.layout}, shape {tuple(tensor.shape)}",
+            found=f"{name}: {described(tensor)}",
             hint="pass the indices and values as dense tensors and multiply by index_add, or pad what is ragged.",
         )
     with mode:
@@ -49,7 +53,9 @@ def fake_copy(
         CaptureError: a tensor kept as a plain attribute has no values, or the model cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not is_dense(tensor):
+            memo[id(tensor)] = stand_in(tensor, name)
         if id(tensor) not in memo:
             given = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
             memo[id(tensor)] = fake_like(given, mode, dtype_of(tensor) if dtype_of else None)
@@ -60,7 +66,9 @@ def fake_copy(
                 if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                     memo[id(tensor)] = _constant(tensor, f"{name}.{key}" if name else key)
     try:
-        return _as_written(copy.deepcopy(model, memo))
+        copied = copy.deepcopy(model, memo)
+        take_out(copied)
+        return _as_written(copied)
     except CaptureError:
         raise
     except Exception as error:
@@ -91,6 +99,8 @@ def _as_written(model: nn.Module) -> nn.Module:
 
 
 def _constant(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if not is_dense(tensor):
+        return stand_in(tensor, name)
     if tensor.is_meta:
         raise CaptureError(
             f"The tensor {name} is a plain attribute on the meta device, so its values are unknown.",

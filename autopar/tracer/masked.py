@@ -1,8 +1,9 @@
 """What a mask chooses, ``x[mask]``: how many elements that are depends on values, and no graph holds such a tensor.
 
 What is computed with each element by itself is computed with every one, and what the mask did not choose is dropped
-where the result is written back (``h[mask] *= 2``) or added up (``loss[mask].mean()``). Whatever enters is filled with
-ones where it was not chosen, so that nothing flows back from there: not even the NaN of an op without a gradient there.
+where the result is written back (``h[mask] *= 2``) or added up (``loss[mask].mean()``). Other operands may have any
+shape that does not depend on how many are chosen. Whatever enters is filled with ones where it was not chosen, so that
+nothing flows back from there: not even the NaN of an op without a gradient there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,12 +34,14 @@ class Masked(Deferred):
     Args:
         lead: dims of ``whole`` before those of the mask.
         version: of the mask, which must not change before the result is written back.
+        shared: whether another is a view of it, or it of another: then neither may be changed.
     """
 
     whole: Tensor
     mask: Tensor
     lead: int
     version: int
+    shared: bool = False
 
     @property
     def rest(self) -> int:
@@ -48,14 +51,49 @@ class Masked(Deferred):
     def with_whole(self, whole: Tensor) -> Masked:
         return Masked(whole, self.mask, self.lead, self.version)
 
+    def with_result(self, whole: Tensor) -> Masked:
+        """Of an op that leaves the dims behind the mask as many as they are, and may put others before it."""
+        return Masked(whole, self.mask, whole.ndim - self.rest - self.mask.ndim, self.version)
+
+    def is_chosen_with(self, other: Masked) -> bool:
+        """Whether both are chosen by the same mask, which did not change, and have as many dims behind it."""
+        same = self.mask is other.mask and self.version == other.version == self.mask._version
+        return same and self.rest == other.rest
+
     def is_beside(self, other: Masked) -> bool:
-        """Whether both are chosen by the same mask, which did not change."""
+        """Whether both are chosen by the same mask, which did not change, behind as many dims."""
         same = self.mask is other.mask and self.version == other.version == self.mask._version
         return same and self.lead == other.lead
 
     def fits(self, other: Masked) -> bool:
         """Whether both are chosen alike, element for element."""
         return self.is_beside(other) and self.rest == other.rest
+
+    @property
+    def ndim(self) -> int:
+        """Of what is chosen, where the dims of the mask are one."""
+        return self.lead + 1 + self.rest
+
+    def dims_of(self, d: int) -> range:
+        """Of ``whole``, those that are dim ``d`` of what is chosen."""
+        first = d + (self.mask.ndim - 1) * (d > self.lead)
+        return range(first, first + (self.mask.ndim if d == self.lead else 1))
+
+    def view(self, whole: Tensor) -> Masked:
+        """``whole``, which has the memory of this one's, chosen as it is."""
+        self.shared = True
+        return replace(self, whole=whole)
+
+    def broadcasts(self, x: Tensor) -> bool:
+        """Whether ``x`` is the same for all that is chosen, however many that are."""
+        return x.ndim <= self.rest or x.shape[-self.rest - 1] == 1
+
+    def beside(self, x: Tensor) -> Tensor:
+        """``x``, which is the same for all that is chosen, with a dim of size 1 for each one of the mask."""
+        if x.ndim <= self.rest:
+            return x
+        at = x.ndim - self.rest
+        return x.reshape(*x.shape[: at - 1], *[1] * self.mask.ndim, *x.shape[at:])
 
     def filled(self, x: Tensor, value: float) -> Tensor:
         """``x`` with ``value`` where it was not chosen."""
@@ -104,7 +142,9 @@ def index(tracer: Any, given: Operand, indices: Sequence[Operand | None]) -> Any
 @replaces(aten.masked_select.default)
 def masked_select(tracer: Any, given: Operand, mask: Operand) -> Any:
     x, chosen = materialize((given, mask))
-    return _chosen(x, chosen, 0) if x.shape == chosen.shape and x.ndim else NotImplemented
+    if x.shape != chosen.shape:
+        x, chosen = aten.broadcast_tensors.default([x, chosen])
+    return _chosen(x, chosen, 0) if x.ndim else NotImplemented
 
 
 def _chosen(x: Tensor, mask: Tensor, lead: int) -> Masked:
@@ -157,8 +197,16 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, Masked)
 
 
+def _is_chosen(x: Any) -> bool:
+    return isinstance(x, (Masked, Count))
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, Deferred)
+
+
 def has_masked(tree: Any) -> bool:
-    return any(map(is_masked, tree_flatten(tree, is_leaf=is_masked)[0]))
+    return any(map(_is_chosen, tree_flatten(tree, is_leaf=_is_chosen)[0]))
 
 
 def run(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +220,7 @@ def run(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not target._schema.is_mutable:
         return _pointwise(target, args, kwargs)
     changed, name = args[0], target._opname
-    if not is_masked(changed) or not name.endswith("_"):
+    if not is_masked(changed) or changed.shared or not name.endswith("_"):
         return NotImplemented
     result = _pointwise(getattr(getattr(aten, name[:-1]), target._overloadname), args, kwargs)
     if result is NotImplemented:
@@ -182,38 +230,62 @@ def run(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _pointwise(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    leaves, _ = tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, (Masked, Flat)))
-    first = next(x for x in leaves if is_masked(x))
-    if not all(_may_enter(x, first) for x in leaves) or _may_stop(target, args):
+    args, kwargs = tree_map(lambda x: x.materialize() if isinstance(x, Flat) else x, (args, kwargs), is_leaf=_is_leaf)
+    leaves, _ = tree_flatten((args, kwargs), is_leaf=is_masked)
+    first = next(filter(is_masked, leaves), None)
+    if first is None or not all(_may_enter(x, first) for x in leaves) or _may_stop(target, args):
         return NotImplemented
+
+    # Filling gives dims to a scalar tensor that has none, and with them its dtype would count in the result's.
+    scalars = any(isinstance(x, Tensor) and x.requires_grad and _has_own_dtype(x, first) for x in leaves)
 
     def enter(x: Any) -> Any:
         if is_masked(x):
-            return x.whole
-        return first.filled(x, 1) if isinstance(x, Tensor) and x.requires_grad else x
+            return x.filled(x.whole, 1) if scalars else x.whole
+        if not isinstance(x, Tensor):
+            return x
+        beside = first.beside(x)
+        return first.filled(beside, 1) if x.requires_grad and not _has_own_dtype(x, first) else beside
 
-    return first.with_whole(target(*tree_map(enter, args, is_leaf=is_masked), **tree_map(enter, kwargs)))
+    return first.with_result(target(*tree_map(enter, args, is_leaf=is_masked), **tree_map(enter, kwargs)))
+
+
+def _has_own_dtype(x: Tensor, first: Masked) -> bool:
+    return not x.ndim and x.dtype != first.whole.dtype
 
 
 _ROW_BY_ROW = {
     aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.embedding.default, aten.softmax.int,
     aten.log_softmax.int, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor,
-    aten.unsqueeze.default, aten.sum.dim_IntList,
+    aten.unsqueeze.default,
 }  # fmt: skip
+_VIEWS = {
+    aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.unsqueeze.default,
+}  # fmt: skip
+_ALONG = {
+    aten.softmax.int: 1, aten.log_softmax.int: 1, aten.chunk.default: 2, aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.unsqueeze.default: 1,
+}  # fmt: skip
+"""Which of their arguments is the dim, where not the last."""
 
 
 def _by_rows(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op on every row, where it treats rows alike: then it can be done while leading dims are flattened, too."""
-    at = 1 if target is aten.embedding.default else 0
+    at, along = 1 if target is aten.embedding.default else 0, _ALONG.get(target, len(args))
     x, others = args[at], (*args[:at], *args[at + 1 :])
-    if not is_masked(x) or x.lead or has_masked((others, kwargs)):
+    if not is_masked(x) or has_masked((others, kwargs)):
         return NotImplemented
-    rows = Flat(x.filled(x.whole, 1 if x.whole.is_floating_point() else 0), x.mask.ndim)
+    if along < len(args) and args[along] >= 0:  # dims before the mask are flattened with its own
+        if args[along] <= x.lead:
+            return NotImplemented
+        args = (*args[:along], args[along] - x.lead, *args[along + 1 :])
+    rows = Flat(x.filled(x.whole, 1 if x.whole.is_floating_point() else 0), x.lead + x.mask.ndim)
     made = tracer.call_function(target, (*args[:at], rows, *args[at + 1 :]), kwargs)
     several = made if isinstance(made, (list, tuple)) else [made]
-    if not all(isinstance(m, Flat) and m.lead_shape == x.mask.shape for m in several):
+    if not all(isinstance(m, Flat) and m.lead_shape == rows.lead_shape for m in several):
         return NotImplemented
-    return tree_map(lambda m: x.with_whole(m.base), made, is_leaf=lambda m: isinstance(m, Flat))
+    like = x.view if target in _VIEWS else x.with_whole
+    return tree_map(lambda m: like(m.base), made, is_leaf=lambda m: isinstance(m, Flat))
 
 
 def _may_stop(target: Any, args: Any) -> bool:
@@ -223,15 +295,10 @@ def _may_stop(target: Any, args: Any) -> bool:
 
 
 def _may_enter(x: Any, first: Masked) -> bool:
-    """Numbers, what is chosen alike, and tensors that are the same for all that is chosen.
-
-    Filling gives dims to a scalar tensor that has none, and with them its dtype would count in the result's.
-    """
+    """Numbers, what is chosen alike, and tensors that are the same for all that is chosen."""
     if is_masked(x):
-        return first.fits(x)
-    if isinstance(x, Tensor):
-        return x.ndim <= first.rest and (x.ndim > 0 or x.dtype == first.whole.dtype)
-    return not isinstance(x, Flat)
+        return first.is_chosen_with(x)
+    return first.broadcasts(x) if isinstance(x, Tensor) else not isinstance(x, Count)
 
 
 def _turn(mask: Tensor) -> Tensor:
@@ -247,23 +314,43 @@ def put(tracer: Any, given: Operand, indices: Sequence[Operand | None], values: 
     """
     x, indices = _unflattened(given, indices)
     mask, lead = mask_in(indices)
-    if mask is None or accumulate:
+    if mask is None:
         return NotImplemented
-    rest = x.ndim - lead - mask.ndim
-    if is_masked(values):
-        if not values.fits(Masked(x, mask, lead, mask._version)):
-            return NotImplemented
-        values = values.whole
-    else:
-        values = materialize(values)
-        while values.ndim > rest and values.shape[0] == 1:
-            values = values.squeeze(0)
-        if values.ndim == rest + 1 and not lead and values.shape[0]:
-            values = values[_turn(mask).clamp(0, values.shape[0] - 1)]
-        elif values.ndim > rest:
-            return NotImplemented
-    written = x.copy_(torch.where(spread(mask, rest), values.to(x.dtype), x))
+    place = Masked(x, mask, lead, mask._version)
+    new = _for_all(values, place)
+    if new is None:
+        return NotImplemented
+    new = new.to(x.dtype)
+    written = x.copy_(torch.where(spread(mask, place.rest), x + new if accumulate else new, x))
     return given if isinstance(given, Flat) and x is given.base else written
+
+
+@replaces(aten.index_put.default)
+def put_in_copy(
+    tracer: Any, given: Operand, indices: Sequence[Operand | None], values: Any, accumulate: bool = False
+) -> Any:
+    """As ``x.clone()[mask] = values``."""
+    if mask_in(materialize(list(indices)))[0] is None:
+        return NotImplemented
+    return put(tracer, materialize(given).clone(), indices, values, accumulate)
+
+
+def _for_all(values: Any, place: Masked) -> Tensor | None:
+    """``values``, which are written to what ``place`` chooses, for all of its elements; None where how many are chosen
+    could show."""
+    if is_masked(values):
+        whole = values.whole
+        while whole.ndim > place.whole.ndim and whole.shape[0] == 1:
+            whole = whole.squeeze(0)
+        return whole if values.is_chosen_with(place) and whole.ndim <= place.whole.ndim else None
+    found: Tensor = materialize(values)
+    while found.ndim > place.rest and found.shape[0] == 1:
+        found = found.squeeze(0)
+    if place.broadcasts(found):
+        return place.beside(found)
+    at = found.ndim - place.rest - 1  # of the rows
+    rows = found.shape[at]
+    return found[(slice(None),) * at + (_turn(place.mask).clamp(0, rows - 1),)] if rows else None
 
 
 def _sum(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -275,6 +362,95 @@ def _mean(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor
     kind = dtype or x.whole.dtype
     wide = torch.float32 if kind in HALF else kind
     return (_sum(tracer, x, dtype=wide) / x.total()).to(kind)
+
+
+def _sum_along(
+    tracer: Any, x: Masked, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor | Masked:
+    """Along the mask, what was not chosen is left out; along other dims each one that was chosen has a sum of its
+    own."""
+    at = {d % x.ndim for d in dims} if dims else set(range(x.ndim))
+    counted, along = x.lead in at, [e for d in sorted(at) for e in x.dims_of(d)]
+    made = (x.filled(x.whole, 0) if counted else x.whole).sum(along, keepdim, dtype=dtype)
+    if not counted:
+        return Masked(made, x.mask, x.lead - (0 if keepdim else sum(d < x.lead for d in at)), x.version)
+    kept = [1 if d in at else _size(tracer, x, d) for d in range(x.ndim)]
+    return made.reshape(kept) if keepdim else made
+
+
+def _mean_along(
+    tracer: Any, x: Masked, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Rounded once, as the mean of all."""
+    at = {d % x.ndim for d in dims} if dims else set(range(x.ndim))
+    kind = dtype or x.whole.dtype
+    total = _sum_along(tracer, x, dims, keepdim, dtype=torch.float32 if kind in HALF else kind)
+    count = math.prod(x.whole.shape[e] for d in at if d != x.lead for e in x.dims_of(d))
+    if isinstance(total, Masked):
+        return total.with_whole((total.whole / count).to(kind))
+    return (total / (x.mask.sum() * count)).to(kind)
+
+
+def _detach(tracer: Any, x: Masked) -> Masked:
+    return x.view(x.whole.detach())
+
+
+def _like(target: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tracer, x, *args, **kwargs: x.with_whole(target(x.whole, *args, **kwargs))
+
+
+def _expand_as(tracer: Any, x: Any, other: Any) -> Any:
+    if not isinstance(x, Tensor) or not is_masked(other) or not other.broadcasts(x):
+        return NotImplemented
+    beside = other.beside(x).expand(other.whole.shape)
+    return other.with_whole(other.filled(beside, 1) if x.requires_grad else beside)
+
+
+@dataclass
+class Count(Deferred):
+    """How many elements a mask chooses, which shapes alone may say."""
+
+    chosen: Masked
+
+    def materialize(self) -> Tensor:
+        """Where there is no way around it torch's own error names the line."""
+        return self.chosen.materialize()
+
+
+def _size(tracer: Any, x: Masked, dim: int) -> Any:
+    d = dim % x.ndim
+    return Count(x) if d == x.lead else x.whole.shape[x.dims_of(d)[0]]
+
+
+def _holds(tracer: Any, *compared: Any) -> bool:
+    """That a count is within its bounds."""
+    return True
+
+
+def reshape(tracer: Any, x: Any, shape: Sequence[Any]) -> Any:
+    """A view that leaves what is chosen, or that and all dims before it, one dim."""
+    if not is_masked(x) or x.whole.numel() == 0:
+        return NotImplemented
+    at = [i for i, n in enumerate(shape) if isinstance(n, Count) or n == -1]
+    lead, own = x.whole.shape[: x.lead], x.whole.shape[x.whole.ndim - x.rest :]
+    if len(at) != 1 or math.prod(shape[at[0] + 1 :]) != math.prod(own):
+        return NotImplemented
+    before, behind = shape[: at[0]], shape[at[0] + 1 :]
+    if math.prod(before) == math.prod(lead):
+        return replace(x.view(x.whole.reshape(*before, *x.mask.shape, *behind)), lead=len(before))
+    if before or isinstance(shape[0], Count):
+        return NotImplemented
+    key = id(x.mask), x.version, tuple(lead)
+    mask, _ = tracer.wider_masks.setdefault(key, (x.mask.expand(*lead, *x.mask.shape), x.mask))
+    return replace(x.view(x.whole.reshape(*mask.shape, *behind)), mask=mask, lead=0)
+
+
+def _flatten(tracer: Any, x: Masked, start_dim: int = 0, end_dim: int = -1) -> Any:
+    sizes = [_size(tracer, x, d) for d in range(x.ndim)]
+    start, end = start_dim % x.ndim, end_dim % x.ndim
+    inside = sizes[start : end + 1]
+    merged = -1 if any(isinstance(n, Count) for n in inside) else math.prod(inside)
+    return reshape(tracer, x, [*sizes[:start], merged, *sizes[end + 1 :]])
 
 
 def _cast(
@@ -335,8 +511,22 @@ _LOSSES = (
 
 _OPS: dict[Any, Callable[..., Any]] = {
     aten.index_put_.default: put,
+    aten.index_put.default: put_in_copy,
     aten.sum.default: _sum,
     aten.mean.default: _mean,
+    aten.sum.dim_IntList: _sum_along,
+    aten.mean.dim: _mean_along,
+    aten.detach.default: _detach,
+    aten.zeros_like.default: _like(aten.zeros_like.default),
+    aten.ones_like.default: _like(aten.ones_like.default),
+    aten.full_like.default: _like(aten.full_like.default),
+    aten.expand_as.default: _expand_as,
+    aten.sym_size.int: _size,
+    operator.ge: _holds,
+    operator.le: _holds,
+    aten.view.default: reshape,
+    aten.reshape.default: reshape,
+    aten.flatten.using_ints: _flatten,
     aten.to.dtype: _cast,
     aten.clone.default: _clone,
     aten.broadcast_tensors.default: _broadcast_tensors,

@@ -69,6 +69,7 @@ class Normalizing(fx.Interpreter):
         super().__init__(module)
         self.seed = seed
         self._sites = sites if sites is not None else [0]
+        self.wider_masks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._narrow: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     def next_site(self) -> int:

@@ -120,7 +120,8 @@ class ColoTracer:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode, self._stored_dtype)
         without_lost_hooks(copied)
-        fakes = Call(call.structure, tuple(fake_like(t, mode) for t in call.tensors))
+        named = zip(call.names, call.tensors, strict=True)
+        fakes = Call(call.structure, tuple(fake_like(t, mode, name=name) for name, t in named))
         with mode:
             seed = torch.zeros((), dtype=torch.int64)
         with recording(model, copied) as recorder:

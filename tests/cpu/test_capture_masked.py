@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import CaptureError
 from tests.cpu.bad_input_checks import refused
-from tests.cpu.capture_checks import assert_simulates, captured
+from tests.cpu.capture_checks import assert_simulates, captured, eager
 
 HERE = "test_capture_masked.py:"
 B, T, D = 4, 3, 4
@@ -112,7 +112,40 @@ def nothing_chosen(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
     return h.square().sum() + h[labels > 100].sum()
 
 
+def rows_behind_other_dims(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """The mask is of the second dim: what treats rows alike may have whole dims before it."""
+    mask = labels[0] > -1
+    gates, values = (m.lin(h[:, mask]) * m.scale).chunk(2, 2)
+    h[:, mask] = F.layer_norm(h[:, mask].softmax(2), (D,), m.scale)
+    h[:, mask] += (gates.sigmoid() * values).sum(-1, keepdim=True)
+    h[:, mask] = h[:, mask] - h[:, mask].detach().mean(1, keepdim=True)
+    return h.square().sum() + F.cross_entropy(h[:, mask].reshape(-1, D), labels[:, mask].flatten().clamp(min=0))
+
+
+def in_a_copy(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    added = h.index_put((labels > 0,), m.scale.expand(1, D), accumulate=True)
+    return h.index_put((labels > 1,), m.temperature * h[0, :1]).square().sum() + added.sin().sum()
+
+
+def seen_otherwise(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels > 0
+    chosen = h[mask]
+    heads = chosen.view(-1, 2, 2) * m.scale.view(2, 2) + torch.zeros_like(chosen).view(chosen.shape[0], 2, 2)
+    h[mask] = heads.flatten(1) * m.scale.expand_as(chosen)
+    return h.square().sum()
+
+
 # Added up.
+
+
+def along_dims(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    chosen, behind = h[labels > 0], h[:, labels[0] > -1]
+    pooled = chosen.mean(0) * m.scale + chosen.sum(0, keepdim=True) + chosen.mean((0, 1))
+    return pooled.square().sum() + (behind.mean(1) * x[:, 0]).sum() + behind.sum((0, 2), keepdim=True).square().mean()
+
+
+def selected_rows(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    return h.masked_select(labels.unsqueeze(-1) > 0).exp().mean()
 
 
 def averaged(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
@@ -145,7 +178,8 @@ def through_layers(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
 
 
 FORMS = (
-    scaled, columns, by_parameters, from_another, masks_written_out, rows_in_order,
+    scaled, columns, by_parameters, from_another, masks_written_out, rows_in_order, rows_behind_other_dims, in_a_copy,
+    seen_otherwise, along_dims, selected_rows,
     without_a_gradient_elsewhere, in_place_between, under_no_grad, nothing_chosen, averaged, selected, classified,
     regressed, through_layers,
 )  # fmt: skip
@@ -155,6 +189,77 @@ FORMS = (
 @pytest.mark.parametrize("body", FORMS, ids=lambda b: b.__name__)
 def test_what_a_mask_chooses_equals_one_device(body: Callable[..., Any], mesh: tuple[int, ...]) -> None:
     assert_simulates(Chosen(body), inputs(), mesh, search=f"random:{len(mesh)}", time_limit=5)
+
+
+class Written(nn.Module):
+    """``h[mask] += w`` and its like, for every shape of ``w`` that does not say how many are chosen."""
+
+    def __init__(self, place: Callable[..., Any], shapes: list[tuple[int, ...]], change: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(D, D)
+        self.ws = nn.ParameterList([nn.Parameter(torch.rand(shape) + 0.5) for shape in shapes])
+        self.place, self.change = place, change
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.lin(x)
+        for w in self.ws:
+            at = self.place(x, labels)
+            h[at] = self.change(h[at], w)
+        return h.square().sum()
+
+
+PLACES = {
+    "tokens": (lambda x, labels: labels > 0, [(), (1,), (D,), (1, 1), (1, D)]),
+    "tokens, :": (lambda x, labels: (labels > 0, slice(None)), [(), (D,), (1, D)]),
+    "elements": (lambda x, labels: x > 0, [(), (1,)]),
+    "samples": (lambda x, labels: labels[:, 1] > 0, [(D,), (1, D), (T, 1), (T, D), (1, 1, D), (1, T, 1), (1, T, D)]),
+    ":, tokens": (lambda x, labels: (slice(None), labels[0] > -1), [(), (D,), (1, D), (1, 1, D), (B, 1, 1), (B, 1, D)]),
+    "..., columns": (lambda x, labels: (..., x[0, 0] > 0), [(), (1,), (T, 1), (1, T, 1), (B, 1, 1), (B, T, 1)]),
+}
+
+
+def affine(chosen: Tensor, w: Tensor) -> Tensor:
+    return w - chosen * w + w / (chosen.square() + 1)
+
+
+def in_place(chosen: Tensor, w: Tensor) -> Tensor:
+    chosen *= w
+    chosen -= w
+    chosen /= w + 1
+    chosen += w
+    return chosen
+
+
+@pytest.mark.parametrize("change", [in_place, affine])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_the_same_for_all_that_is_chosen_may_have_any_shape(place: str, change: Callable[..., Any]) -> None:
+    assert_simulates(Written(*PLACES[place], change), inputs(), (2,), search="random:1", time_limit=2)
+
+
+def test_dims_of_size_1_that_a_sum_puts_before_are_dropped_when_it_is_written() -> None:
+    """As indexing does."""
+    shapes = [(1, 1, D), (1, 1, 1, D)]
+    assert_simulates(Written(PLACES["tokens"][0], shapes, affine), inputs(), (2,), search="random:1", time_limit=2)
+
+
+def test_a_scalar_of_another_dtype_does_not_change_that_of_what_is_chosen() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.scale = nn.Linear(D, D).bfloat16(), nn.Parameter(torch.tensor(1.25))
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            h = self.lin(x.bfloat16())
+            h[labels > 0] *= self.scale
+            return h.float().square().sum()
+
+    model, given = Scaled(), inputs()
+    plan = autopar.plan(model, given, mesh=(1,), time_limit=2)
+    result, (output, grads, _) = autopar.simulate(model, given, plan=plan), eager(model, given)
+    torch.testing.assert_close(result.outputs, output.detach(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(result.grads["scale"], grads["scale"], rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -232,8 +337,24 @@ def mixed_by_a_product(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
     return (x.view(-1, D) @ chosen.T).sum()
 
 
-LEFT = (other_masks, changed_between, read_and_changed, sorted_values, softmax_over, counted, returned, rows_of_it,
-        mixed_by_a_product)  # fmt: skip
+def a_view_changed(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """The change shows in what it is a view of."""
+    chosen = h[labels > 0]
+    chosen[:, :2].mul_(3)
+    h[labels > 0] = chosen
+    return h.square().sum()
+
+
+def added_in_order(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """Rows, of which there must be as many as are chosen."""
+    h[labels > 0] += x.view(-1, D)[:6]
+    return h.square().sum()
+
+
+LEFT = (
+    a_view_changed, added_in_order, other_masks, changed_between, read_and_changed, sorted_values, softmax_over,
+    counted, returned, rows_of_it, mixed_by_a_product,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("body", LEFT, ids=lambda b: b.__name__)

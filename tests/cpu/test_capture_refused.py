@@ -187,3 +187,71 @@ def test_printing_is_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
 
     captured(Refused(body), torch.randn(4, 4))
     assert "FakeTensor" in capsys.readouterr().out
+
+
+def remove_self_loops(edges: Tensor) -> Tensor:
+    """As libraries of graph networks have it."""
+    mask = edges[0] != edges[1]
+    return edges[:, mask]
+
+
+def with_self_loops(edges: Tensor, n: int) -> Tensor:
+    return torch.cat([remove_self_loops(edges), torch.arange(n).expand(2, n)], 1)
+
+
+def chosen_in_the_layer(edge_index: Tensor, n: int) -> Tensor:
+    return torch.cat([edge_index[:, edge_index[0] < edge_index[1]], torch.arange(n).expand(2, n)], 1)
+
+
+def nodes_counted(edges: Tensor, n: int) -> Tensor:
+    num_nodes = int(edges.max()) + 1
+    return torch.cat([edges, torch.arange(num_nodes).expand(2, num_nodes)], 1)
+
+
+class GraphConvolution(nn.Module):
+    def __init__(self, edges_of: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.edges_of = nn.Linear(4, 4), edges_of
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = self.edges_of(edge_index, x.shape[0])
+        h = self.lin(x)
+        return torch.zeros_like(h).index_add(0, target, h[source]).square().mean()
+
+
+GRAPH = (torch.randn(5, 4), torch.tensor([[0, 1, 2, 2], [1, 2, 2, 4]]))
+
+
+@pytest.mark.parametrize(
+    ("edges_of", "hint"),
+    [
+        (with_self_loops, "add_self_loops=False"), (chosen_in_the_layer, "weight of zero"),
+        (nodes_counted, "num_nodes=x.shape[0]"),
+    ],
+)  # fmt: skip
+def test_what_a_graph_convolution_reads_from_its_edges_says_how_to_do_without(edges_of: Any, hint: str) -> None:
+    with refused(CaptureError, HERE, hint):
+        captured(GraphConvolution(edges_of), GRAPH)
+
+
+def test_a_graph_convolution_whose_edges_are_given_is_captured() -> None:
+    captured(GraphConvolution(lambda edges, n: torch.cat([edges, torch.arange(n).expand(2, n)], 1)), GRAPH)
+
+
+def test_tokens_that_see_each_other_are_chosen_by_indices() -> None:
+    """How long the rows of scores are would depend on the mask."""
+    attention, mask = nn.MultiheadAttention(4, 2, batch_first=True), torch.tensor([True, False, True, True])
+
+    class Chosen(nn.Module):
+        def __init__(self, chosen: Tensor) -> None:
+            super().__init__()
+            self.attention = attention
+            self.register_buffer("chosen", chosen)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = x[:, self.chosen]
+            return self.attention(kept, kept, kept)[0].square().mean()
+
+    with refused(CaptureError, HERE, "x[:, index]", "mask.nonzero()"):
+        captured(Chosen(mask), torch.randn(2, 4, 4))
+    captured(Chosen(mask.nonzero()[:, 0]), torch.randn(2, 4, 4))

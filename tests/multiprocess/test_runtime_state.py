@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +40,41 @@ from tests.multiprocess.training_models import (
 )
 
 pytestmark = pytest.mark.multiprocess
+
+
+def _update_ema(ema: nn.Module, model: nn.Module) -> None:
+    """As training scripts have it."""
+    with torch.no_grad():
+        for average, parameter in zip(ema.parameters(), model.parameters(), strict=True):
+            average.mul_(0.9).add_(parameter, alpha=0.1)
+
+
+def _averaged() -> dict[str, float]:
+    torch.manual_seed(0)
+    reference, model = pair(Mlp(), torch.randn(8, 8), (2,), constraints={"up.weight": "S0R", "down.weight": "RS0"})
+    before = copy.deepcopy(reference)
+    models = (model, copy.deepcopy(model)), (reference, copy.deepcopy(reference))
+    averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for m, _ in models]
+    for _ in range(2):
+        for (trained, ema), average in zip(models, averages, strict=True):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(1.5)
+            _update_ema(ema, trained)
+            average.update_parameters(trained)
+    ema = models[0][1]
+    found = {
+        "by hand": state_distance(ema, models[1][1]),
+        "by torch": state_distance(averages[0].module, averages[1].module),
+        "not cut": float(not is_cut(ema.up.weight)),
+    }
+    ema.load_state_dict(before.state_dict())
+    return found | {"filled from an earlier copy": state_distance(ema, before)}
+
+
+def test_averages_of_weights_that_are_copied_from_a_parallel_model(pool: RankPool):
+    for found in pool.run(_averaged):
+        assert max(found.values()) < 1e-6, found
 
 
 def _small_gpt2(mesh: tuple[int, ...] = (2,), **options: Any) -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:
