@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.guards import Binding, Guards
 from autopar.runtime.materialize import is_placed
+from autopar.structure import is_dense
 
 _KEPT_AS = "_autopar_tables"
 Table = dict[str, Any]
@@ -124,11 +125,9 @@ def _tables(model: nn.Module) -> Tables:
 
 def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layout:
     first: dict[int, str] = {}
-    said = [
-        (path, first.setdefault(id(t), path), tuple(t.shape), isinstance(t, DTensor))
-        for path, t in zip(places, tensors, strict=True) if t is not None
-    ]  # fmt: skip
-    loose = tuple(path for path, t in zip(places, tensors, strict=True) if t is not None and not is_placed(t))
+    held = [(path, t) for path, t in zip(places, tensors, strict=True) if t is not None and is_dense(t)]
+    said = [(path, first.setdefault(id(t), path), tuple(t.shape), isinstance(t, DTensor)) for path, t in held]
+    loose = tuple(path for path, t in held if not is_placed(t))
     return Layout(tensors, hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest(), loose)
 
 
