@@ -253,7 +253,8 @@ def autoparallelize(
         mixed_precision: ``"bf16"`` or ``"fp16"``: every call runs as under autocast, and the parameters are the master
             weights. An ``autopar.MixedPrecision`` also says in what parameters are stored and gradients reduced.
         batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
-        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors.
+        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors. A
+            scalar is the loss that is called so, stands first in a tuple or dataclass, or is the only output.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
         plan: a Plan or the path of a saved one, to run without a search.
         source: with a plan, the path of its program as someone has edited it: what ``plan.emit`` or ``plan.source``

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from autopar._torch import JointInput, JointOutput, joint_graph, storage_key, torch_decompositions
 from autopar.ops.registration import HALF
+from autopar.structure import Structure
 from autopar.tracer.normalize import Normalizing
 
 aten = torch.ops.aten
@@ -97,11 +98,13 @@ def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], only: int |
     return tuple(result)
 
 
-def loss_of(paths: Sequence[str], values: Sequence[Any], differentiable: Sequence[bool]) -> int | None:
-    """Which output is the loss: the differentiable scalar called loss, else the first differentiable scalar."""
+def loss_of(returned: Structure, values: Sequence[Any], differentiable: Sequence[bool]) -> int | None:
+    """Which output is the loss: a differentiable scalar that is called loss, stands first in a tuple or dataclass, or
+    is the only output. Others, such as a temperature that is learned, are outputs."""
     scalars = [i for i, (v, d) in enumerate(zip(values, differentiable, strict=True)) if d and v.ndim == 0]
-    named = [i for i in scalars if paths[i].split(".")[-1] == "loss"]
-    return next(iter(named or scalars), None)
+    named = [i for i in scalars if returned.paths[i].split(".")[-1] == "loss"]
+    placed = [i for i in scalars if returned.paths[i] == returned.first or len(returned.paths) == 1]
+    return next(iter(named or placed), None)
 
 
 def _mean(

@@ -127,7 +127,8 @@ class ColoTracer:
         trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
         graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, returned, trainable)
         _check_gradients(outs, ins, joint.outputs)
-        graph = to_ir(graph_module.graph, ins, outs, type(model).__name__)
+        has_loss = loss is not None or self._every_tangent
+        graph = to_ir(graph_module.graph, ins, outs, type(model).__name__, has_loss=has_loss)
         return Capture(
             graph_module, graph, call, returned, loss, differentiable, joint.constants,
             (*_notices(returned, call, joint.outputs), *exported.notices),
@@ -150,7 +151,7 @@ class ColoTracer:
         """Which output is the loss, which have tangents, and the forward with its backward."""
         loss = None
         if not self._every_tangent:
-            loss = loss_of(exported.returned.paths, exported.values, exported.differentiable)
+            loss = loss_of(exported.returned, exported.values, exported.differentiable)
         differentiable = _differentiable(exported, loss)
         try:
             with device_neutral_ops():

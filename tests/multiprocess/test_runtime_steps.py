@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.errors import AutoparError
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.training_models import (
@@ -25,6 +26,7 @@ from tests.multiprocess.training_models import (
     is_cut,
     pair,
     resnet,
+    seeded,
     state_distance,
     tokens,
     whole,
@@ -358,3 +360,28 @@ def test_after_the_backward_nothing_of_the_step_is_alive(pool: RankPool):
         assert found["during"] > 1000
         assert found["after"] <= 2
         assert found["nodes"] == 0
+
+
+def _part_of_a_number() -> str:
+    model = autopar.autoparallelize(
+        seeded(_WithLogits), (torch.ones(4, 8),), mesh=(2,), constraints={"output:1": "S0R"}, time_limit=2
+    )
+    out = model(torch.arange(32.0).reshape(4, 8))[1].detach()
+    whole = out.full_tensor()
+    assert out.amax(0).full_tensor().sum().item() == whole.amax(0).sum().item()
+    try:
+        return str(out.mean().item())
+    except AutoparError as error:
+        return str(error)
+
+
+class _WithLogits(Mlp):
+    def forward(self, x: Any) -> Any:
+        out = super().forward(x)
+        return out.square().mean(), out
+
+
+def test_a_number_of_a_cut_output_is_not_that_of_one_rank(pool: RankPool) -> None:
+    for said in pool.run(_part_of_a_number):
+        assert "item() of it" in said
+        assert 'outputs="whole"' in said
