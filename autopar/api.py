@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
+from autopar.attributes import as_before, remember
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
@@ -467,13 +468,14 @@ def _compile(
     model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
 ) -> Variant:  # fmt: skip
     """Plan and lower the model for another batch or mode, with the parameters where they are."""
-    outputs = "dtensor" if every and options.outputs == "auto" else options.outputs
-    fixed = dataclasses.replace(options, outputs=outputs)
-    capture = together(
-        lambda: _capture(model, call, fixed, state.mesh.size, every=every), lambda c: c.graph.digest
-    )
+
+    def captured() -> Capture:
+        with as_before(model, state.before):
+            return _capture(model, call, options, state.mesh.size, every=every)
+
+    capture = together(captured, lambda c: c.graph.digest)
     fixed = dataclasses.replace(
-        fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state)
+        options, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state)
     )
     plan = None if every else fitted(state.plan, _as_planned(capture, state.plan), call)
     if plan is None:
@@ -516,11 +518,17 @@ def _variant(
     @functools.cache
     def every_tangent() -> Executable:
         """The same call with a backward from every output; later calls take it at once."""
-        state.variants[key] = _compile(model, state, call, cluster, options, every=True)
+        given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
+        as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
+        state.variants[key] = _compile(model, state, call, cluster, as_they_are, every=True)
         return state.variants[key].executable
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
-    return Variant(executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants)
+    remember(state.before, model, [each.place for each in capture.left])
+    return Variant(
+        executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants, capture.left,
+        list(capture.lost),
+    )  # fmt: skip
 
 
 def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar.attributes import Held, Left, Place
 from autopar.errors import AutoparError, InputError
 from autopar.mesh import Mesh
 from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
-from autopar.runtime.agreement import same_call
+from autopar.runtime.agreement import same_call, this_rank
 from autopar.runtime.execution import Executable, Step, forward_values
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
@@ -58,6 +59,8 @@ class Variant:
         outputs: names of the outputs, in order.
         every_tangent: compiles the same program with a backward from every output.
         constants: tensors that the program holds as literals.
+        left: what a call leaves in attributes of modules.
+        lost: names of what else the forward leaves tensors in, until the user has been told.
     """
 
     executable: Executable
@@ -65,6 +68,8 @@ class Variant:
     outputs: tuple[str, ...]
     every_tangent: Callable[[], Executable]
     constants: Mapping[str, Tensor]
+    left: tuple[Left, ...] = ()
+    lost: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -77,6 +82,7 @@ class State:
         plan: the plan of the first variant.
         planned: the call that the plan was made for.
         mixed_precision: the precision of every call's autocast, if any.
+        before: what attributes held in which calls leave tensors, before any call.
     """
 
     mesh: Mesh
@@ -89,6 +95,7 @@ class State:
     mixed_precision: str | None = None
     variants: dict[Any, Variant] = field(default_factory=dict)
     numbers: dict[Any, int] = field(default_factory=dict)
+    before: dict[Place, Held] = field(default_factory=dict)
     rank: ProcessRank = field(init=False)
     clock: StepClock = field(default_factory=StepClock)
 
@@ -211,6 +218,8 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise
     settle()
     _write_back(variant, mutations, stored)
+    if variant.left or variant.lost:
+        _leave(model, variant, outputs)
     return variant.build(outputs)
 
 
@@ -275,6 +284,21 @@ def _write_back(variant: Variant, mutations: Sequence[Any], stored: Tables) -> N
         changed = [o.name for o, _, _ in variant.executable.results if o.kind == "mutation"]
         with torch.no_grad():
             _torch.copy_each([_torch.shard_of(stored.tensor(name)) for name in changed], mutations)
+
+
+def _leave(model: ParallelModule, variant: Variant, outputs: Sequence[Any]) -> None:
+    """Set what the forward leaves in attributes, and say once what it leaves elsewhere."""
+    named = dict(zip(variant.outputs, outputs, strict=True))
+    for each in variant.left:
+        each.give(model, named)
+    if variant.lost and this_rank() == 0:
+        kind: Any = type(model)
+        warnings.warn(
+            f"The forward of {kind._autopar_original.__name__} leaves tensors in {', '.join(variant.lost)}, where a "
+            "parallel model leaves none: return them, or set an attribute of the module anew in every call.",
+            stacklevel=5,
+        )
+    variant.lost.clear()
 
 
 def _agreed_call(

@@ -131,7 +131,7 @@ def _home(x: Any) -> str:
 def _add(found: State, owner: Any, prefix: str, by_library: bool) -> None:
     for name, value in vars(owner).items():
         place = Place(owner, name, prefix + name, by_library)
-        if isinstance(value, (*_DATA, *_CONTAINERS, Tensor)):
+        if isinstance(value, (*_DATA, *_CONTAINERS, tuple, Tensor)):
             if name not in _OF_MODULES and not name.startswith("__"):
                 found[id(owner), name] = place, _held(value)
         elif _is_users_object(value) and (id(value), "") not in found:
@@ -155,7 +155,9 @@ def _shown(value: Any, depth: int = 0) -> Any:
         return type(value), id(value)
     if len(value) > _LONGEST:
         return type(value), len(value)
-    inside = [_shown(x, depth + 1) for x in (value.items() if isinstance(value, dict) else value)]
+    if isinstance(value, dict):
+        return type(value), tuple([(_shown(k, depth + 1), _shown(v, depth + 1)) for k, v in value.items()])
+    inside = [_shown(x, depth + 1) for x in value]
     return type(value), frozenset(inside) if isinstance(value, set) else tuple(inside)
 
 

@@ -385,3 +385,52 @@ def test_a_number_of_a_cut_output_is_not_that_of_one_rank(pool: RankPool) -> Non
     for said in pool.run(_part_of_a_number):
         assert "item() of it" in said
         assert 'outputs="whole"' in said
+
+
+class _Block(nn.Module):
+    """Equal blocks, each of which leaves its weights; all of them add to one list."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.losses, self.weights = nn.Linear(8, 8), losses, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weights = self.linear(x).softmax(-1)
+        self.losses.append(self.weights.square().sum())
+        return x + self.weights
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.blocks = nn.ModuleList(_Block(self.losses) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.clear()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _left_in_attributes() -> tuple[float, float, bool]:
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    specs = {"blocks.*.linear.weight": "S0R", "output:self.blocks.2.weights": "S0R"}
+    reference, model = pair(_Blocks().double(), (x,), (2,), constraints=specs, time_limit=2)
+    model(x)
+    cut = is_cut(model.blocks[2].weights)
+    for _ in range(2):
+        for module in (reference, model):
+            module.zero_grad()
+            (module(x) + sum(module.losses)).backward()
+            assert len(module.losses) == 3
+    value = distance(model.blocks[2].weights, reference.blocks[2].weights)
+    return gradient_distance(model, reference), value, cut
+
+
+def test_what_blocks_leave_in_attributes_is_there_and_has_gradients(pool: RankPool) -> None:
+    for gradients, value, cut in pool.run(_left_in_attributes):
+        assert gradients < EXACT
+        assert value < EXACT
+        assert cut
