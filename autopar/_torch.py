@@ -44,6 +44,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autopar.errors import AutoparError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -638,6 +640,83 @@ def _arriving() -> type[DTensor]:
             return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
     return Arriving
+
+
+def output_of(local: torch.Tensor, spec: Any, name: str) -> DTensor:
+    """The DTensor of an output of the model, which says what to do where it, or what is computed from it, meets what
+    takes no DTensors: torch's own errors cannot know."""
+    kind = _returned()
+    made: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
+    made._autopar_name = name  # type: ignore[attr-defined]
+    return made
+
+
+@cache
+def _returned() -> type[DTensor]:
+    """A DTensor with a name, for the ops of a training loop."""
+    from torch.distributed.tensor import DTensor
+
+    class Returned(DTensor):
+        _autopar_name = "of the model"
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            given = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Returned)}
+            plain = {key: dtensor_of(x._local_tensor, x._spec) for key, x in given.items()}
+            own = {id(plain[key]): x for key, x in given.items()}  # what an op changes in place it also returns
+            first = next(iter(given.values()))
+            if func is torch.ops.aten._local_scalar_dense.default and not _is_whole(first):
+                raise _meeting(first, "item()")  # torch gives this rank's part of it
+            args, kwargs = tree_map(lambda x: plain.get(id(x), x), (args, kwargs or {}))
+            try:
+                made = func(*args, **kwargs)
+            except RuntimeError as error:
+                if getattr(func, "namespace", "") == "c10d" or any(said in str(error) for said in _NO_DTENSORS):
+                    raise _meeting(first, str(func)) from error
+                raise
+
+            def named(x: Any) -> Any:
+                return output_of(x._local_tensor, x._spec, first._autopar_name) if type(x) is DTensor else x
+
+            return tree_map(lambda x: own[id(x)] if id(x) in own else named(x), made)
+
+        def numpy(self, *_: Any, **__: Any) -> Any:
+            raise _meeting(self, "numpy()")
+
+        def tolist(self) -> Any:
+            raise _meeting(self, "tolist()")
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            plain: Any = dtensor_of(self._local_tensor, self._spec)
+            return plain.__reduce_ex__(protocol)
+
+        @staticmethod
+        def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:  # for torch.compile
+            unflatten: Any = DTensor.__tensor_unflatten__
+            plain = unflatten(inner, context, size, stride)
+            return Returned.__new__(Returned, plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
+
+    return Returned
+
+
+_NO_DTENSORS = (
+    "got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered", "Sharding propagation failed",
+)  # fmt: skip
+"""What torch says where an op takes no DTensors, or none beside plain tensors."""
+
+
+def _is_whole(tensor: Any) -> bool:
+    return all(p.is_replicate() for p in tensor.placements)
+
+
+def _meeting(tensor: Any, what: str) -> AutoparError:
+    return AutoparError(
+        f"The output {tensor._autopar_name} is a DTensor, which this takes only as a plain tensor, or among DTensors.",
+        found=f"{what} of it, or of what is computed from it: {tuple(tensor.shape)} as {list(tensor.placements)}",
+        hint='parallelize with outputs="whole", for plain tensors, or take its full_tensor() on every rank.',
+    )
 
 
 def shard_of(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
+from autopar.attributes import as_before, remember
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
@@ -259,7 +260,8 @@ def autoparallelize(
         mixed_precision: ``"bf16"`` or ``"fp16"``: every call runs as under autocast, and the parameters are the master
             weights. An ``autopar.MixedPrecision`` also says in what parameters are stored and gradients reduced.
         batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
-        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors.
+        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors. A
+            scalar is the loss that is called so, stands first in a tuple or dataclass, or is the only output.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
         plan: a Plan or the path of a saved one, to run without a search.
         source: with a plan, the path of its program as someone has edited it: what ``plan.emit`` or ``plan.source``
@@ -475,13 +477,14 @@ def _compile(
     model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
 ) -> Variant:  # fmt: skip
     """Plan and lower the model for another batch or mode, with the parameters where they are."""
-    outputs = "dtensor" if every and options.outputs == "auto" else options.outputs
-    fixed = dataclasses.replace(options, outputs=outputs)
-    capture = together(
-        lambda: _capture(model, call, fixed, state.mesh.size, every=every, trains=False), lambda c: c.graph.digest
-    )
+
+    def captured() -> Capture:
+        with as_before(model, state.before):
+            return _capture(model, call, options, state.mesh.size, every=every, trains=False)
+
+    capture = together(captured, lambda c: c.graph.digest)
     fixed = dataclasses.replace(
-        fixed, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state)
+        options, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state)
     )
     plan = None if every else _still_fitting(state, _as_planned(capture, state.plan), call)
     if plan is None:
@@ -536,14 +539,18 @@ def _variant(
     @functools.cache
     def every_tangent() -> Variant:
         """The same call with a backward from every output."""
-        return _compile(model, state, call, cluster, options, every=True)
+        given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
+        as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
+        return _compile(model, state, call, cluster, as_they_are, every=True)
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
     shapes = {i.name: capture.graph.meta(Value(i.node)).shape for i in capture.graph.inputs if i.kind == "parameter"}
     state.compiled += 1
+    remember(state.before, model, [each.place for each in capture.left])
     return Variant(
         executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants, capture.guards,
         {m.name: (spec, shapes[m.name]) for m, spec in executable.inputs if m.name in shapes}, state.compiled,
+        capture.left, list(capture.lost),
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class Difference:
         return f"{self.what} was {self.old} and is {self.new}"
 
 
-Place = tuple[int, str]
+AttributeKey = tuple[int, str]
 """What keeps an attribute, by ``table_key``, and the name of the attribute."""
 
 

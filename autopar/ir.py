@@ -139,12 +139,24 @@ class Output:
 
 @dataclass(frozen=True)
 class Graph:
-    """The joint forward and backward program, in execution order."""
+    """The joint forward and backward program, in execution order.
+
+    Args:
+        has_loss: False where a scalar that alone has a gradient is no loss.
+    """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     name: str = field(default="model")
+    has_loss: bool = True
+
+    @cached_property
+    def lone_scalar(self) -> str | None:
+        """The output from whose gradient alone the backward starts, where it is a scalar."""
+        tangents = [(i.name, self.by_name[i.node].outputs[0]) for i in self.inputs if i.kind == "tangent"]
+        found = [(name, meta.shape) for name, meta in tangents if meta is not None]
+        return found[0][0] if len(found) == 1 and found[0][1] == () else None
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
@@ -194,4 +206,6 @@ class Graph:
         for n in self.nodes:
             h.update(repr((n.name, n.op, n.args, n.kwargs, n.outputs, n.phase)).encode())
         h.update(repr((self.inputs, self.outputs)).encode())
+        if self.lone_scalar and not self.has_loss:
+            h.update(b"no loss")
         return h.hexdigest()[:16]

@@ -24,20 +24,31 @@ class Structure:
         build: puts tensors (in the order of ``paths``) back into a value of the same structure.
         plain: paths and values of the plain data (numbers, text, None) beside the tensors.
         dropped: paths of objects that are no tensors and were replaced by None, with their type's name.
+        first: the path of what stands first in a tuple or dataclass.
     """
 
     paths: tuple[str, ...]
     build: Build
     plain: tuple[Leaf, ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
+    first: str | None = None
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
     """The tensors in ``value`` and its structure. Plain data (numbers, text, None) is kept as it is."""
     found = _Found([], [], [])
     build = _take_apart(value, "", found)
-    structure = Structure(tuple(p for p, _ in found.tensors), build, tuple(found.plain), tuple(found.dropped))
+    paths = tuple(p for p, _ in found.tensors)
+    structure = Structure(paths, build, tuple(found.plain), tuple(found.dropped), _first(value))
     return [t for _, t in found.tensors], structure
+
+
+def _first(value: Any) -> str | None:
+    if isinstance(value, (tuple, list)):
+        return next(iter(getattr(value, "_fields", ("0",))), None)
+    if dataclasses.is_dataclass(value):
+        return next((f.name for f in dataclasses.fields(value) if f.init), None)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ def _widened(graph: Graph, dtype: str) -> Graph:
             output = replace(output, value=Value(cast.name))
         outputs.append(output)
     nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
-    return Graph(nodes, graph.inputs, tuple(outputs), graph.name)
+    return replace(graph, nodes=nodes, outputs=tuple(outputs))
 
 
 def _accumulating(graph: Graph) -> Graph:
@@ -73,7 +73,7 @@ def _accumulating(graph: Graph) -> Graph:
         ])  # fmt: skip
         outputs.append(Output(Value(total), output.kind, output.name))
     nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
-    return Graph(nodes, tuple(inputs), tuple(outputs), graph.name)
+    return replace(graph, nodes=nodes, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 def widened(graph: Graph, dtype: str | None) -> frozenset[Value]:

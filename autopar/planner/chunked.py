@@ -216,7 +216,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
         for n in graph.nodes if n.name in placed or n.name not in loss.nodes
     )  # fmt: skip
     outputs = tuple(replace(o, value=instead.get(o.value, o.value)) for o in graph.outputs)
-    return Graph(nodes, graph.inputs, outputs, graph.name)
+    return replace(graph, nodes=nodes, outputs=outputs)
 
 
 def _reshaped(node: Node, operand: Value, width: int) -> Node:

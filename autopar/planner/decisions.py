@@ -179,15 +179,13 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
 def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
     """Whether an output is given to the caller as a plain tensor: whole, or with local batches this rank's slice.
 
-    Scalars (the loss) always are; with ``outputs="auto"`` others are DTensors beside a scalar loss.
+    Scalars always are; with ``outputs="auto"`` others are DTensors beside a scalar loss.
     """
     if not meta.shape or options.outputs == "whole":
         return True
     if options.outputs == "dtensor":
         return False
-    losses = [i for i in graph.inputs if i.kind == "tangent" and graph.by_name[i.node].outputs[0] is not None]
-    shapes = [m.shape for i in losses if (m := graph.by_name[i.node].outputs[0]) is not None]
-    return shapes != [()]
+    return graph.lone_scalar is None or not graph.has_loss
 
 
 def _hand_over(

@@ -122,7 +122,8 @@ class _Cut:
             if value is None:
                 return None
             outputs.append(replace(output, value=value))
-        return Graph(tuple(nodes), tuple(i for i in graph.inputs if self.is_left(i.node)), tuple(outputs), graph.name)
+        left = tuple(i for i in graph.inputs if self.is_left(i.node))
+        return replace(graph, nodes=tuple(nodes), inputs=left, outputs=tuple(outputs))
 
     def _reading(self, node: Node) -> Node | None:
         """``node`` with operands of those layers that are next to its own now."""

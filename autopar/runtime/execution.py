@@ -114,11 +114,6 @@ class Run:
         self.operands, self.saved, self.versions, self.done = (), [], [], True
 
 
-def as_dtensor(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> DTensor:
-    """Wrap this rank's shard of a tensor of global ``shape``."""
-    return _torch.dtensor_of(local, _spec_of(local, spec, shape, host))
-
-
 def _spec_of(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> Any:
     return _described(spec, tuple(shape), local.dtype, host.mesh, host.device_mesh)
 
@@ -157,7 +152,7 @@ def forward_values(
         elif output.name in executable.whole:
             outputs.append(value)
         else:
-            outputs.append(as_dtensor(value, spec, meta.shape, host))
+            outputs.append(_torch.output_of(value, _spec_of(value, spec, meta.shape, host), output.name))
     return outputs, mutations, list(results[n:])
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar.attributes import Held, Left, Place
 from autopar.errors import AutoparError, InputError
 from autopar.guards import Difference, Guards
 from autopar.mesh import Mesh
@@ -63,6 +64,8 @@ class Variant:
         guards: what of the model the program was captured from.
         parameters: spec and whole shape of each that the program takes.
         number: of the program among those that were compiled, the same on every rank.
+        left: what a call leaves in attributes of modules.
+        lost: names of what else the forward leaves tensors in, until the user has been told.
     """
 
     executable: Executable
@@ -73,6 +76,8 @@ class Variant:
     guards: Guards
     parameters: Mapping[str, tuple[ShardingSpec, tuple[int, ...]]]
     number: int
+    left: tuple[Left, ...] = ()
+    lost: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -86,6 +91,7 @@ class State:
         planned: the call that the plan was made for.
         place: gives what the user put into the model since its place on the mesh, as a variant's program takes it.
         mixed_precision: the precision of every call's autocast, if any.
+        before: what attributes held in which calls leave tensors, before any call.
         graph: that the plan was made for.
         variants: compiled programs by key, the one that was used last in front.
         compiled: how many programs there have been.
@@ -104,6 +110,7 @@ class State:
     variants: dict[Any, list[Variant]] = field(default_factory=dict)
     compiled: int = 0
     numbers: dict[Any, int] = field(default_factory=dict)
+    before: dict[Place, Held] = field(default_factory=dict)
     rank: ProcessRank = field(init=False)
     clock: StepClock = field(default_factory=StepClock)
 
@@ -264,6 +271,8 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise
     settle()
     _write_back(variant, mutations, stored)
+    if variant.left or variant.lost:
+        _leave(model, variant, outputs)
     return variant.build(outputs)
 
 
@@ -367,6 +376,21 @@ def _write_back(variant: Variant, mutations: Sequence[Any], stored: Tables) -> N
         changed = [o.name for o, _, _ in variant.executable.results if o.kind == "mutation"]
         with torch.no_grad():
             _torch.copy_each([_torch.shard_of(stored.tensor(name)) for name in changed], mutations)
+
+
+def _leave(model: ParallelModule, variant: Variant, outputs: Sequence[Any]) -> None:
+    """Set what the forward leaves in attributes, and say once what it leaves elsewhere."""
+    named = dict(zip(variant.outputs, outputs, strict=True))
+    for each in variant.left:
+        each.give(model, named)
+    if variant.lost and this_rank() == 0:
+        kind: Any = type(model)
+        warnings.warn(
+            f"The forward of {kind._autopar_original.__name__} leaves tensors in {', '.join(variant.lost)}, where a "
+            "parallel model leaves none: return them, or set an attribute of the module anew in every call.",
+            stacklevel=5,
+        )
+    variant.lost.clear()
 
 
 def _agreed_call(

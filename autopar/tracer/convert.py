@@ -127,7 +127,9 @@ def source_line(meta: Mapping[str, Any]) -> str:
     return found
 
 
-def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], name: str) -> ir.Graph:
+def to_ir(
+    graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], name: str, *, has_loss: bool = True
+) -> ir.Graph:  # fmt: skip
     """Convert; placeholders and results get their meaning from ``inputs`` and ``outputs``."""
     nodes = []
     for node in graph.nodes:
@@ -149,6 +151,6 @@ def to_ir(graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], nam
                 source=source_line(node.meta),
             )
         )
-    made = ir.Graph(tuple(nodes), tuple(inputs), tuple(outputs), name)
+    made = ir.Graph(tuple(nodes), tuple(inputs), tuple(outputs), name, has_loss)
     _ = made.kinds, made.consumers, made.digest  # what every plan asks, found once
     return made

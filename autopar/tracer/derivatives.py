@@ -7,7 +7,7 @@ an inner derivative is ops like any other; what the rewrites of the exported gra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -44,14 +44,14 @@ def refused() -> Iterator[None]:
 
 
 class _Direct(nn.Module):
-    def __init__(self, flat: FlatModel, only: int | None) -> None:
+    def __init__(self, flat: FlatModel, detached: Collection[int]) -> None:
         super().__init__()
         self.flat = flat
-        self._only = only
+        self._detached = detached
 
     def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
         *users, _ = inputs
-        return separate(self.flat(*users), inputs, self._only)
+        return separate(self.flat(*users), inputs, self._detached)
 
 
 def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -60,14 +60,15 @@ def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float 
 
 
 def joint_directly(
-    flat: FlatModel, inputs: Sequence[Tensor], seed: Tensor, loss: int | None, differentiable: tuple[int, ...]
-) -> Joint:
+    flat: FlatModel, inputs: Sequence[Tensor], seed: Tensor, loss: int | None, differentiable: tuple[int, ...],
+    detached: Collection[int],
+) -> Joint:  # fmt: skip
     """The joint graph of a model as it is written.
 
     Raises:
         CaptureError: it draws random numbers, which would differ between ranks.
     """
-    module = _Direct(flat, loss)
+    module = _Direct(flat, detached)
     graph_module, ins, outs = joint_graph(module, (*inputs, seed), {**DECOMPOSITIONS, aten.addmm.default: _addmm})
     for node in graph_module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):

@@ -25,10 +25,11 @@ from autopar._torch import (
     masks_kept,
     without_hooks_left,
 )
+from autopar.attributes import Held, Left, Place, as_before, remember
 from autopar.errors import AutoparError, CaptureError, InputError
-from autopar.guards import Place, table_key
+from autopar.guards import AttributeKey, table_key
 from autopar.structure import Structure, flatten
-from autopar.tracer import functions
+from autopar.tracer import functions, left
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples
 from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
 from autopar.tracer.checks import taken_as_passed
@@ -136,21 +137,33 @@ class FlatModel(nn.Module):
         self.returned = _Returned()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before, plain = _held(self.model), plain_state(self.model)
+        before, plain, attributes = _held(self.model), plain_state(self.model), left.attributes(self.model)
         with constant_requires_grad(self.model), watched_reads():
             out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
+        out += self._left_since(attributes)
         self.returned.differentiable = tuple(t.requires_grad for t in out)
         _write_in_place(self.model, before)
         self.returned.changes = changed(plain, plain_state(self.model))
         return tuple(out)
 
+    def _left_since(self, attributes: left.Attributes) -> list[torch.Tensor]:
+        """What the forward has left in attributes, which are outputs too."""
+        if self.returned.left_out is None:
+            return []
+        found = left.left_in(self.model, attributes, self.returned.left_out)
+        self.returned.left = tuple(each for each, _ in found)
+        return [t for _, tensors in found for t in tensors]
+
 
 class _Returned:
-    """What the last call returned. An object of its own: torch.export resets the attributes of modules."""
+    """What the last call returned, and left in attributes but those of ``left_out``. An object of its own: torch.export
+    resets the attributes of modules."""
 
     structure: Structure | None = None
     differentiable: tuple[bool, ...] = ()
     changes: Mapping[str, Change] = MappingProxyType({})
+    left: tuple[Left, ...] = ()
+    left_out: frozenset[Place] | None = None
 
 
 def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -185,10 +198,12 @@ class Exported:
 
     Args:
         program: None where the forward takes derivatives, which no exported graph holds.
-        values: of the outputs, on fake tensors.
+        values: of the outputs, on fake tensors: of those returned, and of those left in attributes.
         notices: what the program will do otherwise than the model, one sentence each.
         cut: runs of equal blocks whose middle was not run.
-        changed: places of plain data that the forward changes.
+        changed: attributes that the forward changes, or leaves outputs in.
+        left: what the forward leaves in attributes, as further outputs.
+        lost: what it leaves where no output of a program gets.
     """
 
     program: torch.export.ExportedProgram | None
@@ -197,7 +212,14 @@ class Exported:
     differentiable: tuple[bool, ...]
     notices: tuple[str, ...] = ()
     cut: tuple[Run, ...] = ()
-    changed: tuple[Place, ...] = ()
+    changed: tuple[AttributeKey, ...] = ()
+    left: tuple[Left, ...] = ()
+    lost: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all outputs."""
+        return (*self.returned.paths, *(path for each in self.left for path in each.value.paths))
 
 
 def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = False) -> Exported:
@@ -226,6 +248,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     plain = dict(call.structure.plain)
     cached = without_caches(model) and plain.get("use_cache") is not False
     flat, overridden = FlatModel(model, call.structure), list[str]()
+    flat.returned.left_out, findings = frozenset(), left.Findings()
     try:
         with (
             masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
@@ -234,15 +257,19 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             clusters_of_all_samples(), covariances(), combinations_by_index(), masks_kept(),
             _asked_of_tensors() as checks, skipping(model, runs) as skipped, without_hooks_left(),
         ):  # fmt: skip
-            with kept(model), warnings.catch_warnings():
-                # Recurrent layers keep a list of their parameters, for which capture puts in its own.
-                warnings.filterwarnings("ignore", message=".*_flat_weights")
-                program = torch.export.export(flat, call.tensors, strict=False)
-            changes = flat.returned.changes
+            with kept(model):
+                program = _exported(flat, call)
+            changes = flat.returned.changes or flat.returned.left
             equal = cut(skipped, program.graph) and not (skipped.cut and changes)
             if changes and equal:
                 with kept(model):
-                    _refuse_state(program, flat, call, mode)
+                    findings = left.looked_through(flat, flat.returned, call.tensors, mode)
+                if findings.unfit:
+                    flat.returned.left_out = findings.unfit
+                    with kept(model):
+                        program = _exported(flat, call)
+                with kept(model):
+                    _refuse_state(program, flat, call, mode, findings.fixed)
     except DerivativeError:
         raise
     except CaptureError as error:
@@ -262,8 +289,9 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     notices = (*_notices(flat.returned, cached, checks, overridden), *_dense_gradients(program.graph))
     values = _output_values(program)
     return Exported(
-        program, values, returned, flat.returned.differentiable, notices, tuple(skipped.cut), _places(flat)
-    )
+        program, values, returned, flat.returned.differentiable, notices, tuple(skipped.cut),
+        _changed(flat, findings.left), findings.left, findings.lost,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -271,6 +299,14 @@ def _asked_of_tensors() -> Iterator[list[str]]:
     """While tracing: values that the forward asks of tensors come from checks that pass, and from buffers."""
     with answering(), taken_as_passed() as checks:  # a check, which looks at its line, comes first
         yield checks
+
+
+def _exported(flat: FlatModel, call: Call) -> torch.export.ExportedProgram:
+    with left.same_objects(flat.model), warnings.catch_warnings():
+        # Recurrent layers keep a list of their parameters, for which capture puts in its own.
+        warnings.filterwarnings("ignore", message=".*_flat_weights")
+        warnings.filterwarnings("ignore", message=".*assigned during export")
+        return torch.export.export(flat, call.tensors, strict=False)
 
 
 def run_once(model: nn.Module, call: Call) -> Exported:
@@ -294,12 +330,15 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     assert flat.returned.structure is not None
     notices = _notices(flat.returned, cached, checks, overridden)
     return Exported(
-        None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices), changed=_places(flat)
-    )
+        None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices),
+        changed=_changed(flat, ()),
+    )  # fmt: skip
 
 
-def _places(flat: FlatModel) -> tuple[Place, ...]:
-    return tuple((table_key(c.place.owner), c.place.name) for c in flat.returned.changes.values())
+def _changed(flat: FlatModel, outputs: Sequence[Left]) -> tuple[AttributeKey, ...]:
+    places = [place for each in outputs for place in (each.place, *each.also)]
+    given = [(table_key(flat.model.get_submodule(path)), name) for path, name in places]
+    return *given, *((table_key(c.place.owner), c.place.name) for c in flat.returned.changes.values())
 
 
 def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
@@ -369,14 +408,19 @@ def _dense_gradients(graph: fx.Graph) -> list[str]:
 
 
 def _refuse_state(
-    program: torch.export.ExportedProgram, flat: FlatModel, call: Call, mode: FakeTensorMode
-) -> None:
+    program: torch.export.ExportedProgram, flat: FlatModel, call: Call, mode: FakeTensorMode, fixed: Sequence[Left]
+) -> None:  # fmt: skip
     """What the forward changes in Python may be for show, or a cache of what is always the same: else the program of
     the second call is another.
+
+    Args:
+        fixed: caches, which the second call finds as the first did.
 
     Raises:
         CaptureError: it is.
     """
+    before: dict[Place, Held] = {}
+    remember(before, flat.model, [each.place for each in fixed])
     with contextlib.suppress(DynamicOutputShapeException):  # what a mask chooses has a shape in an export alone
         with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
             flat(*call.tensors)
@@ -385,13 +429,15 @@ def _refuse_state(
             return
     changes = flat.returned.changes
     try:
-        again = torch.export.export(flat, call.tensors, strict=False)
+        with as_before(flat.model, before):
+            again = _exported(flat, call)
     except Exception:  # noqa: BLE001  it worked in the first call
         same = False
     else:
         same = _text_of(program) == _text_of(again)
     if not same:
-        name, change = next(iter(changes.items()))
+        named = [*changes.items(), *((each.names[0], "an object with tensors in it") for each in flat.returned.left)]
+        name, change = named[0]
         raise CaptureError(
             f"The forward changes {name} and computes with it: the program would keep one value.",
             found=str(change),
@@ -414,7 +460,7 @@ def _located(error: CaptureError) -> AutoparError:
 
 def _notices(returned: _Returned, cached: bool, checks: Sequence[str], overridden: Sequence[str]) -> list[str]:
     notices = [f"{name} {change.verb} in forward, and keeps its old value outside of it" for name, change in
-               returned.changes.items()]  # fmt: skip
+               returned.changes.items() if not left.is_part(name, returned.left)]  # fmt: skip
     if checks:
         notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")
     if overridden:

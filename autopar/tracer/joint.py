@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from autopar._torch import JointInput, JointOutput, joint_graph, storage_key, torch_decompositions
 from autopar.ops.registration import HALF
+from autopar.structure import Structure
 from autopar.tracer.normalize import Normalizing
 
 aten = torch.ops.aten
@@ -31,14 +32,14 @@ class Joint:
 class Rewritten(nn.Module):
     """The exported graph as a module of its own parameters, run op by op by ``Normalizing``.
 
-    Differentiable outputs that alias each other or an input are cloned, since torch gives those no tangent; with
-    ``only`` every other output is detached.
+    Differentiable outputs that alias each other or an input are cloned, since torch gives those no tangent; those of
+    ``detached`` get none either.
     """
 
-    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, only: int | None) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, detached: Collection[int]) -> None:
         super().__init__()
         self._program = program.graph_module
-        self._only = only
+        self._detached = detached
         self.names: dict[str, str] = {}
         self._lifted: list[str | None] = []
         self.constants: dict[str, torch.Tensor] = {}
@@ -72,7 +73,7 @@ class Rewritten(nn.Module):
         remaining = iter(users)
         lifted = [getattr(self, name) if name is not None else next(remaining) for name in self._lifted]
         outputs = Normalizing(self._program, seed).run(*lifted)
-        return separate(outputs, (*lifted, seed), self._only)
+        return separate(outputs, (*lifted, seed), self._detached)
 
 
 def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
@@ -82,13 +83,13 @@ def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
     return tensor
 
 
-def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], only: int | None) -> tuple[Any, ...]:
-    """The outputs, none of which aliases another or an input; with ``only``, every other one is detached."""
+def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], detached: Collection[int]) -> tuple[Any, ...]:
+    """The outputs, none of which aliases another or an input; those of ``detached`` are."""
     taken = {storage_key(t) for t in inputs}
     result: list[Any] = []
     for i, out in enumerate(outputs):
         if isinstance(out, torch.Tensor):
-            if only is not None and i != only:
+            if i in detached:
                 out = out.detach()
             if storage_key(out) in taken:
                 out = out.clone()
@@ -97,11 +98,13 @@ def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], only: int |
     return tuple(result)
 
 
-def loss_of(paths: Sequence[str], values: Sequence[Any], differentiable: Sequence[bool]) -> int | None:
-    """Which output is the loss: the differentiable scalar called loss, else the first differentiable scalar."""
+def loss_of(returned: Structure, values: Sequence[Any], differentiable: Sequence[bool]) -> int | None:
+    """Which output is the loss: a differentiable scalar that is called loss, stands first in a tuple or dataclass, or
+    is the only output. Others, such as a temperature that is learned, are outputs."""
     scalars = [i for i, (v, d) in enumerate(zip(values, differentiable, strict=True)) if d and v.ndim == 0]
-    named = [i for i in scalars if paths[i].split(".")[-1] == "loss"]
-    return next(iter(named or scalars), None)
+    named = [i for i in scalars if returned.paths[i].split(".")[-1] == "loss"]
+    placed = [i for i in scalars if returned.paths[i] == returned.first or len(returned.paths) == 1]
+    return next(iter(named or placed), None)
 
 
 def _mean(
@@ -173,10 +176,10 @@ DECOMPOSITIONS: dict[Any, Any] = {
 
 def joint_of(
     program: torch.export.ExportedProgram, model: nn.Module, inputs: Sequence[torch.Tensor],
-    seed: torch.Tensor, loss: int | None, differentiable: tuple[int, ...],
+    seed: torch.Tensor, loss: int | None, differentiable: tuple[int, ...], detached: Collection[int],
 ) -> Joint:  # fmt: skip
-    """Trace the joint graph. With ``loss`` the backward is of that output alone."""
-    module = Rewritten(program, model, loss)
+    """Trace the joint graph. The backward is of the outputs that are not ``detached``."""
+    module = Rewritten(program, model, detached)
     graph_module, ins, outs = joint_graph(module, (*inputs, seed), DECOMPOSITIONS)
     rename = module.names
 

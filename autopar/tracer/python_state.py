@@ -129,7 +129,7 @@ def _home(x: Any) -> str:
 def _add(found: State, owner: Any, prefix: str, by_library: bool) -> None:
     for name, value in vars(owner).items():
         place = Place(owner, name, prefix + name, by_library)
-        if isinstance(value, (*_DATA, *_CONTAINERS, Tensor)):
+        if isinstance(value, (*_DATA, *_CONTAINERS, tuple, Tensor)):
             if name not in _OF_MODULES and not name.startswith("__"):
                 found[id(owner), name] = place, _held(value)
         elif _is_users_object(value) and (id(value), "") not in found:

@@ -28,7 +28,7 @@ from autopar.guards import (
     DEEPEST,
     LONGEST,
     MISSING,
-    Place,
+    AttributeKey,
     Read,
     Scope,
     Step,
@@ -65,14 +65,14 @@ class Recorder:
         self._where: dict[int, tuple[str, tuple[Step, ...]]] = {}
         for path, module in model.named_modules():
             self._where[id(vars(module))] = path, ()
-        self._seen: dict[Place, Read] = {}
+        self._seen: dict[AttributeKey, Read] = {}
         self._held: list[Any] = []
         self._parameters = frozenset(map(id, model.parameters()))
         self._functions = {f.__code__: f for f in _functions_of(type(model).forward)}
         self._kinds = dict.fromkeys(k for m in model.modules() for k in type(m).__mro__ if _is_of_user(k))
         self._patched: dict[type, Any] = {}
 
-    def reads(self, changed: Collection[Place], equal: Mapping[str, Iterable[str]]) -> list[Read]:
+    def reads(self, changed: Collection[AttributeKey], equal: Mapping[str, Iterable[str]]) -> list[Read]:
         """What was read.
 
         Args:
@@ -194,13 +194,13 @@ def _is_users(code: CodeType) -> bool:
     return not is_installed(file) and not is_ours(file.resolve())
 
 
-def _named_by(functions: Iterable[FunctionType], kinds: Iterable[type]) -> dict[Place, Read]:
+def _named_by(functions: Iterable[FunctionType], kinds: Iterable[type]) -> dict[AttributeKey, Read]:
     """Globals and variables of closures that functions name in their code, and those that these call.
 
     Args:
         kinds: classes whose attributes functions can reach without naming the class, by ``type(self)``.
     """
-    found: dict[Place, Read] = {}
+    found: dict[AttributeKey, Read] = {}
     waiting, done, attributes = list(functions), set[CodeType](), set[str]()
     while waiting:
         function = waiting.pop()
@@ -229,7 +229,7 @@ def _in_cell(cell: Any, name: str, default: Any) -> Any:
 
 
 def _note(
-    found: dict[Place, Read], table: int, read: Read, value: Any, attributes: AbstractSet[str]
+    found: dict[AttributeKey, Read], table: int, read: Read, value: Any, attributes: AbstractSet[str]
 ) -> list[FunctionType]:
     """Count a variable as read, and what a function takes of it where it is an object, a class or a file.
 
@@ -248,7 +248,7 @@ def _note(
 
 
 def _note_attributes(
-    found: dict[Place, Read], owner: Any, text: str, attributes: AbstractSet[str]
+    found: dict[AttributeKey, Read], owner: Any, text: str, attributes: AbstractSet[str]
 ) -> list[FunctionType]:
     held = _attributes_of(owner) or {}
     functions: list[FunctionType] = []

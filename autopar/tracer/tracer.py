@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from autopar import ir
 from autopar._torch import FakeTensorMode, JointInput, JointOutput
+from autopar.attributes import Left
 from autopar.errors import AutoparError, CaptureError
 from autopar.guards import Guards
 from autopar.structure import Structure
@@ -51,6 +52,8 @@ class Capture:
         requires_grad: names of the outputs that have a gradient on one device, whether or not it is captured.
         unsaved: values of buffers that the model's ``state_dict`` leaves out.
         guards: what of the model was read, beside its parameters and buffers.
+        left: what a call leaves in attributes, made of further outputs.
+        lost: names of what else the forward leaves tensors in.
     """
 
     graph_module: fx.GraphModule
@@ -64,6 +67,8 @@ class Capture:
     requires_grad: frozenset[str] = frozenset()
     unsaved: Mapping[str, torch.Tensor] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
+    left: tuple[Left, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 def ambient_autocast() -> contextlib.AbstractContextManager[Any]:
@@ -135,17 +140,18 @@ class ColoTracer:
         refuse_changed_arguments(joint.graph_module.graph)
         clean(joint.graph_module)
         trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
-        graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, returned, trainable)
+        names = exported.names
+        graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, names, trainable)
         if self._trains or differentiable:
             _check_gradients(outs, ins, joint.outputs)
-        graph = to_ir(graph_module.graph, ins, outs, type(model).__name__)
+        has_loss = loss is not None or self._every_tangent
+        graph = to_ir(graph_module.graph, ins, outs, type(model).__name__, has_loss=has_loss)
+        reads = recorder.reads(exported.changed, equal_blocks(exported.cut))
         return Capture(
             graph_module, graph, call, returned, loss, differentiable, joint.constants,
             (*_notices(returned, call, joint.outputs), *exported.notices),
-            frozenset(p for p, d in zip(returned.paths, exported.differentiable, strict=True) if d),
-            guards=Guards.of(
-                model, recorder.reads(exported.changed, equal_blocks(exported.cut)), recorder.known.conditions
-            ),
+            frozenset(p for p, d in zip(names, exported.differentiable, strict=True) if d),
+            guards=Guards.of(model, reads, recorder.known.conditions), left=exported.left, lost=exported.lost,
         )  # fmt: skip
 
     @staticmethod
@@ -164,15 +170,18 @@ class ColoTracer:
         """Which output is the loss, which have tangents, and the forward with its backward."""
         loss = None
         if not self._every_tangent:
-            loss = loss_of(exported.returned.paths, exported.values, exported.differentiable)
-        differentiable = _differentiable(exported, loss)
+            count = len(exported.returned.paths)
+            loss = loss_of(exported.returned, exported.values[:count], exported.differentiable[:count])
+        differentiable, detached = self._differentiable(exported, loss)
         try:
             with device_neutral_ops():
                 if exported.program is None:
                     flat = FlatModel(copied, call.structure)
-                    return loss, differentiable, joint_directly(flat, call.tensors, seed, loss, differentiable)
+                    return loss, differentiable, joint_directly(
+                        flat, call.tensors, seed, loss, differentiable, detached
+                    )  # fmt: skip
                 return loss, differentiable, joint_of(
-                    exported.program, copied, call.tensors, seed, loss, differentiable
+                    exported.program, copied, call.tensors, seed, loss, differentiable, detached
                 )  # fmt: skip
         except Exception as error:
             if exported.cut:  # the user's error is the one that comes without skipping
@@ -180,6 +189,16 @@ class ColoTracer:
             if isinstance(error, AutoparError):
                 raise
             raise _by_running(copied, call, mode, error) from error
+
+
+    def _differentiable(self, exported: Exported, loss: int | None) -> tuple[tuple[int, ...], frozenset[int]]:
+        """The outputs from which the backward starts, and those that are detached: what is left in attributes rarely is
+        part of a loss."""
+        if loss is not None:
+            return (loss,), frozenset(range(len(exported.names))) - {loss}
+        found = [i for i, d in enumerate(exported.differentiable) if d]
+        count = len(exported.names if self._every_tangent else exported.returned.paths)
+        return tuple(i for i in found if i < count), frozenset(i for i in found if i >= count)
 
 
 def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
@@ -202,15 +221,9 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def _differentiable(exported: Exported, loss: int | None) -> tuple[int, ...]:
-    if loss is not None:
-        return (loss,)
-    return tuple(i for i, d in enumerate(exported.differentiable) if d)
-
-
 def _meanings(
     module: fx.GraphModule, inputs: Sequence[JointInput], outputs: Sequence[JointOutput | None],
-    call: Call, returned: Structure, trainable: set[str],
+    call: Call, names: Sequence[str], trainable: set[str],
 ) -> tuple[fx.GraphModule, list[ir.Input], list[ir.Output]]:  # fmt: skip
     ins: list[ir.Input] = []
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -227,7 +240,7 @@ def _meanings(
                 hint="detach what is written to buffers: buffer.copy_(value.detach()).",
             )
         elif kind == "tangent":
-            name = returned.paths[int(meaning.target)]
+            name = names[int(meaning.target)]
         elif name.startswith("constant."):
             kind = "constant"
         ins.append(ir.Input(node.name, kind, name, trainable=name in trainable and kind == "parameter"))
@@ -236,7 +249,7 @@ def _meanings(
     for arg, meant in zip(output.args[0], outputs, strict=True):
         if meant is None or not isinstance(arg, fx.Node) or _changes_input(meant):
             continue
-        name = returned.paths[int(meant.target)] if meant.kind == "output" else str(meant.target)
+        name = names[int(meant.target)] if meant.kind == "output" else str(meant.target)
         if meant.kind == "gradient" and isinstance(meant.target, int):
             name = f"input:{call.names[meant.target]}"
         outs.append(ir.Output(value_of(arg), meant.kind, name))

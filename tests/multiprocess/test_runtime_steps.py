@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.errors import AutoparError
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.training_models import (
@@ -25,6 +26,7 @@ from tests.multiprocess.training_models import (
     is_cut,
     pair,
     resnet,
+    seeded,
     state_distance,
     tokens,
     whole,
@@ -358,3 +360,77 @@ def test_after_the_backward_nothing_of_the_step_is_alive(pool: RankPool):
         assert found["during"] > 1000
         assert found["after"] <= 2
         assert found["nodes"] == 0
+
+
+def _part_of_a_number() -> str:
+    model = autopar.autoparallelize(
+        seeded(_WithLogits), (torch.ones(4, 8),), mesh=(2,), constraints={"output:1": "S0R"}, time_limit=2
+    )
+    out = model(torch.arange(32.0).reshape(4, 8))[1].detach()
+    whole = out.full_tensor()
+    assert out.amax(0).full_tensor().sum().item() == whole.amax(0).sum().item()
+    try:
+        return str(out.mean().item())
+    except AutoparError as error:
+        return str(error)
+
+
+class _WithLogits(Mlp):
+    def forward(self, x: Any) -> Any:
+        out = super().forward(x)
+        return out.square().mean(), out
+
+
+def test_a_number_of_a_cut_output_is_not_that_of_one_rank(pool: RankPool) -> None:
+    for said in pool.run(_part_of_a_number):
+        assert "item() of it" in said
+        assert 'outputs="whole"' in said
+
+
+class _Block(nn.Module):
+    """Equal blocks, each of which leaves its weights; all of them add to one list."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.losses, self.weights = nn.Linear(8, 8), losses, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weights = self.linear(x).softmax(-1)
+        self.losses.append(self.weights.square().sum())
+        return x + self.weights
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.blocks = nn.ModuleList(_Block(self.losses) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.clear()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _left_in_attributes() -> tuple[float, float, bool]:
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    specs = {"blocks.*.linear.weight": "S0R", "output:self.blocks.2.weights": "S0R"}
+    reference, model = pair(_Blocks().double(), (x,), (2,), constraints=specs, time_limit=2)
+    model(x)
+    cut = is_cut(model.blocks[2].weights)
+    for _ in range(2):
+        for module in (reference, model):
+            module.zero_grad()
+            (module(x) + sum(module.losses)).backward()
+            assert len(module.losses) == 3
+    value = distance(model.blocks[2].weights, reference.blocks[2].weights)
+    return gradient_distance(model, reference), value, cut
+
+
+def test_what_blocks_leave_in_attributes_is_there_and_has_gradients(pool: RankPool) -> None:
+    for gradients, value, cut in pool.run(_left_in_attributes):
+        assert gradients < EXACT
+        assert value < EXACT
+        assert cut
