@@ -535,11 +535,11 @@ def _variant(
 ) -> Variant:  # fmt: skip
     executable = _executable(capture, made, options, state.rank, source)
     call = _shapes(call)
+    given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
 
     @functools.cache
     def every_tangent() -> Variant:
         """The same call with a backward from every output."""
-        given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
         as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
         return _compile(model, state, call, cluster, as_they_are, every=True)
 
