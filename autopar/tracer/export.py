@@ -200,6 +200,7 @@ class Exported:
         notices: what the program will do otherwise than the model, one sentence each.
         left: what the forward leaves in attributes, as further outputs.
         lost: what it leaves where no output of a program gets.
+        left_out: attributes among these.
     """
 
     program: torch.export.ExportedProgram | None
@@ -210,6 +211,7 @@ class Exported:
     cut: tuple[Run, ...] = ()
     left: tuple[Left, ...] = ()
     lost: tuple[str, ...] = ()
+    left_out: frozenset[Place] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -308,16 +310,23 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     try:
         with (
             refuse_python_random(lambda: flat(*call.tensors)), watched(overridden), taken_as_passed() as checks,
-            kept(model),
         ):  # fmt: skip
-            values = flat(*call.tensors)
+            flat.returned.left_out = frozenset()
+            with kept(model):
+                findings = left.looked_through(flat, flat.returned, call.tensors, contextlib.nullcontext())
+            flat.returned.left_out = findings.unfit
+            with kept(model):
+                values = flat(*call.tensors)
     except CaptureError as error:
         raise _located(error) from error.__cause__
     except Exception as error:
         raise capture_error(model, error) from error
     assert flat.returned.structure is not None
     notices = _notices(flat.returned, cached, checks, overridden)
-    return Exported(None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices))
+    return Exported(
+        None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices), (), findings.left,
+        findings.lost, findings.unfit,
+    )  # fmt: skip
 
 
 def _output_values(program: torch.export.ExportedProgram) -> list[Any]:
