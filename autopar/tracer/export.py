@@ -204,6 +204,7 @@ class Exported:
         changed: attributes that the forward changes, or leaves outputs in.
         left: what the forward leaves in attributes, as further outputs.
         lost: what it leaves where no output of a program gets.
+        left_out: attributes among these.
     """
 
     program: torch.export.ExportedProgram | None
@@ -215,6 +216,7 @@ class Exported:
     changed: tuple[AttributeKey, ...] = ()
     left: tuple[Left, ...] = ()
     lost: tuple[str, ...] = ()
+    left_out: frozenset[Place] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -320,9 +322,13 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     try:
         with (
             refuse_python_random(lambda: flat(*call.tensors)), watched(overridden), _asked_of_tensors() as checks,
-            kept(model),
         ):  # fmt: skip
-            values = flat(*call.tensors)
+            flat.returned.left_out = frozenset()
+            with kept(model):
+                findings = left.looked_through(flat, flat.returned, call.tensors, contextlib.nullcontext())
+            flat.returned.left_out = findings.unfit
+            with kept(model):
+                values = flat(*call.tensors)
     except CaptureError as error:
         raise _located(error) from error.__cause__
     except Exception as error:
@@ -330,8 +336,8 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     assert flat.returned.structure is not None
     notices = _notices(flat.returned, cached, checks, overridden)
     return Exported(
-        None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices),
-        changed=_changed(flat, ()),
+        None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices), (),
+        _changed(flat, findings.left), findings.left, findings.lost, findings.unfit,
     )  # fmt: skip
 
 

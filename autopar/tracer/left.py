@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from autopar._torch import DynamicOutputShapeException, FakeTensorMode
+from autopar._torch import DynamicOutputShapeException
 from autopar.attributes import CONTAINERS, MISSING, Held, Left, Place, content
 from autopar.structure import Structure, flatten
 from autopar.tracer.python_state import Change, Depending, _is_users, tensors_in
@@ -47,7 +48,7 @@ class Returned(Protocol):
 
 
 def looked_through(
-    flat: nn.Module, returned: Returned, inputs: Sequence[Tensor], mode: FakeTensorMode
+    flat: nn.Module, returned: Returned, inputs: Sequence[Tensor], mode: AbstractContextManager[Any]
 ) -> Findings:
     """Call ``flat`` twice, on fake tensors; as far as it runs on them."""
     first = returned.left
@@ -62,7 +63,8 @@ def looked_through(
     values = dict(zip(paths, made[len(made) - len(paths) :], strict=True))
     fixed = tuple(each for each in first if not any(values[path] in data for path in each.value.paths))
     unfit = {each.place for each in fixed} | unlike(first, returned.left)
-    left = tuple(each for each in returned.left if each.place in {f.place for f in first} - unfit)
+    again = {each.place: each for each in returned.left}
+    left = tuple(again[each.place] for each in first if each.place not in unfit)
     lost = [n for n, c in changes.items() if not is_part(n, left) and any(t in data for t in tensors_in([c]))]
     return Findings(left, fixed, frozenset(unfit), tuple(lost))
 

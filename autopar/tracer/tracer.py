@@ -177,6 +177,7 @@ class ColoTracer:
             with device_neutral_ops():
                 if exported.program is None:
                     flat = FlatModel(copied, call.structure)
+                    flat.returned.left_out = exported.left_out
                     return loss, differentiable, joint_directly(
                         flat, call.tensors, seed, loss, differentiable, detached
                     )  # fmt: skip
@@ -197,8 +198,10 @@ class ColoTracer:
         if loss is not None:
             return (loss,), frozenset(range(len(exported.names))) - {loss}
         found = [i for i, d in enumerate(exported.differentiable) if d]
-        count = len(exported.names if self._every_tangent else exported.returned.paths)
-        return tuple(i for i in found if i < count), frozenset(i for i in found if i >= count)
+        returned = [i for i in found if i < len(exported.returned.paths)]
+        if self._every_tangent or not returned:
+            return tuple(found), frozenset()
+        return tuple(returned), frozenset(found) - {*returned}
 
 
 def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:

@@ -129,6 +129,44 @@ def test_what_is_left_alone_is_no_part_of_the_backward():
     assert len(model._autopar.programs) == 1
 
 
+class Classes(nn.Module):
+    """Returns what has no gradient, and leaves the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.loss = h.logsumexp(-1).mean()
+        return h.argmax(-1)
+
+
+class Penalised(nn.Module):
+    """Takes a derivative, and leaves what it makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.penalty = nn.Linear(4, 1), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x.detach().requires_grad_()).tanh()
+        slope = torch.autograd.grad(out.sum(), self.linear.weight, create_graph=True)[0]
+        self.penalty = slope.square().sum()
+        return out.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "loss"), [
+    (Classes, lambda m: [m(X), m.loss][1]), (Penalised, lambda m: m(X) + m.penalty),
+])  # fmt: skip
+def test_a_loss_may_be_left_there(kind: Callable[[], nn.Module], loss: Callable[[Any], Tensor]):
+    reference, model = parallel(kind())
+    for module in (reference, model):
+        loss(module).backward()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
 def test_a_copy_has_its_own():
     _, model = parallel(Leaving(lambda m, h: m.losses.append(h.mean())))
     other = copy.deepcopy(model)

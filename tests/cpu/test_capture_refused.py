@@ -172,12 +172,16 @@ def test_a_plain_attribute_on_the_meta_device() -> None:
         captured(model, torch.randn(4, 4))
 
 
-def test_an_attribute_set_in_forward_is_a_notice() -> None:
+def test_a_tensor_that_is_set_elsewhere_in_forward_is_a_notice() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         m.last = m.lin(x)
+        Refused.last = m.last
         return m.last * 2
 
-    assert any(n.startswith("last is set in forward") for n in captured(Refused(body), torch.randn(4, 4)).notices)
+    capture = captured(Refused(body), torch.randn(4, 4))
+    assert [each.names for each in capture.left] == [["last"]]
+    assert capture.lost == ("Refused.last",)
+    assert any(n.startswith("Refused.last is set in forward") for n in capture.notices)
 
 
 def test_printing_is_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
