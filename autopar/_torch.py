@@ -174,6 +174,13 @@ def joint_graph(
     return graph_module, inputs, outputs
 
 
+def compiled_when_called() -> contextlib.AbstractContextManager[Any]:
+    """While capturing: Python code of the graphs on the way, which nobody runs, is not made."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
+
+
 @contextlib.contextmanager
 def masks_kept() -> Iterator[None]:
     """While exporting, ``nn.Transformer`` and its parts read their masks as they are, unless the call says that one is

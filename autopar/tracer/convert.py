@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,21 @@ def source_line(meta: Mapping[str, Any]) -> str:
         text = lines[at].strip()
         if text.startswith("File ") and not text.startswith('File "<'):
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
-            if is_ours(Path(file)):
+            own, of_torch = _whose(file)
+            if own:
                 continue
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
             said = f"{Path(file).name}:{line} {code}".strip()
-            if not Path(file).is_relative_to(TORCH):
+            if not of_torch:
                 return said
             found = found or said
     return found
+
+
+@cache
+def _whose(file: str) -> tuple[bool, bool]:
+    """Whether a file is autopar's, and whether it is torch's."""
+    return is_ours(Path(file)), Path(file).is_relative_to(TORCH)
 
 
 def to_ir(

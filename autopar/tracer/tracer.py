@@ -11,10 +11,11 @@ import torch
 from torch import fx, nn
 
 from autopar import ir
-from autopar._torch import FakeTensorMode, JointInput, JointOutput
+from autopar._torch import FakeTensorMode, JointInput, JointOutput, compiled_when_called
 from autopar.attributes import Left
 from autopar.errors import AutoparError, CaptureError
 from autopar.guards import Guards
+from autopar.planner.garbage import collected_later
 from autopar.structure import Structure
 from autopar.tracer import functions
 from autopar.tracer.blame import capture_error
@@ -110,7 +111,9 @@ class ColoTracer:
 
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         """As ``trace``, with the meaning of every input and output. The backward is captured under ``no_grad`` too."""
-        with torch.enable_grad(), ambient_autocast(), functions.recorded():
+        with (
+            torch.enable_grad(), ambient_autocast(), functions.recorded(), compiled_when_called(), collected_later(),
+        ):  # fmt: skip
             return self._capture(model, meta_inputs)
 
     def _capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
