@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -24,6 +25,10 @@ else:
     settings.load_profile("autopar")
 
 
+MUCH = 3_000_000
+"""Objects, net, since the last collection."""
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
@@ -38,6 +43,21 @@ def _seeds() -> None:
 def _no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Neither read nor written, in processes that tests start neither."""
     os.environ["AUTOPAR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _garbage() -> Iterator[None]:
+    """Collected when a test has left much of it, and never in between: each collection looks at all that modules made."""
+    gc.disable()
+    yield
+    if gc.get_count()[0] > MUCH:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
