@@ -47,7 +47,7 @@ def _no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _garbage() -> Iterator[None]:
-    """Collected when a test has left much of it, and never in between: each collection looks at all that modules made."""
+    """Collected when a test has left much of it, and never in between: to look for it takes as long as a test."""
     gc.disable()
     yield
     if gc.get_count()[0] > MUCH:

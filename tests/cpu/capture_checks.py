@@ -71,8 +71,8 @@ def captured_once() -> Iterator[None]:
         wanted = options.outputs, options.batch, options.mixed_precision, options.accumulation_steps, world
         key = id(model), given, wanted, tuple(more.items())
         if key not in kept:
-            kept[key] = capture(model, call, options, world, **more)
-        return kept[key]
+            kept[key] = model, capture(model, call, options, world, **more)  # the model, so that its id stays its own
+        return kept[key][1]
 
     with mock.patch.object(api, "_capture", once):
         yield

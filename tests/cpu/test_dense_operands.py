@@ -13,6 +13,7 @@ from torch.nn import functional
 import autopar
 from autopar.ir import Value
 from autopar.planner.layouts import DENSE, MAYBE_VIEWS
+from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.rule_samples import KINDS
 from tests.cpu.rule_simulation import Sample, find_op
@@ -145,6 +146,7 @@ MODELS = {"grouped": Grouped, "turned": Turned, "complex": Complex, "columns": C
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", [(1,), (2,), (2, 2)], ids=str)
+@captured_once()
 def test_a_model_of_such_kernels_is_exact(name, mesh) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()

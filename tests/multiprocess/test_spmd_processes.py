@@ -140,7 +140,8 @@ def test_every_step_on_four_processes(on_four):
 
 
 def test_a_shard_with_its_placements_is_the_dtensor_of_the_whole(on_four):
-    assert [r["dtensors"] for r in on_four] == [11 + 9] * 4, "even shapes have placements for all 11 specs, uneven for 9"
+    even, uneven = 11, 9  # of 11 specs
+    assert [r["dtensors"] for r in on_four] == [even + uneven] * 4
 
 
 def test_a_mesh_can_be_a_part_of_the_world(on_four):
