@@ -232,7 +232,9 @@ BUDGETED = [("state", 0.7), ("state", 0.9), ("activations", 0.7), ("activations"
 @pytest.mark.parametrize(
     ("name", "share"), [pytest.param(*c, marks=[pytest.mark.slow] if c != ("state", 0.7) else []) for c in BUDGETED]
 )
-@pytest.mark.parametrize("stepping", STEPPING)
+@pytest.mark.parametrize(
+    "stepping", [pytest.param(s, marks=[pytest.mark.slow] * (s == "adamw foreach on masters")) for s in STEPPING]
+)
 def test_every_optimizer_keeps_to_a_budget(stepping, name, share) -> None:
     """Or to the smallest that works. On a CPU the meter takes optimizer state of the host for the device's."""
     optimizer, make, precision = STEPPING[stepping]
