@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tier in ("multiprocess", "gpu"):
             if tier in item.path.parts:
                 item.add_marker(tier)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """File by file, but all tests that start ranks to one worker: each runs on every core, on processes they share."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if "tests/multiprocess/" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
