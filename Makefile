@@ -54,11 +54,9 @@ test-cpu: $(READY) ## tests that need torch and one process
 test-multiprocess: $(READY) ## tests on several gloo processes
 	@$(RUN) $(QUICK) tests/multiprocess
 
-test: ## all that must pass before a change goes in: check, then the tests tier by tier
-	@$(MAKE) --no-print-directory check
-	@$(MAKE) --no-print-directory test-pure
-	@$(MAKE) --no-print-directory test-cpu
-	@$(MAKE) --no-print-directory test-multiprocess
+# Tests of ranks wait for each other as much as they compute, on one worker; on the others the rest goes on meanwhile.
+test: check ## all that must pass before a change goes in: check, then the tests of all tiers
+	@$(RUN) $(SPREAD) $(QUICK) tests/pure tests/multiprocess tests/cpu
 
 # The whole zoo goes by itself, for its progress bar and its table.
 test-all: check ## the slow tests too

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,10 @@ else:
     settings.load_profile("autopar")
 
 
+MUCH = 3_000_000
+"""Objects, net, since the last collection."""
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
@@ -38,6 +44,21 @@ def _seeds() -> None:
 def _no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Neither read nor written, in processes that tests start neither."""
     os.environ["AUTOPAR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _garbage() -> Iterator[None]:
+    """Collected when a test has left much of it, and never in between: to look for it takes as long as a test."""
+    gc.disable()
+    yield
+    if gc.get_count()[0] > MUCH:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,6 +76,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tier in ("multiprocess", "gpu"):
             if tier in item.path.parts:
                 item.add_marker(tier)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """File by file, but all tests that start ranks to one worker: each runs on every core, on processes they share."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if "tests/multiprocess/" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -12,9 +12,10 @@ LONG = (
     "kernels_in_plans", "memory", "models", "capture_repeated", "baselines", "transients", "capture_models", "experts",
     "kernels", "linear_nll", "rules_exact", "cut_dims", "memory_laws", "fewer_layers", "bad_input", "half_precision",
 )  # fmt: skip
-"""Files that take longest, which go first: a core that is left alone with one at the end waits for it."""
+"""Files that take longest, which go first, behind what starts ranks: a core that is left alone with one at the end
+waits for it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {f"test_{name}.py": i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+    items.sort(key=lambda item: -1 if "multiprocess" in item.path.parts else place.get(item.path.name, len(LONG)))

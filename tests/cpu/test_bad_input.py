@@ -23,6 +23,7 @@ from autopar.errors import (
     SpecError,
 )
 from tests.cpu.bad_input_checks import Net, batch, refused, untouched
+from tests.cpu.capture_checks import captured_once
 
 
 def run(model: nn.Module, **options: Any) -> nn.Module:
@@ -97,6 +98,7 @@ SLOW = [pytest.mark.slow]
         for mesh in ((1,), (2,), (4,), (2, 2))
     ],
 )
+@captured_once()
 def test_the_smallest_budget_works_and_less_does_not(model: nn.Module, mesh: tuple[int, ...]) -> None:
     inputs = batch() if isinstance(model, Net) else torch.randn(16, 64)
     with refused(InfeasibleError) as caught:
@@ -112,6 +114,7 @@ def test_the_smallest_budget_works_and_less_does_not(model: nn.Module, mesh: tup
     assert found <= most
 
 
+@captured_once()
 def test_of_a_small_model_the_smallest_budget_is_named_to_the_byte() -> None:
     """The first rounds look for what is smaller by a hundredth, and leave 256 bytes more."""
     model, inputs = mlp(), torch.randn(16, 64)

@@ -13,6 +13,7 @@ from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.planner.baselines import baselines
 from tests.baseline_laws import plan_on
+from tests.cpu.capture_checks import captured_once
 from tests.models import ZOO
 
 NAMES = {b.name for b in baselines(Mesh((2, 2)))}
@@ -100,6 +101,7 @@ REST = [(m, n) for m in ("gpt2", "cnn", "t5", "mixtral") for n in sorted(NAMES) 
 
 
 @pytest.mark.parametrize(("model", "name"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in REST)])
+@captured_once()
 def test_a_baseline_computes_what_one_device_does(model: str, name: str):
     # The grouped product of torch takes no float64.
     module, inputs = ZOO[model].made(torch.float32 if model == "mixtral" else torch.float64)

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import autopar
-from tests.cpu.capture_checks import assert_simulates, captured, ops_of
+from tests.cpu.capture_checks import assert_simulates, captured, captured_once, ops_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -297,6 +297,7 @@ def test_hugging_face_attention_mask_is_honoured() -> None:
     assert_masked(model, inputs)
 
 
+@captured_once()
 def assert_masked(model: nn.Module, inputs: Any) -> None:
     """Hugging Face computes parts in float32 whatever the model's dtype."""
     result = autopar.simulate(model, inputs, plan=autopar.plan(model, inputs, mesh=(2,)))
@@ -310,6 +311,7 @@ def assert_masked(model: nn.Module, inputs: Any) -> None:
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
+@captured_once()
 def test_hugging_face_packed_positions_mean_what_they_mean_to_the_model(use_cache: bool) -> None:
     """With a cache it does not look for packed sequences, without one it does."""
     ids = torch.randint(32, (2, 8))
@@ -331,6 +333,7 @@ def test_hugging_face_output_comes_back_as_its_own_class() -> None:
     assert built.past_key_values is None
 
 
+@captured_once()
 def test_hugging_face_hidden_states() -> None:
     ids = torch.randint(32, (2, 8))
     model = llama().double()

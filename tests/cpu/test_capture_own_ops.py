@@ -13,7 +13,7 @@ import autopar
 from autopar.errors import CaptureError
 from autopar.strategies.registry import remove
 from tests.cpu.bad_input_checks import refused
-from tests.cpu.capture_checks import assert_simulates, captured
+from tests.cpu.capture_checks import assert_simulates, captured, captured_once
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -279,6 +279,7 @@ class EightBit(nn.Module):
         return Eight.apply(Eight.apply(x, self.up).relu(), self.down).square().mean()
 
 
+@captured_once()
 def test_products_of_eight_bit_numbers_are_those_of_one_device() -> None:
     """Rounding to eight bits happens at the same places: only sums of products are in another order."""
     model, x = EightBit(), torch.linspace(-1, 2, 32 * 32).reshape(32, 32)
@@ -329,6 +330,7 @@ class Grouped(nn.Module):
 
 @pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch 2.11 has it under a private name")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@captured_once()
 def test_grouped_products_are_those_of_one_device(dtype: torch.dtype, tolerance: float) -> None:
     model, reference, x = Grouped().to(dtype), Grouped().to(dtype), torch.linspace(-1, 2, 128).reshape(8, 16).to(dtype)
     loss = reference(x)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
+from tests.cpu.capture_checks import captured_once
 
 N = 4096
 
@@ -60,6 +61,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@captured_once()
 def test_what_is_drawn_is_one_on_every_mesh_and_distributed_as_torch_says(name: str) -> None:
     draw, mean, deviation = DRAWS[name]
     model, x = Draw(draw), torch.zeros(N, 2, dtype=torch.float64)
@@ -75,6 +77,7 @@ def test_what_is_drawn_is_one_on_every_mesh_and_distributed_as_torch_says(name: 
     assert values.unique().numel() > 1
 
 
+@captured_once()
 def test_recurrent_dropout_is_drawn_by_counters_too() -> None:
     torch.manual_seed(0)
     model = nn.LSTM(4, 4, 2, dropout=0.5).double()

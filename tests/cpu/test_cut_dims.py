@@ -7,6 +7,7 @@ import torch
 
 import autopar
 from autopar.tracer import ColoTracer
+from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import Reference, Subject, assert_equals_one_device, eager, predicted_during_the_step, run
 from tests.cut_models import FUNCTIONS, Complex, Function, Norms
 from tests.halo_models import Resizing, Sliding, Volume
@@ -73,6 +74,7 @@ def test_norms_of_cut_dims_equal_one_device() -> None:
 
 
 @pytest.mark.parametrize("op", ["layer norm", "softmax", "cumsum"])
+@captured_once()
 def test_bfloat16_along_a_cut_dim_is_as_close_to_the_truth_as_whole(op: str) -> None:
     """The error of a plan that cuts the dim, beside that of one device, both against float64."""
     functions = {

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.planner import finalists
+from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.models import ZOO
 
@@ -65,6 +66,7 @@ def test_nothing_moves_where_the_budget_forbids_it() -> None:
     ("name", "mesh", "seed"),
     [("cnn", (2, 2), 0), *(pytest.param("gpt2", m, s, marks=pytest.mark.slow) for m in [(2,), (2, 2)] for s in (0, 1))],
 )
+@captured_once()
 def test_any_order_that_is_made_is_exact(name, mesh, seed, monkeypatch) -> None:
     """Random plans, moved whether or not that gains."""
     monkeypatch.setattr(finalists, "ALIKE", -1e9)

@@ -13,6 +13,7 @@ from torch.nn import functional
 import autopar
 from autopar.ir import Value
 from autopar.planner.layouts import DENSE, MAYBE_VIEWS
+from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.rule_samples import KINDS
 from tests.cpu.rule_simulation import Sample, find_op
@@ -144,14 +145,14 @@ MODELS = {"grouped": Grouped, "turned": Turned, "complex": Complex, "columns": C
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh", [(1,), (2,), (2, 2)], ids=str)
-def test_a_model_of_such_kernels_is_exact(name, mesh) -> None:
+@captured_once()
+def test_a_model_of_such_kernels_is_exact(name) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     x = torch.randn(4, 48) if name in ("turned", "columns") else torch.randn(4, 6, 8)
-    cluster = cluster_where_sharding_pays()
-    searches = ("joint", "baseline:DDP", "random:0") if mesh != (1,) else ("joint",)
-    plans = [autopar.plan(model, (x,), mesh=mesh, cluster=cluster, search=search) for search in searches]
+    searches = {(1,): ("joint",), **dict.fromkeys([(2,), (2, 2)], ("joint", "baseline:DDP", "random:0"))}
+    asked = [{"mesh": mesh, "search": search} for mesh, each in searches.items() for search in each]
+    plans = [autopar.plan(model, (x,), cluster=cluster_where_sharding_pays(), **options) for options in asked]
     loss = model.exact(x) if isinstance(model, Columns) else model(x)
     loss.backward()
     for plan in plans:

@@ -115,7 +115,9 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("mesh", "over"), CUTS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "Qwen3Moe" else n for n in MODELS]
+)
 def test_a_model_cut_by_tokens_and_by_experts_equals_one_device(
     name: str, mesh: tuple[int, ...], over: dict[str, int]
 ) -> None:

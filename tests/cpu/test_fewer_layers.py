@@ -64,7 +64,9 @@ def ops(graph: Graph) -> Counter[object]:
     return Counter((n.op, n.signature[0], operands[n.name], n.outputs, n.phase) for n in graph.nodes)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 6), pytest.param("t5", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("gpt2", 4), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("llama", 6), ("t5", 4)))]
+)
 def test_what_is_left_is_the_model_with_fewer_layers(name: str, layers: int) -> None:
     fewer = objective(name, (8,)).with_fewer_layers(layers)
     assert fewer is not None

@@ -54,7 +54,7 @@ def distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
 
 def cases(quick):
     every = [(name, mesh, way) for name in MODELS for mesh in MESHES for way in ("joint", "random:1", *FORCED)]
-    tried = [(name, quick, "joint") for name in ("mlp", "cnn", "gpt2")]
+    tried = [(name, quick, "joint") for name in ("mlp", "cnn")]
     tried += [("cnn", (2, 2, 2), "fully_sharded"), ("llama", quick, "tensor_parallel")]
     return [pytest.param(*c, marks=[] if c in tried else [pytest.mark.slow]) for c in every]
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 import autopar
 from autopar.mesh import Mesh
 from autopar.sharding.halo import Slide, halo, own_rows
-from tests.cpu.capture_checks import assert_grads, assert_same, eager
+from tests.cpu.capture_checks import assert_grads, assert_same, captured_once, eager
 from tests.halo_models import Sliding, image
 
 
@@ -75,6 +75,7 @@ class Border(nn.Module):
         return functional.avg_pool2d(x, 2, 2, ceil_mode=True).square().mean()
 
 
+@captured_once()
 def test_windows_that_count_in_part() -> None:
     torch.manual_seed(0)
     made, x = Border().double(), image()

@@ -24,6 +24,7 @@ from autopar.planner.chunked import in_chunks
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.tracer import ColoTracer
+from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import Subject, assert_equals_one_device, cluster_where_sharding_pays, eager
 from tests.models import ZOO
 
@@ -345,6 +346,7 @@ def chosen(model: nn.Module, most: int, mesh: tuple[int, ...] = (1,), **options:
 
 @pytest.mark.parametrize("mesh", [(1,), (2,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@captured_once()
 def test_a_budget_chooses_chunks_and_the_peak_is_lower(mesh, dtype, small_chunks) -> None:
     torch.manual_seed(0)
     model = Language().to(dtype)

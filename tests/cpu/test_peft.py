@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import Promoted
 
 peft = pytest.importorskip("peft")
@@ -57,6 +58,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "search"), [*((n, "random:1") for n in CASES), ("llama", "joint")])
+@captured_once()
 def test_adapters_get_the_gradients_of_one_device_and_nothing_else_gets_any(name: str, search: str) -> None:
     base, options = CASES[name]
     model = adapted(base, **options)

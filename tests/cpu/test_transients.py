@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -241,13 +242,17 @@ class Residual(nn.Module):
         return nn.functional.adaptive_avg_pool2d(x, 1).square().sum()
 
 
+@cache
+def exchanging(kind: type[nn.Module]) -> Subject:
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(2, 3, 48, 16, dtype=torch.float64)
+    return Subject(model, {"x": x}, ColoTracer().capture(model, {"x": x}), None)
+
+
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("kind", [Sequence1d, Residual, Sliding, Resizing, Volume])
 def test_exchanged_rows_and_windows_are_counted_exactly(kind: type[nn.Module], mesh: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    model, on = kind().double(), Mesh(mesh)
-    x = torch.randn(2, 3, 48, 16, dtype=torch.float64)
-    of = Subject(model, {"x": x}, ColoTracer().capture(model, {"x": x}), None)
+    of, on = exchanging(kind), Mesh(mesh)
     cluster, exchanged = cluster_where_sharding_pays().sized(on.size), 0
     for seed in range(5):
         options = planner.Options(search=f"random:{seed}", optimizer=0.0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from tests.cpu.capture_checks import assert_grads
+from tests.cpu.capture_checks import assert_grads, captured_once
 
 VOCABULARY, HEADS, HEAD = 50_257, 25, 2
 WIDTH = HEADS * HEAD
@@ -52,6 +52,7 @@ COLUMNS = {f"{name}.{part}": spec for name in "qkv" for part, spec in (("weight"
         ((4,), 5, {"embed.weight": "RS0", **COLUMNS, "out.weight": "RS0"}),
     ],
 )  # fmt: skip
+@captured_once()
 def test_uneven_shards_give_what_one_device_gives(mesh, batch, constraints) -> None:
     model, batch_ids = Uneven().double(), ids(batch)
     plan = autopar.plan(model, batch_ids, mesh=mesh, constraints=constraints, time_limit=5)

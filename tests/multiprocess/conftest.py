@@ -15,16 +15,16 @@ def _ranks(number: int) -> Iterator[RankPool]:
     made.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def single() -> Iterator[RankPool]:
     yield from _ranks(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[RankPool]:
     yield from _ranks(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def four() -> Iterator[RankPool]:
     yield from _ranks(4)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError
 from tests.cpu.bad_input_checks import Net, batch, untouched
-from tests.ranks import run_ranks
+from tests.multiprocess.pool import RankPool
 
 
 class FailsOnRankOne(nn.Module):
@@ -163,8 +163,8 @@ def every_case() -> dict[str, tuple[dict[str, Any], float]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, tuple[dict[str, Any], float]]]:
-    return run_ranks(2, every_case, timeout=240)
+def outcomes(pool: RankPool) -> list[dict[str, tuple[dict[str, Any], float]]]:
+    return pool.run(every_case, timeout=240)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -196,6 +196,6 @@ def inputs_of_another_kind() -> list[str]:
     return said
 
 
-def test_inputs_of_another_kind_than_planned() -> None:
-    for said in run_ranks(2, inputs_of_another_kind, timeout=120):
+def test_inputs_of_another_kind_than_planned(pool: RankPool) -> None:
+    for said in pool.run(inputs_of_another_kind):
         assert said == ["InputError True"] * 3

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autopar.cost_models import CollectiveCosts
 from autopar.mesh import Cluster, Mesh
 from autopar.profiling import Effort, profile_cluster
-from tests.ranks import run_ranks
+from tests.multiprocess.pool import RankPool
 
 KINDS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"}
 
@@ -21,8 +21,8 @@ def _profiled(shape: tuple[int, ...]) -> str:
     return profile_cluster(Mesh(shape), effort=Effort(2**10, 2**9, 0.0)).to_toml()
 
 
-def test_two_ranks_measure_every_collective_and_agree():
-    one, two = (Cluster.from_toml(text) for text in run_ranks(2, _profiled, (2,)))
+def test_two_ranks_measure_every_collective_and_agree(pool: RankPool):
+    one, two = (Cluster.from_toml(text) for text in pool.run(_profiled, (2,)))
     assert one.measured.collectives == two.measured.collectives
     assert [k.curve for k in one.measured.kernels] == [k.curve for k in two.measured.kernels]
     assert {(c.kind, c.ranks_per_node, c.nodes) for c in one.measured.collectives} == {(k, 2, 1) for k in KINDS}
@@ -34,8 +34,8 @@ def test_two_ranks_measure_every_collective_and_agree():
     assert 0 <= one.measured.overlap <= 1
 
 
-def test_an_axis_of_one_rank_is_not_measured_and_axes_that_lie_alike_share_a_curve():
-    one, _ = (Cluster.from_toml(text) for text in run_ranks(2, _profiled, (1, 2)))
+def test_an_axis_of_one_rank_is_not_measured_and_axes_that_lie_alike_share_a_curve(pool: RankPool):
+    one, _ = (Cluster.from_toml(text) for text in pool.run(_profiled, (1, 2)))
     assert {(c.ranks_per_node, c.nodes) for c in one.measured.collectives} == {(2, 1)}
 
 

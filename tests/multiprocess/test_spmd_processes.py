@@ -19,7 +19,7 @@ from autopar.spmd.placements import to_placements
 from autopar.spmd.ranks import ProcessRank
 from tests.alpha_beta import uniform
 from tests.cpu.test_spmd_redistribution import reachable
-from tests.ranks import run_ranks
+from tests.multiprocess.pool import RankPool
 
 pytestmark = pytest.mark.multiprocess
 
@@ -122,30 +122,30 @@ def _on_four() -> dict[str, Any]:
     }
 
 
-def test_every_step_on_two_processes():
-    assert run_ranks(2, _takes_every_step, (2,), (5, 6)) == [6, 6]
+def test_every_step_on_two_processes(pool: RankPool):
+    assert pool.run(_takes_every_step, (2,), (5, 6)) == [6, 6]
 
 
 @pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    """What each of four processes returned, after it has compared every shard with a slice of the whole. Starting
-    processes takes longer than all that they do here, so one start serves all tests."""
-    return run_ranks(4, _on_four)
+def on_four(four: RankPool) -> list[dict[str, Any]]:
+    """What each of four processes returned, after it has compared every shard with a slice of the whole."""
+    return four.run(_on_four)
 
 
-def test_every_step_on_four_processes(four):
+def test_every_step_on_four_processes(on_four):
     from_RR, from_four_like_S0R, from_two_like_S0S1, from_four_like_S01R = 4, 4 * 5, 2 * 5, 4 * 3
     expected = from_RR + from_four_like_S0R + from_two_like_S0S1 + from_four_like_S01R
-    assert [r["steps on (2, 2)"] for r in four] == [expected] * 4
-    assert [r["steps on (4,)"] for r in four] == [6] * 4
+    assert [r["steps on (2, 2)"] for r in on_four] == [expected] * 4
+    assert [r["steps on (4,)"] for r in on_four] == [6] * 4
 
 
-def test_a_shard_with_its_placements_is_the_dtensor_of_the_whole(four):
-    assert [r["dtensors"] for r in four] == [11 + 9] * 4, "even shapes have placements for all 11 specs, uneven for 9"
+def test_a_shard_with_its_placements_is_the_dtensor_of_the_whole(on_four):
+    even, uneven = 11, 9  # of 11 specs
+    assert [r["dtensors"] for r in on_four] == [even + uneven] * 4
 
 
-def test_a_mesh_can_be_a_part_of_the_world(four):
-    assert [r["half"] for r in four] == [
+def test_a_mesh_can_be_a_part_of_the_world(on_four):
+    assert [r["half"] for r in on_four] == [
         (Mesh((2,)), (0,), [1.0]),
         (Mesh((2,)), (1,), [1.0]),
         (Mesh((2,)), (0,), [5.0]),
@@ -153,8 +153,8 @@ def test_a_mesh_can_be_a_part_of_the_world(four):
     ]
 
 
-def test_a_mesh_out_of_order_is_refused(four):
-    assert all("init_device_mesh" in r["refusal"] for r in four)
+def test_a_mesh_out_of_order_is_refused(on_four):
+    assert all("init_device_mesh" in r["refusal"] for r in on_four)
 
 
 def _launches_many(folder: str) -> list[int]:
@@ -178,6 +178,6 @@ def _launches_many(folder: str) -> list[int]:
     return said
 
 
-def test_launches_go_to_groups_of_one_thread(tmp_path):
-    for said in run_ranks(4, _launches_many, str(tmp_path)):
+def test_launches_go_to_groups_of_one_thread(four: RankPool, tmp_path):
+    for said in four.run(_launches_many, str(tmp_path)):
         assert said == [1] * 6

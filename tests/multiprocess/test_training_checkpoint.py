@@ -76,7 +76,7 @@ def _resumed(folder: str, constraints: dict[str, str], same_plan: bool) -> dict[
     return {"losses": run.steps(6), "step": resumed.step, "extra": resumed.extra, "planned": plan is not None}
 
 
-def test_a_run_goes_on_under_the_same_plan_another_and_fewer_ranks(pool: RankPool, tmp_path: Path):
+def test_a_run_goes_on_under_the_same_plan_another_and_fewer_ranks(pool: RankPool, single: RankPool, tmp_path: Path):
     folder = str(tmp_path)
     (first, second) = pool.run(_saved, folder)
     assert first["cut"] > 0
@@ -86,11 +86,7 @@ def test_a_run_goes_on_under_the_same_plan_another_and_fewer_ranks(pool: RankPoo
         assert found["losses"] == first["losses"]
     for found in pool.run(_resumed, folder, {"up.weight": "RS0", "down.weight": "S0R"}, False):
         assert found["losses"] == pytest.approx(first["losses"], rel=1e-5)
-    alone = RankPool(1)
-    try:
-        (found,) = alone.run(_resumed, folder, {}, True)
-    finally:
-        alone.close()
+    (found,) = single.run(_resumed, folder, {}, True)
     assert not found["planned"]  # the plan is for two ranks, so one plans again
     assert found["losses"] == pytest.approx(first["losses"], rel=1e-5)
 

@@ -36,11 +36,15 @@ def maybe_fail(folder: Path, rank: int, step: int) -> None:
 
 @guarded
 def main() -> None:
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     timeout_s = float(os.environ.get("TIMEOUT", "60"))
+    torch.set_num_threads(1)
     autopar.launch_from_torch(seed=1, verbose=False, timeout_s=timeout_s)
+    trained(Path(sys.argv[1]), int(sys.argv[2]), timeout_s)
+
+
+def trained(folder: Path, steps: int, timeout_s: float = 60.0) -> dict[int, float]:
+    """Losses by step, of what a job that is launched and seeded trains from the last checkpoint on."""
+    warnings.simplefilter("ignore")
     checkpointer = Checkpointer(folder, timeout_s=timeout_s)
     chosen = {"plan": plan} if (plan := checkpointer.plan()) else {"mesh": (dist.get_world_size(),)}
     model = Mlp()
@@ -48,7 +52,7 @@ def main() -> None:
     booster = Booster(AutoParallelPlugin((torch.empty(4, 8),), **chosen))
     model, optimizer, *_ = booster.boost(model, optimizer)
     resumed = checkpointer.load(model, optimizer)
-    coordinator = DistCoordinator()
+    coordinator, losses = DistCoordinator(), {}
     with watchdog(120.0) as beat:
         for step in range(resumed.step if resumed else 0, steps):
             maybe_fail(folder, coordinator.rank, step)
@@ -57,10 +61,12 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.save(step + 1, model, optimizer)
-            said = {"step": step, "loss": float(loss.detach()), "ranks": coordinator.world_size}
+            losses[step] = float(loss.detach())
+            said = {"step": step, "loss": losses[step], "ranks": coordinator.world_size}
             coordinator.print_on_master("LOSS " + json.dumps(said))
             beat()
     checkpointer.wait()
+    return losses
 
 
 if __name__ == "__main__":
