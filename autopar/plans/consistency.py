@@ -25,9 +25,10 @@ def check_consistent(plan: Plan) -> None:
     for name in plan.parameters:
         _require(name in plan.specs, f"parameter {name} without a spec")
     if plan.facts is not None:
-        places = [at for at, *_ in plan.facts.intervals]
-        places += [at for points in plan.facts.history.values() for at, _ in points]
-        _require(all(-1 <= at < len(plan.program.ops) for at in places), "facts of an op that is not there")
+        ends = len(plan.program.ops)
+        placed = all(-1 <= at < ends for at, *_ in plan.facts.intervals)
+        held = all(-1 <= at <= ends for points in plan.facts.history.values() for at, _ in points)
+        _require(placed and held, "facts of an op that is not there")
         _require(len(plan.facts.axes) == plan.mesh.ndim, f"facts of {len(plan.facts.axes)} axes")
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
@@ -29,6 +29,8 @@ from autopar.plans.table import table
 from autopar.plans.typed import entries, require
 from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 2
 READABLE = (1, 2)
@@ -316,20 +318,14 @@ class Plan:
                 f"this one reads {' and '.join(map(str, READABLE))}",
                 hint="plan again with this version, or install the one that saved it.",
             )
-        try:
-            plan = _plan_from(data)
-            require(plan, Plan, "plan")
-            check_consistent(plan)
-            digest = plan.digest
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, AutoparError) as error:
-            found = f"{where}: {type(error).__name__} {error!s:.400}"
-            raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
-        if data.get("digest") != digest:
+        plan = _undamaged(lambda: _plan_from(data), where)
+        if data.get("digest") != plan.digest:
             raise PlanError(
                 "The plan's program is not the one that its digest names.",
-                found=f"{where}: digest {data.get('digest')!s:.40}, of the program it is {digest}",
-                hint=f'to run the program as it was edited, write "digest": "{digest}" in the file.',
+                found=f"{where}: digest {data.get('digest')!s:.40}, of the program it is {plan.digest}",
+                hint=f'to run the program as it was edited, write "digest": "{plan.digest}" in the file.',
             )
+        _undamaged(lambda: check_consistent(plan), where)
         return plan
 
     def __str__(self) -> str:
@@ -361,6 +357,14 @@ def replace_times(program: Program) -> Program:
     return replace(program, ops=ops, state_transfer_s=0.0, arrangement=None)
 
 
+def _undamaged(read: Callable[[], T], where: str) -> T:
+    try:
+        return read()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AutoparError) as error:
+        found = f"{where}: {type(error).__name__} {error!s:.400}"
+        raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
+
+
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; of two equal keys readers take one or the other."""
     data = dict(pairs)
@@ -382,7 +386,7 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
 
     mesh, options = data["mesh"], data["options"]
     _check_options(options)
-    return Plan(
+    plan = Plan(
         model=data["model"], graph_digest=data["graph_digest"],
         mesh=Mesh(tuple(entries(mesh["shape"])), tuple(entries(mesh["names"]))),
         cluster=data["cluster"], program=program_from(data["program"]),
@@ -398,6 +402,8 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         host_memory=data.get("host_memory", 0),
         facts=facts_from(data["facts"]) if data.get("facts") is not None else None,
     )  # fmt: skip
+    require(plan, Plan, "plan")
+    return plan
 
 
 _OPTIONS: Mapping[str, Any] = {

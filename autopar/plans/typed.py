@@ -131,8 +131,6 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool) or (type(value) is int and abs(value) < LARGEST) or _is_text(value)
 
 
-_shape = _tuple((int, ...), "shape")
-
 _PLAIN: dict[Any, Callable[[str], Check]] = {
     int: _whole,
     float: _number,
@@ -141,6 +139,8 @@ _PLAIN: dict[Any, Callable[[str], Check]] = {
     type(None): lambda _: lambda v: v is None,
     Any: lambda _: _plain,
 }
+
+_shape = _tuple((int, ...), "shape")
 
 
 def entries(value: Any) -> list[Any]:
