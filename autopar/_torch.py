@@ -13,13 +13,15 @@ import itertools
 import logging
 import math
 import os
+import pickle
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -27,6 +29,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 # The type of a resolved op such as torch.ops.aten.mm.default; torch.ops has no public name for it.
 # HigherOrderOperator: the type of torch.cond and other ops that take functions; it has no public name either.
@@ -91,6 +94,7 @@ __all__ = [
     "replace_shard",
     "route_data",
     "save_shards",
+    "shard_reader",
     "storage_key",
     "strided_shard",
     "strided_shard_type",
@@ -781,6 +785,72 @@ def load_shards(tensors: dict[str, Any], reader: Any, group: dist.ProcessGroup |
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     _load_state_dict(tensors, reader, group, no_dist=group is None)
+
+
+def shard_reader(path: Any) -> Any:
+    """A reader of a directory of shards that takes tensors from it and nothing else.
+
+    torch keeps the list of tensors as a pickle, and whatever is said to be no tensor as another one, which it unpickles.
+    Here the list may name but the few plain types that it is made of, all entries must be tensors, and their files must
+    lie in the directory.
+
+    Raises, when it reads:
+        AutoparError: the list is something else.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    class OfTensors(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+                    return self._checked(_OfPlainTypes(file).load())
+            except AutoparError:
+                raise
+            except Exception as error:
+                raise _no_list(path, f"{type(error).__name__}: {error!s:.200}") from None
+
+        def _checked(self, found: Any) -> Any:
+            entries = found.state_dict_metadata.values()
+            if not all(type(e).__name__ == "TensorStorageMetadata" for e in entries):
+                raise _no_list(path, "an entry that is no tensor")
+            if not all(Path(i.relative_path).name == i.relative_path for i in found.storage_data.values()):
+                raise _no_list(path, "a file outside of the directory")
+            found.storage_meta = found.storage_meta or StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    return OfTensors(path)
+
+
+def _no_list(path: Any, found: str) -> AutoparError:
+    return AutoparError(
+        "The checkpoint's list of tensors cannot be read.", found=f"{path}: {found}",
+        hint="load another step; this one was damaged, or changed by someone.",
+    )  # fmt: skip
+
+
+class _OfPlainTypes(pickle.Unpickler):
+    """Reads a pickle of the types that a list of tensors is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        plain = {
+            **{("torch.distributed.checkpoint.metadata", n): getattr(metadata, n) for n in (
+                "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+                "StorageMeta", "_MEM_FORMAT_ENCODING",
+            )},
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+            ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+            ("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict,
+        }  # fmt: skip
+        if (module, name) in plain:
+            return plain[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "Path"):
+            return PurePath
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
 from autopar.attributes import as_before, remember
+from autopar.emission import emitted, lowered, ready
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MeshLike = Any
+Edited = tuple[str, str]
+"""The text of a program that someone edited, and its path."""
+
 MESHES_TRIED = 4
 """With mesh=None so many of the candidate meshes are planned."""
 
@@ -214,10 +218,8 @@ def _plan_on(
     sized = cluster.sized(mesh.size)
     planned = planner.plan_forms(capture.graph, mesh, sized, options, progress)
     started, graph = time.perf_counter(), planned.decisions.graph
-    lowered = passes.compose(passes.lower(planned.program, graph, mesh), graph)
     made = make_plan(planned, graph, mesh, sized, options, "", capture.notices)
-    constants = {**capture.unsaved, **capture.constants}
-    source = codegen.emit(lowered, mesh, codegen.header(made), constants, options.accumulation_steps)
+    source = emitted(made, lowered(made, graph), capture)
     planned.timings["capture"] = captured_s
     planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
     named = sorted({name for op in planned.program.ops for name in op.kernels})
@@ -290,14 +292,13 @@ def autoparallelize(
     """
     ensure_process_group(model)
 
-    def asked() -> tuple[Cluster, Plan | None, Options]:
+    def asked() -> tuple[Cluster, Plan | None, str | None, Options]:
         _check_backend(backend)
         _check_module(model)
         _check_model(model)
         hardware = as_cluster(cluster)
         given = None if plan is None else _loaded(plan)
-        if source is not None:
-            given = _with_source(given, source, backend)
+        edited = None if source is None else _edited_text(given, source, backend)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         options = Options(
             as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
@@ -310,9 +311,9 @@ def autoparallelize(
             kept = ("batch", "outputs", "mixed_precision", "accumulation_steps")
             planned_with = {k: given.options[k] for k in kept if k in given.options}
             options = dataclasses.replace(options, **planned_with)
-        return hardware, given, options
+        return hardware, given, edited, options
 
-    hardware, given, options = together(
+    hardware, given, edited, options = together(
         asked, lambda a: _wanted(*a, mesh), "request", "give every rank the same arguments."
     )
     started = time.perf_counter()
@@ -330,9 +331,11 @@ def autoparallelize(
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     capture = _as_planned(capture, made)
+    made, local = together(lambda: ready(made, capture, options))
     return _parallelize(
-        model, meta_inputs, capture, made, hardware, options, mesh, initialize=initialize, source=source
-    )
+        model, meta_inputs, capture, made, local, hardware, options, mesh, initialize=initialize,
+        edited=None if edited is None else (edited, str(source)),
+    )  # fmt: skip
 
 
 def _check_model(model: nn.Module) -> None:
@@ -360,7 +363,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _with_source(plan: Plan | None, source: str | Path, backend: str) -> Plan:
+def _edited_text(plan: Plan | None, source: str | Path, backend: str) -> str:
     if plan is None:
         raise PlanError(
             "An edited program belongs to a plan.",
@@ -370,15 +373,17 @@ def _with_source(plan: Plan | None, source: str | Path, backend: str) -> Plan:
     text = codegen.read_edited(source)
     if backend == "inductor":
         codegen.refuse_own_ops(text, source)
-    return dataclasses.replace(plan, source=text)
+    return text
 
 
-def _wanted(cluster: Cluster, plan: Plan | None, options: Options, mesh: MeshLike) -> dict[str, str]:
+def _wanted(
+    cluster: Cluster, plan: Plan | None, edited: str | None, options: Options, mesh: MeshLike
+) -> dict[str, str]:  # fmt: skip
     """What every rank must ask for alike, by the name of the argument."""
     said = {f.name: repr(getattr(options, f.name)) for f in dataclasses.fields(options)}
     said |= {"cluster": cluster.name, "mesh": str(as_mesh(mesh)) if mesh is not None else "None"}
-    source = hashlib.sha256(plan.source.encode()).hexdigest()[:16] if plan is not None else "None"
-    return said | {"plan": plan.digest if plan is not None else "None", "source": source}
+    source = hashlib.sha256(edited.encode()).hexdigest()[:16] if edited is not None else "None"
+    return said | {"plan": f"{plan.digest} on mesh {plan.mesh}" if plan is not None else "None", "source": source}
 
 
 def _shared(plan: Plan) -> Any:
@@ -416,8 +421,8 @@ def _belonging(plan: Plan, capture: Capture, call: Call) -> Plan:
 
 
 def _parallelize(
-    model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, cluster: Cluster, options: Options,
-    mesh: MeshLike, *, initialize: bool = True, source: str | Path | None = None,
+    model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, local: Lowered, cluster: Cluster,
+    options: Options, mesh: MeshLike, *, initialize: bool = True, edited: Edited | None = None,
 ) -> nn.Module:  # fmt: skip
     """The point of no return: shard the parameters and swap the class."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
@@ -446,7 +451,7 @@ def _parallelize(
         made.mesh, device_mesh, _bound_as(original), compile_variant, place, made, planned, options.batch == "local",
         options.mixed_precision, capture.graph,
     )  # fmt: skip
-    variant = _variant(model, capture, made, options, state, planned, cluster, source)
+    variant = _variant(model, capture, made, local, options, state, planned, cluster, edited)
     place(model, None, {n: made.specs[n] for n in made.parameters})
     with state.precision():
         state.add(variant_key(model, planned), variant)
@@ -490,8 +495,11 @@ def _compile(
     if plan is None:
         made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
-    _keep_states(model, plan, state)
-    return _variant(model, _as_planned(capture, plan), plan, fixed, state, call, cluster)
+    chosen: Plan = plan
+    _keep_states(model, chosen, state)
+    capture = _as_planned(capture, chosen)
+    chosen, local = together(lambda: ready(chosen, capture, fixed))
+    return _variant(model, capture, chosen, local, fixed, state, call, cluster)
 
 
 def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
@@ -530,10 +538,10 @@ def _accumulators(state: State) -> dict[str, str]:
 
 
 def _variant(
-    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster,
-    source: str | Path | None = None,
+    model: nn.Module, capture: Capture, made: Plan, local: Lowered, options: Options, state: State, call: Call,
+    cluster: Cluster, edited: Edited | None = None,
 ) -> Variant:  # fmt: skip
-    executable = _executable(capture, made, options, state.rank, source)
+    executable = _executable(capture, made, local, options, state.rank, edited)
     call = _shapes(call)
     given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
 
@@ -564,10 +572,12 @@ def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[
 
 
 def _executable(
-    capture: Capture, made: Plan, options: Options, rank: Rank, source: str | Path | None
+    capture: Capture, made: Plan, lowered: Lowered, options: Options, rank: Rank, edited: Edited | None
 ) -> Executable:
-    lowered = passes.compose(passes.lower(made.program, capture.graph, made.mesh), capture.graph)
-    functions = _edited(made, lowered, capture, rank, source) if source else _emitted(made, lowered, capture)
+    if edited is None:
+        functions = _functions(made, lowered, capture)
+    else:
+        functions = _edited(made, lowered, capture, rank, *edited)
     if options.backend == "inductor":
         for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
             functions[name] = codegen.compiled(functions[name])
@@ -590,17 +600,19 @@ def _executable(
     )  # fmt: skip
 
 
-def _emitted(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]:
-    """The functions of the plan's program."""
+def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]:
+    """The functions of the plan's program, whose text was emitted from it just now."""
     functions = codegen.load(made.source, f"autopar_{made.digest}", capture.graph)
     inference = codegen.emit(passes.forward_only(lowered), made.mesh, ["Forward without gradients."])
     name = f"autopar_{made.digest}_inference"
     return functions | {"inference": codegen.load(inference, name, capture.graph)["forward"]}
 
 
-def _edited(made: Plan, lowered: Lowered, capture: Capture, rank: Rank, source: str | Path) -> dict[str, Any]:
+def _edited(
+    made: Plan, lowered: Lowered, capture: Capture, rank: Rank, text: str, path: str
+) -> dict[str, Any]:
     """The functions of a program that someone edited, on this rank."""
-    functions = together(lambda: codegen.load(made.source, str(source), capture.graph))
+    functions = together(lambda: codegen.load(text, path, capture.graph))
     for name, module in (("forward", lowered.forward), ("backward", lowered.backward)):
         functions[name] = codegen.checked(functions[name], name, codegen.results_of(module, made.mesh, rank.coordinate))
     forward, count = functions["forward"], len(lowered.results)
@@ -634,8 +646,8 @@ def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, see
     capture = _capture(model, call, options, plan.mesh.size)
     capture = _as_planned(capture, plan)
     plan = _belonging(plan, capture, call)
-    lowered = passes.compose(passes.lower(plan.program, capture.graph, plan.mesh), capture.graph)
-    outputs, rest = simulate_program(lowered, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
+    plan, local = ready(plan, capture, options)
+    outputs, rest = simulate_program(local, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar import codegen, passes
+from autopar.emission import emitted, lowered
 from autopar.errors import PlanError
 from autopar.planner.carry import alike, carried
 from autopar.planner.ranges import Ranges, Shapes, Sizes
@@ -102,11 +102,10 @@ def carried_to(made: Plan, capture: Capture) -> Plan | None:
     ends = {i.node for i in capture.graph.inputs} == {op.node for op in made.program.ops if op.kind == "input"}
     if program is None or not ends or [o for o, _ in program.results] != list(capture.graph.outputs):
         return None
-    lowered = passes.compose(passes.lower(program, capture.graph, made.mesh), capture.graph)
-    carried_over = dataclasses.replace(made, program=program, graph_digest=capture.graph.digest)
-    header = [*codegen.header(carried_over), "", "The plan was made for other sizes or numbers, and carried to these."]
-    source = codegen.emit(lowered, made.mesh, header, {**capture.unsaved, **capture.constants})
-    return dataclasses.replace(carried_over, source=source)
+    notices = (*made.notices, "made for other sizes or numbers, and carried to these")
+    carried_over = dataclasses.replace(made, program=program, graph_digest=capture.graph.digest, notices=notices)
+    text = emitted(carried_over, lowered(carried_over, capture.graph), capture)
+    return dataclasses.replace(carried_over, source=text)
 
 
 __all__ = ["alike", "carried_to", "fitted", "largest", "over_range", "ranges_of", "resized", "shapes_of"]

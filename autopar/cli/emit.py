@@ -20,10 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from autopar.codegen import check_text
     from autopar.plans import Plan
 
     plan = Plan.load(arguments.plan)
     if arguments.output is None:
+        check_text(plan.source)
         print(plan.source, end="")
         return 0
     check_writable([arguments.output])

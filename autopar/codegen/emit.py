@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autopar import spmd
 from autopar._torch import OpOverload, defining_module
-from autopar.codegen.expressions import expression, inlined, literal, quoted
+from autopar.codegen.expressions import docstring, expression, inlined, literal, printable, quoted
 from autopar.codegen.names import Names, name_nodes
 from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
@@ -58,7 +58,7 @@ def emit(
     if lowered.accumulate is not None:
         parts.append(printer.function("accumulate", lowered.accumulate.graph, [], ""))
     functional = any(" F." in part for part in parts)
-    head = '"""' + "\n".join(header) + '\n"""\n\n' + unpacking + _prelude(ops, lowered, functional=functional)
+    head = docstring("\n".join(header)) + "\n\n" + unpacking + _prelude(ops, lowered, functional=functional)
     return "\n\n\n".join([head, *parts, tables]) + "\n"
 
 
@@ -91,11 +91,11 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
     """What goes in and comes out, by position, for those who call the program."""
 
     def described(tensor: TensorMeta, spec: ShardingSpec) -> str:
-        return f'"{tensor.dtype}", {literal(tuple(tensor.shape), {})}, "{spec}"'
+        return f'{quoted(tensor.dtype)}, {literal(tuple(tensor.shape), {})}, {quoted(str(spec))}'
 
     def rows(ends: Iterable[tuple[str, str, ShardingSpec]], nodes: Sequence[fx.Node]) -> str:
         made = [
-            f'    ("{kind}", {quoted(name)}, {described(node.meta["tensor"].meta, spec)}),'
+            f'    ({quoted(kind)}, {quoted(name)}, {described(node.meta["tensor"].meta, spec)}),'
             for (kind, name, spec), node in zip(ends, nodes, strict=True)
         ]
         return "\n".join(["[", *made, "]"]) if made else "[]"
@@ -116,7 +116,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
     lines += [f"{title} = {rows(ends, nodes)}" for title, ends, nodes in tables]  # type: ignore[arg-type]
     if lowered.accumulate is not None:
         lines += ["# What accumulate returns, and the micro-batches of a step: the last runs backward instead."]
-        lines += ["SUMS = [", *(f'    ("{o.kind}", {quoted(o.name)}),' for o, _ in lowered.accumulated), "]"]
+        lines += ["SUMS = [", *(f'    ({quoted(o.kind)}, {quoted(o.name)}),' for o, _ in lowered.accumulated), "]"]
         lines.append(f"MICRO_BATCHES = {micro_batches}")
     used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
     written = (_constant(name, tensor) for name, tensor in sorted(constants.items()) if name in used)
@@ -219,7 +219,7 @@ class _Printer:
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
         comments += [f"Triton kernel {k}" for k in self._kernels(node) if items]
-        comment = f"  # {'; '.join(comments)}" if comments else ""
+        comment = f"  # {printable('; '.join(comments))}" if comments else ""
         line = f"    {left} = {right}{comment}"
         return [line] if len(line) <= WIDTH else [*_above(comment), *_folded(left, right)]
 
@@ -229,7 +229,7 @@ class _Printer:
 
     def _comment(self, node: fx.Node) -> str:
         said = self._said(node)
-        return f"  # {said}" if said else ""
+        return f"  # {printable(said)}" if said else ""
 
     def _said(self, node: fx.Node) -> str:
         """Local shape and spec of what a node makes; bytes and seconds of what it sends."""

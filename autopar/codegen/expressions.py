@@ -229,7 +229,18 @@ def _dtype(value: Any) -> str:
 
 def quoted(text: str) -> str:
     """A path of the user's as Python; keys of a ``ModuleDict`` may have any character but a dot."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def printable(text: str) -> str:
+    """``text`` for one line of a comment: a name may hold any character, and one that ends lines would end it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def docstring(text: str) -> str:
+    """A docstring that says ``text``, whatever quotes and backslashes are in it."""
+    lines = (printable(line).replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for line in text.split("\n"))
+    return '"""' + "\n".join(lines) + '\n"""'
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:

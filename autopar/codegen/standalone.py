@@ -52,7 +52,7 @@ def main(program: Mapping[str, Any]) -> None:
     torch.manual_seed(arguments.seed)
     given: dict[str, Tensor] = {}
     for path in (arguments.state, arguments.batch):
-        given |= torch.load(path, map_location="cpu") if path else {}
+        given |= torch.load(path, map_location="cpu", weights_only=True) if path else {}
     if arguments.state:
         given[STATE] = torch.empty(0)
     result: dict[str, dict[str, Tensor]] = {}

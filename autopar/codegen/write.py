@@ -9,12 +9,18 @@ import autopar.ops  # noqa: F401  its implementations are copied
 from autopar.codegen import standalone
 from autopar.codegen.bundle import bundled
 from autopar.codegen.emit import REGISTERS
+from autopar.codegen.expressions import docstring
+from autopar.codegen.language import check_text
 
 
 def text_of(source: str, name: str, *, kernels: bool = False) -> str:
     """A file of this ``name``: the program of ``source`` with everything that it calls, Triton ``kernels`` too where it
-    runs some."""
-    tree = ast.parse(source)
+    runs some.
+
+    Raises:
+        PlanError: the source is no text that ``emit`` writes.
+    """
+    tree = check_text(source)
     first = next(s for s in tree.body if isinstance(s, ast.FunctionDef))
     lines = source.splitlines(keepends=True)
     doc = ast.get_docstring(tree, clean=False) or ""
@@ -22,7 +28,7 @@ def text_of(source: str, name: str, *, kernels: bool = False) -> str:
     processes = math.prod(ast.literal_eval(mesh)[0])
     usage = (
         "\nRun it with torch alone:\n\n"
-        f"    torchrun --nproc-per-node {processes} {name} --state model.pt --batch batch.pt --out out.pt\n"
+        f"    torchrun --nproc-per-node {processes} {name} --state model.pt --batch batch.pt --out out.pt"
     )
     body = "".join(lines[first.lineno - 1 :])
     support, program = bundled(body, standalone, kernels=kernels)
@@ -33,7 +39,8 @@ def text_of(source: str, name: str, *, kernels: bool = False) -> str:
     imports = "\n".join(sorted({*plain.splitlines(), *own})) + chosen
     others = "".join(line for line in lines[: first.lineno] if REGISTERS in line and "autopar" not in line)
     return "\n".join([
-        f'"""{doc.rstrip()}\n{usage}"""\n\n# ruff: noqa\nfrom __future__ import annotations\n',
+        docstring(f"{doc.rstrip()}\n{usage}"),
+        "\n# ruff: noqa\nfrom __future__ import annotations\n",
         f"{imports}\n{others}\naten = torch.ops.aten\n\n",
         program.rstrip(),
         "\n\n# What the program calls.\n\n",

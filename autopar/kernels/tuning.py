@@ -91,7 +91,7 @@ def read(path: Path, wanted: str) -> dict[str, Config]:
         if data["version"] != wanted:
             return {}
         return {str(k): {str(n): int(v) for n, v in config.items()} for k, config in data["configs"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 from autopar.errors import MeshError
 from autopar.mesh.measured import Measured, measured_lines, read_measured
-from autopar.mesh.tables import Table, example, parse_toml, read_text, toml_value
+from autopar.mesh.tables import Table, example, parse_toml, read_text, toml_key, toml_value
 
 Sources = tuple[tuple[str, str], ...]
 Library = Literal["nccl", "gloo"]
@@ -230,17 +230,17 @@ class Cluster:
             return name
         text = str(name)
         base, colon, count = text.rpartition(":")
-        if colon and not Path(text).exists():
-            if not count.isdecimal() or int(count) < 1:
+        if colon and not _is_file(text):
+            if not re.fullmatch(r"0*[1-9][0-9]{0,9}", count):
                 raise MeshError(
                     "The number of devices after ':' must be a positive whole number.",
-                    found=text,
-                    hint=f'write "{base or "dgx-h100"}:32".',
+                    found=f"{text:.200}",
+                    hint=f'write "{base[:80] or "dgx-h100"}:32".',
                 )
             return replace(cls.load(base), fixed=False).sized(int(count))
         if text in builtin_clusters():
             return _load_builtin(text)
-        if text.endswith(".toml") or "/" in text or Path(text).is_file():
+        if text.endswith(".toml") or "/" in text or _is_file(text):
             return cls.from_toml(read_text(Path(text)), text)
         raise _unknown(text)
 
@@ -292,6 +292,13 @@ class Cluster:
         return f"{self.name}:{self.size}" if self.fixed else self.name
 
 
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # no file can have such a name
+        return False
+
+
 @cache
 def builtin_clusters() -> tuple[str, ...]:
     """Names of the clusters that come with autopar, sorted."""
@@ -320,11 +327,11 @@ def _load_builtin(name: str) -> Cluster:
 
 
 def _unknown(name: str) -> MeshError:
-    near = difflib.get_close_matches(name.lower(), builtin_clusters(), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name[:80].lower(), builtin_clusters(), n=1, cutoff=0.4)
     did_you_mean = f'did you mean "{near[0]}"? ' if near else ""
     return MeshError(
         "No cluster has this name.",
-        found=name,
+        found=f"{name:.200}",
         hint=f"{did_you_mean}Known are {', '.join(builtin_clusters())}, or a TOML file from `autopar profile`.",
     )
 
@@ -381,11 +388,11 @@ def _read_link(table: Table, *, nics: bool = False) -> Link:
 
 
 def _entries(values: dict[str, Any], skip: tuple[str, ...]) -> list[str]:
-    return [f"{key} = {toml_value(value)}" for key, value in values.items() if key not in skip and value is not None]
+    return [f"{toml_key(key)} = {toml_value(value)}" for key, value in values.items() if key not in skip and value is not None]
 
 
 def _source_table(path: str, sources: Sources) -> list[str]:
-    return ["", f"[{path}]", *(f"{key} = {toml_value(text)}" for key, text in sources)] if sources else []
+    return ["", f"[{path}]", *(f"{toml_key(key)} = {toml_value(text)}" for key, text in sources)] if sources else []
 
 
 def _section(path: str, record: Device | Link) -> list[str]:

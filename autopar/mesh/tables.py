@@ -65,10 +65,10 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         tables: dict[str, Any] = toml.loads(text)
-    except toml.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a whole number may be too long, tables too deep
         raise MeshError(
             "The cluster file is not valid TOML.",
-            found=f"{error} in {origin}",
+            found=f"{error!s:.200} in {origin}",
             hint="a right line is: devices_per_node = 8",
         ) from None
     return tables
@@ -106,63 +106,60 @@ class Table:
     def text(self, key: str, default: str | None = None) -> str:
         value = self.values.get(key, default)
         if not isinstance(value, str) or (default is None and not value):
-            raise self.error("must be a text.", key, "nothing" if value is None else repr(value))
+            raise self.error("must be a text.", key, _shown(value))
         return value
 
     def flag(self, key: str) -> bool:
         value = self.values.get(key, False)
         if not isinstance(value, bool):
-            raise self.error("must be true or false.", key, repr(value))
+            raise self.error("must be true or false.", key, _shown(value))
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive, finite figure in SI units."""
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise self.error("must be a positive number in SI units.", key, "nothing" if value is None else repr(value))
+        if not _is_figure(value) or not value > 0:
+            raise self.error("must be a positive number in SI units.", key, _shown(value))
         return float(value)
 
     def at_least_zero(self, key: str, default: float | None = None) -> float:
         """A finite figure that may be 0."""
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise self.error("must be a number of at least 0.", key, "nothing" if value is None else repr(value))
+        if not _is_figure(value) or not value >= 0:
+            raise self.error("must be a number of at least 0.", key, _shown(value))
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Positive, finite figures in SI units, at least one."""
         value = self.values.get(key)
-        right = isinstance(value, list) and value and all(
-            isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf for x in value
-        )  # fmt: skip
-        if not right or not isinstance(value, list):
-            raise self.error("must be a list of positive numbers.", key, "nothing" if value is None else repr(value))
+        if not isinstance(value, list) or not value or not all(_is_figure(x) and x > 0 for x in value):
+            raise self.error("must be a list of positive numbers.", key, _shown(value))
         return tuple(map(float, value))
 
     def choice(self, key: str, known: Iterable[str]) -> str:
         value = self.text(key)
         if value not in (known := tuple(known)):
-            raise self.error(f"must be one of {', '.join(known)}.", key, repr(value))
+            raise self.error(f"must be one of {', '.join(known)}.", key, _shown(value))
         return value
 
     def tables(self, key: str) -> tuple[Table, ...]:
         """The tables of an array ``[[path.key]]``; none where it is absent."""
         value = self.values.get(key, [])
         if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-            raise self.error("must be an array of tables.", key, repr(value))
+            raise self.error("must be an array of tables.", key, _shown(value))
         return tuple(Table(v, f"{self.path}.{key}[{i}]", self.origin) for i, v in enumerate(value))
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.number(key, default)
         if value != int(value):
-            raise self.error("must be a whole number.", key, repr(value))
+            raise self.error("must be a whole number.", key, _shown(value))
         return int(value)
 
     def table(self, key: str) -> Table:
         value = self.values.get(key)
         path = f"{self.path}.{key}" if self.path else key
         if not isinstance(value, dict):
-            raise self.error("must be a table.", key, "nothing" if value is None else repr(value))
+            raise self.error("must be a table.", key, _shown(value))
         return Table(value, path, self.origin)
 
     def sources(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -179,10 +176,27 @@ class Table:
         return tuple((key, given[key]) for key in keys if key in given)
 
 
+LARGEST = 1e300
+"""No figure of hardware comes near it, and products of a few stay numbers."""
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"{value!r:.200}"
+
+
+def toml_key(key: str) -> str:
+    """A key as TOML: bare, or as a text."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
 def toml_value(value: str | bool | float) -> str:
     """One value as TOML, large figures as ``450e9``; JSON's strings and booleans are TOML's."""
     if isinstance(value, (str, bool)):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if value < 1e9:
         return re.sub("e-0", "e-", repr(value))
     unit = 12 if value >= 1e12 else 9
@@ -193,7 +207,7 @@ def toml_value(value: str | bool | float) -> str:
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise MeshError(
-            "The cluster file cannot be read.", found=f"{path}: {error}", hint='name a built-in cluster: "dgx-h100".'
+            "The cluster file cannot be read.", found=f"{path!s:.200}: {error!s:.200}", hint='name a built-in cluster: "dgx-h100".'
         ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -136,7 +137,10 @@ def without(
 
 
 def _matches(pattern: str, names: Mapping[str, object]) -> list[str]:
-    return [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+    try:
+        return [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+    except re.error:  # brackets that hold no range of characters
+        return []
 
 
 @dataclass(frozen=True)

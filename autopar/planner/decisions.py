@@ -139,11 +139,11 @@ def _least_away(graph: Graph) -> float:
 
 def _input_specs(meta: TensorMeta, mesh: Mesh, options: Options, graph: Graph) -> tuple[ShardingSpec, ...]:
     if options.batch == "local":
-        return (_batch_spec(meta, mesh, graph),)
+        return (batch_spec(meta, mesh, graph),)
     return stored_specs(meta.shape, mesh)
 
 
-def _batch_spec(meta: TensorMeta, mesh: Mesh, graph: Graph) -> ShardingSpec:
+def batch_spec(meta: TensorMeta, mesh: Mesh, graph: Graph) -> ShardingSpec:
     """With local batches: dim 0 cut over all ranks in order where it is the batch, else whole."""
     if meta.shape and meta.shape[0] == batch_size(graph):
         return ShardingSpec((tuple(range(mesh.ndim)), *((),) * (len(meta.shape) - 1)))
@@ -155,7 +155,7 @@ def _output_specs(graph: Graph, meta: TensorMeta, mesh: Mesh, options: Options) 
     if not given_whole(graph, meta, options):
         return stored_specs(meta.shape, mesh)
     if options.batch == "local":
-        return (_batch_spec(meta, mesh, graph),)
+        return (batch_spec(meta, mesh, graph),)
     return (ShardingSpec.replicated(len(meta.shape)),)
 
 
@@ -166,7 +166,7 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
         # An input's gradient comes as the input did.
         local = options.batch == "local"
         specs: tuple[ShardingSpec, ...] = (
-            _batch_spec(meta, mesh, graph) if local else ShardingSpec.replicated(len(meta.shape)),
+            batch_spec(meta, mesh, graph) if local else ShardingSpec.replicated(len(meta.shape)),
         )
     elif name in forced.outputs:
         specs = (forced.outputs[name],)

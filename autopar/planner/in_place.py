@@ -66,7 +66,7 @@ def in_place(program: Program, graph: Graph) -> Program:
             new = graph.by_name[writer.node].packet in OVERWRITABLE
         else:
             new = writer.is_collective and not writer.bucket
-        return new and all(_only_reads(r, graph) for r in readers[name])
+        return new and all(only_reads(r, graph) for r in readers[name])
 
     def made(op: Op) -> Op:
         if op.step is not None:
@@ -102,7 +102,7 @@ def may_overwrite(node: Node, graph: Graph) -> bool:
     return made is not None and len(made.shape) > 1 and all(graph.meta(v) == made for v in node.inputs)
 
 
-def _only_reads(op: Op, graph: Graph) -> bool:
+def only_reads(op: Op, graph: Graph) -> bool:
     """Whether an op is done with its operands once it has run, and makes memory of its own. A kernel for several ops
     reads when the last of them would."""
     if op.kind != "compute" or op.alias or op.kernels:

@@ -78,5 +78,5 @@ def _read() -> dict[str, tuple[int, ...]]:
     """The latest last."""
     try:
         return {name: tuple(map(int, choice.split())) for name, choice in json.loads(_path().read_text())}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}

@@ -54,7 +54,7 @@ def _axes(named: Sequence[str], text: str, mesh: Mesh) -> tuple[int, ...]:
     for name in named:
         if name in mesh.names:
             found.append(mesh.names.index(name))
-        elif name.isdecimal() and int(name) < mesh.ndim:
+        elif name in map(str, range(mesh.ndim)):
             found.append(int(name))
         else:
             raise ConstraintError(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from autopar.plans.typed import entries
+
 
 class NodeFacts(NamedTuple):
     """One captured op, or an input. ``flops`` are those of the whole op on whole tensors."""
@@ -81,12 +83,12 @@ def facts_to(facts: Facts) -> dict[str, Any]:
 def facts_from(data: Mapping[str, Any]) -> Facts:
     """The facts that `facts_to` wrote."""
     return Facts(
-        nodes={name: NodeFacts(*n) for name, n in data["nodes"].items()},
+        nodes={name: NodeFacts(*entries(n)) for name, n in data["nodes"].items()},
         names=data.get("names", {}),
-        shapes={name: (tuple(shape), dtype) for name, (shape, dtype) in data["shapes"].items()},
-        intervals=tuple((at, stream, start, end) for at, stream, start, end in data["intervals"]),
-        history={kind: tuple((at, size) for at, size in points) for kind, points in data["history"].items()},
-        axes=tuple(AxisFacts(**a) for a in data["axes"]),
+        shapes={name: (tuple(entries(shape)), dtype) for name, (shape, dtype) in data["shapes"].items()},
+        intervals=tuple((at, stream, start, end) for at, stream, start, end in entries(data["intervals"])),
+        history={kind: tuple((at, size) for at, size in entries(points)) for kind, points in data["history"].items()},
+        axes=tuple(AxisFacts(**a) for a in entries(data["axes"])),
         **{f: data[f] for f in _PLAIN},
     )
 

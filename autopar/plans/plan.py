@@ -12,20 +12,25 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
 from autopar.plans import figures
 from autopar.plans.about import about
+from autopar.plans.consistency import check_consistent
 from autopar.plans.differences import differences
 from autopar.plans.facts import Facts, facts_from, facts_to
 from autopar.plans.records import Action, Activation, BaselineRecord, Collective
 from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from, program_to
+from autopar.plans.formulas import read_formula
 from autopar.plans.table import table
+from autopar.plans.typed import entries, require
 from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 2
 READABLE = (1, 2)
@@ -149,12 +154,10 @@ class Plan:
         data = self.options.get("dynamic_shapes") or {}
         if not data.get("formulas"):
             return {}
-        import sympy
-
-        symbols = {name: sympy.Symbol(name) for name, *_ in data["symbols"]}  # plain, so that subs takes their names
+        names = [name for name, *_ in data["symbols"]]
 
         def read(text: Any) -> Any:
-            return sympy.sympify(text, locals=symbols) if isinstance(text, str) else tuple(map(read, text))
+            return read_formula(text, names) if isinstance(text, str) else tuple(map(read, text))
 
         return {name: read(text) for name, text in data["formulas"].items()}
 
@@ -294,38 +297,35 @@ class Plan:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, TypeError, ValueError) as error:
             hint = "give the path of a saved plan."
-            raise PlanError("The plan cannot be read.", found=str(error), hint=hint) from None
+            raise PlanError("The plan cannot be read.", found=f"{path!s:.200}: {error}", hint=hint) from None
         return Plan.from_json(text, str(path))
 
     @staticmethod
     def from_json(text: str, where: str = "text") -> Plan:
-        """The plan that ``to_json`` wrote."""
+        """The plan that ``to_json`` wrote. All of it is data: nothing in it is executed, and every field is checked."""
         try:
-            data = json.loads(text)
-        except ValueError as error:
+            data = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_constant)
+        except (ValueError, TypeError, RecursionError) as error:
             raise _no_plan(f"{where}: {error}") from None
         if not isinstance(data, dict) or data.get("format") != "autopar-plan":
             raise _no_plan(where)
         if data.get("version") not in READABLE:
             raise PlanError(
                 "The plan was saved by another version of autopar.",
-                found=f"format version {data.get('version')}, this one reads {' and '.join(map(str, READABLE))}",
+                found=f"format version {data.get('version')!s:.40}, "
+                f"this one reads {' and '.join(map(str, READABLE))}",
                 hint="plan again with this version, or install the one that saved it.",
             )
-        try:
-            plan = _plan_from(data)
-            digest = plan.digest
-        except (KeyError, TypeError, ValueError, AttributeError, AutoparError) as error:
-            found = f"{where}: {type(error).__name__} {error}"
-            raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
-        if data.get("digest") != digest:
+        plan = _undamaged(lambda: _plan_from(data), where)
+        if data.get("digest") != plan.digest:
             raise PlanError(
                 "The plan's program is not the one that its digest names.",
-                found=f"{where}: digest {data.get('digest')}, of the program it is {digest}",
-                hint=f'to run the program as it was edited, write "digest": "{digest}" in the file.',
+                found=f"{where}: digest {data.get('digest')!s:.40}, of the program it is {plan.digest}",
+                hint=f'to run the program as it was edited, write "digest": "{plan.digest}" in the file.',
             )
+        _undamaged(lambda: check_consistent(plan), where)
         return plan
 
     def __str__(self) -> str:
@@ -357,23 +357,81 @@ def replace_times(program: Program) -> Program:
     return replace(program, ops=ops, state_transfer_s=0.0, arrangement=None)
 
 
+def _undamaged(read: Callable[[], T], where: str) -> T:
+    try:
+        return read()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AutoparError) as error:
+        found = f"{where}: {type(error).__name__} {error!s:.400}"
+        raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of two equal keys readers take one or the other."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r:.60} occurs twice")
+    return data
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is no figure")
+    return float(name)
+
+
 def _plan_from(data: Mapping[str, Any]) -> Plan:
     def activation(action: Action, spec: str, size: int) -> Activation:
         return Activation(action, ShardingSpec.parse(spec), size)
 
-    return Plan(
+    mesh, options = data["mesh"], data["options"]
+    _check_options(options)
+    plan = Plan(
         model=data["model"], graph_digest=data["graph_digest"],
-        mesh=Mesh(tuple(data["mesh"]["shape"]), tuple(data["mesh"]["names"])),
+        mesh=Mesh(tuple(entries(mesh["shape"])), tuple(entries(mesh["names"]))),
         cluster=data["cluster"], program=program_from(data["program"]),
         specs={k: ShardingSpec.parse(s) for k, s in data["specs"].items()},
         parameters=data["parameters"],
-        activations={k: activation(*a) for k, a in data["activations"].items()},
+        activations={k: activation(*entries(a)) for k, a in data["activations"].items()},
         objective=data["objective"], lower_bound=data["lower_bound"], step_time=data["step_time"],
         peak_memory=data["peak_memory"], memory=data["memory"], source=data["source"], timings=data["timings"],
         kernels=data.get("kernels", {}),
-        options=data["options"], solver=data["solver"], notices=tuple(data["notices"]),
-        candidates=tuple((m, s) for m, s in data["candidates"]),
-        baselines=tuple(BaselineRecord(**b) for b in data.get("baselines", ())),
+        options=options, solver=data["solver"], notices=tuple(entries(data["notices"])),
+        candidates=tuple((m, s) for m, s in map(entries, entries(data["candidates"]))),
+        baselines=tuple(BaselineRecord(**b) for b in entries(data.get("baselines", []))),
         host_memory=data.get("host_memory", 0),
-        facts=facts_from(data["facts"]) if data.get("facts") else None,
+        facts=facts_from(data["facts"]) if data.get("facts") is not None else None,
     )  # fmt: skip
+    require(plan, Plan, "plan")
+    return plan
+
+
+_OPTIONS: Mapping[str, Any] = {
+    "memory_budget_bytes": int | None, "batch": Literal["global", "local"], "outputs": Literal["auto", "whole", "dtensor"],
+    "mixed_precision": str | None, "accumulation_steps": int, "constraints": Mapping[str, str],
+}  # fmt: skip
+"""Those that a run under the plan takes over."""
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, kind in _OPTIONS.items():
+        if name in options:
+            require(options[name], kind, f"options.{name}")
+    if options.get("accumulation_steps", 1) < 1:
+        raise ValueError("options.accumulation_steps: no micro-batch")
+    data = options.get("dynamic_shapes")
+    if data is None:
+        return
+    names = [name for name, *sizes in data["symbols"] if name.isidentifier() and _is_range(*sizes)]
+    if len(set(names)) < len(data["symbols"]):
+        raise ValueError("options.dynamic_shapes.symbols: a name and three sizes each")
+    for name, dims in data["places"].items():
+        if not all(d.isdecimal() and d.isascii() and s in names for d, s in dims.items()):
+            raise ValueError(f"options.dynamic_shapes.places.{name:.60}: dims and symbols")
+    for text in data.get("formulas", {}).values():
+        require(text if isinstance(text, str) else tuple(text), str | tuple[str, ...], "options.dynamic_shapes.formulas")
+
+
+def _is_range(least: int, most: int, planned: int) -> bool:
+    require((least, most, planned), tuple[int, int, int], "options.dynamic_shapes.symbols")
+    return least <= planned <= most

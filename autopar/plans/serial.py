@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.ir import Output, TensorMeta, Value
+from autopar.plans.typed import entries
 from autopar.program import Arrangement, LocalTensor, Op, Program, Sent
 from autopar.sharding import Halo, ShardingSpec, Step, Strategy
 
@@ -22,12 +23,13 @@ def program_to(program: Program) -> dict[str, Any]:
 
 def program_from(data: Mapping[str, Any]) -> Program:
     results = tuple(
-        (Output(Value(node, index), kind, name), tensor) for kind, name, node, index, tensor in data["results"]
+        (Output(Value(node, index), kind, name), tensor)
+        for kind, name, node, index, tensor in map(entries, entries(data["results"]))
     )
-    away, seconds = tuple(data.get("offloaded_optimizer", ())), data.get("state_transfer_s", 0.0)
+    away, seconds = tuple(entries(data.get("offloaded_optimizer", []))), data.get("state_transfer_s", 0.0)
     arranged = data.get("arrangement")
     arrangement = None if arranged is None else Arrangement(**arranged)
-    return Program(tuple(_op_from(op) for op in data["ops"]), results, away, seconds, arrangement)
+    return Program(tuple(_op_from(op) for op in entries(data["ops"])), results, away, seconds, arrangement)
 
 
 def _op_to(op: Op) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def _step_to(t: Step) -> dict[str, Any]:
 
 
 def _step_from(data: Mapping[str, Any]) -> Step:
-    return Step(**{**data, "axes": tuple(data["axes"])})
+    return Step(**{**data, "axes": tuple(entries(data["axes"]))})
 
 
 def _tensor_to(t: LocalTensor) -> list[Any]:
@@ -83,24 +85,24 @@ def _op_from(data: Mapping[str, Any]) -> Op:
     strategy = step = None
     if "strategy" in data:
         s = data["strategy"]
-        outputs = tuple(None if o is None else ShardingSpec.parse(o) for o in s["outputs"])
-        strategy = Strategy(tuple(map(ShardingSpec.parse, s["inputs"])), outputs, tuple(s["axes"]), s["work"])
+        outputs = tuple(None if o is None else ShardingSpec.parse(o) for o in entries(s["outputs"]))
+        strategy = Strategy(tuple(map(ShardingSpec.parse, entries(s["inputs"]))), outputs, tuple(entries(s["axes"])), s["work"])
     if "step" in data:
         step = _step_from(data["step"])
     writes = tuple(
-        LocalTensor(name, TensorMeta(tuple(shape), dtype), ShardingSpec.parse(spec), size, *host)
-        for name, shape, dtype, spec, size, *host in data["writes"]
+        LocalTensor(name, TensorMeta(tuple(entries(shape)), dtype), ShardingSpec.parse(spec), size, *host)
+        for name, shape, dtype, spec, size, *host in map(entries, entries(data["writes"]))
     )
     return Op(
-        data["name"], data["kind"], data["node"], tuple(data["reads"]), writes, data["phase"], strategy, step,
+        data["name"], data["kind"], data["node"], tuple(entries(data["reads"])), writes, data["phase"], strategy, step,
         data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
-        data.get("launch_s", 0.0), tuple(map(_step_from, data.get("bucket", ()))),
-        data.get("step_s", 0.0), data.get("operand", -1), tuple(data.get("kernels", ())),
-        data.get("in_place", False), tuple(map(_halo_from, data.get("halos", ()))),
-        tuple(Sent(*s) for s in data.get("sent", ())),
+        data.get("launch_s", 0.0), tuple(map(_step_from, entries(data.get("bucket", [])))),
+        data.get("step_s", 0.0), data.get("operand", -1), tuple(entries(data.get("kernels", []))),
+        data.get("in_place", False), tuple(map(_halo_from, entries(data.get("halos", [])))),
+        tuple(Sent(*s) for s in map(entries, entries(data.get("sent", [])))),
     )  # fmt: skip
 
 
 def _halo_from(data: Sequence[Any]) -> Halo:
     operand, dim, axis, windows, before, after, n, fill = data
-    return Halo(operand, dim, axis, tuple((a, b) for a, b in windows), before, after, n, float(fill))
+    return Halo(operand, dim, axis, tuple((a, b) for a, b in entries(windows)), before, after, n, float(fill))

@@ -85,14 +85,37 @@ def _files(path: Path) -> Mapping[str, Path]:
         return dict.fromkeys(_names(path), path)
     index = sorted(path.glob(INDEX))
     if index:
-        where = json.loads(index[0].read_text())["weight_map"]
-        return {name: path / file for name, file in where.items()}
+        return {name: path / file for name, file in files_of_index(index[0]).items()}
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise AutoparError(
             "There are no safetensors here.", found=str(path), hint="give a .safetensors file, or a folder of them."
         )
     return {name: file for file in files for name in _names(file)}
+
+
+def files_of_index(index: Path) -> dict[str, str]:
+    """In which file beside an index each tensor is.
+
+    Raises:
+        AutoparError: the index cannot be read, or names files elsewhere.
+    """
+    try:
+        data = json.loads(index.read_text(encoding="utf-8"))
+        where = data["files"] if "files" in data else data["weight_map"]
+        found = {name: name for name in where} if isinstance(where, list) else dict(where)
+        outside = [file for file in found.values() if Path(file).is_absolute() or ".." in Path(file).parts]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise _no_index(f"{index}: {type(error).__name__}: {error!s:.200}") from None
+    if outside:
+        raise _no_index(f"{index} names {outside[0]!r:.200}")
+    return found
+
+
+def _no_index(found: str) -> AutoparError:
+    return AutoparError(
+        "The index of the files is none.", found=found, hint="it says for each tensor the file beside it that holds it."
+    )
 
 
 def _names(file: Path) -> list[str]:

@@ -197,8 +197,8 @@ def _text(dims: Sequence[Sequence[int]], partial: Sequence[tuple[int, Reduction]
     return " ".join([cut, *tail])
 
 
-_DIM = re.compile(r"R|S(\d+|\(\d+(?:,\d+)*\))")
-_PARTIAL = re.compile(r"P(sum|max|min|avg)?(\d+|\(\d+(?:,\d+)*\))$")
+_DIM = re.compile(r"R|S([0-9]+|\([0-9]{1,4}(?:,[0-9]{1,4})*\))")
+_PARTIAL = re.compile(r"P(sum|max|min|avg)?([0-9]+|\([0-9]{1,4}(?:,[0-9]{1,4})*\))\Z")
 
 
 def _axes_of(text: str) -> tuple[int, ...]:
@@ -232,6 +232,6 @@ def _parse(text: str) -> ShardingSpec:
 def _unreadable(text: str) -> SpecError:
     return SpecError(
         "This is no sharding spec.",
-        found=repr(text),
+        found=f"{text!r:.200}",
         hint="one R or S<axes> a dim, then partial axes: S01RR, S0R P1, S(1,10)R, - for a scalar.",
     )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
@@ -29,6 +29,7 @@ from autopar.errors import AutoparError, RankError
 from autopar.plans import Plan
 from autopar.runtime.agreement import decided_by_first, this_rank, together, world_size
 from autopar.training import state
+from autopar.training.files import read_plain
 from autopar.training.launch import TIMEOUT_S
 from autopar.training.optimizers import scaler_of
 
@@ -169,7 +170,7 @@ class Checkpointer:
     def _plan_text(self, step: int | None) -> str | None:
         steps = self.steps() if step is None else [step]
         path = self._path(steps[-1]) / "plan.json" if steps else None
-        return path.read_text() if path is not None and path.is_file() else None
+        return path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
 
     def load(
         self,
@@ -217,7 +218,7 @@ class Checkpointer:
         return Resumed(common["step"], common["extra"])
 
     def _load_tensors(self, path: Path, model: nn.Module, optimizer: Any, common: Mapping[str, Any]) -> None:
-        reader = FileSystemReader(path)
+        reader = _torch.shard_reader(path)
         there = together(reader.read_metadata).state_dict_metadata
         targets, finish = together(lambda: state.to_load(model, optimizer, there, common), key=lambda t: list(t[0]))
         _torch.load_shards(targets, reader, self._group)
@@ -281,12 +282,9 @@ def _bytes(data: Any) -> bytes:
 
 
 def _read(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise AutoparError(
-            "The checkpoint lacks a file.", found=str(path), hint="use a disk that all ranks share."
-        ) from None
+    if not path.is_file():
+        raise AutoparError("The checkpoint lacks a file.", found=str(path), hint="use a disk that all ranks share.")
+    return read_plain(path)
 
 
 def _emptied(path: Path) -> None:

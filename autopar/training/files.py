@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError
 from autopar.runtime.agreement import this_rank, together
 from autopar.runtime.loading import state_like
+from autopar.runtime.safetensors import files_of_index
 from autopar.training.optimizers import parameters
 
 PathLike = str | os.PathLike[str]
@@ -130,7 +132,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: PathLike) -> None:
     path = Path(checkpoint)
 
     def load() -> None:
-        parts = [_torch_load(file) for file in _files_of(path)]
+        parts = [read_plain(file) for file in _files_of(path)]
         state = {i: each for part in parts for i, each in part["state"].items()}
         optimizer.load_state_dict(
             {"state": cut(state, parameters(optimizer)), "param_groups": parts[0]["param_groups"]}
@@ -147,7 +149,7 @@ def save_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
 
 def load_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
     """Load what ``save_lr_scheduler`` wrote."""
-    _together(lambda: lr_scheduler.load_state_dict(_torch_load(_existing(Path(checkpoint)))))
+    _together(lambda: lr_scheduler.load_state_dict(read_plain(_existing(Path(checkpoint)))))
 
 
 def cut(state: Mapping[int, Mapping[str, Any]], of: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
@@ -292,9 +294,7 @@ def _files_of(path: Path) -> list[Path]:
         raise AutoparError(
             "The directory has no index.", found=f"{path} without *.index.json", hint="give what save wrote."
         )
-    data = json.loads(indices[0].read_text())
-    names: Iterable[str] = data["files"] if "files" in data else sorted(set(data["weight_map"].values()))
-    return [_existing(path / name) for name in names]
+    return [_existing(path / name) for name in dict.fromkeys(files_of_index(indices[0]).values())]
 
 
 def _existing(path: Path) -> Path:
@@ -304,12 +304,24 @@ def _existing(path: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    tensors: dict[str, Any] = _safetensors().load_file(file) if file.suffix == ".safetensors" else _torch_load(file)
+    tensors: dict[str, Any] = _safetensors().load_file(file) if file.suffix == ".safetensors" else read_plain(file)
     return dict(tensors)
 
 
-def _torch_load(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
+def read_plain(file: Path) -> Any:
+    """What ``torch.save`` wrote: tensors and plain data; a file that holds anything else is not read.
+
+    Raises:
+        AutoparError: the file is damaged, or holds more.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (ValueError, LookupError, EOFError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
+        raise AutoparError(
+            "The file does not hold tensors and plain data.",
+            found=f"{file}: {type(error).__name__}: {error!s:.200}",
+            hint="it was damaged, or changed by someone; what torch.save wrote of a state_dict can be read.",
+        ) from None
 
 
 def _some(names: set[str]) -> str:

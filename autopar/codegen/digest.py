@@ -1,0 +1,27 @@
+"""What tells one emitted program from another."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+_NUMBERS = r"(?:[-+.,\de\[\]()\sj]|True|False|float\('(?:nan|inf)'\))*"
+_LETTERS = r'\s*(?:"[A-Za-z0-9+/=]*"\s*)*'
+_SHAPE = r"(?:\.reshape\([\d, ()]*\))?,\n"
+_CONSTANT = re.compile(
+    r'^    "(?:[^"\\\n]|\\.)*": (?:'
+    rf"torch\.tensor\({_NUMBERS}dtype=torch\.\w+,\s*\)"
+    rf"|torch\.frombuffer\(bytearray\(zlib\.decompress\(base64\.b64decode\({_LETTERS}\)\)\), dtype=torch\.\w+\)"
+    rf"){_SHAPE}",
+    re.MULTILINE,
+)
+"""An entry of the table of constants: numbers, and nothing that could be called."""
+
+_UNPACKING = '"""\n\nimport base64\nimport zlib\n\n'
+
+
+def digest(source: str) -> str:
+    """Of all of a program but the values of constants. These are the model's own when the program runs, and those of
+    a model without values are not in the text."""
+    plain = _CONSTANT.sub("", source).replace(_UNPACKING, '"""\n\n', 1)
+    return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()

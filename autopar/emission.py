@@ -1,0 +1,51 @@
+"""From a plan's decisions to the text that runs: always anew, whatever text the plan brings along."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+from autopar import codegen, passes, planner
+from autopar.ir import Graph
+from autopar.planner import Options
+from autopar.plans import Plan
+from autopar.runtime.agreement import this_rank
+from autopar.spmd import Lowered
+from autopar.tracer import Capture
+
+OTHER_TEXT = (
+    "The text under 'source' in this plan is not what runs: the program is emitted anew from 'program', and differs from "
+    "that text, which someone has edited or another version of autopar has written. To run an edited text, give its "
+    "file: autoparallelize(..., plan=plan, source='step.py')."
+)
+
+
+def lowered(made: Plan, graph: Graph) -> Lowered:
+    """The plan's program for ``graph`` as torch.fx graphs."""
+    return passes.compose(passes.lower(made.program, graph, made.mesh), graph)
+
+
+def emitted(made: Plan, local: Lowered, capture: Capture) -> str:
+    """The text of the plan's program: a function of its decisions and of the model alone."""
+    constants = {**capture.unsaved, **capture.constants}
+    return codegen.emit(local, made.mesh, codegen.header(made), constants, made.options.get("accumulation_steps", 1))
+
+
+def ready(made: Plan, capture: Capture, options: Options) -> tuple[Plan, Lowered]:
+    """The plan with the text that runs, and its program; a warning on rank 0 where the plan had another text.
+
+    Args:
+        capture: of the graph that the plan is for.
+
+    Raises:
+        PlanError: the program does not compute what the graph does.
+    """
+    planned = dataclasses.replace(options, batch=made.options.get("batch", "global"))
+    planner.verify(made, capture.graph, planned)
+    local = lowered(made, capture.graph)
+    text = emitted(made, local, capture)
+    if text == made.source:
+        return made, local
+    if codegen.digest(text) != codegen.digest(made.source) and this_rank() == 0:
+        warnings.warn(OTHER_TEXT, stacklevel=2)
+    return dataclasses.replace(made, source=text), local

@@ -1,0 +1,286 @@
+"""Whether a program computes what a graph says, op by op: that of a saved plan, which anybody may have changed, runs only
+if it does.
+
+Each tensor of the program stands for a value of the graph in a spec. An op must be one of the graph's, on tensors that
+stand for its operands, by a strategy that its rule gives; a redistribution must be a step that leads from the one spec
+to the other. What then stands for the graph's results are its results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from autopar.errors import AutoparError, PlanError
+from autopar.ir import Graph, Input, Node, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.planner.contraction import terms
+from autopar.planner.decisions import batch_spec, given_whole
+from autopar.planner.in_place import MAKES_NEW, OVERWRITABLE, OVERWRITING, may_overwrite, only_reads
+from autopar.planner.options import Options
+from autopar.plans import Plan
+from autopar.program import LocalTensor, Op, Program
+from autopar.sharding import ShardingSpec, Step, Strategy
+from autopar.sharding.redistribution import steps_from
+from autopar.strategies import halos, strategies
+
+BUCKETS = ("all_gather", "all_reduce", "reduce_scatter")
+
+
+def verify(plan: Plan, graph: Graph, options: Options) -> None:
+    """Check a plan's program against ``graph``, and the specs that a run takes of the plan against the program.
+
+    Args:
+        options: ``batch`` and ``outputs`` count.
+
+    Raises:
+        PlanError: they do not fit.
+    """
+    try:
+        _Verifier(plan.program, graph, plan.mesh, options).run()
+        _check_specs(plan, graph)
+    except PlanError:
+        raise
+    except (AutoparError, LookupError, TypeError, ValueError, AssertionError) as error:
+        raise _no_program(f"{type(error).__name__}: {error!s:.200}") from None
+
+
+def _no_program(found: str) -> PlanError:
+    return PlanError(
+        "The plan's program does not compute what the model computes.",
+        found=found,
+        hint="plan again, or undo what was changed in the plan's program.",
+    )
+
+
+def _check_specs(plan: Plan, graph: Graph) -> None:
+    names = {i.name for i in graph.inputs if i.kind == "parameter"}
+    _require(plan.parameters.keys() == names, "the plan's parameters are not the model's")
+    told = {"parameter": "", "accumulator": "accumulated:"}
+    for i in graph.inputs:
+        if i.kind in told:
+            said, spec = plan.specs.get(told[i.kind] + i.name), plan.program.tensors[i.node].spec
+            _require(said == spec, f"the {i.kind} {i.name} is {spec} in the program, and {said} in the plan's specs")
+
+
+@dataclass
+class _Verifier:
+    """``stands``: the value of each tensor; ``phase``: in which it is made; ``ways``: strategies, by kind of node."""
+
+    program: Program
+    graph: Graph
+    mesh: Mesh
+    options: Options
+    stands: dict[str, Value] = field(default_factory=dict)
+    phase: dict[str, str] = field(default_factory=dict)
+    ways: dict[int, frozenset[Strategy]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        for op in (*self._of("forward"), *self._of("backward")):
+            try:
+                self._op(op)
+            except AutoparError as error:
+                raise _no_program(f"op {op.name}: {error.what} {error.found}") from None
+        self._inputs()
+        self._results()
+        self._overwrites()
+        trained = {i.name for i in self.graph.inputs if i.kind == "parameter"}
+        _require(trained.issuperset(self.program.offloaded_optimizer), "optimizer state of what is no parameter")
+
+    def _of(self, phase: str) -> list[Op]:
+        return [op for op in self.program.ops if op.phase == phase]
+
+    def _op(self, op: Op) -> None:
+        for tensor in op.writes:
+            tensor.spec.check(len(tensor.meta.shape), self.mesh, tensor.name)
+        _require(op.phase == "backward" or all(self.phase[name] == "forward" for name in op.reads), f"{op.name}: phase")
+        check = {
+            "input": self._input, "compute": self._compute, "redistribute": self._redistribute, "wait": self._wait,
+            "decomposed": self._decomposed, "offload": self._transfer, "fetch": self._transfer,
+        }  # fmt: skip
+        check[op.kind](op)
+        on_host = op.kind == "offload"
+        _require(all(t.host == on_host for t in op.writes), f"{op.name}: on the host")
+        reads_host = op.kind in ("fetch", "wait")
+        _require(reads_host or not any(self._tensor(n).host for n in op.reads), f"{op.name}: reads what the host holds")
+        _require(not op.in_place or op.kind in ("compute", "redistribute"), f"{op.name}: in place")
+
+    def _tensor(self, name: str) -> LocalTensor:
+        return self.program.tensors[name]
+
+    def _made(self, op: Op, tensor: LocalTensor, value: Value, spec: ShardingSpec | None) -> None:
+        _require(tensor.spec == spec, f"{op.name}: {tensor.name} in {tensor.spec}, where the op makes {spec}")
+        _require(tensor.meta == self.graph.meta(value), f"{op.name}: {tensor.name} is {tensor.meta}")
+        self.stands[tensor.name], self.phase[tensor.name] = value, op.phase
+
+    def _input(self, op: Op) -> None:
+        node = self.graph.by_name[op.node]
+        _require(node.op == "placeholder", f"{op.name}: {op.node} is no input")
+        meaning, meta = self.graph.input_of[op.node], self.graph.meta(Value(op.node))
+        (tensor,) = op.writes
+        self._made(op, tensor, Value(op.node), tensor.spec)
+        _require(self._may_come_in(meaning, meta, tensor.spec), f"the {meaning.kind} {meaning.name} in {tensor.spec}")
+
+    def _may_come_in(self, meaning: Input, meta: TensorMeta, spec: ShardingSpec) -> bool:
+        """Whether the caller can give it so."""
+        if meaning.kind == "accumulator":
+            return True  # the op that adds to it says in which
+        if meaning.kind == "parameter":
+            return self._is_stored(meta, spec)
+        if meaning.kind == "input":
+            return not spec.partial if self.options.batch == "global" else spec == self._own_part(meta)
+        if meaning.kind == "tangent":
+            return self._may_go_out(meta, spec)
+        return spec.is_replicated
+
+    def _may_go_out(self, meta: TensorMeta, spec: ShardingSpec) -> bool:
+        """Whether an output can be given to the caller so, and its tangent be taken back."""
+        whole = given_whole(self.graph, meta, self.options)
+        return spec == self._own_part(meta) if whole else self._is_stored(meta, spec)
+
+    def _own_part(self, meta: TensorMeta) -> ShardingSpec:
+        """In which the caller has a plain tensor."""
+        if self.options.batch == "local":
+            return batch_spec(meta, self.mesh, self.graph)
+        return ShardingSpec.replicated(len(meta.shape))
+
+    def _is_stored(self, meta: TensorMeta, spec: ShardingSpec) -> bool:
+        """Whether a DTensor can lie so."""
+        cuts = zip(meta.shape, spec.dims, strict=True)
+        alike = (list(axes) == sorted(axes) or n % prod(self.mesh.shape[a] for a in axes) == 0 for n, axes in cuts)
+        return not spec.partial and all(alike)
+
+    def _node(self, op: Op) -> tuple[Node, tuple[TensorMeta, ...], Strategy]:
+        """The op's node and strategy, once its operands are the node's and the strategy is one of its rule."""
+        node, strategy = self.graph.by_name[op.node], op.strategy
+        metas = tuple(self.graph.meta(v) for v in node.inputs)
+        _require(node.op != "placeholder" and strategy is not None, f"{op.name}: {op.node} is no op")
+        assert strategy is not None
+        kind = self.graph.kinds[node.name]
+        if kind not in self.ways:
+            self.ways[kind] = frozenset(strategies(node, metas, self.mesh))
+        _require(strategy in self.ways[kind], f"{op.name}: {node.op} has no strategy {strategy}")
+        _require(tuple(self.stands[n] for n in op.reads) == node.inputs, f"{op.name}: reads {', '.join(op.reads)}")
+        return node, metas, strategy
+
+    def _compute(self, op: Op) -> None:
+        node, metas, strategy = self._node(op)
+        for name, spec in zip(op.reads, strategy.inputs, strict=True):
+            _require(self._tensor(name).spec == spec, f"{op.name}: {name} is read in {spec}")
+        made = [(Value(node.name, i), s) for i, s in enumerate(strategy.outputs) if node.outputs[i] is not None]
+        for tensor, (value, result) in zip(op.writes, made, strict=True):
+            self._made(op, tensor, value, result)
+        _require(op.halos == (halos(node, strategy, metas, self.mesh) or ()), f"{op.name}: rows of neighbours")
+        if op.in_place:
+            _require(not op.kernels and op.operand < OVERWRITING.get(node.op, 0), f"{op.name}: in place")
+            _require(op.operand >= 0 and may_overwrite(node, self.graph), f"{op.name}: in place")
+
+    def _redistribute(self, op: Op) -> None:
+        steps = op.bucket or ((op.step,) if op.step is not None else ())
+        for step, name, tensor in zip(steps, op.reads, op.writes, strict=True):
+            self._made(op, tensor, self.stands[name], self._after(op, step, name))
+            alike = op.step is not None and (step.kind, step.axis, step.reduction) == (
+                op.step.kind, op.step.axis, op.step.reduction,
+            )  # fmt: skip
+            _require(alike and (not op.bucket or step.kind in BUCKETS), f"{op.name}: {step} in a bucket")
+        _require(not op.in_place or (not op.bucket and steps[0].kind == "all_reduce"), f"{op.name}: in place")
+
+    def _after(self, op: Op, step: Step, name: str) -> ShardingSpec:
+        before, shape = self._tensor(name).spec, self._tensor(name).meta.shape
+        after = dict(steps_from(before, len(shape), self.mesh)).get(step)
+        _require(after is not None and step.fits(before, shape, self.mesh), f"{op.name}: {step} of {name} in {before}")
+        assert after is not None
+        return after
+
+    def _transfer(self, op: Op) -> None:
+        (name,), (tensor,) = op.reads, op.writes
+        self._made(op, tensor, self.stands[name], self._tensor(name).spec)
+        _require(self._tensor(name).host == (op.kind == "fetch"), f"{op.name}: {op.kind} of {name}")
+
+    def _wait(self, op: Op) -> None:
+        _require(not op.writes, f"{op.name}: a wait makes nothing")
+
+    def _decomposed(self, op: Op) -> None:
+        """A contraction beside the gather of an operand, or the scatter of its sum."""
+        node, _, strategy = self._node(op)
+        names, step = terms(node), op.step
+        assert names is not None
+        assert step is not None
+        _require(step.kind in ("all_gather", "reduce_scatter"), f"{op.name}: {step}")
+        gathers = step.kind == "all_gather"
+        for i, (name, spec) in enumerate(zip(op.reads, strategy.inputs, strict=True)):
+            found = self._after(op, step, name) if gathers and i == op.operand else self._tensor(name).spec
+            _require(found == spec, f"{op.name}: {name} is read in {spec}")
+        result, *kept = op.writes
+        made = strategy.outputs[0]
+        assert made is not None
+        if gathers:
+            _require(names.becomes(op.operand, step.dim) is not None, f"{op.name}: {step}")
+            self._made(op, result, Value(node.name), made)
+            for tensor in kept:
+                self._made(op, tensor, self.stands[op.reads[op.operand]], strategy.inputs[op.operand])
+            return
+        source = names.comes_from(step.dim)
+        _require(source is not None and source[0] == op.operand and step.reduction == "sum", f"{op.name}: {step}")
+        _require(not kept, f"{op.name}: makes {len(op.writes)} tensors")
+        self._made(op, result, Value(node.name), step.apply(made))
+
+    def _inputs(self) -> None:
+        there = sorted(op.node for op in self.program.ops if op.kind == "input")
+        _require(there == sorted(i.node for i in self.graph.inputs), "the inputs of the program are not the model's")
+        specs: dict[tuple[str, str], ShardingSpec] = {}
+        for meaning in self.graph.inputs:
+            spec = self._spec_of(Value(meaning.node))
+            same = specs.setdefault((meaning.kind, meaning.name), spec) == spec
+            _require(same, f"the {meaning.kind} {meaning.name} comes in two specs")
+
+    def _spec_of(self, value: Value) -> ShardingSpec:
+        return self._tensor(str(value)).spec
+
+    def _results(self) -> None:
+        outputs = [output for output, _ in self.program.results]
+        _require(outputs == list(self.graph.outputs), "the results of the program are not the model's")
+        kinds = ("parameter", "buffer")
+        stored = {i.name: self._spec_of(Value(i.node)) for i in reversed(self.graph.inputs) if i.kind in kinds}
+        for output, name in self.program.results:
+            what, spec = f"the {output.kind} {output.name}", self._tensor(name).spec
+            _require(self.stands[name] == output.value and not self._tensor(name).host, f"{what} is {name}")
+            early = output.kind in ("output", "mutation")
+            _require(early == (self.phase[name] == "forward"), f"{what} is made in the {self.phase[name]}")
+            meta = self.graph.meta(output.value)
+            if output.kind == "output":
+                _require(self._may_go_out(meta, spec), f"{what} in {spec}")
+            else:
+                as_input = output.name.startswith("input:")
+                _require(spec == (self._own_part(meta) if as_input else stored[output.name]), f"{what} in {spec}")
+
+    def _overwrites(self) -> None:
+        """What is overwritten was made for it, and nobody reads it then, or still: see ``planner.in_place``."""
+        order = {op.name: i for i, op in enumerate((*self._of("forward"), *self._of("backward")))}
+        readers: dict[str, list[Op]] = {}
+        for op in self.program.ops:
+            for name in op.reads:
+                readers.setdefault(name, []).append(op)
+        kept = {name for _, name in self.program.results}
+        for op in self.program.ops:
+            if not op.in_place:
+                continue
+            name = op.reads[max(op.operand, 0)]
+            others = [r for r in readers[name] if r is not op]
+            done = all(order[r.name] < order[op.name] and self._only_reads(r) for r in others)
+            new = self._is_new(self.program.ops[self.program.writer[name]], op)
+            _require(new and done and op.reads.count(name) == 1 and name not in kept, f"{op.name} overwrites {name}")
+
+    def _only_reads(self, op: Op) -> bool:
+        return op.kind == "wait" or only_reads(op, self.graph)
+
+    def _is_new(self, writer: Op, overwriting: Op) -> bool:
+        """Whether an op surely makes memory of its own, in the same phase."""
+        made = MAKES_NEW if overwriting.kind == "redistribute" else OVERWRITABLE
+        new = self.graph.by_name[writer.node].packet in made if writer.kind == "compute" else writer.is_collective
+        return new and writer.phase == overwriting.phase
+
+
+def _require(condition: bool, found: str) -> None:
+    if not condition:
+        raise _no_program(found)

@@ -1,0 +1,89 @@
+"""Whether the parts of a plan fit each other: what a table, a report or a figure looks up is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autopar.program import Op, Program
+from autopar.sharding import ShardingSpec
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+MOST_RANKS = 1 << 24
+
+
+def check_consistent(plan: Plan) -> None:
+    """Raises:
+    ValueError: something is named that is not there.
+    """
+    _require(plan.mesh.size <= MOST_RANKS, f"a mesh of {plan.mesh.size} ranks")
+    _check_program(plan.program, plan.mesh.ndim)
+    for name, spec in (*plan.specs.items(), *((n, a.spec) for n, a in plan.activations.items())):
+        _require(max(spec.axes, default=0) < plan.mesh.ndim, f"spec {spec} of {name} on mesh {plan.mesh}")
+    for name in plan.parameters:
+        _require(name in plan.specs, f"parameter {name} without a spec")
+    if plan.facts is not None:
+        ends = len(plan.program.ops)
+        placed = all(-1 <= at < ends for at, *_ in plan.facts.intervals)
+        held = all(-1 <= at <= ends for points in plan.facts.history.values() for at, _ in points)
+        _require(placed and held, "facts of an op that is not there")
+        _require(len(plan.facts.axes) == plan.mesh.ndim, f"facts of {len(plan.facts.axes)} axes")
+
+
+def _check_program(program: Program, axes: int) -> None:
+    made: set[str] = set()
+    names: set[str] = set()
+    for op in program.ops:
+        _require(op.name not in names, f"two ops {op.name}")
+        _require(made.issuperset(op.reads), f"op {op.name} reads {op.reads}, which is not there yet")
+        _require(_has_parts(op), f"op {op.name} is a {op.kind} without what that needs")
+        _require(all(-1 <= a < axes for a in _axes(op)), f"op {op.name} names an axis that the mesh has not")
+        for tensor in op.writes:
+            _require(tensor.name not in made, f"two tensors {tensor.name}")
+            _require(tensor.spec.ndim == len(tensor.meta.shape), f"spec {tensor.spec} of {tensor.meta}")
+            made.add(tensor.name)
+        names.add(op.name)
+    for _, name in program.results:
+        _require(name in made, f"the result {name} is not there")
+
+
+def _has_parts(op: Op) -> bool:
+    """Whether an op has the operands, the results and the step that its kind needs."""
+    if op.kind == "wait":
+        return bool(op.reads)
+    if op.kind == "redistribute":
+        together = len(op.bucket) or 1
+        return op.step is not None and len(op.reads) == len(op.writes) == together
+    if op.kind in ("offload", "fetch"):
+        return len(op.reads) == len(op.writes) == 1
+    if op.kind == "decomposed":
+        both = op.strategy is not None and op.step is not None and len(op.writes) in (1, 2)
+        return both and 0 <= op.operand < len(op.reads)
+    if op.kind == "input":
+        return not op.reads and len(op.writes) == 1
+    within = all(0 <= at < len(op.reads) for at in (*(h.operand for h in op.halos), *(s.operand for s in op.sent)))
+    return op.strategy is not None and op.step is None and op.operand < len(op.reads) and within
+
+
+def _axes(op: Op) -> Iterator[int]:
+    """Every mesh axis that an op names."""
+    steps = (*((op.step,) if op.step is not None else ()), *op.bucket)
+    for step in steps:
+        yield from (step.axis, *step.axes)
+    yield from (one.axis for one in (*op.halos, *op.sent))
+    for spec in _specs(op):
+        yield from spec.axes
+
+
+def _specs(op: Op) -> Iterator[ShardingSpec]:
+    yield from (t.spec for t in op.writes)
+    if op.strategy is not None:
+        yield from op.strategy.inputs
+        yield from (s for s in op.strategy.outputs if s is not None)
+
+
+def _require(condition: bool, found: str) -> None:
+    if not condition:
+        raise ValueError(found)
