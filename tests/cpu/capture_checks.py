@@ -63,7 +63,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
-    """Of one model on one batch: to plan it and to run the plan each capture it, which takes longer than both."""
+    """Capture a model once for each batch: to plan it and to run its plan would each capture it, which takes longer."""
     capture, kept = api._capture, {}
 
     def once(model: nn.Module, call: Any, options: Any, world: int, **more: Any) -> Capture:

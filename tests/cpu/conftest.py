@@ -12,8 +12,8 @@ LONG = (
     "kernels_in_plans", "memory", "models", "capture_repeated", "baselines", "transients", "capture_models", "experts",
     "kernels", "linear_nll", "rules_exact", "cut_dims", "memory_laws", "fewer_layers", "bad_input", "half_precision",
 )  # fmt: skip
-"""Files that take longest, which go first, behind what starts ranks: a core that is left alone with one at the end
-waits for it."""
+"""Files that take longest. They go first, behind the tests that start ranks: a core that is left alone with one at the
+end waits for it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
