@@ -26,7 +26,7 @@ from autopar.mesh import Mesh
 from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import same_call
-from autopar.runtime.execution import Executable, Step, forward_values
+from autopar.runtime.execution import Executable, Step, evaluated, forward_values
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
 from autopar.spmd.ranks import ProcessRank, StartingRank
@@ -77,6 +77,7 @@ class State:
         plan: the plan of the first variant.
         planned: the call that the plan was made for.
         mixed_precision: the precision of every call's autocast, if any.
+        plain_evaluation: whether a call without gradients gives no DTensors, also beside a loss.
     """
 
     mesh: Mesh
@@ -87,6 +88,7 @@ class State:
     planned: Call
     local_batch: bool
     mixed_precision: str | None = None
+    plain_evaluation: bool = True
     variants: dict[Any, Variant] = field(default_factory=dict)
     numbers: dict[Any, int] = field(default_factory=dict)
     rank: ProcessRank = field(init=False)
@@ -241,7 +243,17 @@ def _called(
         host.marks.forward = (began, stamp(state.device))
     else:
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
+        if state.plain_evaluation:
+            settle()
+            outputs = evaluated(outputs, _whole_batch(call, state), state.device_mesh)
     return variant, outputs, mutations
+
+
+def _whole_batch(call: Call, state: State) -> int | None:
+    """With local batches, how many samples all ranks pass together."""
+    if not state.local_batch:
+        return None
+    return next((t.shape[0] for t in call.tensors if t.ndim), 0) * state.mesh.size
 
 
 def _given(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:
