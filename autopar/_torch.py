@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import heapq
 import itertools
@@ -64,6 +65,7 @@ __all__ = [
     "as_later_versions",
     "copy_each",
     "count_as_changed",
+    "default_store",
     "dtensor_like",
     "dtensor_of",
     "dtensor_spec",
@@ -416,6 +418,11 @@ def _gloo_states() -> Iterator[str]:
                 yield rest[0]
 
 
+def default_store() -> Any:
+    """The store by which the job's processes found each other; only launchers are given it in public."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+
+
 def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Start concatenating ``x`` of the ``size`` ranks of ``group`` along dim 0."""
     return _tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
@@ -655,6 +662,21 @@ def find_overflow_in_every_gradient() -> None:
             dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
     handlers[op] = of_all
+
+
+@cache
+def before_full_tensor(ask: Callable[[DTensor], None]) -> None:
+    """Call ``ask`` before a DTensor is made whole, which all ranks do at once. It has no public hook."""
+    from torch.distributed.tensor import DTensor
+
+    original = DTensor.full_tensor
+
+    @functools.wraps(original)
+    def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ask(self)
+        return original(self, *args, **kwargs)
+
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -28,12 +28,15 @@ from autopar.ranged import fitted, largest, over_range, resized, shapes_of
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
+from autopar.runtime.frameworks import wrap_frameworks
+from autopar.runtime.gathering import ask_before_full_tensor
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.loading import accept_whole_tensors
 from autopar.runtime.materialize import install, prepare
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.runtime.waiting import roll_call
 from autopar.solver import solver_name
 from autopar.spmd import Lowered, Rank
 from autopar.spmd.placements import from_placements
@@ -279,6 +282,7 @@ def autoparallelize(
         AutoparError: on every rank at once, and the model is as it was.
     """
     ensure_process_group(model)
+    roll_call("autoparallelize", "call it on every rank, outside of `if rank == 0`: each gets a part of the model.")
 
     def asked() -> tuple[Cluster, Plan | None, Options]:
         _check_backend(backend)
@@ -433,6 +437,8 @@ def _parallelize(
     model._autopar = state  # type: ignore[assignment]
     model._autopar_sums = Sums(made.options.get("accumulation_steps", 1))  # type: ignore[assignment]
     watch_steps(model)
+    wrap_frameworks()
+    ask_before_full_tensor(device_mesh)
     return model
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, RankError
+from autopar.runtime.waiting import wait_for
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class Agreement:
             return
         work, extremes, describe = self._under_way
         self._under_way = None  # it holds the inputs
-        work.wait()
+        wait_for(work, "calls the model", _ON_EVERY_RANK)
         most, least = extremes.tolist()
         error = self._error
         if most == -least and error is None:
@@ -155,6 +156,7 @@ def _disagreement(said: Sequence[dict[str, str]]) -> RankError:
 
 
 _FAILED = 2**62
+_ON_EVERY_RANK = "call the model on every rank, outside of `if rank == 0`: each holds a part of it."
 _hosts_of: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 

@@ -27,8 +27,11 @@ from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import same_call
 from autopar.runtime.execution import Executable, Step, evaluated, forward_values
+from autopar.runtime.frameworks import Prepared
+from autopar.runtime.gathering import saving
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
+from autopar.runtime.waiting import roll_call
 from autopar.spmd.ranks import ProcessRank, StartingRank
 from autopar.structure import Structure
 
@@ -137,8 +140,10 @@ class ParallelModule(nn.Module):
     """Mixed into the user's class; ``autoparallelize`` puts it there."""
 
     _autopar: State
-    _is_accelerate_prepared = True
+    _is_accelerate_prepared = Prepared()
     """For Hugging Face Accelerate and its Trainer: the model is parallel, and is wrapped in nothing more."""
+    accepts_loss_kwargs = False
+    """For the Trainer: the loss is the mean over all ranks as it is; how many tokens a step has is not to be passed."""
     _autopar_sums: Sums
 
     @property
@@ -152,6 +157,7 @@ class ParallelModule(nn.Module):
         Returns:
             Of how many micro-batches they are; 0 where none is pending.
         """
+        roll_call("deliver_gradients", "call it on every rank, outside of `if rank == 0`: each holds a part of the sums.")
         return self._autopar_sums.deliver(self, self._autopar)
 
     def compare_with_prediction(self, k: int = 10) -> PredictionCheck:
@@ -170,6 +176,14 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to`` and its like swap DTensors for new ones, which are to keep what is remembered of the parameters."""
+        known = {name: dict(vars(p)) for name, p in self.named_parameters()}
+        super()._apply(*args, **kwargs)
+        for name, parameter in self.named_parameters():
+            vars(parameter).update(known[name])
+        return self
 
     def __copy__(self) -> ParallelModule:
         twin = type(self).__new__(type(self))
@@ -198,7 +212,7 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
         return run(self, args, kwargs)
 
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_autopar_original": kind, "forward": forward}
-    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
+    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names | saving(kind))
 
 
 def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
