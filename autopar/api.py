@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
-from autopar.errors import InputError, MeshError, PlanError
+from autopar.errors import ConstraintError, InputError, MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
@@ -33,7 +32,7 @@ from autopar.runtime.gathering import ask_before_full_tensor
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.loading import accept_whole_tensors
-from autopar.runtime.materialize import install, prepare
+from autopar.runtime.materialize import install, placed, prepare
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.runtime.waiting import roll_call
@@ -102,6 +101,8 @@ def plan(
     call = bind(model, *as_call(meta_inputs))
     options = dataclasses.replace(options, ranges=as_ranges(dynamic_shapes, shapes_of(call)))
     capture = _capture(model, call, options, size)
+    mesh = _mesh_of_shared(model, mesh)
+    options = _with_shared(model, capture, mesh, options, None)
     found = functools.partial(
         _plan, mesh=mesh, cluster=hardware, size=size, options=options, captured_s=time.perf_counter() - started,
         progress=progress,
@@ -314,7 +315,11 @@ def autoparallelize(
     capture = together(lambda: _capture(model, call, options, world_size()), lambda c: c.graph.digest)
     if given is not None:
         made = together(lambda: _belonging(given, _as_planned(capture, given), call))
+        mesh = _mesh_of_shared(model, mesh if mesh is not None else made.mesh)
+        _with_shared(model, capture, mesh, options, made)
     else:
+        mesh = _mesh_of_shared(model, mesh)
+        options = _with_shared(model, capture, mesh, options, None)
         found = functools.partial(
             _plan, mesh=mesh, cluster=hardware, size=world_size(), options=options,
             captured_s=time.perf_counter() - started, progress=progress,
@@ -489,8 +494,49 @@ def _placed(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, str]:
     used = {i.name for i in capture.graph.inputs if i.kind == "parameter"}
     return {
         name: str(from_placements(p.placements, p.ndim, mesh))
-        for name, p in model.named_parameters() if name in used and isinstance(p, DTensor)
+        for name, parameter in model.named_parameters() if name in used and (p := placed(parameter)) is not None
     }  # fmt: skip
+
+
+def _mesh_of_shared(model: nn.Module, mesh: MeshLike) -> MeshLike:
+    """The mesh of parameters that another parallel model has already; without such, the given one."""
+    there = {n: p.device_mesh for n, parameter in model.named_parameters() if (p := placed(parameter)) is not None}
+    if not there:
+        return mesh
+    name, kept = next(iter(there.items()))
+    other = next((m for m in there.values() if m != kept), mesh if mesh is not None else kept)
+    if as_mesh(other).shape != as_mesh(kept).shape or (hasattr(other, "mesh_dim_names") and other != kept):
+        raise MeshError(
+            f"The parameter {name} belongs to another parallel model too, on another mesh.",
+            found=f"{as_mesh(kept)} there, {as_mesh(other)} here",
+            hint="make models that share parameters parallel on one mesh: pass the same mesh, or none.",
+        )
+    return kept
+
+
+def _with_shared(model: nn.Module, capture: Capture, mesh: MeshLike, options: Options, plan: Plan | None) -> Options:
+    """The options with constraints that leave parameters of other parallel models as they are there.
+
+    Raises:
+        ConstraintError, PlanError: constraints, precision or the given plan want them otherwise.
+    """
+    there = _placed(model, capture, as_mesh(mesh)) if mesh is not None else {}
+    for name, spec in there.items():
+        wanted = options.constraints.get(name, spec) if plan is None else str(plan.specs[name])
+        if wanted != spec:
+            raise ConstraintError(
+                f"The parameter {name} belongs to another parallel model too, which has it otherwise.",
+                found=f"{spec} there, {wanted} in the {'constraints' if plan is None else 'plan'}",
+                hint="leave it out of the constraints, and plan this model after the other was made parallel.",
+            )
+        dtype = stored_dtype(model.get_parameter(name), precision=options.mixed_precision)
+        if (kept := placed(model.get_parameter(name))) is not None and kept.dtype != dtype:
+            raise PlanError(
+                f"The parameter {name} belongs to another parallel model too, which stores it in another dtype.",
+                found=f"{kept.dtype} there, {dtype} here",
+                hint="give both models the same mixed_precision.",
+            )
+    return dataclasses.replace(options, constraints={**options.constraints, **there})
 
 
 def _accumulators(plan: Plan) -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
@@ -39,10 +40,21 @@ class Owner:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A tensor of the parallel model and every place that it goes to."""
+    """A tensor of the parallel model, what it stands for, and every place that it goes to."""
 
     owners: tuple[Owner, ...]
     tensor: Tensor
+    old: Tensor
+
+
+_successors: Any = WeakTensorKeyDictionary()
+"""What stands for a parameter since a model that has it was made parallel: another model may have it too."""
+
+
+def placed(parameter: Tensor) -> DTensor | None:
+    """The DTensor that a parameter is already, or that stands for it in another parallel model."""
+    found = parameter if isinstance(parameter, DTensor) else _successors.get(parameter)
+    return found if isinstance(found, DTensor) else None
 
 
 def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
@@ -65,7 +77,7 @@ def prepare(
 
     Tensors on the meta device are initialised as their modules do it, one at a time, from a seed of their own: the
     values are the same on every mesh. Where ranks have different values, those of rank 0 count, so it alone may have
-    loaded a checkpoint. ``model`` stays as it is.
+    loaded a checkpoint. Parameters that another parallel model has are its own. ``model`` stays as it is.
 
     Args:
         dtype_of: in which each is stored.
@@ -74,10 +86,12 @@ def prepare(
     Raises:
         AutoparError: a tensor is on the meta device and nothing initialises it.
     """
-    found = owners(model)
+    every = owners(model)
+    shared = [(old, places, there) for old, places in every if (there := placed(old)) is not None]
+    found = [(old, places) for old, places in every if placed(old) is None]
     differs = differing([_digest(old) for old, _ in found])
-    made = []
-    with _stand_ins(found):
+    made = [Replacement(places, there, old) for old, places, there in shared]
+    with _stand_ins(every):
         for (old, places), differ in zip(found, differs, strict=True):
             if old.is_meta and not (differ and this_rank()):
                 left_empty = isinstance(old, nn.Parameter) and not initialize and not differ
@@ -93,7 +107,7 @@ def prepare(
             else:
                 new = whole.to(device)
             del whole
-            made.append(Replacement(places, new))
+            made.append(Replacement(places, new, old))
     return made
 
 
@@ -120,6 +134,8 @@ def install(replacements: list[Replacement]) -> None:
     for replacement in replacements:
         for owner in replacement.owners:
             owner.table[owner.attribute] = replacement.tensor
+        if isinstance(replacement.old, nn.Parameter) and not isinstance(replacement.old, DTensor):
+            _successors[replacement.old] = replacement.tensor
 
 
 def _parameter(
@@ -149,7 +165,7 @@ def _stand_ins(found: list[tuple[Tensor, tuple[Owner, ...]]]) -> Iterator[None]:
         return
     try:
         for old, places in replaced:
-            _place(_like(old.detach().to("meta"), old), places)
+            _place(_like(torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta"), old), places)
         yield
     finally:
         for old, places in replaced:
