@@ -63,9 +63,9 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "as_later_versions",
+    "before_full_tensor",
     "copy_each",
     "count_as_changed",
-    "default_store",
     "dtensor_like",
     "dtensor_of",
     "dtensor_spec",
@@ -86,6 +86,7 @@ __all__ = [
     "reduce_scatter",
     "save_shards",
     "storage_key",
+    "store",
     "strided_shard",
     "strided_shard_type",
     "symmetric_group",
@@ -418,9 +419,11 @@ def _gloo_states() -> Iterator[str]:
                 yield rest[0]
 
 
-def default_store() -> Any:
-    """The store by which the job's processes found each other; only launchers are given it in public."""
-    return dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+def store(name: str) -> Any:
+    """A part of the store by which the job's processes found each other; only launchers are given it in public."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    return PrefixStore(name, _get_default_store())
 
 
 def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from autopar.runtime.agreement import this_rank, together
 from autopar.runtime.shard_step import is_marked
 from autopar.runtime.waiting import roll_call
 
-EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each holds a part; rank 0 alone may write what it gives."
+EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each holds a part. Rank 0 may write what it gives."
 
 
 def is_parallel(parameters: Iterable[Any]) -> bool:
@@ -95,9 +95,9 @@ def gathered_optimizer(optimizer: Any, caller: str, *, keep: bool) -> Any:
 
 def saving(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """``save_pretrained`` of a parallel ``kind``, where that has one: every rank calls it, and rank 0 writes."""
-    if not callable(getattr(kind, "save_pretrained", None)):
+    original: Callable[..., Any] | None = getattr(kind, "save_pretrained", None)
+    if original is None:
         return {}
-    original: Callable[..., Any] = kind.save_pretrained  # type: ignore[assignment]
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -28,7 +28,7 @@ from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import same_call
 from autopar.runtime.execution import Executable, Step, evaluated, forward_values
 from autopar.runtime.frameworks import Prepared
-from autopar.runtime.gathering import saving
+from autopar.runtime.gathering import EVERY_RANK, saving
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
 from autopar.runtime.waiting import roll_call
@@ -157,7 +157,7 @@ class ParallelModule(nn.Module):
         Returns:
             Of how many micro-batches they are; 0 where none is pending.
         """
-        roll_call("deliver_gradients", "call it on every rank, outside of `if rank == 0`: each holds a part of the sums.")
+        roll_call("deliver_gradients", EVERY_RANK)
         return self._autopar_sums.deliver(self, self._autopar)
 
     def compare_with_prediction(self, k: int = 10) -> PredictionCheck:
@@ -180,7 +180,7 @@ class ParallelModule(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to`` and its like swap DTensors for new ones, which are to keep what is remembered of the parameters."""
         known = {name: dict(vars(p)) for name, p in self.named_parameters()}
-        super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for name, parameter in self.named_parameters():
             vars(parameter).update(known[name])
         return self

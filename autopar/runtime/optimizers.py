@@ -46,10 +46,9 @@ def _watch() -> None:
 def _cut_loaded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Whole tensors that ``load_state_dict`` put beside a parameter of ours are cut as that is."""
     for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if type(value) is Tensor and value.ndim and isinstance(parameter, DTensor) and is_marked(parameter):
-                if value.shape == parameter.shape:
-                    state[name] = shard_like(value, parameter)
+        if isinstance(parameter, DTensor) and is_marked(parameter):
+            loaded = {n: v for n, v in state.items() if type(v) is Tensor and v.ndim and v.shape == parameter.shape}
+            state |= {name: shard_like(value, parameter) for name, value in loaded.items()}
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

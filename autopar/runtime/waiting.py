@@ -2,17 +2,19 @@
 
 How late a rank may be nobody knows: it may write a checkpoint for minutes. So a rank that waits looks at what the
 others do. Each process has a thread that tells the job's store when the one that trains has stood still for seconds: at
-the same place, without computing, waiting for a disk, a data loader, a thread of its own or another program. Where all others stand
-still, they will not come.
+the same place, without computing, and without waiting for a disk, a data loader, a thread of its own, another program
+or whoever debugs it. Where all others stand still, they will not come.
 """
 
 from __future__ import annotations
 
 import atexit
+import bdb
 import contextlib
 import operator
 import os
 import site
+import subprocess
 import sys
 import threading
 import time
@@ -27,26 +29,33 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-import autopar
 from autopar import _torch
 from autopar.errors import RankError
 
-PATIENCE_S = float(os.environ.get("AUTOPAR_PATIENCE", "30"))
+PATIENCE_S = float(os.environ.get("AUTOPAR_PATIENCE", "20"))
 """Seconds for which a rank waits for others that stand still."""
-IN_COLLECTIVE_S = min(PATIENCE_S, 10.0)
+IN_COLLECTIVE_S = min(PATIENCE_S, 5.0)
 """Likewise where each of them waits in a collective of its own."""
-STILL_S = 3
-"""After so many seconds at one place a rank says so."""
+STILL_LOOKS = 3
+"""A rank says that it stands still when it was seen so often at one place."""
 LATE = " Where ranks may be later, set AUTOPAR_PATIENCE to seconds."
 LOOK_S = 1.0
+"""How often a rank looks at itself, and at the others where it waits."""
+INNER = 8
+"""Of so many frames of a stack one is of torch.distributed where a thread waits in a collective."""
 STILL, STANDS = "still", "stands still"
-MOVES_S = 0.02
-"""Who computes for longer than this in a second does not stand still."""
+MOVES = 0.02
+"""Who computes for a larger part of the time does not stand still."""
 
-_COLLECTIVE = (os.path.join("torch", "distributed", ""), os.path.join("autopar", "_torch.py"))
-_OURS = (os.path.join("autopar", "runtime", "waiting.py"), os.path.join("autopar", "runtime", "agreement.py"))
-_READING = (os.path.join("torch", "utils", "data", ""), f"{os.sep}subprocess.py", f"{os.sep}threading.py")
-_LIBRARIES = ("<", *(os.path.dirname(m.__file__ or "<") for m in (autopar, torch, threading)), *site.getsitepackages())
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVE = (
+    str(Path(_TORCH, "distributed", "")), str(Path(_OURS, "_torch.py")), __file__,
+    str(Path(_OURS, "runtime", "agreement.py")),
+)  # fmt: skip
+_READING = str(Path(_TORCH, "utils", "data")), str(bdb.__file__)
+_OF_ITS_OWN = str(subprocess.__file__), str(threading.__file__)
+_LIBRARIES = ("<", _OURS, _TORCH, str(Path(os.__file__).parent), *site.getsitepackages())
 
 
 @dataclass
@@ -116,15 +125,16 @@ class Board:
         return "; ".join(f"rank {rank} calls {what}" for rank, what in self.of_ranks(call).items())
 
     def watch(self) -> None:
-        """Tell the store when the thread that trains stands still, and when it goes on; until the process group ends."""
-        group = ref(dist.group.WORLD)  # type: ignore[arg-type]
-        still, last, told = 0, None, ""
-        while not self.stopped.wait(1.0) and group() is dist.group.WORLD:
+        """Tell the store when the thread that trains stands still and when it goes on, until the process group ends."""
+        group = ref(dist.group.WORLD)
+        last: tuple[Any, float] | None = None
+        still, told = 0, ""
+        while not self.stopped.wait(LOOK_S) and group() is dist.group.WORLD:
             frame = sys._current_frames().get(self.thread.ident or 0)
             now = None if frame is None else (id(frame), frame.f_lasti), _computed(self.thread)
-            moves = last is None or now[0] != last[0] or now[1] - last[1] > MOVES_S or _reads(self.thread, frame)
+            moves = last is None or now[0] != last[0] or now[1] - last[1] > MOVES * LOOK_S or _reads(self.thread, frame)
             still, last = 0 if moves else still + 1, now
-            said = _place(frame) if still >= STILL_S else ""
+            said = _place(frame) if still >= STILL_LOOKS else ""
             if said != told:
                 try:
                     self.store.set(f"{STILL}/{self.rank}", said)
@@ -178,7 +188,8 @@ def _reads(thread: threading.Thread, frame: FrameType | None) -> bool:
         status = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
         if status.rpartition(") ")[2].startswith("D"):
             return True
-    return any(part in f.f_code.co_filename for f in _stack(frame) for part in _READING)
+    files = [f.f_code.co_filename for f in _stack(frame)]
+    return any(name.startswith(_READING) for name in files) or any(name in _OF_ITS_OWN for name in files[:4])
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -190,18 +201,12 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 def _place(frame: FrameType | None) -> str:
     """Where a thread stands, as an error shows it."""
     frames = list(_stack(frame))
-    inner = [f.f_code.co_filename for f in frames[:8]]
-    user = next((f for f in frames if not _is_library(f.f_code.co_filename)), None)
+    inner = [f.f_code.co_filename for f in frames[:INNER]]
+    user = next((f for f in frames if not f.f_code.co_filename.startswith(_LIBRARIES)), None)
     place = "" if user is None else f" at {user.f_code.co_filename}:{user.f_lineno}"
-    if any(name.endswith(_OURS) for name in inner):
-        return f"waits in a collective of autopar{place}"
-    if any(part in name for name in inner for part in _COLLECTIVE):
+    if any(name.startswith(_COLLECTIVE) for name in inner):
         return f"waits in a collective{place}"
     return f"{STANDS}{place}"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES)
 
 
 _boards: WeakKeyDictionary[Any, Board] = WeakKeyDictionary()
@@ -213,7 +218,7 @@ def board() -> Board | None:
     if world is None or world.size() == 1 or dist.get_backend() == "fake":
         return None
     if world not in _boards:
-        store = dist.PrefixStore("autopar", _torch.default_store())
+        store = _torch.store("autopar")
         made = Board(store, dist.get_rank(), dist.get_world_size(), threading.current_thread())
         watch = threading.Thread(target=made.watch, name="autopar-waiting", daemon=True)
         watch.start()

@@ -23,7 +23,7 @@ class AutoparStrategy(DDPStrategy):  # type: ignore[misc]
             super().setup(trainer)
             return
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.setup_precision_plugin()
 

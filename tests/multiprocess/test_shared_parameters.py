@@ -74,7 +74,7 @@ def _trained(make: Callable[[], tuple[nn.Module, nn.Module]]) -> tuple[float, bo
         for (first, second), optimizer in zip((models, plain), optimizers, strict=True):
             optimizer.zero_grad()
             (first(x).square().mean() + second(x).sin().mean()).backward()
-        pairs = [(p, q) for a, b in zip(models, plain, strict=True) for p, q in zip(a.parameters(), b.parameters())]
+        pairs = list(zip(*([p for m in both for p in m.parameters()] for both in (models, plain)), strict=True))
         found += [distance(p.grad, q.grad) for p, q in pairs if q.grad is not None and q.grad.abs().max() > 1e-6]
         for optimizer in optimizers:
             optimizer.step()
