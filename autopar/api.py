@@ -256,7 +256,7 @@ def autoparallelize(
         mixed_precision: ``"bf16"`` or ``"fp16"``: every call runs as under autocast, and the parameters are the master
             weights. An ``autopar.MixedPrecision`` also says in what parameters are stored and gradients reduced.
         batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
-        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: beside a scalar loss, other outputs are DTensors, but
+        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: beside a scalar loss, others are DTensors, but
             under ``torch.no_grad()`` plain tensors as metrics take them: whole, or with local batches this rank's.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
         plan: a Plan or the path of a saved one, to run without a search.
