@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, InputError
 from autopar.mesh import Mesh
 from autopar.precision import computing_in, stored_dtype
 from autopar.runtime.accumulation import Sums
-from autopar.runtime.agreement import same_call
+from autopar.runtime.agreement import same_call, warn_of_other_values
 from autopar.runtime.execution import Executable, Step, evaluated, forward_values
 from autopar.runtime.frameworks import Prepared
 from autopar.runtime.gathering import EVERY_RANK, saving
@@ -81,6 +81,7 @@ class State:
         planned: the call that the plan was made for.
         mixed_precision: the precision of every call's autocast, if any.
         plain_evaluation: whether a call without gradients gives no DTensors, also beside a loss.
+        compared: kinds of calls whose first was compared between the ranks, which are to pass the same batch.
     """
 
     mesh: Mesh
@@ -94,6 +95,7 @@ class State:
     plain_evaluation: bool = True
     variants: dict[Any, Variant] = field(default_factory=dict)
     numbers: dict[Any, int] = field(default_factory=dict)
+    compared: set[Any] = field(default_factory=set)
     rank: ProcessRank = field(init=False)
     clock: StepClock = field(default_factory=StepClock)
 
@@ -237,6 +239,11 @@ def _called(
     state = model._autopar
     if key not in state.variants or any(isinstance(t, DTensor) for t in call.tensors):
         settle()
+    if not state.local_batch and key not in state.compared:
+        settle()
+        plain = {n: t for n, t in zip(call.names, call.tensors, strict=True) if not isinstance(t, DTensor)}
+        warn_of_other_values(plain)
+        state.compared.add(key)
     with state.precision():
         variant = _variant(model, call, key)
     executable = variant.executable

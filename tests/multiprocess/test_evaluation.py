@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,3 +80,21 @@ def test_outputs_of_an_evaluation_are_plain_tensors_of_the_samples_that_the_rank
             "in training": DTensor.__name__, "types": {"Tensor"}, "rows": rows, "without labels": "Tensor",
             "worst": found["worst"],
         }  # fmt: skip
+
+
+def _warned(*, alike: bool) -> list[str]:
+    whole = _samples(8)
+    model = autopar.autoparallelize(Classifier(), whole, mesh=(2,), constraints=CUT, cluster="cpu-2", time_limit=2)
+    own = whole if alike or dist.get_rank() == 0 else {name: t.flip(0) for name, t in whole.items()}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(**own)
+    return [str(each.message) for each in found if "batch" in str(each.message)]
+
+
+def test_ranks_that_read_other_samples_are_told_to_plan_for_it_once(pool: RankPool):
+    for (said,) in pool.run(partial(_warned, alike=False)):
+        assert "x has other values on rank 1 than on rank 0" in said
+        assert 'Plan with batch="local"' in said
+    assert pool.run(partial(_warned, alike=True)) == [[], []]
