@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +41,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 def ask_before_full_tensor(device_mesh: DeviceMesh) -> None:
     """From now on ``full_tensor`` on this mesh raises where some ranks do not call it."""
-    _meshes.append(device_mesh)
+    _meshes.add(device_mesh)
     _torch.before_full_tensor(_ask)
 
 
-_meshes: list[DeviceMesh] = []
+_meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
 def _ask(tensor: DTensor) -> None:
     whole = all(isinstance(p, Replicate) for p in tensor.placements)
-    if whole or torch.compiler.is_compiling() or not any(tensor.device_mesh is mesh for mesh in _meshes):
+    if whole or torch.compiler.is_compiling() or tensor.device_mesh not in _meshes:
         return
     roll_call(f"full_tensor of {tuple(tensor.shape)}", EVERY_RANK)
 

@@ -65,6 +65,7 @@ class Board:
     Args:
         thread: the one that trains.
         calls: how many roll calls there were.
+        over: keys that were written for the last one.
     """
 
     store: Any
@@ -72,6 +73,7 @@ class Board:
     size: int
     thread: threading.Thread
     calls: int = 0
+    over: tuple[str, ...] = ()
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def told(self, key: str) -> str:
@@ -105,6 +107,10 @@ class Board:
                 self.store.set(f"{call}/left", f"rank {self.rank} gave up {what}")
                 found = f"rank {self.rank} calls {what}; {elsewhere}"
                 raise RankError(f"{what} is for all ranks, and some do not call it.", found=found, hint=hint + LATE)
+        for key in self.over:  # all are here, and so past the call before
+            self.store.delete_key(key)
+        shared = (call, f"{call}/{what}", f"{call}/all") if self.rank == 0 else ()
+        self.over = (f"{call}/{self.rank}", *shared)
 
     def _arrive(self, key: str) -> bool:
         """Look for a second whether something was said."""
@@ -131,7 +137,7 @@ class Board:
         still, told = 0, ""
         while not self.stopped.wait(LOOK_S) and group() is dist.group.WORLD:
             frame = sys._current_frames().get(self.thread.ident or 0)
-            now = None if frame is None else (id(frame), frame.f_lasti), _computed(self.thread)
+            now = [(f.f_code, f.f_lasti) for f in _stack(frame)], _computed(self.thread)
             moves = last is None or now[0] != last[0] or now[1] - last[1] > MOVES * LOOK_S or _reads(self.thread, frame)
             still, last = 0 if moves else still + 1, now
             said = _place(frame) if still >= STILL_LOOKS else ""
@@ -183,10 +189,10 @@ def _computed(thread: threading.Thread) -> float:
 
 
 def _reads(thread: threading.Thread, frame: FrameType | None) -> bool:
-    """Whether a thread waits for data, a disk, another thread or another program."""
+    """Whether a thread waits for data, a disk, a processor, another thread or another program."""
     with contextlib.suppress(OSError):  # Linux tells
         status = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-        if status.rpartition(") ")[2].startswith("D"):
+        if status.rpartition(") ")[2].startswith(("D", "R")):
             return True
     files = [f.f_code.co_filename for f in _stack(frame)]
     return any(name.startswith(_READING) for name in files) or any(name in _OF_ITS_OWN for name in files[:4])
