@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import heapq
 import itertools
@@ -69,6 +70,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "as_later_versions",
+    "before_full_tensor",
     "copy_each",
     "count_as_changed",
     "dtensor_like",
@@ -96,6 +98,7 @@ __all__ = [
     "save_shards",
     "shard_reader",
     "storage_key",
+    "store",
     "strided_shard",
     "strided_shard_type",
     "symmetric_group",
@@ -464,6 +467,13 @@ def _gloo_states() -> Iterator[str]:
             name, _, rest = status.read_text().rpartition(") ")
             if "gloo_runloop" in name:
                 yield rest[0]
+
+
+def store(name: str) -> Any:
+    """A part of the store by which the job's processes found each other; only launchers are given it in public."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    return PrefixStore(name, _get_default_store())
 
 
 def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
@@ -874,6 +884,21 @@ def find_overflow_in_every_gradient() -> None:
             dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
     handlers[op] = of_all
+
+
+@cache
+def before_full_tensor(ask: Callable[[DTensor], None]) -> None:
+    """Call ``ask`` before a DTensor is made whole, which all ranks do at once. It has no public hook."""
+    from torch.distributed.tensor import DTensor
+
+    original = DTensor.full_tensor
+
+    @functools.wraps(original)
+    def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ask(self)
+        return original(self, *args, **kwargs)
+
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

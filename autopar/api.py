@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
 from autopar.attributes import as_before, remember
 from autopar.emission import emitted, lowered, ready
-from autopar.errors import InputError, MeshError, PlanError
+from autopar.errors import ConstraintError, InputError, MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
@@ -30,14 +29,17 @@ from autopar.ranged import alike, carried_to, fitted, largest, over_range, resiz
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.execution import Executable
-from autopar.runtime.handing_over import Replaced, refuse_unfit_state
+from autopar.runtime.frameworks import wrap_frameworks
+from autopar.runtime.gathering import ask_before_full_tensor
+from autopar.runtime.handing_over import refuse_unfit_state
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for, ensure_process_group
 from autopar.runtime.loading import accept_whole_tensors
-from autopar.runtime.materialize import install, prepare
+from autopar.runtime.materialize import install, placed, prepare
 from autopar.runtime.module import Call as BoundCall
 from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
 from autopar.runtime.simulation import Simulation, simulate_program
+from autopar.runtime.waiting import roll_call
 from autopar.sharding import ShardingSpec
 from autopar.solver import solver_name
 from autopar.spmd import Lowered, Rank
@@ -107,6 +109,8 @@ def plan(
     call = bind(model, *as_call(meta_inputs))
     options = dataclasses.replace(options, ranges=as_ranges(dynamic_shapes, shapes_of(call)))
     capture = _capture(model, call, options, size)
+    mesh = _mesh_of_shared(model, mesh)
+    options = _with_shared(model, capture, mesh, options, None)
     found = functools.partial(
         _plan, mesh=mesh, cluster=hardware, size=size, options=options, captured_s=time.perf_counter() - started,
         progress=progress,
@@ -262,7 +266,8 @@ def autoparallelize(
         mixed_precision: ``"bf16"`` or ``"fp16"``: every call runs as under autocast, and the parameters are the master
             weights. An ``autopar.MixedPrecision`` also says in what parameters are stored and gradients reduced.
         batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
-        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: with a scalar loss, other outputs are DTensors. A
+        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: beside a scalar loss, others are DTensors, but
+            under ``torch.no_grad()`` plain tensors as metrics take them: whole, or with local batches this rank's. A
             scalar is the loss that is called so, stands first in a tuple or dataclass, or is the only output.
         constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
         plan: a Plan or the path of a saved one, to run without a search.
@@ -291,6 +296,7 @@ def autoparallelize(
         AutoparError: on every rank at once, and the model is as it was.
     """
     ensure_process_group(model)
+    roll_call("autoparallelize", "call it on every rank, outside of `if rank == 0`: each gets a part of the model.")
 
     def asked() -> tuple[Cluster, Plan | None, str | None, Options]:
         _check_backend(backend)
@@ -321,7 +327,11 @@ def autoparallelize(
     capture = together(lambda: _capture(model, call, options, world_size()), lambda c: c.graph.digest)
     if given is not None:
         made = together(lambda: _belonging(given, _as_planned(capture, given), call))
+        mesh = _mesh_of_shared(model, mesh if mesh is not None else made.mesh)
+        _with_shared(model, capture, mesh, options, made)
     else:
+        mesh = _mesh_of_shared(model, mesh)
+        options = _with_shared(model, capture, mesh, options, None)
         found = functools.partial(
             _plan, mesh=mesh, cluster=hardware, size=world_size(), options=options,
             captured_s=time.perf_counter() - started, progress=progress,
@@ -341,13 +351,6 @@ def autoparallelize(
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, ParallelModule):
         raise PlanError("The model is already parallel.", found=type(model).__name__, hint="parallelize a fresh model.")
-    taken = next((n for n, p in model.named_parameters() if isinstance(p, DTensor | Replaced)), None)
-    if taken is not None:
-        raise PlanError(
-            f"The parameter {taken} is one of another parallel model.",
-            found=f"{type(model.get_parameter(taken)).__name__} {tuple(model.get_parameter(taken).shape)}",
-            hint="parallelize one module that holds both models, and calls them in its forward.",
-        )
     hooked = next(iter(lost_parameter_hooks(model)), None)
     if hooked is not None:
         raise PlanError(
@@ -449,7 +452,7 @@ def _parallelize(
 
     state = State(
         made.mesh, device_mesh, _bound_as(original), compile_variant, place, made, planned, options.batch == "local",
-        options.mixed_precision, capture.graph,
+        options.mixed_precision, capture.graph, plain_evaluation=options.outputs == "auto",
     )  # fmt: skip
     variant = _variant(model, capture, made, local, options, state, planned, cluster, edited)
     place(model, None, {n: made.specs[n] for n in made.parameters})
@@ -460,6 +463,8 @@ def _parallelize(
     model._autopar = state  # type: ignore[assignment]
     model._autopar_sums = Sums(made.options.get("accumulation_steps", 1))  # type: ignore[assignment]
     watch_steps(model)
+    wrap_frameworks()
+    ask_before_full_tensor(device_mesh)
     return model
 
 
@@ -527,7 +532,7 @@ def _placed(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, str]:
     used = {i.name for i in capture.graph.inputs if i.kind == "parameter"}
     return {
         name: str(from_placements(p.placements, p.ndim, mesh))
-        for name, p in model.named_parameters() if name in used and isinstance(p, DTensor)
+        for name, parameter in model.named_parameters() if name in used and (p := placed(parameter)) is not None
     }  # fmt: skip
 
 
@@ -535,6 +540,47 @@ def _accumulators(state: State) -> dict[str, str]:
     """The specs in which gradients add up: the same for every program of a step."""
     newest_first = reversed(state.programs)
     return {meaning.name: str(spec) for v in newest_first for meaning, spec, _ in v.executable.accumulators}
+
+
+def _mesh_of_shared(model: nn.Module, mesh: MeshLike) -> MeshLike:
+    """The mesh of parameters that another parallel model has already; without such, the given one."""
+    there = {n: p.device_mesh for n, parameter in model.named_parameters() if (p := placed(parameter)) is not None}
+    if not there:
+        return mesh
+    name, kept = next(iter(there.items()))
+    other = next((m for m in there.values() if m != kept), mesh if mesh is not None else kept)
+    if as_mesh(other).shape != as_mesh(kept).shape or (hasattr(other, "mesh_dim_names") and other != kept):
+        raise MeshError(
+            f"The parameter {name} belongs to another parallel model too, on another mesh.",
+            found=f"{as_mesh(kept)} there, {as_mesh(other)} here",
+            hint="make models that share parameters parallel on one mesh: pass the same mesh, or none.",
+        )
+    return kept
+
+
+def _with_shared(model: nn.Module, capture: Capture, mesh: MeshLike, options: Options, plan: Plan | None) -> Options:
+    """The options with constraints that leave parameters of other parallel models as they are there.
+
+    Raises:
+        ConstraintError, PlanError: constraints, precision or the given plan want them otherwise.
+    """
+    there = _placed(model, capture, as_mesh(mesh)) if mesh is not None else {}
+    for name, spec in there.items():
+        wanted = options.constraints.get(name, spec) if plan is None else str(plan.specs[name])
+        if wanted != spec:
+            raise ConstraintError(
+                f"The parameter {name} belongs to another parallel model too, which has it otherwise.",
+                found=f"{spec} there, {wanted} in the {'constraints' if plan is None else 'plan'}",
+                hint="leave it out of the constraints, and plan this model after the other was made parallel.",
+            )
+        dtype = stored_dtype(model.get_parameter(name), precision=options.mixed_precision)
+        if (kept := placed(model.get_parameter(name))) is not None and kept.dtype != dtype:
+            raise PlanError(
+                f"The parameter {name} belongs to another parallel model too, which stores it in another dtype.",
+                found=f"{kept.dtype} there, {dtype} here",
+                hint="give both models the same mixed_precision.",
+            )
+    return dataclasses.replace(options, constraints={**options.constraints, **there})
 
 
 def _variant(

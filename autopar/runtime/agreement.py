@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, RankError
+from autopar.runtime.waiting import wait_for
 
 T = TypeVar("T")
 
@@ -95,7 +97,7 @@ class Agreement:
             return
         work, extremes, describe = self._under_way
         self._under_way = None  # it holds the inputs
-        work.wait()
+        wait_for(work, "calls the model", _ON_EVERY_RANK)
         most, least = extremes.tolist()
         error = self._error
         if most == -least and error is None:
@@ -155,6 +157,7 @@ def _disagreement(said: Sequence[dict[str, str]]) -> RankError:
 
 
 _FAILED = 2**62
+_ON_EVERY_RANK = "call the model on every rank, outside of `if rank == 0`: each holds a part of it."
 _hosts_of: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -203,6 +206,39 @@ def differing(keys: Sequence[object]) -> list[bool]:
     if world_size() == 1:
         return [False] * len(keys)
     return [len(set(each)) > 1 for each in zip(*_share(list(keys)), strict=True)]
+
+
+def warn_of_other_values(tensors: Mapping[str, Tensor]) -> None:
+    """Warn where ranks have other ``tensors``; floating ones may differ as kernels do that add in another order."""
+    if world_size() == 1:
+        return
+    said = _share({name: _sampled(t) for name, t in tensors.items()})
+    for rank, other in enumerate(said):
+        name = next((n for n, values in other.items() if not _close(values, said[0][n])), None)
+        if name is not None:
+            warnings.warn(
+                f"The model was planned for a batch that is the same on every rank, and {name} has other values on "
+                f'rank {rank} than on rank 0: what it computes is that of no batch. Plan with batch="local" where each '
+                "rank reads samples of its own, as with a DistributedSampler, the Trainer and prepared loaders of "
+                "Accelerate; else seed all ranks alike.",
+                stacklevel=6,
+            )
+            return
+
+
+SAMPLED = 64
+
+
+def _sampled(tensor: Tensor) -> list[float]:
+    """Some elements of a tensor."""
+    flat = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED)][:SAMPLED]
+    found: list[float] = (flat.abs() if flat.is_complex() else flat).double().nan_to_num().tolist()
+    return found
+
+
+def _close(values: Sequence[float], others: Sequence[float]) -> bool:
+    most = max(map(abs, others), default=0.0)
+    return all(abs(a - b) <= 0.01 * most for a, b in zip(values, others, strict=True))
 
 
 def _share(item: Any) -> list[Any]:

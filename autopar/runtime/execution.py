@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar import _torch
 from autopar.errors import AutoparError
@@ -154,6 +154,22 @@ def forward_values(
         else:
             outputs.append(_torch.output_of(value, _spec_of(value, spec, meta.shape, host), output.name))
     return outputs, mutations, list(results[n:])
+
+
+def evaluated(outputs: Sequence[Any], batch: int | None, device_mesh: DeviceMesh) -> list[Any]:
+    """The outputs of a call without gradients as plain tensors, as metrics and libraries take them.
+
+    Args:
+        batch: with local batches that of all ranks: an output that has it is given as this rank's slice, others whole.
+    """
+
+    def plain(output: Any) -> Any:
+        if not isinstance(output, DTensor):
+            return output
+        own: Placement = Shard(0) if batch is not None and output.shape[0] == batch else Replicate()
+        return output.redistribute(device_mesh, [own] * device_mesh.ndim).to_local()
+
+    return [plain(output) for output in outputs]
 
 
 class Step(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
@@ -42,11 +43,21 @@ class Owner:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A tensor of the parallel model, every place that it goes to, and what was there."""
+    """A tensor of the parallel model, what it stands for, and every place that it goes to."""
 
     owners: tuple[Owner, ...]
     tensor: Tensor
     old: Tensor
+
+
+_successors: Any = WeakTensorKeyDictionary()
+"""What stands for a parameter since a model that has it was made parallel: another model may have it too."""
+
+
+def placed(parameter: Tensor) -> DTensor | None:
+    """The DTensor that a parameter is already, or that stands for it in another parallel model."""
+    found = parameter if isinstance(parameter, DTensor) else _successors.get(parameter)
+    return found if isinstance(found, DTensor) else None
 
 
 def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
@@ -70,7 +81,7 @@ def prepare(
 
     Tensors on the meta device are initialised as their modules do it, one at a time, from a seed of their own: the
     values are the same on every mesh. Where ranks have different values, those of rank 0 count, so it alone may have
-    loaded a checkpoint. ``model`` stays as it is.
+    loaded a checkpoint. Parameters that another parallel model has are its own. ``model`` stays as it is.
 
     Args:
         dtype_of: in which each is stored.
@@ -80,10 +91,12 @@ def prepare(
     Raises:
         AutoparError: a tensor is on the meta device and nothing initialises it.
     """
-    found = [(t, places) for t, places in owners(model) if only is None or any(o.fqn in only for o in places)]
+    every = [(t, places) for t, places in owners(model) if only is None or any(o.fqn in only for o in places)]
+    shared = [(old, places, there) for old, places in every if (there := placed(old)) is not None]
+    found = [(old, places) for old, places in every if placed(old) is None]
     differs = differing([_digest(old) for old, _ in found])
-    made = []
-    with _stand_ins(found):
+    made = [Replacement(places, there, old) for old, places, there in shared]
+    with _stand_ins(every):
         for (old, places), differ in zip(found, differs, strict=True):
             if old.is_meta and not (differ and this_rank()):
                 left_empty = isinstance(old, nn.Parameter) and not initialize and not differ
@@ -136,8 +149,10 @@ def install(replacements: list[Replacement], optimizers: Sequence[Optimizer] = (
     for replacement in replacements:
         for owner in replacement.owners:
             owner.table[owner.attribute] = replacement.tensor
-    parameters = [(r.owners[0].fqn, r.old, r.tensor) for r in replacements if isinstance(r.old, nn.Parameter)]
-    hand_over(parameters, optimizers, cast=cast)
+    new = [r for r in replacements if isinstance(r.old, nn.Parameter) and placed(r.old) is None]
+    for replacement in new:
+        _successors[replacement.old] = replacement.tensor
+    hand_over([(r.owners[0].fqn, r.old, r.tensor) for r in new], optimizers, cast=cast)
 
 
 def _parameter(
@@ -167,7 +182,7 @@ def _stand_ins(found: list[tuple[Tensor, tuple[Owner, ...]]]) -> Iterator[None]:
         return
     try:
         for old, places in replaced:
-            _place(_like(old.detach().to("meta"), old), places)
+            _place(_like(torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta"), old), places)
         yield
     finally:
         for old, places in replaced:

@@ -27,10 +27,13 @@ from autopar.guards import Difference, Guards
 from autopar.mesh import Mesh
 from autopar.precision import computing_in
 from autopar.runtime.accumulation import Sums
-from autopar.runtime.agreement import same_call, this_rank
-from autopar.runtime.execution import Executable, Step, forward_values
+from autopar.runtime.agreement import same_call, this_rank, warn_of_other_values
+from autopar.runtime.execution import Executable, Step, evaluated, forward_values
+from autopar.runtime.frameworks import Prepared
+from autopar.runtime.gathering import EVERY_RANK, saving
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
+from autopar.runtime.waiting import roll_call
 from autopar.sharding import ShardingSpec
 from autopar.spmd.ranks import ProcessRank, StartingRank
 from autopar.structure import Structure
@@ -95,6 +98,8 @@ class State:
         graph: that the plan was made for.
         variants: compiled programs by key, the one that was used last in front.
         compiled: how many programs there have been.
+        plain_evaluation: whether a call without gradients gives no DTensors, also beside a loss.
+        compared: kinds of calls whose first was compared between the ranks, which are to pass the same batch.
     """
 
     mesh: Mesh
@@ -111,6 +116,8 @@ class State:
     compiled: int = 0
     numbers: dict[Any, int] = field(default_factory=dict)
     before: dict[Place, Held] = field(default_factory=dict)
+    plain_evaluation: bool = True
+    compared: set[Any] = field(default_factory=set)
     rank: ProcessRank = field(init=False)
     clock: StepClock = field(default_factory=StepClock)
 
@@ -172,8 +179,10 @@ class ParallelModule(nn.Module):
     """Mixed into the user's class; ``autoparallelize`` puts it there."""
 
     _autopar: State
-    _is_accelerate_prepared = True
+    _is_accelerate_prepared = Prepared()
     """For Hugging Face Accelerate and its Trainer: the model is parallel, and is wrapped in nothing more."""
+    accepts_loss_kwargs = False
+    """For the Trainer: the loss is the mean over all ranks as it is; how many tokens a step has is not to be passed."""
     _autopar_sums: Sums
 
     @property
@@ -187,6 +196,7 @@ class ParallelModule(nn.Module):
         Returns:
             Of how many micro-batches they are; 0 where none is pending.
         """
+        roll_call("deliver_gradients", EVERY_RANK)
         return self._autopar_sums.deliver(self, self._autopar)
 
     def compare_with_prediction(self, k: int = 10) -> PredictionCheck:
@@ -205,6 +215,14 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to`` and its like swap DTensors for new ones, which are to keep what is remembered of the parameters."""
+        known = {name: dict(vars(p)) for name, p in self.named_parameters()}
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        for name, parameter in self.named_parameters():
+            vars(parameter).update(known[name])
+        return self
 
     def __copy__(self) -> ParallelModule:
         twin = type(self).__new__(type(self))
@@ -233,7 +251,7 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
         return run(self, args, kwargs)
 
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_autopar_original": kind, "forward": forward}
-    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names)
+    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names | saving(kind))
 
 
 @dataclass(frozen=True)
@@ -306,6 +324,11 @@ def _called(
     state, call = model._autopar, asked.call
     if asked.variant is None or any(isinstance(t, DTensor) for t in call.tensors):
         settle()
+    if not state.local_batch and asked.key not in state.compared:
+        settle()
+        plain = {n: t for n, t in zip(call.names, call.tensors, strict=True) if not isinstance(t, DTensor)}
+        warn_of_other_values(plain)
+        state.compared.add(asked.key)
     with state.precision():
         variant = _variant(model, asked)
     executable = variant.executable
@@ -327,6 +350,9 @@ def _called(
         host.marks.forward = (began, stamp(state.device))
     else:
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
+        if state.plain_evaluation:
+            settle()
+            outputs = evaluated(outputs, _whole_batch(call, state), state.device_mesh)
     return variant, outputs, mutations
 
 
@@ -344,6 +370,13 @@ def _every_tangent(model: ParallelModule, key: Any, variant: Variant) -> Executa
     if variant in (known := state.variants.get(key, [])):
         known[known.index(variant)] = made
     return made.executable
+
+
+def _whole_batch(call: Call, state: State) -> int | None:
+    """With local batches, how many samples all ranks pass together."""
+    if not state.local_batch:
+        return None
+    return next((t.shape[0] for t in call.tensors if t.ndim), 0) * state.mesh.size
 
 
 def _given(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:

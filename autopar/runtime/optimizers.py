@@ -7,12 +7,13 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar import _torch
 from autopar.errors import AutoparError
-from autopar.runtime.loading import put_data
+from autopar.runtime.loading import put_data, shard_like
 from autopar.runtime.shard_step import is_marked, step_on_shards
 
 _optim = torch.optim
@@ -38,9 +39,18 @@ def mark(parameter: torch.Tensor) -> None:
 @functools.cache
 def _watch() -> None:
     register_optimizer_step_pre_hook(_check)
+    register_optimizer_step_pre_hook(_cut_loaded)
     step_on_shards()
     _torch.route_data(put_data)
     _torch.find_overflow_in_every_gradient()
+
+
+def _cut_loaded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Whole tensors that ``load_state_dict`` put beside a parameter of ours are cut as that is."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor) and is_marked(parameter):
+            loaded = {n: v for n, v in state.items() if type(v) is Tensor and v.ndim and v.shape == parameter.shape}
+            state |= {name: shard_like(value, parameter) for name, value in loaded.items()}
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

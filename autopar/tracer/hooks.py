@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import CaptureError
 from autopar.tracer.blame import is_installed
@@ -60,6 +61,8 @@ def of_all_modules() -> dict[str, dict[int, Callable[..., Any]]]:
 def lost_parameter_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Parameters with hooks on their gradients, and what those are: making the parameter a DTensor would drop them."""
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):  # of another parallel model: it stays
+            continue
         hooks = {**(parameter._backward_hooks or {}), **(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})}
         yield from ((name, _described(hook)) for hook in list(hooks.values())[:1])
 

@@ -28,6 +28,8 @@ from autopar import _torch
 from autopar.errors import AutoparError, RankError
 from autopar.plans import Plan
 from autopar.runtime.agreement import decided_by_first, this_rank, together, world_size
+from autopar.runtime.gathering import EVERY_RANK
+from autopar.runtime.waiting import roll_call
 from autopar.training import state
 from autopar.training.files import read_plain
 from autopar.training.launch import TIMEOUT_S
@@ -99,6 +101,7 @@ class Checkpointer:
         Raises:
             AutoparError: the checkpoint before could not be written, or gradients are half accumulated.
         """
+        roll_call("Checkpointer.save", EVERY_RANK)
         self.wait()
         self._join()
         if getattr(optimizer, "accumulate_step", 0):
@@ -192,6 +195,7 @@ class Checkpointer:
         Raises:
             AutoparError: it belongs to another model or optimizer; on every rank.
         """
+        roll_call("Checkpointer.load", EVERY_RANK)
         self.wait()
         self._join()
         steps = decided_by_first(self.steps)

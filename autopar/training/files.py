@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
 from autopar.runtime.agreement import this_rank, together
+from autopar.runtime.gathering import EVERY_RANK, whole
 from autopar.runtime.loading import state_like
 from autopar.runtime.safetensors import files_of_index
+from autopar.runtime.waiting import roll_call
 from autopar.training.optimizers import parameters
 
 PathLike = str | os.PathLike[str]
@@ -41,6 +43,7 @@ def save_model(
     Raises:
         AutoparError: it cannot be written; on every rank.
     """
+    roll_call("save_model", EVERY_RANK)
     state = model.state_dict(keep_vars=True)
     path = Path(checkpoint)
     if shard:
@@ -68,6 +71,7 @@ def load_model(model: nn.Module, checkpoint: PathLike, strict: bool = True) -> N
     Raises:
         AutoparError: nothing is there, or with ``strict`` names are missing or new.
     """
+    roll_call("load_model", EVERY_RANK)
     path = Path(checkpoint)
 
     def load() -> None:
@@ -102,6 +106,7 @@ def save_optimizer(
     Raises:
         AutoparError: it cannot be written; on every rank.
     """
+    roll_call("save_optimizer", EVERY_RANK)
     state = optimizer.state_dict()
     path = Path(checkpoint)
     sizes = {i: sum(_bytes(v) for v in each.values()) for i, each in state["state"].items()}
@@ -129,6 +134,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: PathLike) -> None:
     Raises:
         AutoparError: nothing is there, or it belongs to other parameters.
     """
+    roll_call("load_optimizer", EVERY_RANK)
     path = Path(checkpoint)
 
     def load() -> None:
@@ -143,29 +149,20 @@ def load_optimizer(optimizer: Optimizer, checkpoint: PathLike) -> None:
 
 def save_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
     """Write ``lr_scheduler.state_dict()``; rank 0 does."""
+    roll_call("save_lr_scheduler", EVERY_RANK)
     state = lr_scheduler.state_dict()
     _together(lambda: _replaced(Path(checkpoint), lambda to: torch.save(state, to)) if this_rank() == 0 else None)
 
 
 def load_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
     """Load what ``save_lr_scheduler`` wrote."""
+    roll_call("load_lr_scheduler", EVERY_RANK)
     _together(lambda: lr_scheduler.load_state_dict(read_plain(_existing(Path(checkpoint)))))
 
 
 def cut(state: Mapping[int, Mapping[str, Any]], of: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
     """Optimizer state by position of its parameter, with every tensor of the parameter's shape cut as that is."""
     return {i: {k: state_like(k, v, of[i]) for k, v in each.items()} for i, each in state.items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a DTensor, whose shard may lie on the host; a plain tensor as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    local = tensor.to_local().detach()
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False,
-        shape=tensor.shape, stride=tensor.stride(),
-    ).full_tensor()  # fmt: skip
 
 
 def _on_first(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer around a parallel model: arguments, callbacks and logging as ever.
+"""Hugging Face Trainer around a parallel model: arguments, evaluation, checkpoints and logging as ever.
 
     torchrun --nproc-per-node 2 examples/integrations/hf_trainer.py
 
@@ -8,16 +8,16 @@ The Trainer gives every rank its own samples, so the plan is made with batch="lo
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import autopar
-from autopar.training import Booster
 
 TOKENS, LOCAL_BATCH = 16, 4
 
@@ -25,8 +25,11 @@ TOKENS, LOCAL_BATCH = 16, 4
 class Counting(Dataset):
     """Sequences that count on from where they begin."""
 
+    def __init__(self, number: int) -> None:
+        self.number = number
+
     def __len__(self) -> int:
-        return 64
+        return self.number
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         ids = (torch.arange(TOKENS) + i) % 48
@@ -43,24 +46,36 @@ def build_model() -> nn.Module:
     return model
 
 
-def main(folder: str, steps: int = 6) -> list[float]:
+def metrics(found: EvalPrediction) -> dict[str, float]:
+    right = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "samples": float(len(right))}
+
+
+def main(folder: str, steps: int = 6, resume: str | None = None) -> dict[str, list[float]]:
     arguments = TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=LOCAL_BATCH, learning_rate=1e-2, logging_steps=1,
-        save_strategy="no", report_to=[], use_cpu=not torch.cuda.is_available(), disable_tqdm=True, seed=0,
-        average_tokens_across_devices=False,
+        folder, max_steps=steps, per_device_train_batch_size=LOCAL_BATCH, per_device_eval_batch_size=LOCAL_BATCH,
+        learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="accuracy", report_to=[],
+        use_cpu=not torch.cuda.is_available(), disable_tqdm=True, seed=0,
     )  # fmt: skip
     torch.manual_seed(0)
     ids = torch.empty(LOCAL_BATCH, TOKENS, dtype=torch.long)
     model = autopar.autoparallelize(build_model(), {"input_ids": ids, "labels": ids}, batch="local", cluster="cpu-2")
-    trainer = Trainer(model=model, args=arguments, train_dataset=Counting())
-    trainer.model_accepts_loss_kwargs = False  # the loss is a mean in the program; the Trainer shall not count tokens
-    trainer.train()
-    Booster().save_model(model, folder, shard=True)  # GPT2LMHeadModel.from_pretrained(folder) reads it
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Counting(64), eval_dataset=Counting(11), compute_metrics=metrics
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(folder)  # on every rank; AutoModelForCausalLM.from_pretrained(folder) reads it
+    history = trainer.state.log_history
+    return {name: [e[name] for e in history if name in e] for name in ("loss", "eval_accuracy", "eval_samples")}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
-    print(main(tempfile.mkdtemp(), parser.parse_args().steps))
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--resume", default=None, help="a checkpoint's folder")
+    options = parser.parse_args()
+    folder = options.folder or f"{tempfile.gettempdir()}/autopar-trainer"  # the same on every rank
+    print(json.dumps(main(folder, options.steps, options.resume)))
     dist.destroy_process_group()

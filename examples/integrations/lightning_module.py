@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/integrations/lightning_module.py
 
 `configure_model` makes the network parallel, once Lightning's processes are there. The strategy leaves the model as it
-is and writes one file with whole tensors; each rank passes its own samples, so the plan is made with batch="local".
+is. Each rank passes its own samples, so the plan is made with batch="local". Checkpoints hold whole tensors.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import tempfile
 
 import lightning
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 from torchrun_script import build_model
 
 import autopar
+from autopar.training.lightning_strategy import AutoparStrategy
 
 
 class Net(lightning.LightningModule):
@@ -41,44 +41,38 @@ class Net(lightning.LightningModule):
         self.losses.append(float(loss.detach()))
         return loss
 
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.log("accuracy", (self.network(x).argmax(-1) == y).float().mean(), sync_dist=True)
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def on_save_checkpoint(self, checkpoint) -> None:
-        whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in checkpoint["state_dict"].items()}
-        checkpoint["state_dict"] = whole
 
-
-class Parallel(SingleDeviceStrategy):
-    """A rank's own device; the collectives are in the program, so Lightning has none to do."""
-
-    @property
-    def is_global_zero(self) -> bool:
-        return int(os.environ.get("RANK", "0")) == 0
-
-
-def main(folder: str, epochs: int = 2) -> list[float]:
+def main(folder: str, epochs: int = 2, resume: str | None = None) -> tuple[list[float], float]:
     from accelerate_loop import data
 
-    autopar.launch_from_torch()
     lightning.seed_everything(0, verbose=False)
-    samples = data()
-    sampler = DistributedSampler(samples, shuffle=False)
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    best = ModelCheckpoint(monitor="accuracy", mode="max", save_last=True)
     trainer = lightning.Trainer(
-        strategy=Parallel(torch.device(device)), max_epochs=epochs, default_root_dir=folder, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
+        strategy=AutoparStrategy(), accelerator="auto", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        max_epochs=epochs, default_root_dir=folder, logger=False, callbacks=[best], enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     net = Net()
-    trainer.fit(net, DataLoader(samples, batch_size=32, sampler=sampler))
-    return net.losses
+    loaders = DataLoader(data(), batch_size=32), DataLoader(data(), batch_size=32)
+    trainer.fit(net, *loaders, ckpt_path=resume)
+    found = trainer.validate(net, loaders[1], ckpt_path="best", verbose=False)
+    return net.losses, found[0]["accuracy"]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
-    losses = main(tempfile.mkdtemp(), parser.parse_args().epochs)
+    parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/autopar-lightning")  # the same on every rank
+    parser.add_argument("--resume", default=None, help="a checkpoint")
+    options = parser.parse_args()
+    losses, accuracy = main(options.folder, options.epochs, options.resume)
     if torch.distributed.get_rank() == 0:
-        print(f"first loss {losses[0]:.4f}, last {losses[-1]:.4f}")
+        print(f"first loss {losses[0]:.4f}, last {losses[-1]:.4f}, accuracy {accuracy:.4f}")
     torch.distributed.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.test_training_examples import run
-from tests.multiprocess.test_training_faults import finished
 
 pytestmark = pytest.mark.multiprocess
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
@@ -124,9 +124,8 @@ def test_the_slurm_script_starts_torchrun_with_what_slurm_says(tmp_path):
 @pytest.mark.parametrize(
     ("script", "libraries"),
     [
-        ("torchrun_script", ()), ("accelerate_loop", ("accelerate",)), ("hf_trainer", ("accelerate", "transformers")),
-        ("lightning_module", ("lightning",)), ("checkpoints", ()), ("from_safetensors", ("transformers",)),
-        ("compiled_parts", ()), ("colossal_gpt", ("transformers",)),
+        ("torchrun_script", ()), ("checkpoints", ()), ("from_safetensors", ("transformers",)), ("compiled_parts", ()),
+        ("colossal_gpt", ("transformers",)),
     ],
 )  # fmt: skip
 def test_examples_run_under_torchrun(script, libraries):
@@ -136,13 +135,70 @@ def test_examples_run_under_torchrun(script, libraries):
 
 
 @pytest.mark.slow
-def test_accelerate_learns_and_saves_whole_tensors(tmp_path):
-    needs("accelerate")
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import accelerate_loop; accelerate_loop.main(sys.argv[2], 3)"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command = [*launcher, sys.executable, "-c", script, str(FOLDER), str(tmp_path)]
-    done = finished(command, {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"})
+def test_the_trainer_evaluates_resumes_and_saves_as_on_one_device(tmp_path):
+    needs("accelerate", "transformers")
+    said = []
+    for folder, resume in (("whole", ()), ("again", (f"--resume={tmp_path}/whole/checkpoint-2",))):
+        out = run("integrations/hf_trainer.py", f"--folder={tmp_path}/{folder}", *resume, torchrun=2)
+        said += [json.loads(line) for line in out.splitlines() if line.startswith('{"loss"')]
+    assert len(said) == 4
+    for found in said:
+        assert found == {name: pytest.approx(values, rel=1e-5) for name, values in said[0].items()}
+    assert set(said[0]["eval_samples"]) == {11.0}
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").config.architectures == ["GPT2LMHeadModel"]
+    one_device = _trained_by_the_trainer_on_one_device(tmp_path / "one")
+    for name, values in one_device.items():
+        assert said[0][name] == pytest.approx(values, rel=1e-4), name
+
+
+def _trained_by_the_trainer_on_one_device(folder: Path) -> dict[str, list[float]]:
+    """The example's losses and accuracies for a plain model, with the batch of both ranks."""
+    program = f"""
+import json, sys; sys.path.insert(0, {str(FOLDER)!r})
+import torch, hf_trainer as h
+from transformers import Trainer, TrainingArguments
+arguments = TrainingArguments(
+    {str(folder)!r}, max_steps=6, per_device_train_batch_size=8, per_device_eval_batch_size=8, learning_rate=1e-2,
+    logging_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="no", report_to=[], use_cpu=True,
+    disable_tqdm=True, seed=0,
+)
+torch.manual_seed(0)
+trainer = Trainer(
+    model=h.build_model(), args=arguments, train_dataset=h.Counting(64), eval_dataset=h.Counting(11),
+    compute_metrics=h.metrics,
+)
+trainer.train()
+history = trainer.state.log_history
+print(json.dumps({{n: [e[n] for e in history if n in e] for n in ("loss", "eval_accuracy")}}))
+"""
+    environment = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_lightning_validates_resumes_and_keeps_the_best(tmp_path):
+    needs("lightning")
+    whole = run("integrations/lightning_module.py", f"--folder={tmp_path}/whole", "--epochs=2", torchrun=2)
+    run("integrations/lightning_module.py", f"--folder={tmp_path}/half", "--epochs=1", torchrun=2)
+    last = f"--resume={tmp_path}/half/checkpoints/last.ckpt"
+    half = run("integrations/lightning_module.py", f"--folder={tmp_path}/half", "--epochs=2", last, torchrun=2)
+    assert whole.partition("last ")[2] == half.partition("last ")[2] != ""
+    import torch
+
+    saved = torch.load(tmp_path / "half" / "checkpoints" / "last.ckpt", weights_only=False)
+    assert saved["state_dict"]["network.0.weight"].shape == (128, 32)
+    assert saved["optimizer_states"][0]["state"][0]["exp_avg"].shape == (128, 32)
+
+
+@pytest.mark.slow
+def test_accelerate_learns_goes_on_from_its_state_and_saves_whole_tensors(tmp_path):
+    needs("accelerate")
+    said = run("integrations/accelerate_loop.py", f"--folder={tmp_path}", torchrun=2)
+    assert "accuracy 1.0000" in said
     from safetensors.torch import load_file
 
     assert load_file(tmp_path / "model.safetensors")["0.weight"].shape == (128, 32)
