@@ -514,12 +514,12 @@ def _variant(
     executable = _executable(capture, made, options, state.rank, source)
     call = _shapes(call)
     key = variant_key(model, call, options.mixed_precision)
+    given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
+    as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
 
     @functools.cache
     def every_tangent() -> Executable:
         """The same call with a backward from every output; later calls take it at once."""
-        given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
-        as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
         state.variants[key] = _compile(model, state, call, cluster, as_they_are, every=True)
         return state.variants[key].executable
 
