@@ -590,11 +590,11 @@ def _variant(
     executable = _executable(capture, made, local, options, state.rank, edited)
     call = _shapes(call)
     given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
+    as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
 
     @functools.cache
     def every_tangent() -> Variant:
         """The same call with a backward from every output."""
-        as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
         return _compile(model, state, call, cluster, as_they_are, every=True)
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")

@@ -58,7 +58,9 @@ def looked_through(
             first, changes = returned.left, returned.changes
             flat(*inputs)
     except DynamicOutputShapeException:  # what a mask chooses has a shape in an export alone
-        return Findings(first)
+        unknown = [each for each in first if each.how != "set"]
+        left = tuple(each for each in first if each.how == "set")
+        return Findings(left, (), frozenset(u.place for u in unknown), tuple(u.names[0] for u in unknown))
     paths = [path for each in first for path in each.value.paths]
     values = dict(zip(paths, made[len(made) - len(paths) :], strict=True))
     fixed = tuple(each for each in first if not any(values[path] in data for path in each.value.paths))
@@ -83,7 +85,13 @@ def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
     for path, module in model.named_modules():
         owner = type(module).__module__
         if _is_users(owner) or owner.partition(".")[0] == "torch":
-            yield from (((path, name), value) for name, value in vars(module).items() if name not in _OF_MODULES)
+            own = ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
+            yield from (((path, name), value) for name, value in own if not _is_made_of_parameters(module, name))
+
+
+def _is_made_of_parameters(module: nn.Module, name: str) -> bool:
+    """As ``weight`` is of ``weight_g`` and ``weight_v`` by ``weight_norm``, whose hook sets it in every call."""
+    return any(parameter.startswith(f"{name}_") for parameter in module._parameters)
 
 
 def left_in(model: nn.Module, before: Attributes, left_out: Collection[Place]) -> Found:
