@@ -23,5 +23,6 @@ _UNPACKING = '"""\n\nimport base64\nimport zlib\n\n'
 def digest(source: str) -> str:
     """Of all of a program but the values of constants. These are the model's own when the program runs, and those of
     a model without values are not in the text."""
-    plain = _CONSTANT.sub("", source).replace(_UNPACKING, '"""\n\n', 1)
+    plain = _CONSTANT.sub("", source).replace("CONSTANTS = {\n}\n", "CONSTANTS = {}\n")
+    plain = plain.replace(_UNPACKING, '"""\n\n', 1)
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()

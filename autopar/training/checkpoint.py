@@ -173,7 +173,7 @@ class Checkpointer:
     def _plan_text(self, step: int | None) -> str | None:
         steps = self.steps() if step is None else [step]
         path = self._path(steps[-1]) / "plan.json" if steps else None
-        return path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
+        return Plan.load(path).to_json() if path is not None and path.is_file() else None
 
     def load(
         self,
