@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError
 from autopar.training import MasterWeights
 
 X = torch.randn(6, 4)
@@ -158,15 +158,3 @@ def test_state_has_the_dtype_that_the_optimizer_steps_in(master: str | None):
     stepped(model, MasterWeights(optimizer) if master else optimizer)
     averages = optimizer.state[model.layer.weight]["exp_avg"]
     assert averages.dtype == (torch.float32 if master else torch.bfloat16)
-
-
-@pytest.mark.parametrize("share", ["layer", "weight"])
-def test_what_another_parallel_model_has_is_refused(plan: autopar.Plan, share: str):
-    first = Net()
-    second = Net(first.layer)
-    if share == "weight":
-        second = Net()
-        second.layer.weight = first.layer.weight
-    autopar.autoparallelize(first, (X,), plan=plan)
-    with pytest.raises(PlanError, match=r"layer\.weight is one of another parallel model"):
-        autopar.autoparallelize(second, (X,), plan=plan)
