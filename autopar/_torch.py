@@ -30,7 +30,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 # The type of a resolved op such as torch.ops.aten.mm.default; torch.ops has no public name for it.
 # HigherOrderOperator: the type of torch.cond and other ops that take functions; it has no public name either.
@@ -38,6 +37,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 # A GraphModule that prints and compiles its own code when that is first asked for: most of ours never are.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule

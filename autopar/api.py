@@ -21,7 +21,7 @@ from autopar.errors import ConstraintError, InputError, MeshError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
-from autopar.planner.predictions import make_plan
+from autopar.planner.answers.plan_of import make_plan
 from autopar.planner.ranges import Sizes, as_ranges
 from autopar.plans import Plan
 from autopar.precision import as_precision, computing_in, policy_of, stored_dtype

@@ -17,6 +17,9 @@ ITEMSIZE: Mapping[str, int] = {
 }  # fmt: skip
 """Bytes of one element, by dtype name."""
 
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""Real floating-point dtypes that every backend sends and reduces as they are."""
+
 Phase = Literal["forward", "backward"]
 
 

@@ -206,3 +206,7 @@ class Program:
     @property
     def collectives(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.is_collective)
+
+
+AGAIN = "|again"
+"""Marks the ops and tensors of a second run in the backward."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from autopar.emission import emitted, lowered
 from autopar.errors import PlanError
-from autopar.planner.carry import alike, carried
+from autopar.planner.answers.resize import alike, carried
+from autopar.planner.answers.symbolic import NoFormulaError, formulas
 from autopar.planner.ranges import Ranges, Shapes, Sizes
-from autopar.planner.symbolic import NoFormulaError, formulas
 from autopar.plans import Plan
 from autopar.tracer import Capture
 from autopar.tracer.export import Call

@@ -34,7 +34,7 @@ from autopar import codegen
 from autopar._torch import FakeTensorMode
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.unequal import unequal_ranks
+from autopar.planner.footprint.ranks import unequal_ranks
 from autopar.plans import Plan
 from autopar.runtime.meter import MemoryMeter
 from autopar.spmd.ranks import Exchange

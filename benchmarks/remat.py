@@ -50,7 +50,7 @@ from autopar.arguments import canonical_names
 from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
-from autopar.planner.schedule import AGAIN
+from autopar.program import AGAIN
 from autopar.tracer import ColoTracer
 
 Record = dict[str, Any]

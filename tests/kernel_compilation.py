@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from autopar.kernels import KERNELS
-from autopar.planner.fusions import WIDEST, WIDEST_BACKWARD
+from autopar.planner.graphs.kernel_patterns import WIDEST, WIDEST_BACKWARD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHARED_BYTES = 227 * 1024

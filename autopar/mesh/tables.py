@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping

@@ -1,5 +1,5 @@
 """Ops that a plan gives to one kernel of ours become one call. What is fused the program says (``Op.kernels``), after
-``planner/fused.py`` saw to it that nothing else reads what the kernel keeps to itself."""
+``planner/pricing/fused.py`` saw to it that nothing else reads what the kernel keeps to itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import fx
 
 from autopar._torch import LazyGraphModule
 from autopar.ir import Graph, Value
-from autopar.planner.fusions import STATISTICS, Fusion, fusions, run_in
-from autopar.planner.schedule import AGAIN
+from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, fusions, run_in
+from autopar.program import AGAIN
 from autopar.spmd import Lowered
 
 autopar = torch.ops.autopar

@@ -18,11 +18,11 @@ from torch import fx
 
 from autopar import spmd
 from autopar._torch import LazyGraphModule, changes_arguments
+from autopar.garbage import collected_later
 from autopar.ir import Graph, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.accumulation import without_delivery
-from autopar.planner.garbage import collected_later
-from autopar.planner.layouts import DENSE
+from autopar.planner.footprint.layouts import DENSE
+from autopar.planner.graphs.accumulation import without_delivery
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
 from autopar.spmd import Lowered

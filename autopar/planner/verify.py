@@ -14,10 +14,10 @@ from math import prod
 from autopar.errors import AutoparError, PlanError
 from autopar.ir import Graph, Input, Node, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.contraction import terms
-from autopar.planner.decisions import batch_spec, given_whole
-from autopar.planner.in_place import MAKES_NEW, OVERWRITABLE, OVERWRITING, may_overwrite, only_reads
+from autopar.planner.footprint.contraction import terms
+from autopar.planner.footprint.overwriting import MAKES_NEW, OVERWRITABLE, OVERWRITING, may_overwrite, only_reads
 from autopar.planner.options import Options
+from autopar.planner.problem.decide import batch_spec, given_whole
 from autopar.plans import Plan
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy

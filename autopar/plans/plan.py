@@ -21,10 +21,10 @@ from autopar.plans.about import about
 from autopar.plans.consistency import check_consistent
 from autopar.plans.differences import differences
 from autopar.plans.facts import Facts, facts_from, facts_to
+from autopar.plans.formulas import read_formula
 from autopar.plans.records import Action, Activation, BaselineRecord, Collective
 from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from, program_to
-from autopar.plans.formulas import read_formula
 from autopar.plans.table import table
 from autopar.plans.typed import entries, require
 from autopar.program import Op, Program

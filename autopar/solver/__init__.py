@@ -1,14 +1,14 @@
 """Chooses one option a node: weighted constraint networks with usage limits, solved to proven bounds. Numbers only."""
 
+from autopar.solver.blocks.folding import fold
+from autopar.solver.blocks.parts import Tied
+from autopar.solver.blocks.repetition import Run, find_runs
 from autopar.solver.brute_force import brute_force
-from autopar.solver.folding import fold
+from autopar.solver.dual.planes import highest_point
+from autopar.solver.integer.pulp_backend import solver_name
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
-from autopar.solver.parts import Tied
 from autopar.solver.pipeline import solve
-from autopar.solver.planes import highest_point
 from autopar.solver.problem import Basis, Edge, Problem, Solution, TraceEntry, Usage, UsagePrices, evaluate, peak_usage
-from autopar.solver.pulp_backend import solver_name
-from autopar.solver.repetition import Run, find_runs
 
 __all__ = [
     "Basis",

@@ -11,15 +11,15 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.solver import highs
+from autopar.solver.blocks.folding import MARGIN, foldable
+from autopar.solver.blocks.parts import take_apart, tie
+from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.clock import now
-from autopar.solver.folding import MARGIN, foldable
-from autopar.solver.ilp import IlpLimits, IlpResult, Model
-from autopar.solver.parts import take_apart, tie
+from autopar.solver.integer import highs
+from autopar.solver.integer.ilp import IlpLimits, IlpResult, Model
+from autopar.solver.integer.pulp_backend import solve_pulp
 from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage, UsagePrices, evaluate, peak_usage
-from autopar.solver.pulp_backend import solve_pulp
-from autopar.solver.repetition import find_runs
-from autopar.solver.usage import UsageTable, with_usages_priced
+from autopar.solver.reduce.usage import UsageTable, with_usages_priced
 
 MOST_PRICINGS = 12
 PRICING_SHARE = 0.6

@@ -9,17 +9,18 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver import highs, linear
-from autopar.solver.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
-from autopar.solver.blocks_linear import relax_blocks
+from autopar.solver.blocks.blocks_linear import relax_blocks
+from autopar.solver.blocks.folding import Part, SolvePart, fold, solve_folded
+from autopar.solver.blocks.parts import Tied
 from autopar.solver.clock import limited
-from autopar.solver.dominance import WorkBudget
-from autopar.solver.dual import Pushes
-from autopar.solver.elimination import eliminate_all, factors_of, find_order, sizes_of
-from autopar.solver.folding import Part, SolvePart, fold, solve_folded
-from autopar.solver.graph import Graph
-from autopar.solver.greedy import frugal_choice, greedy_choice
-from autopar.solver.ilp import (
+from autopar.solver.dual import linear
+from autopar.solver.dual.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
+from autopar.solver.dual.dual import Pushes
+from autopar.solver.dual.greedy import frugal_choice, greedy_choice
+from autopar.solver.dual.neighbourhood import improve_parts
+from autopar.solver.dual.search import Search
+from autopar.solver.integer import highs
+from autopar.solver.integer.ilp import (
     FLOWS_A_SECOND,
     LIMITED_FLOWS_A_SECOND,
     IlpLimits,
@@ -29,13 +30,13 @@ from autopar.solver.ilp import (
     is_slow,
     is_small,
 )
-from autopar.solver.incumbent import Incumbent, Refuses
-from autopar.solver.neighbourhood import improve_parts
-from autopar.solver.parts import Tied
+from autopar.solver.integer.pulp_backend import check_solver, solve_pulp
 from autopar.solver.problem import Basis, Problem, Solution, TraceEntry, UsagePrices, evaluate, relative_gap
-from autopar.solver.pulp_backend import check_solver, solve_pulp
-from autopar.solver.reductions import drop_forbidden, reduce
-from autopar.solver.search import Search
+from autopar.solver.reduce.dominance import WorkBudget
+from autopar.solver.reduce.elimination import eliminate_all, factors_of, find_order, sizes_of
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent, Refuses
+from autopar.solver.reduce.reductions import drop_forbidden, reduce
 
 MAX_FLOWS = 400_000
 """Larger integer programs, and those that are larger for the time left, are not tried."""

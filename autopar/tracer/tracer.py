@@ -14,8 +14,8 @@ from autopar import ir
 from autopar._torch import FakeTensorMode, JointInput, JointOutput, compiled_when_called
 from autopar.attributes import Left
 from autopar.errors import AutoparError, CaptureError
+from autopar.garbage import collected_later
 from autopar.guards import Guards
-from autopar.planner.garbage import collected_later
 from autopar.structure import Structure
 from autopar.tracer import functions
 from autopar.tracer.blame import capture_error

@@ -16,13 +16,13 @@ from autopar.arguments import canonical_names
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.keeping import Keeping
-from autopar.planner.objective import Objective
-from autopar.planner.pricing import Prices
-from autopar.planner.timeline import simulate_streams
-from autopar.planner.two_stage import CheckpointSearch
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.schedule.timeline import simulate_streams
+from autopar.planner.search.keeping import Keeping
+from autopar.planner.search.two_stage import CheckpointSearch
 from autopar.solver import Solution
 from autopar.strategies import flops
 from autopar.tracer import Capture, ColoTracer

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from autopar import passes, planner
 from autopar.arguments import canonical_names
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.constraints import module_outputs
-from autopar.planner.pricing import state_bytes
+from autopar.planner.footprint.state import state_bytes
+from autopar.planner.problem.constraints import module_outputs
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.spmd import Lowered
 from autopar.structure import flatten

@@ -344,7 +344,7 @@ def test_a_plan_that_was_changed_by_hand(tmp_path: Path) -> None:
 
 
 def test_no_cbc_binary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.pulp_backend.os.access", lambda path, mode: False)
+    monkeypatch.setattr("autopar.solver.integer.pulp_backend.os.access", lambda path, mode: False)
     model = Net()
     with untouched(model), refused(SolverError, "CBC", "pip install"):
         run(model, solver="cbc")

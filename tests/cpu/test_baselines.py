@@ -11,7 +11,7 @@ import torch
 import autopar
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.planner.baselines import baselines
+from autopar.planner.baselines.roles import baselines
 from tests.baseline_laws import plan_on
 from tests.cpu.capture_checks import captured_once
 from tests.models import ZOO

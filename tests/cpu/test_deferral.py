@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.planner import finalists
+from autopar.planner.search import finalists
 from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.models import ZOO

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.ir import Value
-from autopar.planner.layouts import DENSE, MAYBE_VIEWS
+from autopar.planner.footprint.layouts import DENSE, MAYBE_VIEWS
 from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.rule_samples import KINDS

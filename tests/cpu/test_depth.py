@@ -11,16 +11,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
+from autopar.planner.memory.rows import usages
 from autopar.planner.options import Options
-from autopar.planner.pricing import Prices, costs, edges
-from autopar.planner.rows import usages
+from autopar.planner.pricing.prices import Prices, costs, edges
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
 from autopar.solver import Problem, evaluate, peak_usage, solve
-from autopar.solver.folding import foldable
-from autopar.solver.incumbent import Incumbent
+from autopar.solver.blocks.folding import foldable
+from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.pipeline import _solve_flat
-from autopar.solver.repetition import find_runs
+from autopar.solver.reduce.incumbent import Incumbent
 from autopar.tracer import ColoTracer
 
 

@@ -11,19 +11,19 @@ import transformers
 
 from autopar.ir import Graph as Captured
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.objective import Objective
 from autopar.planner.options import Options
-from autopar.planner.pricing import Prices
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
 from autopar.solver import Problem, UsagePrices, evaluate, find_runs, solve
-from autopar.solver.graph import Graph
-from autopar.solver.highs import is_installed, solve_highs
-from autopar.solver.ilp import IlpLimits, build
-from autopar.solver.parts import take_apart
-from autopar.solver.powers import contract
-from autopar.solver.reductions import drop_forbidden
-from autopar.solver.relaxation import Relaxation
+from autopar.solver.blocks.parts import take_apart
+from autopar.solver.blocks.powers import contract
+from autopar.solver.blocks.relaxation import Relaxation
+from autopar.solver.integer.highs import is_installed, solve_highs
+from autopar.solver.integer.ilp import IlpLimits, build
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.reductions import drop_forbidden
 from autopar.tracer import ColoTracer
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="the whole integer programs take CBC minutes")

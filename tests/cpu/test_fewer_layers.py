@@ -19,14 +19,14 @@ from transformers import (
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.baselines import Restrictions, baselines
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.finalists import ABOUT, rivals
-from autopar.planner.objective import Objective
+from autopar.planner.baselines.roles import Restrictions, baselines
 from autopar.planner.options import Options
-from autopar.planner.pricing import Prices
-from autopar.planner.search import ROUGH, SURE, plan_graph
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.search.finalists import ABOUT, rivals
+from autopar.planner.search.search import ROUGH, SURE, plan_graph
 from autopar.tracer import ColoTracer
 
 MODELS = {

@@ -7,9 +7,9 @@ import torch
 from autopar import passes, planner
 from autopar.mesh import Mesh
 from autopar.planner import Options
-from autopar.planner.fitting import fitted
-from autopar.planner.liveness import profile
-from autopar.planner.timeline import simulate_streams
+from autopar.planner.memory.exact import profile
+from autopar.planner.schedule.timeline import simulate_streams
+from autopar.planner.search.fitting import fitted
 from autopar.runtime.simulation import simulate_program
 from tests.cpu.model_checks import assert_equals_one_device, cluster_where_sharding_pays, subject
 

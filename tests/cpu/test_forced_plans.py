@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.mesh import Cluster
-from autopar.planner.schedule import stored_spec
+from autopar.planner.schedule.schedule import stored_spec
 from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import (
     FORCED,

@@ -15,11 +15,11 @@ from autopar import passes
 from autopar.ir import Output, Value
 from autopar.mesh import Mesh
 from autopar.planner import Options
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.fused import marked
-from autopar.planner.fusions import fusions, inner_values
-from autopar.planner.pricing import Prices
+from autopar.planner.graphs.kernel_patterns import fusions, inner_values
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.schedule.marked import marked
 from autopar.program import Program
 from tests.cpu.capture_checks import eager
 from tests.cpu.model_checks import assert_equal, subject

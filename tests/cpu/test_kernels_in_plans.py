@@ -16,10 +16,10 @@ from autopar import kernels, passes, planner
 from autopar.arguments import canonical_names
 from autopar.ir import TensorMeta
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.fused import marked
-from autopar.planner.fusions import fusions
-from autopar.planner.implementations import KERNELS, implementation
-from autopar.planner.pricing import Prices
+from autopar.planner.footprint.implementations import KERNELS, implementation
+from autopar.planner.graphs.kernel_patterns import fusions
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.schedule.marked import marked
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.strategies import strategies
 from tests.cpu.model_checks import (

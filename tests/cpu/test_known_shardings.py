@@ -15,8 +15,9 @@ from autopar import planner
 from autopar.errors import InfeasibleError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner import Options, budget_rounds, budget_search, rounds
-from autopar.planner.budget_search import BudgetSearch
+from autopar.planner import Options
+from autopar.planner.search import budget_rounds, budget_search, rounds
+from autopar.planner.search.budget_search import BudgetSearch
 from autopar.solver import Problem, Solution, solve
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.layouts import Layout, permuted, reshaped, results, views_of
-from autopar.planner.transients import local_op, transients
+from autopar.planner.footprint.layouts import Layout, permuted, reshaped, results, views_of
+from autopar.planner.footprint.transients import local_op, transients
 from autopar.runtime.meter import MemoryMeter
 from autopar.sharding import ShardingSpec, Strategy
 

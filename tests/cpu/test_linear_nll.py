@@ -19,8 +19,8 @@ from autopar import kernels, passes, planner
 from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.ops import linear_nll
-from autopar.planner import transients
-from autopar.planner.chunked import in_chunks
+from autopar.planner.footprint import transients
+from autopar.planner.graphs.chunked import in_chunks
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.tracer import ColoTracer

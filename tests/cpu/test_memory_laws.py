@@ -14,9 +14,10 @@ from autopar import passes, planner
 from autopar.arguments import canonical_names
 from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
-from autopar.planner import Options, Planned, smallest_peak
-from autopar.planner.schedule import AGAIN
-from autopar.planner.transfers import exposed_seconds
+from autopar.planner import Options, Planned
+from autopar.planner.pricing.transfers import exposed_seconds
+from autopar.planner.search import smallest_peak
+from autopar.program import AGAIN
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject

@@ -13,14 +13,14 @@ from torch import fx
 from autopar import passes
 from autopar.mesh import Mesh
 from autopar.planner import Options
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.fusions import Fusion, fusions
-from autopar.planner.objective import Objective
-from autopar.planner.pricing import Prices
-from autopar.planner.schedule import AGAIN, schedule
-from autopar.planner.sliced import solve_sliced
-from autopar.program import Program
+from autopar.planner.graphs.kernel_patterns import Fusion, fusions
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.problem.restricted import solve_sliced
+from autopar.planner.schedule.schedule import schedule
+from autopar.program import AGAIN, Program
 from autopar.solver import fold
 from tests.cpu.model_checks import assert_equal, subject
 from tests.cpu.test_kernels_in_plans import by_kernels, calls, cluster, simulated

@@ -15,10 +15,10 @@ import autopar
 from autopar import codegen, passes, planner, spmd
 from autopar.arguments import canonical_names
 from autopar.mesh import Mesh
-from autopar.planner.fitting import fitted
-from autopar.planner.liveness import profile
-from autopar.planner.schedule import AGAIN
+from autopar.planner.memory.exact import profile
+from autopar.planner.search.fitting import fitted
 from autopar.plans.serial import program_from, program_to
+from autopar.program import AGAIN
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.spmd import transfers

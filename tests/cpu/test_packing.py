@@ -7,8 +7,8 @@ import torch
 
 from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
-from autopar.planner.layouts import Layout
-from autopar.planner.packing import packing
+from autopar.planner.footprint.collective_buffers import packing
+from autopar.planner.footprint.layouts import Layout
 from autopar.runtime.meter import MemoryMeter
 from autopar.sharding import ShardingSpec, Step
 from autopar.spmd.collectives import resolve, simulate, step_call, wait

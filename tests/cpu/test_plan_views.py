@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar import Plan
 from autopar.errors import AutoparError, PlanError
-from autopar.planner.timeline import simulate_streams
+from autopar.planner.schedule.timeline import simulate_streams
 from autopar.plans.layers import layers, rows
 from autopar.plans.table import table
 

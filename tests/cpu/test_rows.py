@@ -15,16 +15,16 @@ from autopar.errors import InfeasibleError
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
-from autopar.planner.constraints import resolve
-from autopar.planner.copies import Copies
-from autopar.planner.decisions import Decisions, decide, hold_key, rerun_key, spec_made
-from autopar.planner.kernels import local_bytes
-from autopar.planner.liveness import profile
-from autopar.planner.objective import Objective
-from autopar.planner.pricing import Prices
-from autopar.planner.rows import usages
-from autopar.planner.schedule import schedule
-from autopar.planner.tightening import held_at
+from autopar.planner.footprint.op_work import local_bytes
+from autopar.planner.memory.active_rows import held_at
+from autopar.planner.memory.exact import profile
+from autopar.planner.memory.redistributed import Copies
+from autopar.planner.memory.rows import usages
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import Decisions, decide, hold_key, rerun_key, spec_made
+from autopar.planner.schedule.schedule import schedule
 from autopar.solver import Problem, solve
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 

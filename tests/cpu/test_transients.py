@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autopar import passes, planner
 from autopar.mesh import Mesh
-from autopar.planner.layouts import Layout, contiguous, results
-from autopar.planner.transients import LocalOp, local_op, surplus, told_bytes, transients
+from autopar.planner.footprint.layouts import Layout, contiguous, results
+from autopar.planner.footprint.transients import LocalOp, local_op, surplus, told_bytes, transients
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.sharding import Strategy

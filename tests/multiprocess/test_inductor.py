@@ -11,7 +11,7 @@ from torch import Tensor
 
 import autopar
 from autopar.mesh import Cluster
-from autopar.planner.schedule import AGAIN
+from autopar.program import AGAIN
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.test_inductor import step
 from tests.models import ZOO

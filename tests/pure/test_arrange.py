@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from autopar.ir import Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.arrange import arrange
-from autopar.planner.liveness import MemoryProfile
-from autopar.planner.movable import take_apart
-from autopar.planner.pricing import Prices
-from autopar.planner.shortening import shortened
-from autopar.planner.timeline import simulate_streams
-from autopar.planner.ways import Ways
+from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.overlap.arrange import arrange
+from autopar.planner.overlap.arrangements import Ways
+from autopar.planner.overlap.collectives import take_apart
+from autopar.planner.overlap.shortening import shortened
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.schedule.timeline import simulate_streams
 from autopar.program import Arrangement, LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step
 

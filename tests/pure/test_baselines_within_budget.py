@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from autopar.mesh import Mesh
-from autopar.planner.baselines import baselines
-from autopar.planner.budget_rounds import NEARLY_FITS
-from autopar.planner.budget_search import BudgetSearch
+from autopar.planner.baselines.roles import baselines
+from autopar.planner.search.budget_rounds import NEARLY_FITS
+from autopar.planner.search.budget_search import BudgetSearch
 
 
 def fits(budget: float, peak: float, arranged: float | None) -> bool:

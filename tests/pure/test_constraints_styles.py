@@ -7,9 +7,9 @@ import pytest
 from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.constraints import resolve, without
-from autopar.planner.dataflow import Dataflow
-from autopar.planner.styles import weight_dims
+from autopar.planner.graphs.dataflow import Dataflow
+from autopar.planner.problem.constraints import resolve, without
+from autopar.planner.problem.styles import weight_dims
 
 MESH = Mesh((2, 4), ("dp", "tp"))
 

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from autopar.mesh import Mesh
-from autopar.planner import Options, descent
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.descent import descended
-from autopar.planner.objective import Objective
-from autopar.planner.pricing import Prices
-from autopar.planner.rounds import Result, Rounds
-from autopar.planner.tightening import Rows
-from autopar.planner.two_stage import CheckpointSearch
+from autopar.planner import Options
+from autopar.planner.memory.active_rows import Rows
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.search import descent
+from autopar.planner.search.descent import descended
+from autopar.planner.search.rounds import Result, Rounds
+from autopar.planner.search.two_stage import CheckpointSearch
 from autopar.solver import Edge, Problem
 
 from .memory_graphs import SLACK, UNIT, chain, device

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from autopar.planner.finalists import Finalist, settled
-from autopar.planner.liveness import MemoryProfile
-from autopar.planner.timeline import Timeline
+from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.schedule.timeline import Timeline
+from autopar.planner.search.finalists import Finalist, settled
 from autopar.program import Program
 from autopar.solver import Solution
 

@@ -9,8 +9,8 @@ import pytest
 
 from autopar.ir import Graph, Node, Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.fusion import Border, borders
-from autopar.planner.pricing import Prices
+from autopar.planner.graphs.fused_chains import Border, borders
+from autopar.planner.pricing.prices import Prices
 from autopar.strategies import strategies
 
 META = TensorMeta((64, 64), "float32")

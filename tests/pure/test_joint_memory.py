@@ -12,14 +12,21 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
-from autopar.planner.constraints import resolve
-from autopar.planner.copies import Copies
-from autopar.planner.decisions import decide
-from autopar.planner.objective import Objective
-from autopar.planner.pricing import Prices
-from autopar.planner.random_plans import random_solution
-from autopar.planner.rows import usages
-from autopar.planner.transfers import HIDING_SHARE, hide, hold_seconds, host_usages, place_transfers, transfer_seconds
+from autopar.planner.memory.redistributed import Copies
+from autopar.planner.memory.rows import usages
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.pricing.transfers import (
+    HIDING_SHARE,
+    hide,
+    hold_seconds,
+    host_usages,
+    place_transfers,
+    transfer_seconds,
+)
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.search.random_plans import random_solution
 from autopar.program import LocalTensor, Op
 from autopar.sharding import ShardingSpec
 from autopar.solver import evaluate, peak_usage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.ir import Node, TensorMeta, Value
-from autopar.planner.kernels import executed_share
+from autopar.planner.footprint.op_work import executed_share
 
 
 def attention(length: int, *, causal: bool) -> Node:

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver.graph import Graph
+from autopar.solver.dual.search import HUB, Search
 from autopar.solver.problem import Array, Edge, Problem
-from autopar.solver.search import HUB, Search
+from autopar.solver.reduce.graph import Graph
 
 LEAVES = HUB + 8
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planner import Options
-from autopar.planner.constraints import resolve
-from autopar.planner.decisions import decide
-from autopar.planner.objective import Objective
-from autopar.planner.pricing import Prices
-from autopar.planner.two_stage import CheckpointSearch
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.search.two_stage import CheckpointSearch
 
 from .memory_graphs import SLACK, UNIT, chain, device, planned, runs_again, steps
 

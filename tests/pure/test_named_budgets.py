@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.named_budgets import MOST, keep, kept
+from autopar.planner.search.named_budgets import MOST, keep, kept
 
 
 @pytest.fixture(autouse=True)

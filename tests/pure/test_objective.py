@@ -11,15 +11,15 @@ import pytest
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Cluster, Measured, Mesh
 from autopar.planner import Options
-from autopar.planner.constraints import resolve
-from autopar.planner.critical_paths import Sections, buckets, groups
-from autopar.planner.decisions import decide
-from autopar.planner.objective import BESIDE, NEARLY_LONGEST, Objective
-from autopar.planner.pricing import MOST_OVERLAP, Prices
-from autopar.planner.random_plans import random_solution
-from autopar.planner.schedule import schedule
-from autopar.planner.timeline import simulate_streams
-from autopar.planner.variables import Handover, Variable, spec_made, spec_read
+from autopar.planner.pricing.critical_paths import Sections, buckets, groups
+from autopar.planner.pricing.objective import BESIDE, NEARLY_LONGEST, Objective
+from autopar.planner.pricing.prices import MOST_OVERLAP, Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.problem.variables import Handover, Variable, spec_made, spec_read
+from autopar.planner.schedule.schedule import schedule
+from autopar.planner.schedule.timeline import simulate_streams
+from autopar.planner.search.random_plans import random_solution
 from autopar.sharding.paths import cheapest_path
 from autopar.solver import Problem, Solution, evaluate, solve
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner import Options
-from autopar.planner.budget_rounds import BudgetRounds
-from autopar.planner.finalists import Finalist, rivals
-from autopar.planner.objective import Objective
-from autopar.planner.schedule import schedule
-from autopar.planner.shared_launches import LEAST_LAUNCHED, share_of_launches, sharing_launches
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.schedule.schedule import schedule
+from autopar.planner.search.budget_rounds import BudgetRounds
+from autopar.planner.search.finalists import Finalist, rivals
+from autopar.planner.search.shared_launches import LEAST_LAUNCHED, share_of_launches, sharing_launches
 from autopar.solver.clock import now
 from tests.pure.test_objective import objective, whole
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import Edge, Problem, Solution, Usage, brute_force, evaluate, minimum_limit, peak_usage, solve
-from autopar.solver import highs as highs_backend
+from autopar.solver.integer import highs as highs_backend
 from tests.pure.solver_problems import problems
 
 BACKENDS = ["cbc"] + ["highs"] * highs_backend.is_installed()
@@ -133,7 +133,7 @@ def test_warm_start_is_never_lost() -> None:
 
 def test_a_problem_too_large_for_the_ilp_still_improves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.solver.pipeline.MAX_FLOWS", 10)
-    monkeypatch.setattr("autopar.solver.neighbourhood.MAX_PART_PAIRS", 300)
+    monkeypatch.setattr("autopar.solver.dual.neighbourhood.MAX_PART_PAIRS", 300)
     problem = hard_problem(30, 5, limit_share=0.5)
     solution = solve(problem, time_limit=2.0)
     assert "solving parts" in solution.method
@@ -165,6 +165,6 @@ def test_malformed_problems_raise(make: object) -> None:
 
 
 def test_missing_cbc_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.pulp_backend.os.access", lambda path, mode: False)
+    monkeypatch.setattr("autopar.solver.integer.pulp_backend.os.access", lambda path, mode: False)
     with pytest.raises(SolverError, match="hint:"):
         solve(hard_problem(12, 6, limit_share=0.5), backend="cbc", time_limit=5.0, gap=0.0)

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import brute_force, evaluate, highs
-from autopar.solver.basis import carried
-from autopar.solver.blocks_linear import relax_blocks
-from autopar.solver.folding import fold
-from autopar.solver.graph import Graph
-from autopar.solver.ilp import build
-from autopar.solver.incumbent import Incumbent
+from autopar.solver import brute_force, evaluate
+from autopar.solver.blocks.blocks_linear import relax_blocks
+from autopar.solver.blocks.folding import fold
+from autopar.solver.integer import highs
+from autopar.solver.integer.basis import carried
+from autopar.solver.integer.ilp import build
 from autopar.solver.problem import Basis, Problem, Usage
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent
 from tests.pure.test_solver_folding import chain
 from tests.pure.test_solver_mixture import knapsack
 

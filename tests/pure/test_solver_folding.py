@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, Usage, UsagePrices, brute_force, evaluate, solve
-from autopar.solver.bounds import Bounds
-from autopar.solver.dual import Dual
-from autopar.solver.folding import LEAST_COPIES, fold, foldable
-from autopar.solver.graph import Graph
-from autopar.solver.incumbent import Incumbent
-from autopar.solver.minimum_cut import least_crossing
-from autopar.solver.parts import take_apart, tie
-from autopar.solver.pieces import Pieces
+from autopar.solver.blocks.bounds import Bounds
+from autopar.solver.blocks.folding import LEAST_COPIES, fold, foldable
+from autopar.solver.blocks.parts import take_apart, tie
+from autopar.solver.blocks.pieces import Pieces
+from autopar.solver.blocks.relaxation import Prices, Relaxation
+from autopar.solver.blocks.repetition import find_runs
+from autopar.solver.dual.dual import Dual
 from autopar.solver.pipeline import _solve_flat
-from autopar.solver.reductions import drop_forbidden
-from autopar.solver.relaxation import Prices, Relaxation
-from autopar.solver.repetition import find_runs
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.minimum_cut import least_crossing
+from autopar.solver.reduce.reductions import drop_forbidden
 
 
 def chain(

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
-from autopar.solver.folding import fold, solve_folded
-from autopar.solver.incumbent import Incumbent
-from autopar.solver.mixture import few_rows
-from autopar.solver.multipliers import Multipliers, Plane
+from autopar.solver.blocks.folding import fold, solve_folded
+from autopar.solver.blocks.mixture import few_rows
+from autopar.solver.dual.multipliers import Multipliers, Plane
 from autopar.solver.pipeline import _part_solver
-from autopar.solver.usage import UsageTable
+from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.usage import UsageTable
 from tests.pure.test_solver_folding import chain
 
 

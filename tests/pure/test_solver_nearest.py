@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Problem, brute_force, evaluate, highs, linear, nearest, solve
-from autopar.solver.equations import coupled, paid
-from autopar.solver.graph import Graph
-from autopar.solver.ilp import build, magnitude_of
-from autopar.solver.incumbent import Incumbent
-from autopar.solver.nearest import Relaxed, relax_nearest
-from autopar.solver.reductions import drop_forbidden
+from autopar.solver import Problem, brute_force, evaluate, solve
+from autopar.solver.dual import linear, nearest
+from autopar.solver.dual.nearest import Relaxed, relax_nearest
+from autopar.solver.integer import highs
+from autopar.solver.integer.equations import coupled, paid
+from autopar.solver.integer.ilp import build, magnitude_of
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.reductions import drop_forbidden
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver_blocks_linear import relaxed as of_blocks
 from tests.pure.test_solver_folding import chain

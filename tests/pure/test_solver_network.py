@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver.network import Network, network_of
+from autopar.solver.integer.network import Network, network_of
 from autopar.solver.problem import Array
 
 

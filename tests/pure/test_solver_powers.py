@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, UsagePrices, brute_force, evaluate, fold, solve
-from autopar.solver.bounds import Bounds
-from autopar.solver.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
-from autopar.solver.folding import foldable
-from autopar.solver.graph import Graph
-from autopar.solver.incumbent import Incumbent
-from autopar.solver.ordering import narrow_order
-from autopar.solver.parts import take_apart
-from autopar.solver.pieces import Pieces
-from autopar.solver.powers import Power, contract, min_plus_square
-from autopar.solver.relaxation import Relaxation
-from autopar.solver.repetition import find_runs
+from autopar.solver.blocks.bounds import Bounds
+from autopar.solver.blocks.folding import foldable
+from autopar.solver.blocks.parts import take_apart
+from autopar.solver.blocks.pieces import Pieces
+from autopar.solver.blocks.powers import Power, contract, min_plus_square
+from autopar.solver.blocks.relaxation import Relaxation
+from autopar.solver.blocks.repetition import find_runs
+from autopar.solver.dual.ordering import narrow_order
+from autopar.solver.reduce.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver_folding import chain
 

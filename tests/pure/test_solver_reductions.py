@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, Usage, brute_force, evaluate
-from autopar.solver import highs as highs_backend
-from autopar.solver.alike import alike
-from autopar.solver.condense import condense_usages
-from autopar.solver.dominance import WorkBudget, drop_dominated
-from autopar.solver.dual import Dual
-from autopar.solver.graph import Graph
-from autopar.solver.highs import solve_highs
-from autopar.solver.ilp import IlpLimits, build
-from autopar.solver.pulp_backend import solve_pulp
-from autopar.solver.reductions import (
+from autopar.solver.dual.dual import Dual
+from autopar.solver.integer import highs as highs_backend
+from autopar.solver.integer.highs import solve_highs
+from autopar.solver.integer.ilp import IlpLimits, build
+from autopar.solver.integer.pulp_backend import solve_pulp
+from autopar.solver.reduce.alike import alike
+from autopar.solver.reduce.condense import condense_usages
+from autopar.solver.reduce.dominance import WorkBudget, drop_dominated
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.reductions import (
     SMALL,
     absorb_separable,
     drop_forbidden,

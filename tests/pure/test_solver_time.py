@@ -17,15 +17,16 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, highs, peak_usage, smallest_choice, solve
+from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, peak_usage, smallest_choice, solve
 from autopar.solver import clock as solver_clock
-from autopar.solver.dominance import WorkBudget
-from autopar.solver.dual import Dual
-from autopar.solver.graph import Graph
-from autopar.solver.greedy import frugal_choice, greedy_choice
-from autopar.solver.ilp import flow_count
-from autopar.solver.reductions import reduce
-from autopar.solver.search import Search
+from autopar.solver.dual.dual import Dual
+from autopar.solver.dual.greedy import frugal_choice, greedy_choice
+from autopar.solver.dual.search import Search
+from autopar.solver.integer import highs
+from autopar.solver.integer.ilp import flow_count
+from autopar.solver.reduce.dominance import WorkBudget
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.reductions import reduce
 from benchmarks.iopddl import main, read
 from benchmarks.iopddl_instances import generate
 from tests.pure.solver_problems import problems
@@ -55,7 +56,7 @@ def test_whenever_time_ends_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyPa
         seen += 1
         return 0.0 if seen <= looks else 1e6
 
-    monkeypatch.setattr("autopar.solver.incumbent.now", now)
+    monkeypatch.setattr("autopar.solver.reduce.incumbent.now", now)
     solution = solve(problem, time_limit=30.0, warm_starts=[first], gap=0.0)
     assert evaluate(problem, solution.choice) == (solution.objective, True)
     assert solution.objective <= evaluate(problem, first)[0]
@@ -89,7 +90,7 @@ def test_reductions_end_when_they_are_late() -> None:
 
 
 def test_a_sweep_that_is_late_tells_the_bound_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.dual.A_LOOK", 5)
+    monkeypatch.setattr("autopar.solver.dual.dual.A_LOOK", 5)
     dual = Dual(Graph(hard_problem(60, 5)))
     bound = dual.sweep(forward=False).lower_bound
     late = dual.sweep(forward=True, late=lambda: True)
@@ -98,7 +99,7 @@ def test_a_sweep_that_is_late_tells_the_bound_from_before(monkeypatch: pytest.Mo
 
 
 def test_a_search_that_is_late_has_changed_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.search.A_LOOK", 5)
+    monkeypatch.setattr("autopar.solver.dual.search.A_LOOK", 5)
     graph = Graph(hard_problem(60, 5))
     start = dict.fromkeys(graph.nodes(), 0)
     search = Search(graph, start)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir import TensorMeta
-from autopar.planner.timeline import simulate_streams
+from autopar.planner.schedule.timeline import simulate_streams
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step
 

@@ -14,8 +14,8 @@ import autopar
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.problem.constraints import resolve
 from autopar.plans.formulas import read_formula
-from autopar.planner.constraints import resolve
 from autopar.sharding import ShardingSpec
 
 MEASURED = """

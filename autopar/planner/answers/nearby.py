@@ -1,0 +1,95 @@
+"""A plan under one more constraint, where a budget binds: what is far from the constraint stays as it is.
+
+A search from the start has a share of the time for each of many constraints, in which it finds no plan as good as the
+one that took all of it, so that their difference would tell of the search, and not of the constraint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.ir import Graph
+from autopar.mesh import Cluster, Mesh
+from autopar.planner.memory.active_rows import Rows
+from autopar.planner.options import Options
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import Decisions, Variable, decide
+from autopar.planner.problem.restricted import Kept, solve_sliced
+from autopar.planner.search.finalists import Finalist, budget_bytes
+from autopar.planner.search.fitting import scheduled
+from autopar.planner.search.search import Planned
+from autopar.solver import Solution, fold
+
+STEPS = 4
+"""Handovers from what the constraint changes, within which all may change with it."""
+
+ROUNDS = 4
+"""Of rows, each tighter by what the last program held beyond them."""
+
+
+def near(
+    planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, limit_s: float
+) -> Planned | None:  # fmt: skip
+    """The best plan under ``options.constraints`` that differs from ``planned`` only near them; None where none fits.
+
+    Args:
+        limit_s: seconds for each round.
+    """
+    d = decide(graph, mesh, options, resolve(graph, mesh, options.constraints, options.aliases), recompute=True)
+    prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)
+    objective, kept = Objective(d, prices), _kept(planned, d)
+    rows = Rows(d, options)
+    rows.watch(planned.program, planned.memory.timeline, budget, objective.depth)
+    for _ in range(ROUNDS):
+        asked = objective.problem(rows.usages(), budget)
+        choice = solve_sliced(asked, kept, limit_s, options.solver, options.gap, fold)
+        if choice is None:
+            return None
+        program, memory = scheduled(d, choice, prices, options, budget)
+        if memory.peak_bytes <= budget:
+            solution = Solution(choice, objective.seconds(choice), 0.0, proven=False, method="near another plan")
+            found = Finalist.of("near", d, solution, program, prices, options)
+            return replace(
+                planned, program=found.program, decisions=d, solution=solution, memory=found.memory,
+                timeline=found.timeline,
+            )  # fmt: skip
+        if not rows.tighten(choice, program, memory.timeline, budget):
+            return None
+    return None
+
+
+def _kept(planned: Planned, d: Decisions) -> Kept:
+    """For each variable the option of ``planned``, or all, near those that do not have it."""
+    before, chosen = planned.decisions, planned.solution.choice
+    same = [_same(before, chosen, v) for v in d.variables]
+    near_by: list[set[int]] = [set() for _ in d.variables]
+    for h in d.handovers:
+        near_by[h.source].add(h.target)
+        near_by[h.target].add(h.source)
+    reached = border = {i for i, option in enumerate(same) if option is None}
+    for _ in range(STEPS):
+        border = {n for i in border for n in near_by[i]} - reached
+        reached = reached | border
+    return [
+        np.arange(len(v.options)) if option is None or i in reached else np.array([option])
+        for i, (v, option) in enumerate(zip(d.variables, same, strict=True))
+    ]
+
+
+def _same(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:
+    """Which option of ``v`` is that which was chosen."""
+    at = before.index.get(v.key)
+    if at is None:
+        return None
+    wanted = _option(before.variables[at], chosen[at])
+    return next((o for o in range(len(v.options)) if _option(v, o) == wanted), None)
+
+
+def _option(v: Variable, o: int) -> tuple[object, ...]:
+    """All that tells one option of a variable from another."""
+    return v.options[o], v.kept[o : o + 1], v.actions[o : o + 1], tuple(bool(a) for a in v.away[o : o + 1])

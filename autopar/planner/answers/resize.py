@@ -1,0 +1,85 @@
+"""A plan's decisions for a batch of other sizes: the same program on other shapes, without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir import Graph, Node, TensorMeta
+from autopar.mesh import Mesh
+from autopar.planner.footprint.op_work import local_bytes
+from autopar.program import LocalTensor, Op, Program
+from autopar.sharding import Halo, ShardingSpec
+from autopar.strategies import halos, strategies
+
+
+def alike(one: Graph, other: Graph) -> bool:
+    """Whether two graphs are the same but for sizes."""
+    ends = one.inputs == other.inputs and one.outputs == other.outputs
+    return ends and [(n.name, n.op, n.inputs) for n in one.nodes] == [(n.name, n.op, n.inputs) for n in other.nodes]
+
+
+def carried(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
+    """``program`` on the shapes of ``graph``, which is like the graph that it was planned for; None where a cut of it
+    would leave a rank without elements. Predicted seconds stay those that were planned.
+    """
+    metas: dict[str, TensorMeta] = {}
+    specs: dict[str, ShardingSpec] = {}
+    ops = []
+    for op in program.ops:
+        made = _made(op, graph, metas)
+        if made is None or not _possible(op, graph, made, metas, specs, mesh):
+            return None
+        writes = tuple(
+            replace(t, meta=m, bytes=local_bytes(m, t.spec, mesh)) for t, m in zip(op.writes, made, strict=True)
+        )
+        metas |= {t.name: t.meta for t in writes}
+        specs |= {t.name: t.spec for t in writes}
+        ops.append(replace(op, writes=writes, halos=_halos(op, graph, mesh)))
+    return replace(program, ops=tuple(ops))
+
+
+def _made(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[TensorMeta] | None:
+    """Whole shapes of what the op writes, None where the graph has no such op."""
+    node = graph.by_name.get(op.node)
+    made = [m for m in node.outputs if m is not None] if node else []
+    if op.kind in ("input", "compute"):
+        return made if len(made) == len(op.writes) else None
+    if op.kind == "decomposed":  # a product, and the operand that is gathered where others read it too
+        return [*made, metas[op.reads[op.operand]]][: len(op.writes)] if made else None
+    return [metas[name] for name in op.reads[: len(op.writes)]]
+
+
+def _possible(
+    op: Op, graph: Graph, made: Sequence[TensorMeta], metas: dict[str, TensorMeta], specs: dict[str, ShardingSpec],
+    mesh: Mesh,
+) -> bool:  # fmt: skip
+    steps = op.bucket or ((op.step,) if op.step is not None else ())
+    moved = zip(steps, op.reads, strict=False)
+    if op.kind == "redistribute" and not all(t.fits(specs[name], metas[name].shape, mesh) for t, name in moved):
+        return False
+    if not all(map(_fills, op.writes, made, [mesh] * len(made))):
+        return False
+    return op.strategy is None or op.strategy in _strategies(graph, graph.by_name[op.node], mesh)
+
+
+def _halos(op: Op, graph: Graph, mesh: Mesh) -> tuple[Halo, ...]:
+    if op.strategy is None or not op.halos:
+        return ()
+    node = graph.by_name[op.node]
+    return halos(node, op.strategy, tuple(graph.meta(v) for v in node.inputs), mesh) or ()
+
+
+def _strategies(graph: Graph, node: Node, mesh: Mesh) -> Sequence[object]:
+    return strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh)
+
+
+def _fills(tensor: LocalTensor, meta: TensorMeta, mesh: Mesh) -> bool:
+    """Whether every rank holds some of what is cut."""
+    for n, axes in zip(meta.shape, tensor.spec.dims, strict=True):
+        ways = 1
+        for a in axes:
+            ways *= mesh.shape[a]
+        if ways > 1 and n < ways:
+            return False
+    return True

@@ -1,0 +1,363 @@
+"""The known ways to train in parallel, as constraints on the planner's own problem.
+
+Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut,
+gathered once and kept for the backward (ZeRO-1 and 2) or gathered where used (ZeRO-3, FSDP). A *tensor* axis cuts
+weights by Megatron's pairs, with sequence parallel also what lies between them. What a role leaves open the solver
+completes, so that a baseline is the best plan of its kind, priced and simulated as any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ir import Node, Value
+from autopar.mesh import Mesh
+from autopar.planner.baselines.tensor_parallel import FREE, Label, TensorParallel, find_tensor_parallel
+from autopar.planner.graphs.dataflow import Dataflow
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.problem.decide import Decisions, Variable
+from autopar.planner.problem.restricted import solve_sliced
+from autopar.sharding import ShardingSpec, Strategy
+from autopar.solver import Problem, Tied, fold
+
+Mask = npt.NDArray[np.bool_]
+Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
+"""What a mesh axis may do with an op: take one of these factors, anything but these, or leave it whole."""
+
+LAYERS = 4
+"""Of those that are alike, from so many all are told."""
+
+WHOLE: Role = ("whole", frozenset())
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Roles of the mesh axes.
+
+    Args:
+        name: as people call it.
+        data: axes that cut the batch.
+        stored: those of them that cut stored parameters.
+        keep: what is gathered in the forward is kept for the backward.
+        tensor: axes that cut weights by columns and rows.
+        sequence: tensor axes also cut the sequence between a row and the next column.
+    """
+
+    name: str
+    data: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+    keep: bool = False
+    tensor: tuple[int, ...] = ()
+    sequence: bool = False
+
+
+def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
+    """Every baseline that ``mesh`` has axes for. On several axes the last one is the innermost.
+
+    Weights cut over all axes come last: where time is short and the batch does not go round all ranks, the first that
+    applies is the only one that a plan is compared with, and on many ranks there is none that is slower.
+    """
+    axes = tuple(a for a in range(mesh.ndim) if mesh.shape[a] > 1)
+    if not axes:
+        return ()
+    outer, inner = axes[:-1], axes[-1:]
+    found = [
+        Baseline("DDP", data=axes),
+        Baseline("ZeRO-1/2", data=axes, stored=axes, keep=True),
+        Baseline("ZeRO-3", data=axes, stored=axes),
+    ]
+    if outer:
+        found += [
+            Baseline("HSDP", data=axes, stored=inner),
+            Baseline("DDP x TP", data=outer, tensor=inner),
+            Baseline("FSDP x TP", data=outer, stored=outer, tensor=inner),
+            Baseline("FSDP x TP+SP", data=outer, stored=outer, tensor=inner, sequence=True),
+        ]
+    return *found, Baseline("TP", tensor=axes), Baseline("TP+SP", tensor=axes, sequence=True)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The options that each variable may choose: variable ``i`` those of ``distinct[of[i]]``."""
+
+    of: npt.NDArray[np.int64]
+    distinct: Sequence[Mask]
+
+    def __getitem__(self, variable: int) -> Mask:
+        return self.distinct[int(self.of[variable])]
+
+
+@dataclass
+class Restrictions:
+    """Turns baselines into what each variable of ``decisions`` may choose.
+
+    Most variables are alike: what decides a mask is numbered once for all baselines, and each number looked at once.
+    """
+
+    decisions: Decisions
+    _tensor: dict[tuple[int, ...], TensorParallel] = field(default_factory=dict)
+    _cut: dict[tuple[int, tuple[int, ...]], frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        return Dataflow(self.decisions.graph)
+
+    @cached_property
+    def batch(self) -> Mapping[str, frozenset[str]]:
+        """The factors of each op that stand for the batch."""
+        return self.flow.trace(self._batch_inputs)
+
+    @cached_property
+    def _batch_inputs(self) -> Mapping[Value, frozenset[int]]:
+        return self.flow.batch()
+
+    @cached_property
+    def _looks(self) -> npt.NDArray[np.int64]:
+        """Numbers of all that matters to the mask of each variable but for what the tensor axes do."""
+        return _numbered(map(self._look, self.decisions.variables))
+
+    def _look(self, v: Variable) -> object:
+        if v.node is None or v.actions:
+            return id(v.options), v.kept, v.actions
+        if v.kind == "op":
+            return id(v.options), self.batch[v.node.name]
+        return id(v.options), v.kind, v.node.outputs, Value(v.node.name) in self._batch_inputs
+
+    def masks(self, baseline: Baseline) -> Masks | None:
+        """The options that each variable may choose; None where the baseline does not apply to this model and mesh."""
+        tensor = self._tensor_parallel(baseline.tensor)
+        if baseline.tensor and (tensor is None or not tensor.pairs):
+            return None
+        if baseline.sequence and not (tensor and any(tensor.sequence.values())):
+            return None
+        if baseline.data and not self._has_batch(baseline.data):
+            return None
+        looks = self._looks
+        if tensor is not None:
+            cuts = _numbered(_cut(v, tensor, sequence=baseline.sequence) for v in self.decisions.variables)
+            looks = looks * (cuts.max() + 1) + cuts
+        _, first, of = np.unique(looks, return_index=True, return_inverse=True)
+        made = [self._mask(self.decisions.variables[i], baseline, tensor) for i in first]
+        names: dict[bytes, int] = {}
+        same = np.array([names.setdefault(m.tobytes(), at) for at, m in enumerate(made)])
+        return Masks(same[of], made)
+
+    def _has_batch(self, axes: tuple[int, ...]) -> bool:
+        """Whether some input's batch can be cut over ``axes``."""
+        variables = (self.decisions.variables[self.decisions.index[v.node]] for v in self._batch_inputs)
+        return any(o.outputs[0] is not None and o.outputs[0].dims[:1] == (axes,) for v in variables for o in v.options)
+
+    def _tensor_parallel(self, axes: tuple[int, ...]) -> TensorParallel | None:
+        if not axes:
+            return None
+        if axes not in self._tensor:
+            self._tensor[axes] = find_tensor_parallel(self.flow, self.batch, lambda n, f: self._can_cut(n, f, axes))
+        return self._tensor[axes]
+
+    def _can_cut(self, node: Node, factor: str, axes: tuple[int, ...]) -> bool:
+        """Whether ranks can each take a part of ``factor`` without hearing of each other."""
+        rule = self.flow.rules[node.name]
+        if rule is not None and factor in rule.combined:
+            return False
+        variable = self.decisions.variables[self.decisions.index[node.name]]
+        key = id(variable.options), axes
+        if key not in self._cut:
+            taken = {tuple({o.axes[a] for a in axes}) for o in variable.options}
+            self._cut[key] = frozenset(together[0] for together in taken if len(together) == 1)
+        return factor in self._cut[key]
+
+    def _mask(self, v: Variable, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
+        if v.kind == "op" and v.node is not None:
+            data, cut = self._data_role(v.node), self._tensor_role(v.node, baseline, tensor)
+            return _op_mask(v.options, ((baseline.data, data), (baseline.tensor, cut)))
+        if v.kind == "parameter" and v.node is not None:
+            label = tensor.parameters.get(v.node.name) if tensor else None
+            return self._parameter(v, v.node, baseline, label)
+        if v.kind == "input" and v.node is not None:
+            has_batch = Value(v.node.name) in self._batch_inputs
+            return _some([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
+        if any(v.kept):
+            return _some([k == baseline.keep for k in v.kept])
+        if v.actions:
+            return _some([a in ("keep", "absent", "none") for a in v.actions])
+        return np.ones(len(v.options), dtype=bool)
+
+    # -- ops -------------------------------------------------------------------------------------------------------
+
+    def _data_role(self, node: Node) -> Role:
+        factors = self.batch.get(node.name, frozenset())
+        return ("among", factors) if factors else WHOLE
+
+    def _tensor_role(self, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Role:
+        if tensor is None:
+            return "but", frozenset()
+        factor = tensor.factors.get(node.name)
+        if factor == FREE:
+            return "but", self.batch.get(node.name, frozenset())
+        if factor is not None:
+            return "among", frozenset((factor,))
+        between = tensor.sequence.get(node.name, frozenset()) if baseline.sequence else frozenset()
+        return ("among", between) if between else WHOLE
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def _parameter(self, v: Variable, node: Node, baseline: Baseline, label: Label) -> Mask:
+        specs = [o.outputs[0] for o in v.options if o.outputs[0] is not None]
+        at = [label == FREE or all(_where(s, a) == label for a in baseline.tensor) for s in specs]
+        allowed = [s for s, ok in zip(specs, at, strict=True) if ok] or specs
+        whole = [s for s in allowed if all(_where(s, a) is None for a in baseline.data)] or allowed
+        if not baseline.stored:
+            return np.array([s in whole for s in specs])
+        meta = node.outputs[0]
+        assert meta is not None
+        replicated = [a for a in baseline.data if a not in baseline.stored]
+        cut = [s for s in allowed if all(_where(s, a) is None for a in replicated) and _on_one_dim(s, baseline.stored)]
+        best = min((_evenness(s, meta.shape, baseline.stored, self.decisions.mesh) for s in cut), default=None)
+        chosen = [s for s in cut if _evenness(s, meta.shape, baseline.stored, self.decisions.mesh) == best] or whole
+        return np.array([s in chosen for s in specs])
+
+
+def _numbered(looks: Iterable[object]) -> npt.NDArray[np.int64]:
+    """Equal ones have equal numbers."""
+    names: dict[object, int] = {}
+    return np.array([names.setdefault(look, len(names)) for look in looks])
+
+
+def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
+    """What the tensor axes do with a variable's op or parameter."""
+    if v.node is None:
+        return None
+    name = v.node.name
+    between = tensor.sequence.get(name) if sequence else None
+    return tensor.factors.get(name), between, tensor.parameters.get(name)
+
+
+def _op_mask(options: Sequence[Strategy], roles: Sequence[tuple[tuple[int, ...], Role]]) -> Mask:
+    """The strategies in which the axes of each role do as it says; where there is none, replicate; else all."""
+    mask = np.ones(len(options), dtype=bool)
+    for axes, role in roles:
+        each = [np.array([_allows(role, o.axes[a]) for o in options]) for a in axes]
+        both = np.logical_and.reduce([mask, *each])
+        whole = np.logical_and.reduce([mask, *(np.array([not o.axes[a] for o in options]) for a in axes)])
+        mask = both if both.any() else whole if whole.any() else mask
+    return mask
+
+
+def _allows(role: Role, axis: str) -> bool:
+    kind, factors = role
+    if kind == "whole":
+        return _is_whole(axis)
+    return (axis in factors) == (kind == "among")
+
+
+def _is_whole(axis: str) -> bool:
+    """Whether a mesh axis replicates an op, or passes partial sums through it."""
+    return not axis or (axis[0] == "P" and axis[1:].isdigit())
+
+
+def _some(allowed: Sequence[bool]) -> Mask:
+    """The options allowed; all of them where none is."""
+    return np.array(allowed if any(allowed) else [True] * len(allowed), dtype=bool)
+
+
+def _cuts_batch(option: Strategy, has_batch: bool, data: tuple[int, ...]) -> bool:
+    spec = option.outputs[0]
+    if spec is None or not has_batch:
+        return spec is None or spec.is_replicated
+    return spec.dims[0] == data and not any(spec.dims[1:])
+
+
+def _where(spec: ShardingSpec, axis: int) -> int | None:
+    """The dim that ``axis`` cuts."""
+    return next((d for d, axes in enumerate(spec.dims) if axis in axes), None)
+
+
+def _on_one_dim(spec: ShardingSpec, axes: tuple[int, ...]) -> bool:
+    dims = {_where(spec, a) for a in axes}
+    return len(dims) == 1 and None not in dims
+
+
+def _evenness(
+    spec: ShardingSpec, shape: tuple[int, ...], axes: tuple[int, ...], mesh: Mesh
+) -> tuple[bool, bool, int, int]:
+    """Smallest where the axes cut evenly the largest dim, if it can be one that no other axis cuts; else dim 0."""
+    dim = _where(spec, axes[0])
+    assert dim is not None
+    even = shape[dim] % math.prod(mesh.shape[a] for a in spec.dims[dim]) == 0
+    return not even, spec.dims[dim] != axes, -shape[dim] if even else 0, dim
+
+
+def solve_restricted(
+    problem: Problem, masks: Masks, *, time_limit: float, backend: str, gap: float, folded: Tied | None = None
+) -> tuple[int, ...] | None:
+    """The best choice within ``masks``, in the options of ``problem``; None where there is none or time is out.
+
+    Where ``folded``, what ``fold`` makes of the problem, and every block is restricted alike, they also choose alike:
+    so it costs what one block of each run costs.
+    """
+    if folded is not None:
+        tied = _tied(masks, folded)
+        if tied is not None:
+            alike = [np.flatnonzero(m) for m in tied]
+            found = solve_sliced(folded.problem, alike, time_limit, backend, gap, unfolded)
+            if found is not None:
+                return folded.expand(found)
+    each = [np.flatnonzero(masks[i]) for i in range(len(problem.costs))]
+    return solve_sliced(problem, each, time_limit, backend, gap, fold)
+
+
+def unfolded(problem: Problem) -> Tied | None:
+    """For a problem whose blocks are tied together already."""
+    return None
+
+
+def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
+    """The mask of each tied node; None where nodes that are tied have different ones."""
+    nodes, first = np.unique(folded.place, return_index=True)
+    example = np.zeros(len(folded.problem.costs), dtype=np.int64)
+    example[nodes] = first
+    if (masks.of != masks.of[example[folded.place]]).any():
+        return None
+    whole = [np.ones(len(cost), dtype=bool) for cost in folded.problem.costs]
+    for node, i in zip(nodes.tolist(), first.tolist(), strict=True):
+        whole[node] = masks[i]
+    return whole
+
+
+def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
+    """What baselines leave open: of a deep model as one with fewer layers tells it, since all layers are alike."""
+    fewer = objective.with_fewer_layers(LAYERS)
+    if fewer is None:
+        return Restrictions(objective.decisions).masks
+    restrictions, place = Restrictions(fewer.decisions), fewer.place
+
+    def masks(baseline: Baseline) -> Masks | None:
+        found = restrictions.masks(baseline)
+        return found and replace(found, of=found.of[place])
+
+    return masks
+
+
+def restricted_choices(
+    objective: Objective, *, time_limit: float, backend: str, gap: float, only: str | None = None
+) -> Iterator[tuple[Baseline, tuple[int, ...]]]:
+    """Each baseline that applies with its best choice. ``time_limit``: seconds for one."""
+    masks_of = _masks(objective)
+    problem = objective.problem()
+    folded = objective.fold(problem)
+    for baseline in baselines(objective.decisions.mesh):
+        if only is not None and baseline.name != only:
+            continue
+        masks = masks_of(baseline)
+        if masks is None:
+            continue
+        choice = solve_restricted(problem, masks, time_limit=time_limit, backend=backend, gap=gap, folded=folded)
+        if choice is not None:
+            yield baseline, choice

@@ -1,0 +1,221 @@
+"""Megatron's column and row pairs, found from the rules.
+
+Shoeybi et al. 2019; between the pairs, with sequence parallel: Korthikanti et al. 2022.
+Forward, in order: a product whose activation is whole takes its weight by columns (a factor of the weight that the
+result keeps); the cut then passes through every op that has its factor, heads of attention included; the next product
+finds it among its summed factors, takes its weight by rows, and its result is a sum, whole again. A lookup takes its
+table by rows. Where a cut cannot pass, the columns it came from are left to the solver. The backward follows from what
+the forward decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, Union
+
+from autopar.ir import Node, Value
+from autopar.planner.graphs.dataflow import Dataflow
+from autopar.strategies import flops
+
+FREE: Final = "free"
+Label: TypeAlias = Union[int, Literal["free"], None]
+"""The dim of a tensor that the tensor axes cut; ``free``: the solver's choice; None: whole."""
+
+CanCut = Callable[[Node, str], bool]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What the tensor axes do.
+
+    Args:
+        factors: of each op the factor that they cut, ``free``, or None.
+        parameters: the dim of each parameter that they cut, by node.
+        sequence: of each op the factors that stand for the dim along which sums may be scattered.
+        after_sum: whether some op has such a factor.
+    """
+
+    factors: Mapping[str, str | None]
+    parameters: Mapping[str, Label]
+    sequence: Mapping[str, frozenset[str]]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether anything is cut at all."""
+        return any(isinstance(label, int) for label in self.parameters.values())
+
+
+def find_tensor_parallel(flow: Dataflow, batch: Mapping[str, frozenset[str]], can_cut: CanCut) -> TensorParallel:
+    """Choose columns and rows; ``batch`` are the factors of each op that stand for the batch, left to the data axes."""
+    walk = _Walk(flow, batch, can_cut)
+    walk.run()
+    starts = {v: frozenset((d,)) for v, d in walk.scattered.items()}
+    return TensorParallel(walk.factors, walk.parameters, flow.trace(starts))
+
+
+@dataclass
+class _Walk:
+    """Labels so far. ``unpaired`` are products whose columns could not pass: their cut is left to the solver. ``log``
+    has what was recorded, and ``begun`` its length when each op was come to, so that a walk can go back."""
+
+    flow: Dataflow
+    batch: Mapping[str, frozenset[str]]
+    can_cut: CanCut
+    unpaired: set[str] = field(default_factory=set)
+    labels: dict[Value, Label] = field(default_factory=dict)
+    origins: dict[Value, frozenset[str]] = field(default_factory=dict)
+    factors: dict[str, str | None] = field(default_factory=dict)
+    parameters: dict[str, Label] = field(default_factory=dict)
+    scattered: dict[Value, int] = field(default_factory=dict)
+    log: list[tuple[dict[Any, Any], Any]] = field(default_factory=list)
+    begun: dict[str, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Label every op; where columns cannot pass, once more from the product that they come from."""
+        nodes, order = self.flow.graph.nodes, self.flow.graph.order
+        at = 0
+        while at < len(nodes):
+            node = nodes[at]
+            at += 1
+            if node.op == "placeholder" or self._is_state(node):
+                continue
+            self.begun[node.name] = len(self.log)
+            stuck = self._visit(node)
+            if stuck:
+                self.unpaired |= stuck
+                at = min(order[name] for name in stuck)
+                self._forget(self.begun[nodes[at].name])
+
+    def _record(self, kept: dict[Any, Any], key: object, what: object) -> None:
+        if key not in kept:
+            self.log.append((kept, key))
+        kept[key] = what
+
+    def _forget(self, since: int) -> None:
+        for kept, key in self.log[since:]:
+            del kept[key]
+        del self.log[since:]
+
+    def _is_state(self, node: Node) -> bool:
+        """Made of parameters alone: labelled when its reader is."""
+        return bool(node.inputs) and all(v in self.flow.state for v in node.inputs)
+
+    def _visit(self, node: Node) -> frozenset[str]:
+        factor = self._inherited(node)
+        starts = frozenset[str]()
+        if factor is None and node.phase == "forward":
+            stuck = self._stuck(node)
+            if stuck:
+                return stuck
+            factor, starts = self._started(node)
+        if factor is None and any(self.labels.get(v) == FREE for v in node.inputs):
+            factor = FREE
+        self._settle(node, factor, starts)
+        return frozenset()
+
+    def _inherited(self, node: Node) -> str | None:
+        """The factor that most labelled operands ask for, the first among equals."""
+        votes: dict[str, int] = {}
+        for p, value in enumerate(node.inputs):
+            label = self.labels.get(value)
+            if isinstance(label, int):
+                factor = self.flow.factor(node, p, label)
+                if factor is not None and factor not in self.batch.get(node.name, ()) and self.can_cut(node, factor):
+                    votes[factor] = votes.get(factor, 0) + 1
+        return max(votes, key=lambda f: votes[f]) if votes else None
+
+    def _stuck(self, node: Node) -> frozenset[str]:
+        """Where the cut operands' columns began, if this op needs them whole."""
+        cut = [v for v in node.inputs if isinstance(self.labels.get(v), int) and v not in self.flow.state]
+        return frozenset(o for v in cut for o in self.origins.get(v, ()))
+
+    def _started(self, node: Node) -> tuple[str | None, frozenset[str]]:
+        """A column cut of a product's weight, or a row cut of a lookup's table."""
+        rule = self.flow.rules[node.name]
+        weights = list(self.flow.weights(node))
+        if rule is None or not weights or len(weights) == len(node.inputs):
+            return None, frozenset()
+        taken = {f for p, dims in enumerate(rule.inputs) if p not in weights for d in dims for f in d}
+        kept = {f for dims in rule.outputs for d in dims or () for f in d}
+        product = self._is_product(node)
+        for p in weights:
+            own = [d[0] for d in rule.inputs[p] if d and d[0] not in taken and self.can_cut(node, d[0])]
+            rows = [f for f in own if f not in kept]
+            columns = [f for f in own if f in kept]
+            if len(rule.inputs[p]) > 1 and rows:
+                return rows[0], frozenset()
+            if product and columns and len(rule.inputs[p]) > 1:
+                if node.name in self.unpaired:
+                    return FREE, frozenset()
+                return columns[0], frozenset((node.name,))
+        return None, frozenset()
+
+    def _settle(self, node: Node, factor: str | None, starts: frozenset[str]) -> None:
+        """Record the choice, and what it means for results and weights."""
+        self._record(self.factors, node.name, factor)
+        weights = list(self.flow.weights(node))
+        before = frozenset(o for v in node.inputs for o in self.origins.get(v, ()))
+        for i, meta in enumerate(node.outputs):
+            value = Value(node.name, i)
+            if factor == FREE:
+                self._record(self.labels, value, None if self._ends_freedom(node, weights) else FREE)
+            elif factor is not None and meta is not None:
+                self._record(self.labels, value, self.flow.result_dim(node, i, factor))
+                if self.labels[value] is None:
+                    self._scatter(node, value, weights)
+                else:
+                    self._record(self.origins, value, before | starts)
+        for p in weights:
+            self._label_state(node, p, factor)
+
+    def _ends_freedom(self, node: Node, weights: list[int]) -> bool:
+        """A product of a weight with what was left to the solver is to the solver what a row product is to a column."""
+        activations = [v for p, v in enumerate(node.inputs) if p not in weights]
+        if not weights or node.name in self.unpaired or not self._is_product(node):
+            return False
+        return any(self.labels.get(v) == FREE for v in activations)
+
+    def _is_product(self, node: Node) -> bool:
+        return flops(node, tuple(self.flow.graph.meta(v) for v in node.inputs)) > 0
+
+    def _label_state(self, node: Node, position: int, factor: str | None) -> None:
+        rule = self.flow.rules[node.name]
+        if rule is None or factor is None:
+            return
+        value = node.inputs[position]
+        if factor == FREE:
+            self._assign(value, FREE)
+            return
+        dim = next((d for d, f in enumerate(rule.inputs[position]) if f[:1] == (factor,)), None)
+        if dim is not None:
+            self._assign(value, dim)
+
+    def _assign(self, value: Value, label: Label) -> None:
+        """Follow a weight back to its parameter; who comes first decides."""
+        if value in self.labels:
+            return
+        self._record(self.labels, value, label)
+        node = self.flow.graph.by_name[value.node]
+        if node.op == "placeholder":
+            self._record(self.parameters, node.name, label)
+            return
+        rule = self.flow.rules[node.name]
+        dims = rule.outputs[value.index] if rule else None
+        named = dims[label] if isinstance(label, int) and dims else ()
+        factor = named[0] if named else FREE
+        if node.name not in self.factors:
+            self._record(self.factors, node.name, factor)
+        for p in range(len(node.inputs)):
+            self._label_state(node, p, factor)
+
+    def _scatter(self, node: Node, value: Value, weights: list[int]) -> None:
+        """A row product's result: its first dim that is neither the batch's nor the weight's."""
+        rule = self.flow.rules[node.name]
+        if node.phase != "forward" or rule is None or not weights:
+            return
+        others = {f for p, dims in enumerate(rule.inputs) if p not in weights for d in dims for f in d}
+        for dim, factors in enumerate(rule.outputs[value.index] or ()):
+            if factors and factors[0] in others - self.batch.get(node.name, frozenset()):
+                self._record(self.scattered, value, dim)
+                return

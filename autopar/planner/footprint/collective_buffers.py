@@ -1,0 +1,176 @@
+"""Bytes that a collective holds around the exchange itself: what it packs, receives and unpacks. As ``spmd`` does it.
+
+The wire carries contiguous buffers of equal size: a rank whose shard is short pads a copy of it. What is sent stays
+alive until the collective is waited for: the packed buffer, or the tensor itself where nothing had to be packed. What
+is received becomes the result, or is copied into it. All sizes are those of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir import TensorMeta
+from autopar.mesh import Mesh
+from autopar.planner.footprint.layouts import Layout, contiguous, with_length
+from autopar.sharding import ShardingSpec, Step
+
+REDUCED_BYTES = {
+    "bool": 4, "int16": 4, "uint16": 4, "uint32": 8, "uint64": 8, "float8_e4m3fn": 4, "float8_e5m2": 4,
+}  # fmt: skip
+"""Of an element while it is reduced, for dtypes that backends cannot reduce."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Bytes on one rank.
+
+    Args:
+        sent: of a buffer made to be sent, which lives until the wait; 0 where the tensor itself is sent.
+        launch: held besides what is sent and received, while the one is made and the other begins.
+        received: held from the launch on.
+        unpacked: of the result where it is another tensor than what was received, which goes when it is made.
+        keeps_source: the tensor itself is sent, and lives until the wait.
+    """
+
+    sent: int
+    launch: int
+    received: int
+    unpacked: int
+    keeps_source: bool
+
+
+def packing(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
+    """What ``step`` holds; ``x`` is the rank's shard, ``after`` the shape of the one that it holds then."""
+    kinds = {
+        "all_gather": _all_gather, "all_to_all": _all_to_all, "all_reduce": _all_reduce,
+        "reduce_scatter": _reduce_scatter,
+    }  # fmt: skip
+    if step.kind in kinds:
+        return kinds[step.kind](step, meta, mesh, x, after)
+    size = x.numel * meta.itemsize
+    sent = 0 if x.is_contiguous else size
+    return Packing(sent, 0, math.prod(after) * meta.itemsize, 0, keeps_source=not sent)
+
+
+@dataclass(frozen=True)
+class BucketPacking:
+    """Bytes of a collective of several tensors on one rank, which always makes a buffer to be sent.
+
+    Args:
+        sent, launch, received: as in ``Packing``.
+        unpacked: of each result that is copied out of what was received; 0 for one that is a view of it.
+    """
+
+    sent: int
+    launch: int
+    received: int
+    unpacked: tuple[int, ...]
+
+
+def bucket_packing(
+    steps: Sequence[Step], metas: Sequence[TensorMeta], mesh: Mesh, shards: Sequence[Layout],
+    after: Sequence[tuple[int, ...]],
+) -> BucketPacking:  # fmt: skip
+    """What a bucket holds, whose tensors have one dtype, a floating-point one; shards and shapes as in ``packing``."""
+    each = [_in_bucket(*one) for one in zip(steps, metas, [mesh] * len(steps), shards, after, strict=True)]
+    sent = sum(one.sent for one in each)
+    launch, received = sum(one.launch for one in each), sum(one.received for one in each)
+    in_place = steps[0].kind == "all_reduce"
+    return BucketPacking(0 if in_place else sent, launch, received, tuple(one.unpacked for one in each))
+
+
+def _in_bucket(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
+    """The share of one tensor. ``launch`` is a copy of it, made where the buffer cannot be filled from it directly."""
+    size = x.numel * meta.itemsize
+    if step.kind == "all_reduce":
+        return Packing(size, 0 if x.is_contiguous else size, size, 0, keeps_source=False)
+    ways, result = mesh.shape[step.axis], math.prod(after) * meta.itemsize
+    if step.kind == "reduce_scatter":
+        one = _reduce_scatter(step, meta, mesh, x, after)
+        return Packing(one.received * ways, one.sent, one.received, one.unpacked, keeps_source=False)
+    part = -(-after[step.dim] // ways)
+    wire = _numel(after, step.dim, part) * meta.itemsize
+    copied = wire if x.shape[step.dim] != part or not x.is_contiguous else 0
+    return Packing(wire, copied, ways * wire, result, keeps_source=False)
+
+
+def _all_gather(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
+    ways, length = mesh.shape[step.axis], after[step.dim]
+    part = -(-length // ways)
+    wire = _numel(after, step.dim, part) * meta.itemsize
+    packed = wire if x.shape[step.dim] != part or not x.is_contiguous else 0
+    joins = step.dim != 0 and (_copied(after[: step.dim], ways) or part * ways != length)
+    joined = math.prod(after) * meta.itemsize if joins else 0
+    return Packing(packed, 0, ways * wire, joined, keeps_source=not packed)
+
+
+def _all_to_all(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
+    ways, gathered = mesh.shape[step.axis], after[step.dim]
+    part = -(-gathered // ways)
+    padded = 0
+    if x.shape[step.dim] != part:
+        x = contiguous(with_length(x.shape, step.dim, part))
+        padded = x.numel * meta.itemsize
+    packed, launch = _rows(x, step.to_dim, ways, meta.itemsize)
+    received = packed or x.numel * meta.itemsize
+    cut = after[step.to_dim] != -(-x.shape[step.to_dim] // ways)
+    joined = _copied(after[: step.dim], ways) or cut or part * ways != gathered
+    result = math.prod(after) * meta.itemsize if joined else 0
+    if packed:
+        return Packing(packed, max(padded + launch - received, 0), received, result, keeps_source=False)
+    return Packing(padded, 0, received, result, keeps_source=not padded)
+
+
+def _all_reduce(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
+    wide = REDUCED_BYTES.get(meta.dtype, meta.itemsize)
+    size = x.numel * wide
+    converted = wide != meta.itemsize
+    launch = size if converted or not x.is_contiguous else 0
+    mean = size if step.reduction == "avg" and mesh.shape[step.axis] > 1 else 0
+    return Packing(0, launch, size, mean or (x.numel * meta.itemsize if converted else 0), keeps_source=False)
+
+
+def _reduce_scatter(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
+    ways, wide = mesh.shape[step.axis], REDUCED_BYTES.get(meta.dtype, meta.itemsize)
+    size = x.numel * wide
+    converted = wide != meta.itemsize
+    sent, launch = _rows(x, step.dim, ways, wide)
+    if converted:
+        sent, launch = sent or size, launch + (size if sent else 0)
+    received = (sent or size) // ways
+    result = math.prod(after) * meta.itemsize
+    short = after[step.dim] != -(-x.shape[step.dim] // ways) and _copied(x.shape[: step.dim], ways)
+    copied = short or converted or (step.reduction == "avg" and ways > 1)
+    return Packing(sent, max(launch - received, 0), received, result if copied else 0, keeps_source=not sent)
+
+
+def _rows(x: Layout, dim: int, ways: int, itemsize: int) -> tuple[int, int]:
+    """(bytes of ``x`` cut ``ways`` ways along ``dim`` and stacked, bytes held besides while that is made)."""
+    part = -(-x.shape[dim] // ways)
+    size = _numel(x.shape, dim, part * ways) * itemsize
+    padded = x.shape[dim] != part * ways
+    if padded:
+        return size, size if _copied(x.shape[:dim], ways) else 0
+    if x.is_contiguous and not _copied(x.shape[:dim], ways):
+        return 0, 0
+    return size, 0
+
+
+def _numel(shape: tuple[int, ...], dim: int, n: int) -> int:
+    """Elements with length ``n`` along ``dim``."""
+    return math.prod(with_length(shape, dim, n))
+
+
+def packs(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
+    """Whether a gather or a reduce-scatter of one contiguous tensor by itself packs or unpacks it."""
+    return _copied(after.local_shape(meta.shape, mesh)[: step.dim], mesh.shape[step.axis])
+
+
+def _copied(before: tuple[int, ...], ways: int) -> bool:
+    """Whether stacking or joining ``ways`` parts along a dim moves data: not where all dims before it have length 1."""
+    return ways > 1 and math.prod(before) != 1
+
+
+SUMMED = frozenset({"sum", "max", "min"})

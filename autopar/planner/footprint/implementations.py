@@ -1,0 +1,156 @@
+"""What runs an op on a device, and what it moves: torch's kernels one after the other, or one of our own.
+
+Each op has the ways to run it that its device and dtype allow, and every strategy takes the one that moves least. That
+choice changes no spec, so it is made before the problem is stated. An op that is one kernel by itself reads its
+operands and writes its results once, and so does each of ours; what is eager here is composed of several, and moves
+what they hand to each other too. ``docs/kernels.md`` has the formulas. CPUs run no kernels of ours, and what is eager
+there was measured as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from autopar.ir import Node, TensorMeta
+from autopar.mesh import Mesh
+from autopar.planner.footprint.op_work import bytes_moved, local_bytes
+from autopar.sharding import ShardingSpec, Step, Strategy
+
+KERNEL_DTYPES = frozenset({"float32", "float16", "bfloat16"})
+COPIED_DTYPES = KERNEL_DTYPES | {"int8", "uint8", "int16", "int32", "int64"}
+INDEX_BYTES = 8
+SORT_PASSES = 8
+"""Of a radix sort's keys and values: one pass reads and writes for each byte of a key."""
+
+
+class _Sizes:
+    """Bytes of an op's operands and results on the fullest rank."""
+
+    def __init__(self, node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> None:
+        self.metas, self.option = metas, option
+        self.read = [local_bytes(m, s, mesh) for m, s in zip(metas, option.inputs, strict=True)]
+        made = [(m, s) for m, s in zip(node.outputs, option.outputs, strict=True) if m is not None and s is not None]
+        self.written = [local_bytes(m, s, mesh) for m, s in made]
+        self.result = made[0][0]
+
+    def wide(self, nbytes: int, meta: TensorMeta) -> float:
+        """The same elements in the dtype in which sums run."""
+        return nbytes / meta.itemsize * max(meta.itemsize, 4)
+
+
+def _lookup(s: _Sizes) -> float:
+    """Where the vocabulary is cut, zeros are put in a second pass over the result."""
+    cut = bool(s.option.inputs[0].dims[0])
+    return 2.0 * s.written[0] + s.read[1] + (2 * s.written[0] + 4 * s.read[1] if cut else 0)
+
+
+def _lookup_backward(s: _Sizes) -> float:
+    """Masked, converted, added to a table in the wide dtype that was cleared before, and converted back."""
+    grad, table, cut = s.read[0], s.written[0], bool(s.option.outputs[0] and s.option.outputs[0].dims[0])
+    half = s.result.itemsize < 4
+    masked = 2 * grad if cut else 0
+    wide_grad, wide_table = s.wide(grad, s.metas[0]), s.wide(table, s.result)
+    converted = grad + wide_grad + wide_table + table if half else 0
+    return masked + converted + wide_table + 3 * wide_grad + s.read[1]
+
+
+def _lookup_backward_kernel(s: _Sizes) -> float:
+    keys = s.read[1] / max(s.metas[1].itemsize, 1) * 2 * INDEX_BYTES
+    return s.read[0] + s.written[0] + 2 * SORT_PASSES * keys
+
+
+def _sumexp(s: _Sizes) -> float:
+    """Differences, their exponentials, and the sum: each a pass."""
+    wide = s.wide(s.read[0], s.metas[0])
+    return s.read[0] + 4 * wide + s.read[1] + s.written[0]
+
+
+def _nll_backward(s: _Sizes) -> float:
+    wide = s.wide(s.read[1], s.metas[1])
+    return s.read[1] + 4 * wide + s.written[0] + sum(s.read) - s.read[1]
+
+
+Formula: TypeAlias = Callable[[_Sizes], float]
+
+KERNELS: Mapping[str, tuple[str, Formula, Formula | None]] = {
+    "autopar.lookup": ("lookup", _lookup, None),
+    "autopar.lookup_backward": ("lookup_backward", _lookup_backward, _lookup_backward_kernel),
+    "autopar.sumexp": ("sumexp", _sumexp, None),
+    "autopar.nll": ("nll", lambda s: 4.0 * s.written[0] + sum(s.read[1:]), None),
+    "autopar.nll_backward": ("nll_backward", _nll_backward, None),
+    "autopar.linear_nll": ("statistics", lambda s: 0.0, None),
+    "autopar.linear_nll_backward": ("nll_backward", lambda s: 0.0, None),
+}
+"""By op: our kernel, what the eager op moves, and what the kernel does where that is more than each tensor once."""
+
+
+def implementation(
+    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str
+) -> tuple[str, float]:
+    """The kernel of ours that runs an op, empty for none, and the bytes that are moved on the fullest rank."""
+    once = bytes_moved(node, option, metas, mesh)
+    if device != "cuda" or node.packet not in KERNELS or option.outputs[0] is None:
+        return "", once
+    name, eager, kernel = KERNELS[node.packet]
+    sizes = _Sizes(node, option, metas, mesh)
+    ways = [("", max(once, eager(sizes)))]
+    if _compute_dtype(node, metas) in KERNEL_DTYPES:
+        ways.insert(0, (name, kernel(sizes) if kernel else once))
+    return min(ways, key=lambda way: way[1])
+
+
+def _compute_dtype(node: Node, metas: Sequence[TensorMeta]) -> str:
+    """Of the tensor that the op is about: the logits of a loss's gradient, else the first operand."""
+    return metas[1 if node.packet.endswith("nll_backward") else 0].dtype
+
+
+def passes_beside(
+    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh
+) -> tuple[float, ...]:
+    """Bytes of each pass that an op makes one after the other beside its product, on every device."""
+    if node.packet in CHUNKED:
+        return _chunked(node, option, metas, mesh)
+    return _sorting(node, option, metas, mesh) if node.packet in SORTING else ()
+
+
+def _chunked(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
+    """Logits are written and read chunk by chunk; so are they again in the backward, and then their gradient, once for
+    each product."""
+    backward = node.packet.endswith("_backward")
+    x, weight = (option.inputs[i].local_shape(metas[i].shape, mesh) for i in ((1, 2) if backward else (0, 1)))
+    logits = math.prod(x[:-1]) * weight[0] * metas[1].itemsize
+    products = sum(made is not None for made in node.outputs[:2])
+    return (2.0 * logits, *([2.0 * logits, *[float(logits)] * products] if backward else ()))
+
+
+def _sorting(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
+    """Over ids, to sort them by expert, and over rows, to bring them into that order and back, as in
+    ``autopar.ops.experts``."""
+    places = math.prod(option.inputs[2].local_shape(metas[2].shape, mesh))
+
+    def rows(meta: TensorMeta, spec: ShardingSpec) -> float:
+        return 2.0 * places * spec.local_shape(meta.shape, mesh)[-1] * meta.itemsize
+
+    other = (metas[1], option.inputs[1]) if node.packet.endswith("_weight") else (node.outputs[0], option.outputs[0])
+    moved = [rows(m, s) for m, s in ((metas[0], option.inputs[0]), other) if m is not None and s is not None]
+    return (4.0 * SORT_PASSES * places * INDEX_BYTES, *moved)
+
+
+CHUNKED = frozenset({"autopar.linear_nll", "autopar.linear_nll_backward"})
+SORTING = frozenset({"autopar.experts_mm", "autopar.experts_mm_weight"})
+
+
+def packing_kernels(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh, device: str) -> tuple[str, ...]:
+    """The kernels that pack what a collective sends and unpack what it receives, where that copies."""
+    if device != "cuda" or meta.dtype not in COPIED_DTYPES or step.kind not in PACKS or step.dim < 0:
+        return ()
+    shape = after.local_shape(meta.shape, mesh)
+    before = {"pack": step.to_dim if step.kind == "all_to_all" else step.dim, "unpack": step.dim}
+    return tuple(name for name in PACKS[step.kind] if any(n != 1 for n in shape[: before[name]]))
+
+
+PACKS: Mapping[str, tuple[str, ...]] = {
+    "all_to_all": ("pack", "unpack"), "all_gather": ("unpack",), "reduce_scatter": ("pack",)
+}  # fmt: skip

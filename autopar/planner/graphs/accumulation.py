@@ -1,0 +1,138 @@
+"""Gradients that add up over several micro-batches, as part of the program.
+
+Every gradient of a parameter gets an *accumulator*: an input of the backward that holds the sum so far, and an op that
+adds to it. Its spec is a decision like any other. In the parameter's own spec a gradient is reduced in every
+micro-batch, and little is held; as a partial sum it is reduced in the last one only, which costs the memory of what is
+not reduced yet; and between the two it may be reduced over some mesh axes at once and over others in the end.
+
+All micro-batches but the last run the same program without the *delivery*: what takes a sum to its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.ir import FLOATS, Graph, Input, Node, Output, TensorMeta, Value
+from autopar.planner.footprint.op_work import VIEWS
+from autopar.program import Op, Program
+
+
+def summing(graph: Graph, steps: int, reduce: str | None) -> Graph:
+    """``graph`` with the sums of its parameters' gradients made explicit.
+
+    Args:
+        steps: micro-batches; more than one have an accumulator for each gradient.
+        reduce: the dtype in which gradients add up over micro-batches and ranks; None is their own.
+    """
+    if reduce is not None:
+        graph = _widened(graph, reduce)
+    return graph if steps == 1 else _accumulating(graph)
+
+
+def _widened(graph: Graph, dtype: str) -> Graph:
+    """Every gradient of a parameter in ``dtype``. Who takes it casts it back, once it is whole."""
+    taken = {n.name for n in graph.nodes}
+    after: dict[str, list[Node]] = {}
+    outputs = []
+    for output in graph.outputs:
+        made, meta = graph.by_name[output.value.node], graph.meta(output.value)
+        if is_gradient(output) and meta.dtype != dtype and meta.dtype in FLOATS:
+            cast = Node(
+                _unused(f"{made.name}_{dtype}", taken), "aten._to_copy.default", (output.value,),
+                (("dtype", f"torch.{dtype}"),), (TensorMeta(meta.shape, dtype),), "backward", made.module, made.source,
+            )  # fmt: skip
+            after.setdefault(made.name, []).append(cast)
+            output = replace(output, value=Value(cast.name))
+        outputs.append(output)
+    nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
+    return replace(graph, nodes=nodes, outputs=tuple(outputs))
+
+
+def _accumulating(graph: Graph) -> Graph:
+    """``graph`` with an accumulator for each parameter's gradient."""
+    taken = {n.name for n in graph.nodes}
+    after: dict[str, list[Node]] = {}
+    inputs, outputs = list(graph.inputs), []
+    owner = {i.name: i.node for i in reversed(graph.inputs) if i.kind == "parameter"}
+    for output in graph.outputs:
+        if not is_gradient(output):
+            outputs.append(output)
+            continue
+        gradient = graph.by_name[output.value.node]
+        name = _unused(f"{owner[output.name]}_accumulated", taken)
+        total = _unused(f"{owner[output.name]}_total", taken)
+        meta = graph.meta(output.value)
+        inputs.append(Input(name, "accumulator", output.name))
+        after.setdefault(gradient.name, []).extend([
+            Node(name, "placeholder", outputs=(meta,), phase="backward"),
+            Node(
+                total, "aten.add.Tensor", (Value(name), output.value), outputs=(meta,), phase="backward",
+                module=gradient.module, source=gradient.source,
+            ),
+        ])  # fmt: skip
+        outputs.append(Output(Value(total), output.kind, output.name))
+    nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
+    return replace(graph, nodes=nodes, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def widened(graph: Graph, dtype: str | None) -> frozenset[Value]:
+    """Gradients that ranks may not add up before they are cast to ``dtype``, in which they are to be reduced."""
+    if dtype is None:
+        return frozenset()
+    sums = (graph.by_name[o.value.node] for o in graph.outputs if is_gradient(o))
+    casts = (made for n in sums for made in (n, *(graph.by_name[v.node] for v in n.inputs)))
+    found: set[Value] = set()
+    for cast in casts:
+        if cast.packet == "aten._to_copy" and graph.meta(Value(cast.name)).dtype == dtype:
+            found |= {v for v in cast.inputs if graph.meta(v).dtype != dtype}
+    ahead = list(found)
+    while ahead:
+        made = graph.by_name[ahead.pop().node]
+        if made.packet in VIEWS and made.phase == "backward":
+            ahead += made.inputs[:1]
+            found |= {*made.inputs[:1]}
+    return frozenset(found)
+
+
+
+
+def is_gradient(output: Output) -> bool:
+    """Whether a result is the gradient of a parameter."""
+    return output.kind == "gradient" and not output.name.startswith("input:")
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def totals(graph: Graph) -> dict[str, tuple[Value, Value]]:
+    """For each accumulated parameter the accumulator and the value that takes its place, in the order of the graph."""
+    meanings = (graph.input_of[n.name] for n in graph.nodes if n.op == "placeholder")
+    return {
+        i.name: (Value(i.node), Value(graph.consumers[Value(i.node)][0][0].name))
+        for i in meanings if i.kind == "accumulator"
+    }  # fmt: skip
+
+
+def without_delivery(program: Program, graph: Graph) -> Program:
+    """The program of all micro-batches but the last: it returns the accumulators' new values instead of gradients."""
+    kept = [(o, name) for o, name in program.results if not is_gradient(o)]
+    added = [(Output(new, "accumulator", name), str(new)) for name, (_, new) in totals(graph).items()]
+    results = (*kept, *added)
+    ops = tuple(_needed(program, {name for _, name in results}))
+    return replace(program, ops=ops, results=results, state_transfer_s=0.0)
+
+
+def _needed(program: Program, needed: set[str]) -> Iterator[Op]:
+    """The forward whole, since what it keeps must be the same, and of the backward what leads to ``needed``."""
+    found: list[Op] = []
+    for op in reversed(program.ops):
+        waits = op.kind == "wait" and op.reads[-1] in needed
+        if op.phase == "forward" or op.kind == "input" or waits or any(t.name in needed for t in op.writes):
+            found.append(op)
+            needed.update(op.reads)
+    return reversed(found)

@@ -1,0 +1,464 @@
+"""Exact liveness of a local program: which bytes are held at each moment of the step, by kind.
+
+A tensor's memory lives from the op that makes it to the last op that reads it or a view of it. Parameters, buffers,
+optimizer state and the caller's batch live throughout, gradients from their making to the end, outputs, which the
+caller holds, to the end, where the optimizer steps; new values of buffers until the forward is over. What an op holds
+besides, while it runs, comes from ``transients``; what a collective packs and receives from ``packing``. A collective
+is waited for before its first reader or where the program says so, else when its phase ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.cost_models import optimizer_table_bytes
+from autopar.ir import Graph, Node, TensorMeta
+from autopar.mesh import Mesh
+from autopar.planner.footprint.collective_buffers import bucket_packing, packing
+from autopar.planner.footprint.layouts import Layout, contiguous, results
+from autopar.planner.footprint.ranks import unequal_ranks
+from autopar.planner.footprint.state import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
+from autopar.planner.footprint.transients import held_by_ring, local_op, surplus, told_bytes, transients, windowed
+from autopar.planner.graphs.accumulation import is_gradient, without_delivery
+from autopar.planner.options import Options
+from autopar.planner.problem.decide import given_whole
+from autopar.program import LocalTensor, Op, Program
+from autopar.sharding import ShardingSpec, Strategy
+from autopar.solver.clock import tick
+
+KINDS = ("parameters", "optimizer", "gradients", "buffers", "inputs", "activations", "temporaries", "outputs", "step")
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes on the fullest device.
+
+    Args:
+        timeline: the most held while each op runs and waits for what it reads, its operands and results included; the
+            last entry is for what is waited for in the end, and the optimizer's step.
+        peak_at: index of the largest entry.
+        by_kind: bytes of each kind at that moment.
+    """
+
+    timeline: tuple[int, ...]
+    peak_at: int
+    by_kind: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline[self.peak_at]
+
+
+def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
+    """Bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
+    last = _fullest(program, graph, mesh, options)
+    if options.accumulation_steps == 1:
+        return last
+    other = without_delivery(program, graph)
+    return _most(last, program, _fullest(other, graph, mesh, options, steps=False), other)
+
+
+def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, steps: bool = True) -> MemoryProfile:
+    """The most that any rank holds during each op, and the kinds on the one that is fullest of all."""
+    found = [
+        _Sweep(program, graph, mesh, options, steps, at=coordinate).run() for coordinate in unequal_ranks(program, mesh)
+    ]
+    fullest = max(found, key=lambda p: p.peak_bytes)
+    return replace(fullest, timeline=tuple(map(max, zip(*(p.timeline for p in found), strict=True))))
+
+
+def _most(last: MemoryProfile, program: Program, before: MemoryProfile, other: Program) -> MemoryProfile:
+    """What is held during every op of ``program`` in the last micro-batch or in one of those before it, which run
+    ``other``: some of the ops of ``program``."""
+    at = {op.name: i for i, op in enumerate(program.ops)}
+    places = [*(at[op.name] for op in other.ops), len(program.ops)]
+    timeline = list(last.timeline)
+    for place, size in zip(places, before.timeline, strict=True):
+        timeline[place] = max(timeline[place], size)
+    if before.peak_bytes <= last.peak_bytes:
+        return MemoryProfile(tuple(timeline), last.peak_at, last.by_kind)
+    return MemoryProfile(tuple(timeline), places[before.peak_at], before.by_kind)
+
+
+def history(
+    program: Program, graph: Graph, mesh: Mesh, options: Options
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """For each kind of memory, ``(position, bytes)`` from which op of the program on how much is held of it: at each
+    position what is held at the fullest moment there."""
+    fullest: dict[int, dict[str, int]] = {}
+    for coordinate in unequal_ranks(program, mesh):
+        _Sweep(program, graph, mesh, options, at=coordinate, fullest=fullest).run()
+    points: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+    now = dict.fromkeys(KINDS, 0)
+    for at, held in sorted(fullest.items()):
+        for kind, size in held.items():
+            if size != now[kind]:
+                now[kind] = size
+                points[kind].append((at, size))
+    return {kind: tuple(found) for kind, found in points.items() if found}
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A wait for tensor ``waited``, or for rows of neighbours or the window made of them, or op ``at`` itself; ``at``
+    is also where it counts in the timeline."""
+
+    at: int
+    waited: str = ""
+
+
+def _window_names(op: Op, i: int) -> tuple[str, str]:
+    """Of the rows that arrive for halo ``i``, and of the window made of them."""
+    return f"{op.name}|rows{i}", f"{op.name}|window{i}"
+
+
+@dataclass
+class _Memory:
+    """One allocation: its bytes, what they are for, and the moments between which it lives."""
+
+    nbytes: int
+    first: int
+    last: int
+    kind: str = ""
+
+
+@dataclass
+class _Sweep:
+    """One walk over the program, on the rank at coordinate ``at``."""
+
+    program: Program
+    graph: Graph
+    mesh: Mesh
+    options: Options
+    steps: bool = True
+    at: tuple[int, ...] = ()
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    memory: dict[str, _Memory] = field(default_factory=dict)
+    behind: dict[str, str] = field(default_factory=dict)
+    extra: dict[int, int] = field(default_factory=dict)
+    runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int, int]] = field(default_factory=dict)
+    fullest: dict[int, dict[str, int]] | None = None
+
+    def run(self) -> MemoryProfile:
+        tick("profiled op", len(self.program.ops))
+        for at, op in enumerate(self.program.ops):
+            self._reads(at, op)
+            self._op(at, op)
+        self._name_kinds()
+        return self._profile()
+
+    @cached_property
+    def backward(self) -> int:
+        """Position of the backward's first op."""
+        ops = self.program.ops
+        return next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
+
+    @cached_property
+    def moments(self) -> list[_Moment]:
+        """Every wait and op in the order in which they run."""
+        order: list[_Moment] = []
+        pending: dict[str, int] = {}
+        for at, op in enumerate(self.program.ops):
+            if at == self.backward:
+                order += [_Moment(at, name) for name in self._returned("forward", pending)]
+                pending.clear()
+            if op.kind != "input":
+                for name, is_window in self._awaited(op):
+                    if is_window or pending.pop(name, None) is not None:
+                        order.append(_Moment(at, name))
+            order.append(_Moment(at))
+            if op.is_collective:
+                pending[op.writes[0].name] = at
+        end = len(self.program.ops)
+        return [*order, *(_Moment(end, name) for name in self._returned("backward", pending)), _Moment(end)]
+
+    def _awaited(self, op: Op) -> Iterator[tuple[str, bool]]:
+        """What is waited for before ``op`` in turn, and whether that is rows of neighbours or a window of them."""
+        for i, h in enumerate(op.halos):
+            yield self.launch_of.get(op.reads[h.operand], op.reads[h.operand]), False
+            yield from ((name, True) for name in _window_names(op, i))
+        yield from ((self.launch_of.get(name, name), False) for name in op.reads)
+
+    def _returned(self, phase: str, pending: Mapping[str, int]) -> list[str]:
+        """What is still under way when a phase ends, as it is returned: results first."""
+        results = (self.launch_of.get(name, name) for _, name in self.program.results)
+        return list(dict.fromkeys([*(name for name in results if name in pending), *pending]))
+
+    @cached_property
+    def launch_of(self) -> dict[str, str]:
+        """For each tensor of a bucket the first, by whose name the bucket is waited for."""
+        return {t.name: op.writes[0].name for op in self.program.ops if op.bucket for t in op.writes}
+
+    @cached_property
+    def op_at(self) -> dict[int, int]:
+        return {m.at: i for i, m in enumerate(self.moments) if not m.waited}
+
+    @cached_property
+    def wait_at(self) -> dict[str, int]:
+        return {m.waited: i for i, m in enumerate(self.moments) if m.waited}
+
+    def _reads(self, at: int, op: Op) -> None:
+        for name in () if op.halos else op.reads:
+            self._live_until(name, self.op_at[at])
+
+    def _live_until(self, name: str, moment: int) -> None:
+        held = self.memory.get(self.behind.get(name, ""))
+        if held is not None:
+            held.last = max(held.last, moment)
+
+    def _new(self, name: str, nbytes: int, first: int, last: int | None = None) -> None:
+        self.memory[name] = _Memory(nbytes, first, first if last is None else last)
+        self.behind[name] = name
+
+    def _op(self, at: int, op: Op) -> None:
+        if op.kind == "input":
+            self._input(op)
+        elif op.is_collective:
+            self._collective(at, op)
+        elif op.kind == "compute":
+            self._compute(at, op)
+        elif op.kind == "decomposed":
+            self._decomposed(at, op)
+        else:
+            for tensor in op.writes:
+                self.layouts[tensor.name] = self._local(tensor) if op.kind == "redistribute" else self._kept(op, tensor)
+                if not tensor.host:
+                    self._new(tensor.name, self._bytes(tensor), self.op_at[at])
+
+    def _shape(self, tensor: LocalTensor) -> tuple[int, ...]:
+        return tensor.spec.local_shape(tensor.meta.shape, self.mesh, self.at if any(self.at) else None)
+
+    def _bytes(self, tensor: LocalTensor) -> int:
+        return math.prod(self._shape(tensor)) * tensor.meta.itemsize if any(self.at) else tensor.bytes
+
+    def _local(self, tensor: LocalTensor) -> Layout:
+        return contiguous(self._shape(tensor))
+
+    def _kept(self, op: Op, tensor: LocalTensor) -> Layout:
+        """Transfers keep strides."""
+        return self.layouts.get(op.reads[0], self._local(tensor))
+
+    def _input(self, op: Op) -> None:
+        """What lives throughout is counted apart; here what the runtime cuts out of it."""
+        tensor, meaning = op.writes[0], self.graph.input_of[op.node]
+        name, cut = tensor.name, not tensor.spec.is_replicated
+        self.layouts[name] = self._local(tensor)
+        if meaning.kind == "tangent":
+            start, end = self.op_at.get(self.backward, 0), self.wait_end
+            whole = given_whole(self.graph, tensor.meta, self.options)
+            self._new(name, self._bytes(tensor), start, start if whole and cut else end)
+            if whole and cut:  # autograd holds the caller's gradient, of which the program takes a part
+                self._new(f"{name}|given", tensor.meta.bytes, start, end)
+        elif meaning.kind == "accumulator" or (meaning.kind == "input" and cut and self.options.batch == "global"):
+            self._new(name, self._bytes(tensor), 0)
+
+    @cached_property
+    def wait_end(self) -> int:
+        """The last moment of the backward."""
+        return max(len(self.moments) - 2, 0)
+
+    def _collective(self, at: int, op: Op) -> None:
+        if op.bucket:
+            self._bucket(at, op)
+            return
+        source, tensor, step = op.reads[0], op.writes[0], op.step
+        assert step is not None
+        if op.in_place and self.layouts[source].is_contiguous:
+            self.layouts[tensor.name], self.behind[tensor.name] = self._local(tensor), self.behind[source]
+            self._live_until(tensor.name, self.wait_at[tensor.name])
+            return
+        p = packing(step, tensor.meta, self.mesh, self.layouts[source], self._shape(tensor))
+        launch, wait = self.op_at[at], self.wait_at[tensor.name]
+        self.layouts[tensor.name] = self._local(tensor)
+        self.extra[launch] = p.launch
+        if p.keeps_source:
+            self._live_until(source, wait - 1)
+        self._new(f"{tensor.name}|sent", p.sent, launch, wait - 1)
+        if p.unpacked:
+            self._new(f"{tensor.name}|received", p.received, launch, wait)
+        self._new(tensor.name, p.unpacked or p.received, wait if p.unpacked else launch, wait)
+
+    def _bucket(self, at: int, op: Op) -> None:
+        shards = [self.layouts[name] for name in op.reads]
+        p = bucket_packing(op.bucket, [t.meta for t in op.writes], self.mesh, shards, [*map(self._shape, op.writes)])
+        launch, wait = self.op_at[at], self.wait_at[op.writes[0].name]
+        self.extra[launch] = p.launch
+        self._new(f"{op.name}|sent", p.sent, launch, wait - 1)
+        self._new(f"{op.name}|received", p.received, launch, wait)
+        for tensor, unpacked in zip(op.writes, p.unpacked, strict=True):
+            self.layouts[tensor.name] = self._local(tensor)
+            if unpacked:
+                self._new(tensor.name, unpacked, wait)
+            else:
+                self.behind[tensor.name] = f"{op.name}|received"
+
+    def _decomposed(self, at: int, op: Op) -> None:
+        node, strategy, step, now = self.graph.by_name[op.node], op.strategy, op.step, self.op_at[at]
+        assert strategy is not None and step is not None
+        metas = tuple(self.graph.meta(v) for v in node.inputs)
+        whole = local_op(
+            node, strategy, metas, self.mesh, self.options.device, [self.layouts[name] for name in op.reads], self.at
+        )
+        self.extra[now] = held_by_ring(whole, step, op.operand, self.mesh.shape[step.axis])
+        for tensor in op.writes:
+            self.layouts[tensor.name] = self._local(tensor)
+            self._new(tensor.name, self._bytes(tensor), now)
+
+    def _compute(self, at: int, op: Op) -> None:
+        node, strategy = self.graph.by_name[op.node], op.strategy
+        assert strategy is not None
+        operands = tuple(self.layouts[name] for name in self._windowed(at, op))
+        now = self.op_at[at]
+        if op.in_place:
+            name, overwritten = op.writes[0].name, op.reads[op.operand]
+            self.layouts[name], self.behind[name] = self.layouts[overwritten], self.behind[overwritten]
+            return
+        made, aliased, self.extra[now], more = self._run(op, node, strategy, operands)
+        for tensor, layout in zip(op.writes, made, strict=True):
+            self.layouts[tensor.name] = layout
+            if aliased:
+                if op.reads[0] in self.behind:
+                    self.behind[tensor.name] = self.behind[op.reads[0]]
+                    self._live_until(tensor.name, now)
+            else:
+                self._new(tensor.name, self._bytes(tensor) + more, now)
+
+    def _windowed(self, at: int, op: Op) -> list[str]:
+        """The op's operands, those with halos as windows, which are made one after the other."""
+        operands = list(op.reads)
+        for i, h in enumerate(op.halos):
+            source, size = operands[h.operand], self.program.tensors[op.reads[h.operand]].meta.itemsize
+            (rows, window), w = _window_names(op, i), windowed(self.layouts[source], h, self.at)
+            exchanged, made = self.wait_at[rows], self.wait_at[window]
+            self._live_until(source, made)
+            self._new(f"{rows}|sent", w.sent * size, exchanged)
+            self._new(rows, w.received * size, exchanged, made)
+            self.extra[made] = w.padding * size
+            self.layouts[window], operands[h.operand] = w.layout, window
+            if w.made:
+                self._new(window, w.made * size, made)
+            elif source in self.behind:
+                self.behind[window] = self.behind[source]
+        for name in operands:
+            self._live_until(name, self.op_at[at])
+        return operands
+
+    def _run(
+        self, op: Op, node: Node, strategy: Strategy, operands: tuple[Layout, ...]
+    ) -> tuple[tuple[Layout, ...], bool, int, int]:
+        """Layouts of results, whether they are views, the bytes of transients, and those by which a result's memory is
+        longer than it: once for all equal ops."""
+        key = (self.graph.kinds[node.name], id(strategy), *map(id, operands))  # all three live as long as this
+        if key not in self.runs:
+            metas = tuple(self.graph.meta(v) for v in node.inputs)
+            made, aliased = results(node, operands, [*map(self._shape, op.writes)])
+            one = local_op(node, strategy, metas, self.mesh, self.options.device, operands, self.at)
+            gathered = sum(s.bytes for s in op.sent if s.kind == "all_gather")
+            self.runs[key] = made, aliased, transients(one) + told_bytes(one, gathered), surplus(one)
+        return self.runs[key]
+
+    def _name_kinds(self) -> None:
+        start, end = self.op_at.get(self.backward, len(self.moments)), len(self.moments) - 1
+        for output, name in self.program.results:
+            held = self.memory.get(self.behind.get(name, ""))
+            if held is None:
+                continue
+            if output.kind == "mutation":
+                held.last = max(held.last, start - 1)
+            else:
+                held.kind, held.last = "outputs" if output.kind == "output" else "gradients", end
+            if is_gradient(output):
+                self._cast_back(output.name, name, held, end)
+        for held in self.memory.values():
+            held.kind = held.kind or ("activations" if held.first < start <= held.last else "temporaries")
+        for op in self.program.ops:
+            held = self.memory.get(op.writes[0].name) if op.kind == "input" else None
+            if held is not None:
+                held.kind = "gradients" if self.graph.input_of[op.node].kind == "accumulator" else "inputs"
+
+    @cached_property
+    def parameters(self) -> dict[str, TensorMeta]:
+        """By name; of several that share one the first."""
+        named = [(i, self.graph.by_name[i.node].outputs[0]) for i in reversed(self.graph.inputs)]
+        return {i.name: meta for i, meta in named if i.kind == "parameter" and meta is not None}
+
+    def _cast_back(self, parameter: str, name: str, held: _Memory, end: int) -> None:
+        """A gradient that was reduced in another dtype than its parameter's becomes one of that, one after the other,
+        when the backward is over."""
+        stored = self.parameters[parameter]
+        made = self.program.tensors[name]
+        if stored.dtype != made.meta.dtype:
+            size = self._bytes(made) // made.meta.itemsize * stored.itemsize
+            held.last = end - 1
+            self.extra[end - 1] = max(self.extra.get(end - 1, 0), size)
+            self._new(f"{name}|cast", size, end)
+            self.memory[f"{name}|cast"].kind = "gradients"
+
+    def _profile(self) -> MemoryProfile:
+        made: dict[int, list[_Memory]] = {}
+        freed: dict[int, list[_Memory]] = {}
+        for memory in self.memory.values():
+            made.setdefault(memory.first, []).append(memory)
+            freed.setdefault(max(memory.last, memory.first), []).append(memory)
+        held = dict.fromkeys(KINDS, 0) | self._steady()
+        running = sum(held.values())
+        timeline = [0] * (len(self.program.ops) + 1)
+        best: tuple[int, int, dict[str, int]] = (-1, 0, held)
+        for i, moment in enumerate(self.moments):
+            for memory in made.get(i, ()):
+                held[memory.kind] += memory.nbytes
+                running += memory.nbytes
+            extra = self.extra.get(i, 0)
+            step = self._step() if self.steps and i == len(self.moments) - 1 else 0
+            total = running + extra + step
+            if total > timeline[moment.at]:
+                timeline[moment.at] = total
+                if self.fullest is not None or total > best[0]:
+                    now = held | {"temporaries": held["temporaries"] + extra, "step": held["step"] + step}
+                    best = (total, moment.at, now) if total > best[0] else best
+                    if self.fullest is not None and total > sum(self.fullest.get(moment.at, {}).values()):
+                        self.fullest[moment.at] = now
+            for memory in freed.get(i, ()):
+                held[memory.kind] -= memory.nbytes
+                running -= memory.nbytes
+        return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
+
+    def _steady(self) -> dict[str, int]:
+        """What is held throughout."""
+        sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+        trained: list[int] = []
+        for op, tensor in self._inputs():
+            meaning = self.graph.input_of[op.node]
+            if meaning.trainable:
+                trained.append(math.prod(self._shape(tensor)))
+            if meaning.kind == "parameter":
+                held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options, self.at)
+                sums["parameters"] += held.parameter
+                away = meaning.name in self.program.offloaded_optimizer
+                gone = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options, self.at) if away else 0
+                sums["optimizer"] += held.optimizer - gone
+            elif meaning.kind in ("buffer", "constant"):
+                sums["buffers"] += tensor.meta.bytes
+            elif meaning.kind not in ("tangent", "accumulator"):
+                sums["inputs"] += self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
+        sums["optimizer"] += optimizer_table_bytes(self.options.optimizer, trained)
+        return sums
+
+    def _step(self) -> int:
+        """What the optimizer's step needs beside parameters, gradients and state: of parameters whose state the host
+        keeps, a few at a time, and then of the others."""
+        away: list[tuple[TensorMeta, ShardingSpec]] = []
+        here: list[tuple[TensorMeta, ShardingSpec]] = []
+        for op, t in self._inputs():
+            meaning = self.graph.input_of[op.node]
+            if meaning.trainable:
+                (away if meaning.name in self.program.offloaded_optimizer else here).append((t.meta, t.spec))
+        return max(
+            step_bytes(here, self.mesh, self.options, self.at), chunk_bytes(away, self.mesh, self.options, self.at)
+        )
+
+    def _inputs(self) -> Iterator[tuple[Op, LocalTensor]]:
+        return ((op, op.writes[0]) for op in self.program.ops if op.kind == "input")

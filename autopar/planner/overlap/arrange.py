@@ -1,0 +1,280 @@
+"""When collectives are launched, and which of them together: so that they hide behind computation, within the budget.
+
+Small collectives of one kind, axis and dtype that are needed at about the same time go in one launch. What is gathered
+from shards that are there when a phase begins is launched some launches ahead of its reader; reductions of gradients
+when enough of them are there; whatever else as soon as its operand is. How much is put together and how far gathers
+run ahead is what makes the simulated step the shortest: each way is tried on the streams of `planner.timeline`, and
+the best whose exact memory fits is taken. Nothing is computed in another order, and every rank has the one program, so
+all ranks launch in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.overlap.arrangements import ALONE, Ways
+from autopar.planner.overlap.collectives import take_apart
+from autopar.planner.overlap.shortening import Depths, shortened
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.schedule.timeline import Timeline, simulate_streams
+from autopar.planner.schedule.waits import place_waits, wait_sooner
+from autopar.program import Arrangement, Program
+from autopar.solver.clock import now
+
+ALIKE = 1e-4
+"""Steps that differ by less than this share are taken for equal, of which the least is put together and prefetched."""
+
+UNSURE, MOST_EXACT = 2e-3, 2
+"""Of a deep program, ways within this share of the shortest step are looked at with all layers, so many at most."""
+
+NEAR, MOST_NEAR = 0.01, 6
+"""Where two short programs tell of a deep one, ways within this share of the shorter one's best are looked at in the
+longer one, so many at most."""
+
+AGREEING = 2e-5
+"""What programs of three depths tell of a step's seconds agrees where it differs by no more than this share."""
+
+MOST_CHECKED = 8
+"""Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
+
+MOST_RELAXED = 2
+"""Ways that fit with some collectives later than they ask for: others are hardly better."""
+
+NEARLY = 1.01
+"""Times the budget, beyond which to wait for collectives sooner does not help."""
+
+WAIT_LATER = 1.0
+"""Of a collective's predicted time, how much later than its end it is waited for where memory allows: predictions may
+be wrong, and then a wait stops the program."""
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A program with its collectives arranged, or as it was where that is no longer. ``before``: as it was."""
+
+    program: Program
+    memory: MemoryProfile
+    timeline: Timeline
+    before: Timeline
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Ways to arrange a program's collectives, and the seconds of a step in each, whatever it holds."""
+
+    ways: Ways
+    seconds: dict[Arrangement, float]
+    before: Timeline
+
+    @staticmethod
+    def of(program: Program, prices: Prices, deadline: float) -> Tried:
+        """``deadline``: on ``clock.now``; what was found by then is taken."""
+        ways = Ways(take_apart(program), prices)
+        found = search(ways, program, deadline) if program.collectives else {}
+        return Tried(ways, found, simulate_streams(program, prices.overlap))
+
+    def least_s(self) -> float:
+        """The shortest step."""
+        return min([self.before.seconds, *self.seconds.values()])
+
+    def promising(self) -> list[Arrangement]:
+        """The ways that were found to be shorter than the program as it is, the shortest first."""
+        before_s = self.before.seconds
+        shorter = (a for a, seconds in self.seconds.items() if seconds < before_s)
+        return sorted(shorter, key=lambda a: _rank(a, self.seconds[a], before_s))
+
+
+@dataclass(frozen=True)
+class Told:
+    """``Tried.least_s`` of a deep program, as two of fewer layers tell it: in so many seconds each.
+
+    Args:
+        way: the shortest; None where that is the program as it is.
+        more: the ways of the longer of the two.
+    """
+
+    depths: Depths
+    few_s: float
+    more_s: float
+    way: Arrangement | None
+    more: Ways
+
+    @staticmethod
+    def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Told:
+        """``deadline``: as for ``Tried.of``."""
+        more = Ways(take_apart(longer), prices)
+        few = Ways(take_apart(shorter), prices, more)
+        few_s, more_s = (simulate_streams(p, prices.overlap).seconds for p in (shorter, longer))
+        as_is = Told(depths, few_s, more_s, None, more)
+        if not shorter.collectives:
+            return as_is
+        told = _extrapolated(depths, few, more, deadline)
+        way = min(told, key=told.__getitem__)
+        arranged = Told(depths, few.seconds(way), more.seconds(way), way, more)
+        return min(as_is, arranged, key=lambda t: t.seconds)
+
+    @property
+    def seconds(self) -> float:
+        return self.depths.seconds(self.few_s, self.more_s)
+
+    def agrees(self, between: Program) -> bool:
+        """Whether a program of ``depths.between`` layers tells the same: then every layer adds as much."""
+        prices = self.more.prices
+        if self.way is None:
+            between_s = simulate_streams(between, prices.overlap).seconds
+        else:
+            between_s = Ways(take_apart(between), prices, self.more).seconds(self.way)
+        few, more, whole = self.depths
+        fewer = Depths(few, self.depths.between, whole).seconds(self.few_s, between_s)
+        others = Depths(self.depths.between, more, whole).seconds(between_s, self.more_s)
+        return abs(fewer - others) <= AGREEING * self.seconds
+
+
+def arrange(
+    program: Program, prices: Prices, profiled: Callable[[Program], MemoryProfile], budget: float, deadline: float,
+    tried: Tried | None = None,
+) -> Arranged:  # fmt: skip
+    """The arrangement of ``program`` with the shortest step whose peak is within ``budget``, or at most as it was.
+
+    Args:
+        profiled: the exact memory of a program.
+        deadline: on ``clock.now``; what was found by then is taken.
+        tried: the ways, where they are known.
+    """
+    tried = tried or Tried.of(program, prices, deadline)
+    fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
+    best: Arranged | None = None
+    over: list[Arrangement] = []
+    relaxed = 0
+    for way in tried.promising():
+        if any(_holds_more(way, other) for other in over):
+            continue
+        found, as_asked = fitter.fit(way)
+        if found is not None and (best is None or found.timeline.seconds < best.timeline.seconds):
+            best = found
+        relaxed += found is not None
+        if as_asked or relaxed == MOST_RELAXED or len(over) == MOST_CHECKED or now() > deadline:
+            break
+        over.append(way)
+    if best is not None and best.timeline.seconds < (1 - ALIKE) * tried.before.seconds:
+        return best
+    return Arranged(program, profiled(program), tried.before, tried.before)
+
+
+@dataclass
+class _Fitter:
+    """Brings ways to arrange a program within the budget, or at most to what the program holds as it is."""
+
+    program: Program
+    tried: Tried
+    overlap: float
+    profiled: Callable[[Program], MemoryProfile]
+    budget: float
+    deadline: float
+    began: float = field(default_factory=now)
+
+    @cached_property
+    def most(self) -> float:
+        return max(self.budget, self.profiled(self.program).peak_bytes)
+
+    def fit(self, way: Arrangement) -> tuple[Arranged | None, bool]:
+        """The program in this way, and whether it is whole. Where it holds too much, what is under way there goes
+        later, in the end by itself; None where that does not help, or not in time."""
+        leads: dict[int, int] = {}
+        arrangement = replace(way, before_s=self.tried.before.seconds)
+        nearly = NEARLY
+        while True:
+            made = replace(self.program, ops=self.tried.ways.ops(way, leads), arrangement=arrangement)
+            for later in (WAIT_LATER, 0.0):
+                found, held = self._measured(place_waits(made, self.overlap, later), nearly)
+                if held.peak_bytes <= self.budget or held.peak_bytes <= self.most:
+                    after = simulate_streams(found, self.overlap)
+                    return Arranged(found, held, after, self.tried.before), not leads
+                if held.peak_bytes > nearly * self.most:
+                    break
+            if nearly > NEARLY or now() > self.deadline:
+                return None, False
+            if not self._hold_back(way, leads, self._by_place(found, held)):
+                nearly = math.inf  # only earlier waits are left
+
+    def _measured(self, program: Program, nearly: float) -> tuple[Program, MemoryProfile]:
+        """A program and what it holds, with earlier waits where that is too much, but up to ``nearly`` times what it
+        may be."""
+        held = self.profiled(program)
+        if not self.most < held.peak_bytes <= nearly * self.most:
+            return program, held
+        sooner = wait_sooner(program, held.timeline, self.most)
+        now = self.profiled(sooner) if sooner is not None else held
+        return (sooner, now) if sooner is not None and now.peak_bytes < held.peak_bytes else (program, held)
+
+    def _by_place(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
+        """The most that is held at each place; see `planner.movable`."""
+        stays = {op.name for op in self.tried.ways.parts.fixed}
+        passed = np.cumsum([0, *(op.name in stays for op in found.ops)])
+        most = np.zeros(passed[-1] + 1, dtype=np.int64)
+        np.maximum.at(most, passed, np.array(held.timeline))
+        return most
+
+    def _hold_back(self, way: Arrangement, leads: dict[int, int], held: npt.NDArray[np.int64]) -> bool:
+        """Halve the leads of what is under way where too much is held, until by all that is known that is enough, or
+        none can be shorter; whether any is. ``held``, at each place, is written to."""
+        ways, changed = self.tried.ways, False
+        late = now() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
+        places = ways.places(way, leads)
+        while True:
+            over = np.concatenate([[0], np.cumsum(held > self.most)])
+            shorter = False
+            for m in ways.parts.movables:
+                span = (places[m.at], m.last) if m.kind == "early" else (m.first, places[m.at])
+                lead = leads.get(m.at, way.prefetch if m.kind == "early" else 0)
+                if m.kind != "middle" and lead != ALONE and over[max(span)] > over[span[0]]:
+                    leads[m.at] = lead // 2 if lead > 0 and not late else ALONE
+                    shorter = changed = True
+            if not shorter:
+                return changed
+            before, places = places, ways.places(way, leads)
+            for m in ways.parts.movables:
+                there, then = before[m.at], places[m.at]
+                held[min(there, then) : max(there, then)] -= m.op.wire_bytes if m.at in leads else 0
+
+
+def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, float]:
+    """Seconds of the ways that were tried: of deep programs what shorter ones tell, and of the best ones exactly."""
+    short = shortened(program, ways.largest_share())
+    if short is None:
+        return ways.search(ways.seconds, deadline)
+    few, more = (Ways(take_apart(p), ways.prices, ways) for p in short.programs)
+    tried = _extrapolated(short.depths, few, more, deadline)
+    least = min(tried.values())
+    near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]
+    exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MOST_EXACT]
+    return tried | {a: ways.seconds(a) for a in exact if now() < deadline}
+
+
+def _extrapolated(depths: Depths, few: Ways, more: Ways, deadline: float) -> dict[Arrangement, float]:
+    """What two short programs tell of a deep one: of ways that are far from the best in the shorter one, that alone."""
+    tried = few.search(few.seconds, deadline)
+    least, *others = sorted(tried, key=tried.__getitem__)
+    near = [least, *(a for a in others[: MOST_NEAR - 1] if tried[a] <= (1 + NEAR) * tried[least])]
+    whole = {a: depths.seconds(tried[a], more.seconds(a)) for a in near}
+    return {a: s * whole[least] / tried[least] for a, s in tried.items()} | whole
+
+
+def _holds_more(a: Arrangement, other: Arrangement) -> bool:
+    """Whether launches of ``a`` are as large and as early as those of ``other``, or more so."""
+    return (
+        a.reduced_bytes >= other.reduced_bytes
+        and a.gathered_bytes >= other.gathered_bytes
+        and a.prefetch >= other.prefetch
+    )
+
+
+def _rank(a: Arrangement, seconds: float, before_s: float) -> tuple[float, ...]:
+    return round(seconds / before_s / ALIKE), a.prefetch, a.gathered_bytes, a.reduced_bytes

@@ -1,0 +1,436 @@
+"""The ways to arrange the collectives of a program: which go together, where each launch stands, and what a step takes.
+
+To try one costs milliseconds: what is computed between two events is one event for the streams of `planner.timeline`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+from operator import attrgetter
+from typing import TypeAlias
+
+from autopar.planner.footprint.collective_buffers import packs
+from autopar.planner.overlap.collectives import Movable, Parts, together
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.schedule.timeline import Event, simulated_seconds
+from autopar.program import Arrangement, Op
+from autopar.solver.clock import now
+
+PREFETCHES = (0, 1, 2, 4)
+SIZES = (1, 4, 16)
+"""Times the bytes that take as long to send as a launch: less is dominated by the launch, more hides no better. Also
+tried are 0, each by itself, and all together."""
+
+BESIDE = 4
+"""Times its bytes that may be reduced beside a launch while more may join it."""
+
+LARGEST = 0.05
+"""Of the device's memory, what goes in one launch at most."""
+
+NEGLIGIBLE = 0.05
+"""Of the bytes that are sent, a share that hardly matters."""
+
+
+Leads: TypeAlias = Mapping[int, int]
+"""By how many launches single collectives, by position, run ahead of their readers, where that is not the way's own."""
+
+ALONE = -1
+"""The lead of one that goes by itself: just before its reader, or as soon as what it sends is there."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One collective or several together, at a place among the ops that stay. ``starts_s``: when it is expected to."""
+
+    members: tuple[Movable, ...]
+    place: int
+    starts_s: float = 0.0
+
+    @cached_property
+    def order(self) -> tuple[bool, int, int, float, int]:
+        """What is needed first goes first where several are launched at one place."""
+        first = self.members[0]
+        kind = ("middle", "early", "late").index(first.kind)
+        return first.op.phase == "backward", self.place, kind, self.starts_s, first.at
+
+
+@dataclass
+class Ways:
+    """The ways to arrange the collectives of a program.
+
+    Args:
+        whole: of the program of which this one is a part, whose sizes are tried.
+    """
+
+    parts: Parts
+    prices: Prices
+    whole: Ways | None = None
+    _groups: dict[tuple[str, int], list[tuple[Movable, ...]]] = field(default_factory=dict)
+    _priced: dict[tuple[int, ...], tuple[float, float, int]] = field(default_factory=dict)
+    _copied: dict[int, float] = field(default_factory=dict)
+    _launch_of: dict[tuple[str, int], int] = field(default_factory=dict)
+    _placed: dict[tuple[object, ...], list[_Launch]] = field(default_factory=dict)
+    _seen: dict[int, tuple[tuple[Movable, ...], Event]] = field(default_factory=dict)
+
+    def search(self, seconds: Callable[[Arrangement], float], deadline: float) -> dict[Arrangement, float]:
+        """Simulated seconds of the ways that were tried: first how to reduce, then how to gather."""
+        tried: dict[Arrangement, float] = {}
+
+        def best() -> Arrangement:
+            return min(tried, key=lambda a: (tried[a], a.prefetch, a.gathered_bytes, a.reduced_bytes))
+
+        def look(ways: Iterable[Arrangement]) -> None:
+            for a in ways:
+                if a not in tried and (not tried or now() < deadline):
+                    tried[a] = seconds(a)
+
+        of = self.whole or self
+        reduced, gathered = of.sizes("late"), of.sizes("early")
+        look(Arrangement(r, 0, 1 if of._of_kind["early"] else 0) for r in reduced)
+        some = best()
+        if of._of_kind["early"]:
+            look(replace(some, gathered_bytes=g, prefetch=d) for g in gathered for d in PREFETCHES)
+        some = best()
+        look(replace(some, reduced_bytes=r) for r in reduced)
+        return tried
+
+    def sizes(self, kind: str) -> list[int]:
+        """Bytes from which on to launch together."""
+        if not self._of_kind[kind]:
+            return [0]
+        total, most = self._total_bytes(kind), LARGEST * self.prices.cluster.device.memory_bytes
+        found = {0, *(min(times * self.launch_bytes(kind), total) for times in SIZES), total}
+        return sorted(size for size in found if size <= most)
+
+    def launch_bytes(self, kind: str) -> int:
+        """Bytes that take as long as the launch, along the axis where that is the most."""
+        return max(map(self._launch_bytes, self._of_kind[kind]), default=0)
+
+    def largest_share(self) -> float:
+        """Of what can go together, the most that goes in one launch where it takes several."""
+        return max((share for share in self._shares() if share < 1), default=0.0)
+
+    def largest_launch(self) -> float:
+        """What the largest launch could carry, as a share of what there is of one kind: more than 1 where all goes in
+        one."""
+        return max(self._shares(), default=0.0)
+
+    def _shares(self) -> Iterator[float]:
+        several = NEGLIGIBLE * sum(map(self._total_bytes, ("early", "late")))
+        for kind in ("early", "late"):
+            most = SIZES[-1] * self.launch_bytes(kind)
+            sent: dict[tuple[object, ...], int] = {}
+            for m in self._of_kind[kind]:
+                if m.op.wire_bytes < most:
+                    sent[m.key] = sent.get(m.key, 0) + m.op.wire_bytes
+            yield from (most / size for size in sent.values() if size > several)
+
+    def _total_bytes(self, kind: str) -> int:
+        return sum(m.op.wire_bytes for m in self._of_kind[kind]) + 1
+
+    def _launch_bytes(self, m: Movable) -> int:
+        """Bytes that take as long as the launch."""
+        step = m.op.step
+        assert step is not None
+        key = step.kind, step.axis
+        if key not in self._launch_of:
+            alpha_s, beta_s_per_byte = self.prices.collectives.lines(*key)[-1]
+            self._launch_of[key] = int(alpha_s / beta_s_per_byte) if beta_s_per_byte else 0
+        return self._launch_of[key]
+
+    def seconds(self, a: Arrangement) -> float:
+        """What a step takes, with what is computed between two events as one."""
+        return simulated_seconds(self.events(a), self.prices.overlap)
+
+    def events(self, a: Arrangement) -> Iterator[Event]:
+        """What happens in this arrangement."""
+        at = 0
+        for launch in self._launches(a, {}):
+            if launch.place > at:
+                yield from self._computed(at, launch.place)
+                at = launch.place
+            if id(launch.members) not in self._seen:
+                self._seen[id(launch.members)] = launch.members, self._event(launch.members)
+            yield self._seen[id(launch.members)][1]
+        yield from self._computed(at, len(self.parts.fixed))
+
+    def _computed(self, start: int, end: int) -> Iterator[Event]:
+        """Between two places."""
+        for event in self._events[self._event_from[start] : self._event_from[end]]:
+            if start < event:
+                yield self._run(start, event)
+            start = event
+        if start < end:
+            yield self._run(start, end)
+
+    def _run(self, start: int, end: int) -> Event:
+        """Ops from ``start`` to ``end``, of which none but the first waits, as one."""
+        first = self.parts.fixed[start]
+        if start in self._alone:
+            return Event.of(first)
+        return Event("compute", "", first.phase, first.reads, (), self._until[end] - self._until[start])
+
+    def _event(self, members: Sequence[Movable]) -> Event:
+        first = members[0].op
+        if len(members) == 1:
+            return Event.of(first)
+        assert first.step is not None
+        seconds, launch_s, _ = self._cost(members)
+        reads = tuple([name for m in members for name in m.op.reads])
+        writes = tuple([t.name for m in members for t in m.op.writes])
+        return Event("launch", "", first.phase, reads, writes, seconds, launch_s, (first.step.axis, *first.step.axes))
+
+    def places(self, a: Arrangement, leads: Leads) -> dict[int, int]:
+        """Where each collective, by position, is launched."""
+        return {m.at: launch.place for launch in self._launches(a, leads) for m in launch.members}
+
+    def ops(self, a: Arrangement, leads: Leads | None = None) -> tuple[Op, ...]:
+        """The program's ops in this arrangement, but for the collectives in ``leads``."""
+        made: list[Op] = []
+        at = 0
+        for launch in self._launches(a, leads or {}):
+            if launch.place > at:
+                made += self.parts.fixed[at : launch.place]
+                at = launch.place
+            made.append(self._launch(launch.members))
+        return (*made, *self.parts.fixed[at:])
+
+    @cached_property
+    def _until(self) -> list[float]:
+        """Seconds of computation before each place."""
+        own = (0.0 if op.kind == "input" or op.is_transfer else op.seconds for op in self.parts.fixed)
+        return list(accumulate(own, initial=0.0))
+
+    @cached_property
+    def _alone(self) -> set[int]:
+        """Ops that are more than computation."""
+        return {i for i, op in enumerate(self.parts.fixed) if op.is_transfer or op.kind in ("wait", "decomposed")}
+
+    @cached_property
+    def _events(self) -> list[int]:
+        """Places of ops that wait, of transfers, of what follows one, and of each phase's begin."""
+        awaited = {t.name for m in self.parts.movables for t in m.op.writes}
+        awaited |= {t.name for i in self._alone for t in self.parts.fixed[i].writes}
+        waiting = {i for i, op in enumerate(self.parts.fixed) if not awaited.isdisjoint(op.reads)}
+        found = waiting | self._alone | {i + 1 for i in self._alone} | set(self.parts.begins.values())
+        return sorted(i for i in found if i < len(self.parts.fixed))
+
+    @cached_property
+    def _event_from(self) -> list[int]:
+        """For each place, how many events come before or at it."""
+        counts = [0] * (len(self.parts.fixed) + 1)
+        for event in self._events:
+            counts[event] += 1
+        return list(accumulate(counts))
+
+    def _launches(self, a: Arrangement, leads: Leads) -> list[_Launch]:
+        """Every launch in the order of the program."""
+        placed = self._all_placed(a, leads)
+        of = {m.at: launch for launch in placed for m in launch.members}
+        done: set[int] = set()
+        order: list[_Launch] = []
+
+        def add(launch: _Launch) -> None:
+            if launch.members[0].at in done:
+                return
+            done.add(launch.members[0].at)
+            for at in sorted({i for m in launch.members for i in m.waits_for if i not in done}):
+                add(of[at])
+            order.append(launch)
+
+        for launch in sorted(placed, key=attrgetter("order")):
+            add(launch)
+        return order
+
+    def _all_placed(self, a: Arrangement, leads: Leads) -> list[_Launch]:
+        """Every launch. Where no single one has a lead of its own, those of other ways that are alike are known."""
+        if leads:
+            ahead = [*self._middle, *self._early(a, leads)]
+            return [*ahead, *self._late(a, ahead, leads)]
+        early = "early", a.gathered_bytes, a.prefetch
+        if early not in self._placed:
+            self._placed[early] = [*self._middle, *self._early(a, {})]
+        late = "late", a.reduced_bytes, early if self._late_waits_for_early else ()
+        if late not in self._placed:
+            self._placed[late] = self._late(a, self._placed[early], {})
+        return [*self._placed[early], *self._placed[late]]
+
+    @cached_property
+    def _late_waits_for_early(self) -> bool:
+        awaited = {i for m in self._of_kind["late"] for i in m.waits_for}
+        return any(m.at in awaited for m in self._of_kind["early"])
+
+    @cached_property
+    def _of_kind(self) -> Mapping[str, list[Movable]]:
+        found: dict[str, list[Movable]] = {"early": [], "middle": [], "late": []}
+        for m in self.parts.movables:
+            found[m.kind].append(m)
+        found["early"].sort(key=lambda m: (m.last, m.at))
+        for kind in ("middle", "late"):
+            found[kind].sort(key=lambda m: (m.first, m.at))
+        return found
+
+    def _together(self, kind: str, size: int) -> list[tuple[Movable, ...]]:
+        """The launches of early or late ones, those first that no other has to go before."""
+        if (kind, size) not in self._groups:
+            groups = together(self._of_kind[kind], size, BESIDE * size if kind == "late" else math.inf)
+            self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
+        return self._groups[kind, size]
+
+    def _led(self, kind: str, size: int, leads: Leads) -> list[tuple[Movable, ...]]:
+        """The same, with those apart that go by themselves."""
+        groups = self._together(kind, size)
+        if not leads:
+            return groups
+        apart = [(m,) for g in groups for m in g if leads.get(m.at) == ALONE]
+        rest = [tuple(m for m in g if leads.get(m.at) != ALONE) for g in groups]
+        return sorted([*filter(None, rest), *apart], key=lambda g: (g[0].level, g[0].at))
+
+    @cached_property
+    def _middle(self) -> list[_Launch]:
+        """As soon as the operand is there, together while launches are what they cost."""
+        found = self._of_kind["middle"]
+        least = min(map(self._launch_bytes, found), default=0)
+        groups = together([m for m in found if not m.waits_for], least)
+        chained = [_Launch((m,), m.last) for m in found if m.waits_for]
+        return [_Launch(g, max(m.first for m in g)) for g in groups] + chained
+
+    def _early(self, a: Arrangement, leads: Leads) -> list[_Launch]:
+        """What is read some launches ahead of its reader; a step that another waits for as late as it is done by then,
+        by the clock of what is computed and with one collective at a time on each queue."""
+        groups = self._led("early", a.gathered_bytes, leads)
+        readers = {phase: _readers(groups, phase) for phase in self.parts.begins}
+        of = {m.at: i for i, group in enumerate(groups) for m in group}
+        before = [sorted({of[i] for m in group for i in m.waits_for if i in of}) for group in groups]
+        left = Counter(j for those in before for j in those)
+        due = [_needed(group) for group in groups]
+        due_s = [self._until[place] for place in due]
+        free_s: dict[object, float] = {}
+        launches: list[_Launch] = []
+        latest = [(-due_s[i], i) for i in range(len(groups)) if i not in left]
+        heapify(latest)
+        while latest:
+            i = heappop(latest)[1]
+            group, begin = groups[i], self.parts.begins[groups[i][0].op.phase]
+            queue = self._queue(group[0].op)
+            lead = min(leads.get(m.at, a.prefetch) for m in group)
+            if lead == ALONE:
+                place, at_s = due[i], due_s[i]
+            elif i in left:
+                at_s = min(due_s[i], free_s.get(queue, math.inf)) - self._cost_s(group)
+                place = max(bisect_right(self._until, at_s) - 1, begin)
+            else:
+                there = readers[group[0].op.phase]
+                ahead = bisect_left(there, _needed(group)) - lead
+                place = there[ahead] if ahead >= 0 else begin
+                at_s = self._until[place]
+            free_s[queue] = min(at_s, free_s.get(queue, math.inf))
+            launches.append(_Launch(group, place, at_s))
+            for j in before[i]:
+                due[j], due_s[j] = min(due[j], place), min(due_s[j], at_s)
+                left[j] -= 1
+                if not left[j]:
+                    heappush(latest, (-due_s[j], j))
+        return launches
+
+    @staticmethod
+    def _queue(op: Op) -> tuple[object, ...]:
+        assert op.step is not None
+        return op.phase, op.step.axis, *op.step.axes
+
+    def _late(self, a: Arrangement, ahead: Sequence[_Launch], leads: Leads) -> list[_Launch]:
+        """Each when what it sends should be there, by the clock of what is computed and with one collective at a time
+        on each queue: one that waits for another would stop the program if it were launched sooner."""
+        groups = self._led("late", a.reduced_bytes, leads)
+        of = {m.at: i for i, group in enumerate(groups) for m in group}
+        there_s = {
+            m.at: self._until[launch.place] + self._cost_s(launch.members) for launch in ahead for m in launch.members
+        }
+        left = [{of[i] for m in group for i in m.waits_for if i in of} for group in groups]
+        followers: dict[int, list[int]] = {}
+        for i, before in enumerate(left):
+            for j in before:
+                followers.setdefault(j, []).append(i)
+        ready_s = [
+            max([self._until[max(m.first for m in g)], *(there_s[i] for m in g for i in m.waits_for if i in there_s)])
+            for g in groups
+        ]
+        ready = [(ready_s[i], i) for i, before in enumerate(left) if not before]
+        heapify(ready)
+        free_s: dict[object, float] = {}
+        launches: list[_Launch] = []
+        while ready:
+            at_s, i = heappop(ready)
+            first = groups[i][0].op
+            place = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
+            place = min(place, self.parts.ends[first.phase])
+            queue = self._queue(first)
+            start_s = max(self._until[place], free_s.get(queue, 0.0))
+            free_s[queue] = start_s + self._cost_s(groups[i])
+            launches.append(_Launch(groups[i], place, start_s))
+            for j in followers.get(i, ()):
+                ready_s[j] = max(ready_s[j], free_s[queue])
+                left[j].discard(i)
+                if not left[j]:
+                    heappush(ready, (ready_s[j], j))
+        return launches
+
+    def _launch(self, members: Sequence[Movable]) -> Op:
+        """The op of a launch: of several tensors, priced as one collective of all their bytes."""
+        ops = [m.op for m in members]
+        first = ops[0]
+        if len(ops) == 1:
+            return first
+        steps = tuple(op.step for op in ops if op.step is not None)
+        seconds, launch_s, size = self._cost(members)
+        return replace(
+            first, name=f"{first.name}|{len(ops)} together", bucket=steps, in_place=False, kernels=(),
+            reads=tuple(name for op in ops for name in op.reads), writes=tuple(t for op in ops for t in op.writes),
+            seconds=seconds, wire_bytes=size, launch_s=launch_s,
+        )  # fmt: skip
+
+    def _cost_s(self, members: Sequence[Movable]) -> float:
+        return members[0].op.seconds if len(members) == 1 else self._cost(members)[0]
+
+    def _cost(self, members: Sequence[Movable]) -> tuple[float, float, int]:
+        """Seconds of a launch of several, those of them that nothing hides, and bytes."""
+        key = tuple([m.at for m in members])
+        if key not in self._priced:
+            first = members[0].op
+            assert first.step is not None
+            costs = self.prices.collectives.of(first.writes[0].meta.dtype)
+            size = sum([m.op.wire_bytes for m in members])
+            copied_s = sum(map(self._copied_s, members))
+            kind, axis = first.step.kind, first.step.axis
+            seconds = costs.seconds(kind, size, axis) + copied_s
+            self._priced[key] = seconds, costs.launches.seconds(kind, 0, axis) + copied_s, size
+        return self._priced[key]
+
+    def _copied_s(self, m: Movable) -> float:
+        """Seconds to copy a tensor into the bucket or out of it, where by itself it would not be copied."""
+        if m.at not in self._copied:
+            op, tensor = m.op, m.op.writes[0]
+            assert op.step is not None
+            whole = op.step.kind == "all_reduce" or packs(op.step, tensor.spec, tensor.meta, self.prices.mesh)
+            self._copied[m.at] = 0.0 if whole else self._copy_s(op.wire_bytes)
+        return self._copied[m.at]
+
+    def _copy_s(self, size: int) -> float:
+        alpha_s, beta_s_per_byte = self.prices.compute.copy_line()
+        return alpha_s + 2 * beta_s_per_byte * size
+
+
+def _needed(group: Sequence[Movable]) -> int:
+    return min(m.last for m in group)
+
+
+def _readers(groups: Sequence[Sequence[Movable]], phase: str) -> list[int]:
+    """Places where the program reads what the last steps bring."""
+    return sorted({_needed(g) for g in groups if g[0].level == 0 and g[0].op.phase == phase})

@@ -1,0 +1,179 @@
+"""The collectives of a program, with the places between which each can be launched, and those that go together.
+
+Places are counted in the ops that stay: a launch at place ``i`` comes just before the ``i``-th of them. A collective is
+*early* when what it sends is there when its phase begins, as shards of parameters are; *late* when the program reads
+its result at the end of the phase, as gradients are; else it is in the *middle* of what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from autopar.cost_models import BUCKETED
+from autopar.ir import FLOATS, Phase
+from autopar.planner.footprint.collective_buffers import SUMMED
+from autopar.program import Op, Program
+
+Kind: TypeAlias = Literal["early", "middle", "late"]
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A collective and its room.
+
+    Args:
+        at: its position among the collectives.
+        first, last: the first and the last place at which it can be launched.
+        level: of an early one, how many others it goes through until it is read; of a late one, how many went before.
+        waits_for: positions of the collectives whose results it sends.
+        key: those of one key may share a launch.
+    """
+
+    op: Op
+    at: int
+    first: int
+    last: int
+    kind: Kind
+    level: int
+    waits_for: tuple[int, ...]
+    key: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A program taken apart.
+
+    Args:
+        fixed: the ops that stay in their order: all but collectives, and waits for these.
+        movables: the collectives, in the order of the program.
+        begins, ends: of each phase, the first place and the one after its last op.
+    """
+
+    fixed: tuple[Op, ...]
+    movables: tuple[Movable, ...]
+    begins: Mapping[Phase, int]
+    ends: Mapping[Phase, int]
+
+
+def take_apart(program: Program) -> Parts:
+    """``program``'s collectives, each with its room."""
+    launched = {t.name for op in program.ops if op.is_collective for t in op.writes}
+    fixed = tuple(op for op in program.ops if not op.is_collective and not _is_wait(op, launched))
+    begins, ends = _phases(fixed)
+    moved = [op for op in program.ops if op.is_collective]
+    made = {t.name: i for i, op in enumerate(fixed) for t in op.writes}
+    by = {t.name: i for i, op in enumerate(moved) for t in op.writes}
+    first, level = _first_places(moved, made, by, begins)
+    last, after = _last_places(program, moved, fixed, by, ends)
+    movables = []
+    for i, op in enumerate(moved):
+        kind: Kind = "middle"
+        if first[i] <= begins[op.phase]:
+            kind = "early"
+        elif last[i] >= ends[op.phase]:
+            kind = "late"
+        depth = after[i] if kind == "early" else level[i]
+        waits_for = tuple(by[name] for name in op.reads if name in by)
+        movables.append(Movable(op, i, first[i], last[i], kind, depth, waits_for, _key(op, i, kind, depth)))
+    return Parts(fixed, tuple(movables), begins, ends)
+
+
+def _key(op: Op, at: int, kind: Kind, level: int) -> tuple[object, ...]:
+    step, meta = op.step, op.writes[0].meta
+    assert step is not None
+    if step.kind not in BUCKETED or step.reduction not in SUMMED or meta.dtype not in FLOATS:
+        return (at,)
+    return step.kind, step.axis, step.reduction, meta.dtype, op.phase, kind, level
+
+
+def _is_wait(op: Op, launched: set[str]) -> bool:
+    """For a collective. That for an offload reads what is copied, which a collective may have made, then the copy."""
+    return op.kind == "wait" and op.reads[-1] in launched
+
+
+def _phases(fixed: Sequence[Op]) -> tuple[dict[Phase, int], dict[Phase, int]]:
+    turn = next((i for i, op in enumerate(fixed) if op.phase == "backward" and op.kind != "input"), len(fixed))
+    start = next((i for i, op in enumerate(fixed) if op.kind != "input"), len(fixed))
+    return {"forward": min(start, turn), "backward": turn}, {"forward": turn, "backward": len(fixed)}
+
+
+def _first_places(
+    moved: Sequence[Op], made: Mapping[str, int], by: Mapping[str, int], begins: Mapping[Phase, int]
+) -> tuple[list[int], list[int]]:
+    """The first place of each collective, and how many it waits for one after the other."""
+    first: list[int] = []
+    level: list[int] = []
+    for op in moved:
+        before = [by[name] for name in op.reads if name in by and moved[by[name]].phase == op.phase]
+        there = [made[name] + 1 for name in op.reads if name in made]
+        first.append(max([begins[op.phase], *there, *(first[i] for i in before)]))
+        level.append(max((level[i] + 1 for i in before), default=0))
+    return first, level
+
+
+def _last_places(
+    program: Program, moved: Sequence[Op], fixed: Sequence[Op], by: Mapping[str, int], ends: Mapping[Phase, int]
+) -> tuple[list[int], list[int]]:
+    """The last place of each collective, and how many wait for it one after the other."""
+    last = [ends[op.phase] for op in moved]
+    after = [0] * len(moved)
+    for i in reversed(range(len(fixed))):
+        for name in fixed[i].reads:
+            if name in by and moved[by[name]].phase == fixed[i].phase:
+                last[by[name]] = min(last[by[name]], i)
+    for i in reversed(range(len(moved))):
+        for name in moved[i].reads:
+            if name in by and moved[by[name]].phase == moved[i].phase:
+                last[by[name]] = min(last[by[name]], last[i])
+                after[by[name]] = max(after[by[name]], after[i] + 1)
+    return last, after
+
+
+def together(
+    movables: Sequence[Movable], most_bytes: int, most_beside: float = math.inf
+) -> Iterator[tuple[Movable, ...]]:
+    """Those of one key in turn, in a launch as long as it has not ``most_bytes`` yet and there is a place for all.
+
+    A tensor of so many bytes goes by itself: its launch costs little, and copying it into a bucket would cost more.
+
+    Args:
+        most_beside: bytes of ``movables`` of any key, from the first of a launch on, after which it is joined no more:
+            the few bytes of a rare kind would else wait for the last of them, and what follows with them.
+    """
+    gathering: dict[tuple[object, ...], _Held] = {}
+    passed = 0
+    for m in movables:
+        passed += m.op.wire_bytes
+        if m.op.wire_bytes >= most_bytes:
+            yield (m,)
+            continue
+        held = gathering.get(m.key)
+        if held is not None and passed - held.begun < most_beside and held.joins(m, most_bytes):
+            continue
+        if held is not None:
+            yield tuple(held.members)
+        gathering[m.key] = _Held([m], m.op.wire_bytes, m.first, m.last, passed)
+    yield from (tuple(held.members) for held in gathering.values())
+
+
+@dataclass(slots=True)
+class _Held:
+    """A launch that more may join: its bytes, the places that suit all, and the bytes that had passed when it began."""
+
+    members: list[Movable]
+    size: int
+    first: int
+    last: int
+    begun: int
+
+    def joins(self, m: Movable, most_bytes: int) -> bool:
+        """Whether it has joined."""
+        first, last = max(m.first, self.first), min(m.last, self.last)
+        if self.size >= most_bytes or first > last:
+            return False
+        self.members.append(m)
+        self.size, self.first, self.last = self.size + m.op.wire_bytes, first, last
+        return True

@@ -1,0 +1,236 @@
+"""What can hide behind what: the sections of each phase, and the paths one of which its seconds are.
+
+What is gathered from shards that are there when a phase begins, as parameters are, can be launched ahead of its
+reader; the reduction of a gradient runs beside what is computed after it, and beside what the program waits for. A
+phase is cut into n sections (what comes before repeated blocks, these, and what follows), and with ``G[s]`` the seconds
+of the gathers that section s reads, ``C[s]`` of its computation and of what it waits for, ``R[s]`` of the reductions of
+the gradients that it makes, the phase takes as long as the longest *path*::
+
+    G[0] + ... + G[k - 1]  +  C[k] + ... + C[l - 1]  +  R[l] + ... + R[n - 1]        for k <= l
+
+which gathers for the first k sections, computes up to section l and reduces what the others make; or as long as all
+that it sends, since one collective runs at a time. So are flow shops of two machines bounded (Johnson 1954).
+Collectives of different mesh axes run beside each other: G and R are then those of one axis each, and there is a path
+for each pair of axes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ir import Phase
+from autopar.planner.problem.variables import Decisions, Handover, Variable
+from autopar.solver import Run
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Work: TypeAlias = Literal["gather", "compute", "wait", "reduce"]
+
+HIDING: tuple[Work, ...] = ("gather", "reduce")
+"""What can run beside computation."""
+
+EVEN_SECTIONS = 4
+"""Of a phase that repeats nothing."""
+
+MOST_SPANS = 2
+"""Runs of blocks, one after the other, that are told apart in a phase."""
+
+THERE = ("parameter", "buffer", "input", "tangent")
+"""Variables whose values are there when a phase begins."""
+
+
+class Bucket(NamedTuple):
+    """Seconds that weigh alike; those of what can hide, on one mesh axis."""
+
+    work: Work
+    phase: Phase
+    section: int
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Where the sections of each phase begin, in places of the graph."""
+
+    starts: Mapping[Phase, tuple[int, ...]]
+
+    def of(self, place: int, phase: Phase) -> int:
+        return max(bisect_right(self.starts[phase], place) - 1, 0)
+
+    def count(self, phase: Phase) -> int:
+        return len(self.starts[phase])
+
+
+def sections(d: Decisions, runs: Sequence[Run]) -> Sections:
+    """Sections such that all blocks of a run are in one."""
+
+    def starts(phase: Phase) -> tuple[int, ...]:
+        places = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"]
+        if not places:
+            return (0,)
+        spans = _apart(_spans(d, runs, phase))
+        if not spans:
+            return tuple(dict.fromkeys(places[len(places) * i // EVEN_SECTIONS] for i in range(EVEN_SECTIONS)))
+        cuts = {places[0], *(at for first, last in spans for at in (first, last + 1))}
+        return tuple(sorted(at for at in cuts if places[0] <= at <= places[-1]))
+
+    return Sections({"forward": starts("forward"), "backward": starts("backward")})
+
+
+def _spans(d: Decisions, runs: Sequence[Run], phase: Phase) -> Iterator[tuple[int, int]]:
+    """First and last place of each run in a phase."""
+    for run in runs:
+        variables = [d.variables[i] for i in run.copies.ravel().tolist()]
+        places = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
+        if places:
+            yield min(places), max(places)
+
+
+def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans that overlap as one, and the shortest given up where they are many."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return sorted(sorted(merged, key=lambda s: s[0] - s[1])[:MOST_SPANS])
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which bucket the seconds of each variable and of each handover are in, where they take any; of handovers that can
+    hide, one for each mesh axis."""
+
+    variables: tuple[Bucket | None, ...]
+    handovers: tuple[tuple[Bucket, ...], ...]
+
+
+def roles(d: Decisions, cut: Sections) -> Roles:
+    """What each decision's seconds are part of."""
+    return _Roles(d, cut).found()
+
+
+@dataclass
+class _Roles:
+    d: Decisions
+    cut: Sections
+
+    def found(self) -> Roles:
+        variables = tuple(map(self._computes, self.d.variables))
+        return Roles(variables, tuple(map(self._sends, self.d.handovers)))
+
+    def _computes(self, v: Variable) -> Bucket | None:
+        section = self._section(v)
+        return None if section is None or v.kind == "copy" else Bucket("compute", v.phase, section)
+
+    def _sends(self, h: Handover) -> tuple[Bucket, ...]:
+        source, target = self.d.variables[h.source], self.d.variables[h.target]
+        if reduces(self.d, h):
+            return self._hiding("reduce", "backward", self._section(source))
+        if h.kept or h.rerun or h.source == h.target:
+            return ()
+        section = self._section(target)
+        if section is not None and source.kind in THERE:
+            return self._hiding("gather", target.phase, section)
+        phase = target.phase if section is not None else source.phase
+        section = self._section(source) if section is None else section  # to a result, or to where it is held
+        return () if section is None else (Bucket("wait", phase, section),)
+
+    def _hiding(self, work: Work, phase: Phase, section: int | None) -> tuple[Bucket, ...]:
+        axes = range(self.d.mesh.ndim)
+        return () if section is None else tuple(Bucket(work, phase, section, axis) for axis in axes)
+
+    def _section(self, v: Variable) -> int | None:
+        """Where a variable's op runs; of a copy, where it is first read."""
+        if v.kind == "op" and v.node is not None:
+            return self.cut.of(self.d.graph.order[v.node.name], v.phase)
+        if v.kind == "rerun" and v.node is not None:
+            return self._reruns_in[self.cut.of(self.d.graph.order[v.node.name], "forward")]
+        if v.kind == "copy" and v.value is not None:
+            readers = (n for n, _ in self.d.graph.consumers.get(v.value, ()) if n.phase == v.phase)
+            return self.cut.of(min((self.d.graph.order[n.name] for n in readers), default=0), v.phase)
+        return None
+
+    @cached_property
+    def _reruns_in(self) -> list[int]:
+        """For each section of the forward, the one of the backward that reads most of what it makes."""
+        graph, count = self.d.graph, np.zeros((self.cut.count("forward"), self.cut.count("backward")), dtype=int)
+        for value, readers in graph.consumers.items():
+            made = graph.by_name[value.node]
+            if made.phase == "forward" and made.op != "placeholder":
+                section = self.cut.of(graph.order[made.name], "forward")
+                for reader, _ in readers:
+                    if reader.phase == "backward":
+                        count[section, self.cut.of(graph.order[reader.name], "backward")] += 1
+        return [int(section) for section in count.argmax(axis=1)]
+
+
+def reduces(d: Decisions, h: Handover) -> bool:
+    """Whether the handover takes a gradient to its parameter: nothing in the program waits for that."""
+    return h.position < 0 and d.variables[h.source].phase == "backward" and h.source != h.target
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A phase of the program, as often as it runs in that form, and its paths.
+
+    Args:
+        share: of the micro-batches.
+        works: 1 for each bucket whose seconds it takes.
+        paths: a row for each path, 1 for each bucket on it.
+        computing: the path that only computes.
+    """
+
+    share: float
+    works: Array
+    paths: Array
+    computing: int
+
+
+def buckets(cut: Sections, axes: int) -> list[Bucket]:
+    """Every bucket, in the order in which their seconds are listed."""
+    works: tuple[Work, ...] = ("gather", "compute", "wait", "reduce")
+    return [
+        Bucket(work, phase, s, axis)
+        for phase in cut.starts for work in works for s in range(cut.count(phase))
+        for axis in range(axes if work in HIDING else 1)
+        if (work, phase) != ("reduce", "forward")
+    ]  # fmt: skip
+
+
+def groups(cut: Sections, axes: int, accumulation_steps: int) -> list[Group]:
+    """The forward and the backward; where gradients add up, the last backward, which reduces them, and the others."""
+    order, n = buckets(cut, axes), accumulation_steps
+    forward = _group(order, cut, axes, "forward", 1.0, reducing=False)
+    last = _group(order, cut, axes, "backward", 1 / n, reducing=True)
+    others = [_group(order, cut, axes, "backward", (n - 1) / n, reducing=False)] if n > 1 else []
+    return [forward, last, *others]
+
+
+def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, share: float, *, reducing: bool) -> Group:
+    def row(among: Callable[[Bucket], bool]) -> list[float]:
+        return [float(b.phase == phase and (reducing or b.work != "reduce") and among(b)) for b in order]
+
+    def path(k: int, end: int, gathered: int, reduced: int) -> list[float]:
+        within = {"gather": range(k), "compute": range(k, end), "wait": range(k, end), "reduce": range(end, n)}
+        on = {"gather": gathered, "reduce": reduced}
+        return row(lambda b: b.section in within[b.work] and b.axis == on.get(b.work, b.axis))
+
+    def sent(axis: int) -> list[float]:
+        return row(lambda b: b.work in HIDING and b.axis == axis) if axes > 1 else row(lambda b: b.work != "compute")
+
+    n = cut.count(phase)
+    ends = range(n + 1) if reducing else (n,)
+    pairs = list(product(range(axes), repeat=2))
+    found = [path(k, end, a, b) for end in ends for k in range(end + 1) for a, b in pairs]
+    found += [sent(axis) for axis in range(axes)]
+    paths = list(dict.fromkeys(map(tuple, found)))
+    return Group(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n, 0, 0))))

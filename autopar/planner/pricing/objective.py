@@ -1,0 +1,359 @@
+"""What the search minimises: seconds of a step, in which what is sent hides behind computation where it can.
+
+With ``W`` the seconds of what is in no phase (launches, and the transfers of the host), ``T[p]`` those of each path
+through a phase (see `planner.critical_paths`), ``S`` those of all that it does and ``o`` the share of a collective that
+computation beside it is spared (see `planner.timeline`)::
+
+    F(x) = W(x) + sum over phases of (1 - o) S(x) + o max over p of T[p](x)
+
+The solver minimises sums. For every weighting of a phase's paths that sums to 1 the weighted sum of the paths is
+nowhere above their maximum, so the least value of what is then a sum is a bound on F (a Lagrangian relaxation,
+Geoffrion 1974). It is concave in the weights, and each choice found on the way is a plane above it: cutting planes find
+the best weights (Kelley 1960), asked a little nearer to the best so far, where they are steadier (Ben-Ameur and Neto
+2007).
+
+Where gradients add up over n micro-batches, F is the mean of their seconds: the backward is one phase with its
+reductions in one of n, and one without them in the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from autopar.planner.pricing.critical_paths import Bucket, Group, Roles, Sections, buckets, groups, roles, sections
+from autopar.planner.pricing.prices import Array, Prices, costs, edges, handed
+from autopar.planner.problem.fewer_layers import FewerLayers, with_fewer_layers
+from autopar.planner.problem.variables import Decisions, Handover
+from autopar.solver import Edge, Problem, Run, Solution, Tied, Usage, find_runs, fold, highest_point
+from autopar.solver.clock import tick
+from autopar.solver.problem import IndexArray
+
+Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
+
+MOST_SOLVES = 6
+"""Weightings that are tried: hardly ever more than two are needed."""
+
+NEARLY_LONGEST = 0.1
+BESIDE = 0.05
+"""Paths that are shorter than the longest by no more than the one have the other of all weight, where weights are kept
+for a problem of more decisions: choices that tie under the weights differ in them by a percent of a step, and what that
+takes from the bound is less than the product of the two."""
+
+STEADY = 0.25
+"""Share of the best weights so far in those that are tried next; the others are highest under all planes."""
+
+WORTH = 4.0
+"""Times the gap that was asked: weights are tried as long as they may raise the bound by so much."""
+
+
+class Point(NamedTuple):
+    """A choice: the seconds that nothing hides, and those of each bucket."""
+
+    exposed_s: float
+    bucket_s: Array
+
+
+class _Kinds(NamedTuple):
+    """Which are alike: one of each kind, and of each its kind."""
+
+    first: list[int]
+    of: IndexArray
+
+    @classmethod
+    def by(cls, looks: Iterable[object]) -> _Kinds:
+        numbers: dict[object, int] = {}
+        of = np.array([numbers.setdefault(look, len(numbers)) for look in looks], dtype=np.int64)
+        return cls(np.unique(of, return_index=True)[1].tolist(), of)
+
+    def members(self) -> list[IndexArray]:
+        """Of each kind, ascending."""
+        return np.split(np.argsort(self.of, kind="stable"), np.cumsum(np.bincount(self.of))[:-1])
+
+
+@dataclass(eq=False)
+class _InBuckets:
+    """Seconds by option, or by pair of options, each in one bucket."""
+
+    count: int
+    _tables: list[Array] = field(default_factory=list)
+    _size: int = 0
+    _places: list[IndexArray] = field(default_factory=list)
+
+    def add(self, bucket: int, seconds: Array, rows: IndexArray, columns: IndexArray | None = None) -> None:
+        """Those of each of the variables ``rows``, or of each pair with one of ``columns``."""
+        width = 1 if columns is None else seconds.shape[1]
+        others = np.full(len(rows), -1) if columns is None else columns
+        same = (np.full(len(rows), number) for number in (bucket, self._size, width))
+        self._places.append(np.stack([*same, rows, others]))
+        self._tables.append(seconds)
+        self._size += seconds.size
+
+    @cached_property
+    def _flat(self) -> tuple[Array, IndexArray]:
+        flat = np.concatenate([t.ravel() for t in self._tables]) if self._tables else np.zeros(0)
+        return flat, np.concatenate([np.zeros((5, 0), dtype=np.int64), *self._places], axis=1)
+
+    def seconds(self, choice: Sequence[int]) -> Array:
+        """Of each bucket."""
+        flat, (bucket, start, width, row, column) = self._flat
+        chosen = np.array([*choice, 0], dtype=np.int64)  # the last is no variable's
+        at = start + width * chosen[row] + chosen[column]
+        return np.bincount(bucket, flat[at], self.count).astype(np.float64)
+
+
+@dataclass(eq=False)
+class Objective:
+    """The objective over the variables of ``decisions``; what is made once is kept, for all who ask it.
+
+    Args:
+        launched: share of each reduction's launch that counts.
+        weights: of the paths of all phases, one after the other, to begin with; the best ones found so far.
+    """
+
+    decisions: Decisions
+    prices: Prices
+    launched: float = 1.0
+    weights: Array = field(init=False)
+    _sums: dict[bytes, Problem] = field(default_factory=dict)
+    _tied: dict[int, tuple[Problem, Tied | None]] = field(default_factory=dict)
+    _fewer: dict[int, FewerLayers | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.weights = self._computing()
+
+    def begin_as(self, other: Objective, choice: Sequence[int] | None = None) -> None:
+        """Begin with the weights found for a problem of the same graph, where its phases have the same sections;
+        where its best ``choice`` is told, with a little on what is nearly the longest path of that."""
+        if self._cut != other._cut:
+            return
+        self.weights = other.weights.copy()
+        seconds = np.zeros(0) if choice is None else other.path_seconds(choice)
+        for paths in self.ranges if len(seconds) else ():
+            near = seconds[paths] >= (1 - NEARLY_LONGEST) * seconds[paths].max()
+            self.weights[paths] = (1 - BESIDE) * self.weights[paths] + BESIDE * near / near.sum()
+
+    # The phases.
+
+    @cached_property
+    def _alone(self) -> tuple[Array, ...]:
+        """Seconds of every option, whatever hides."""
+        return costs(self.decisions, self.prices)
+
+    @cached_property
+    def _runs(self) -> tuple[Run, ...]:
+        """Equal blocks, whatever hides."""
+        tick("priced handover", len(self.decisions.handovers))
+        return find_runs(Problem(self._alone, edges(self.decisions, self.prices)))
+
+    @property
+    def depth(self) -> int:
+        """Layers of the longest runs of equal ones."""
+        return max((len(run.copies) for run in self._runs), default=0)
+
+    def with_fewer_layers(self, layers: int) -> FewerLayers | None:
+        """The decisions with so many layers; None where they have no more, or cannot do without."""
+        if layers not in self._fewer:
+            self._fewer[layers] = with_fewer_layers(self.decisions, self._runs, layers)
+        return self._fewer[layers]
+
+    @cached_property
+    def _cut(self) -> Sections:
+        return sections(self.decisions, self._runs)
+
+    @cached_property
+    def _roles(self) -> Roles:
+        return roles(self.decisions, self._cut)
+
+    @cached_property
+    def _order(self) -> dict[Bucket, int]:
+        return {bucket: i for i, bucket in enumerate(buckets(self._cut, self.decisions.mesh.ndim))}
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        return groups(self._cut, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
+
+    @cached_property
+    def _plain(self) -> Array:
+        """Of a second of each bucket, what counts however it hides."""
+        plain = np.stack([(1 - self.prices.overlap) * g.share * g.works for g in self._groups])
+        return np.asarray(plain.sum(axis=0), dtype=np.float64)
+
+    @cached_property
+    def _paths(self) -> Array:
+        """The paths of all phases, by what a second of each bucket on them counts."""
+        return np.concatenate([self.prices.overlap * g.share * g.paths for g in self._groups])
+
+    @cached_property
+    def ranges(self) -> list[slice]:
+        """The paths of each phase."""
+        ends = np.cumsum([0, *(len(g.paths) for g in self._groups)]).tolist()
+        return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def _computing(self) -> Array:
+        """All weight on the paths that compute only."""
+        return np.concatenate([np.eye(len(g.paths), dtype=float)[g.computing] for g in self._groups])
+
+    # The sums.
+
+    def problem(
+        self, usages: tuple[Usage, ...] = (), limit: float = math.inf, weights: Array | None = None
+    ) -> Problem:
+        """The sum for ``weights`` of the paths, or for those to begin with."""
+        asked = self.weights if weights is None else weights
+        key = asked.tobytes()
+        if key not in self._sums:
+            counts = self._plain + asked @ self._paths
+            self._sums[key] = self._sum({bucket: float(counts[i]) for bucket, i in self._order.items()})
+        free = self._sums[key]
+        return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
+
+    def _sum(self, of: Mapping[Bucket | None, float]) -> Problem:
+        """Seconds of each bucket times its weight; those that are alike are one array."""
+        d, prices, variables, handovers = self.decisions, self.prices, *self._alike
+        tick("handover", len(d.handovers))
+        found = self._roles
+        own = [prices.weighted(self._alone[i], of.get(found.variables[i], 1.0)) for i in variables.first]
+        sent = []
+        for i in handovers.first:
+            buckets = found.handovers[i]
+            weight = (buckets[0].work, tuple(of[b] for b in buckets)) if buckets else None
+            sent.append(handed(d, prices, d.handovers[i], weight, self.launched))
+        joined = zip(d.handovers, handovers.of.tolist(), strict=True)
+        return Problem(
+            tuple([own[kind] for kind in variables.of.tolist()]),
+            tuple([Edge(h.source, h.target, sent[kind]) for h, kind in joined if h.source != h.target]),
+            trusted=True,  # `_runs` has looked at what is weighted here
+        )
+
+    @cached_property
+    def _alike(self) -> tuple[_Kinds, _Kinds]:
+        """Variables and handovers that cost the same under any weights."""
+        d, prices, found = self.decisions, self.prices, self._roles
+
+        def look(h: Handover, buckets: tuple[Bucket, ...]) -> object:
+            if not buckets or buckets[0].work == "wait":
+                return id(prices.waiting(d, h)), buckets
+            return id(prices.hideable(d.variables[h.source], d.variables[h.target], h)[0]), buckets
+
+        variables = zip(map(id, self._alone), found.variables, strict=True)
+        return _Kinds.by(variables), _Kinds.by(map(look, d.handovers, found.handovers))
+
+    def fold(self, problem: Problem) -> Tied | None:
+        """``problem`` with repeated blocks tied together, found once for each free one."""
+        if not any(problem is free for free in self._sums.values()):
+            return fold(problem)
+        if id(problem) not in self._tied:
+            self._tied[id(problem)] = problem, fold(problem, self._runs)
+        return self._tied[id(problem)][1]
+
+    def seconds(self, choice: Sequence[int]) -> float:
+        """F of a choice."""
+        return self._seconds(self.point(choice))
+
+    def path_seconds(self, choice: Sequence[int]) -> Array:
+        """Of each path, as far as what is on it can hide something."""
+        return np.asarray(self._paths @ self.point(choice).bucket_s, dtype=np.float64)
+
+    def _seconds(self, point: Point) -> float:
+        longest = sum(float((self._paths[r] @ point.bucket_s).max()) for r in self.ranges)
+        return point.exposed_s + float(self._plain @ point.bucket_s) + longest
+
+    def point(self, choice: Sequence[int]) -> Point:
+        """What a choice takes, by bucket."""
+        *bucket_s, exposed_s = self._in_buckets.seconds(choice)
+        return Point(float(exposed_s), np.array(bucket_s))
+
+    @cached_property
+    def _in_buckets(self) -> _InBuckets:
+        """What nothing hides is behind all other buckets."""
+        d, prices, variables, handovers = self.decisions, self.prices, *self._alike
+        tick("handover", len(d.handovers))
+        found, exposed = _InBuckets(len(self._order) + 1), len(self._order)
+        for first, alike in zip(variables.first, variables.members(), strict=True):
+            bucket = self._roles.variables[first]
+            found.add(exposed if bucket is None else self._order[bucket], self._alone[first], alike)
+        ends = np.array([(h.source, h.target) for h in d.handovers], dtype=np.int64).reshape(-1, 2)
+        for first, alike in zip(handovers.first, handovers.members(), strict=True):
+            h, among = d.handovers[first], self._roles.handovers[first]
+            rows, columns = ends[alike].T
+            if h.source == h.target:
+                continue
+            if not among or among[0].work == "wait":
+                found.add(self._order[among[0]] if among else exposed, prices.waiting(d, h), rows, columns)
+                continue
+            launches, sent = prices.hideable(d.variables[h.source], d.variables[h.target], h)
+            share = self.launched / d.accumulation_steps if among[0].work == "reduce" else 1.0
+            found.add(exposed, share * launches, rows, columns)
+            for bucket, seconds in zip(among, sent, strict=True):
+                found.add(self._order[bucket], seconds, rows, columns)
+        return found
+
+    # The minimum.
+
+    def minimize(
+        self, asked: Problem, solve: Solve, gap: float, known: Sequence[Sequence[int]] = (), most: int = MOST_SOLVES,
+        late: Callable[[], bool] = lambda: False, bound: float = -math.inf,
+    ) -> Solution:  # fmt: skip
+        """The best choice under F within ``asked``'s usages and limit, with a bound on F.
+
+        Args:
+            asked: the problem for the weights to begin with.
+            solve: a problem, from choices to begin with.
+            gap: relative, at which no more weights are tried.
+            known: choices that tell where to begin.
+            most: weights that are tried.
+            late: whether there is no time for other weights.
+            bound: one on F that is known.
+        """
+        points = [self.point(choice) for choice in known]
+        weights = self.weights if not points else self._towards(self._highest(points)[1])
+        best = self._best_of(known, points) if not asked.usages else None
+        raised = -math.inf
+        for turn in range(most):
+            problem = asked if weights is self.weights else self.problem(asked.usages, asked.limit, weights)
+            at = solve(problem, () if best is None else (best.choice,))
+            point = self.point(at.choice)
+            points.append(point)
+            if at.lower_bound > raised:
+                raised, self.weights = at.lower_bound, weights
+                bound = max(bound, raised)
+            best = _better(best, replace(at, objective=self._seconds(point)))
+            if best.objective - bound <= gap * best.objective or turn == most - 1 or late():
+                break
+            ceiling, highest = self._highest(points)
+            last, weights = weights, self._towards(highest)
+            if ceiling - raised <= WORTH * gap * best.objective or np.allclose(last, weights):
+                break
+        assert best is not None
+        bound = min(bound, best.objective)
+        return replace(best, lower_bound=bound, proven=best.objective - bound <= gap * best.objective)
+
+    def _best_of(self, known: Sequence[Sequence[int]], points: Sequence[Point]) -> Solution | None:
+        """The known choice that is cheapest under F, which the weighted sums do not see."""
+        found = [(self._seconds(p), i) for i, p in enumerate(points)]
+        if not found:
+            return None
+        seconds, i = min(found)
+        return Solution(tuple(known[i]), seconds, -math.inf, proven=False, method="known")
+
+    def _towards(self, weights: Array) -> Array:
+        return STEADY * self.weights + (1 - STEADY) * weights
+
+    def _highest(self, points: Sequence[Point]) -> tuple[float, Array]:
+        """Where the lowest of the points' sums is highest, and how high."""
+        constants = [p.exposed_s + float(self._plain @ p.bucket_s) for p in points]
+        return highest_point(constants, [self._paths @ p.bucket_s for p in points], self.ranges)
+
+
+def _better(best: Solution | None, other: Solution) -> Solution:
+    """The one of the least objective, with the seconds of both."""
+    if best is None:
+        return other
+    least = other if other.objective < best.objective else best
+    return replace(least, seconds=best.seconds + other.seconds)

@@ -1,0 +1,168 @@
+"""Offloading to the host: what a transfer takes, whether all of them can hide, and where in the program they begin.
+
+Transfers run on a stream of their own beside what is computed (as in Rhu et al., vDNN, 2016), so that one that is
+hidden costs next to nothing. What cannot be exceeded is the time in which to hide them: what is offloaded has to be
+copied while the forward still computes, which a few more rows of the problem see to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.mesh import Link
+from autopar.planner.footprint.op_work import local_bytes
+from autopar.planner.problem.variables import Decisions, Variable
+from autopar.program import Op, Program
+from autopar.solver import Usage
+from autopar.strategies import flops
+
+Array = npt.NDArray[np.float64]
+
+EXPOSED_SHARE = 0.02
+"""Of a transfer's seconds: its price while it hides. It takes a little of the memory's bandwidth, and of two plans the
+one that moves less is better."""
+
+HIDING_SHARE = 0.9
+"""Of the seconds of the forward's computation, those in which copies to the host may hide."""
+
+PARTS = 4
+"""Of the forward, for each of which what is made in it and after it has to hide in it and after it."""
+
+
+def transfer_seconds(host: Link, size: float) -> float:
+    """Seconds to copy ``size`` bytes between a device and pinned memory of its host, in one direction."""
+    return host.latency_s + size / (host.bandwidth_bytes_per_s * host.efficiency)
+
+
+def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
+    """Seconds of transfers, out and back, of each option of a hold variable."""
+    assert v.value is not None
+    meta = d.graph.meta(v.value)
+    return np.array([
+        2 * transfer_seconds(host, local_bytes(meta, o.inputs[0], d.mesh)) if a == "offload" else 0.0
+        for o, a in zip(v.options, v.actions, strict=True)
+    ])  # fmt: skip
+
+
+def state_seconds(away: Sequence[int], host: Link) -> Array:
+    """Seconds in which so many bytes of optimizer state come for the optimizer's step and go after it; nothing hides
+    them."""
+    return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in away])
+
+
+def host_usages(
+    d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = PARTS
+) -> tuple[Usage, ...]:  # fmt: skip
+    """Rows at ``time`` and after that let all that is offloaded hide: what is made in the last part of the forward is
+    copied by its end, for several such parts. What comes back has the backward, which is longer.
+
+    Args:
+        hideable_s: seconds of computation in the forward.
+        limit: what a row may use in all, so that the solver needs no other for it.
+        parts: so many of ``PARTS`` rows, from that for all of the forward on.
+    """
+    made = _work_before(d)
+    offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
+    found = []
+    for i, v in offloading:
+        assert v.value is not None
+        seconds = hold_seconds(d, v, host) / 2
+        for part in range(parts):
+            if made[v.value.node] >= part / PARTS:
+                room_s = max(hideable_s * (1 - part / PARTS) * HIDING_SHARE, 1e-12)
+                found.append(Usage(i, seconds * (limit / room_s), time + part, time + part + 1))
+    return tuple(found)
+
+
+def hide(d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, parts: int = PARTS) -> bool:
+    """Whether the rows of ``host_usages`` allow what ``choice`` offloads."""
+    used = [0.0] * parts
+    for row in host_usages(d, host, hideable_s, 0, 1.0, parts):
+        used[row.start] += float(row.option[choice[row.node]])
+    return max(used) <= 1
+
+
+def exposed_seconds(program: Program) -> float:
+    """Seconds that the forward of ``program`` waits at its end for copies to the host, which had no time to hide."""
+    now_s = free_s = 0.0
+    for op in program.ops:
+        if op.phase == "forward":
+            now_s += _computing(op)
+            free_s = max(free_s, now_s) + op.seconds if op.kind == "offload" else free_s
+    return max(free_s - now_s, 0.0)
+
+
+def forward_seconds(program: Program) -> float:
+    """Seconds of computation in the forward of ``program``."""
+    return sum(op.seconds for op in program.ops if op.kind == "compute" and op.phase == "forward")
+
+
+def _work_before(d: Decisions) -> dict[str, float]:
+    """The share of the forward's FLOPs that are done when each of its nodes is."""
+    done = 0.0
+    before: dict[str, float] = {}
+    for node in d.graph.nodes:
+        if node.phase == "forward":
+            done += flops(node, tuple(d.graph.meta(v) for v in node.inputs)) if node.op != "placeholder" else 0.0
+            before[node.name] = done
+    return {name: at / done if done else 0.0 for name, at in before.items()}
+
+
+def place_transfers(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """The program with a wait where each offload should be done, and each fetch begun as early as it has to be.
+
+    Transfers go one after the other. Nothing is offloaded that is never fetched.
+    """
+    fetched = {name for op in ops if op.kind == "fetch" for name in op.reads}
+    ops = [op for op in ops if op.kind != "offload" or op.writes[0].name in fetched]
+    return tuple(_begin_fetches(_end_offloads(ops)))
+
+
+def _end_offloads(ops: Sequence[Op]) -> list[Op]:
+    """Waits in the forward where computation has taken as long as the copies before it, the rest at its end."""
+    placed: list[Op] = []
+    under_way: list[tuple[float, Op]] = []
+    now_s = free_s = 0.0
+    for op in ops:
+        while under_way and (under_way[0][0] <= now_s or op.phase == "backward"):
+            placed.append(_wait(under_way.pop(0)[1]))
+        placed.append(op)
+        now_s += _computing(op)
+        if op.kind == "offload":
+            free_s = max(free_s, now_s) + op.seconds
+            under_way.append((free_s, op))
+    return placed + [_wait(op) for _, op in under_way]
+
+
+def _wait(op: Op) -> Op:
+    return replace(
+        op, name=f"{op.name}|done", kind="wait", reads=(op.reads[0], op.writes[0].name), writes=(), seconds=0.0
+    )
+
+
+def _begin_fetches(ops: Sequence[Op]) -> list[Op]:
+    """Fetches moved up, from the last to the first, to where the computation until their reader hides them."""
+    backward = next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
+    placed: list[Op] = []
+    waiting: list[tuple[float, Op]] = []
+    now_s = needed_s = 0.0  # counted back from the end of the step
+    for at in range(len(ops) - 1, -1, -1):
+        op = ops[at]
+        if op.kind == "fetch" and at >= backward:
+            needed_s = max(needed_s, now_s) + op.seconds
+            waiting.append((needed_s, op))
+            continue
+        while waiting and (waiting[0][0] <= now_s or at < backward):
+            placed.append(waiting.pop(0)[1])
+        placed.append(op)
+        now_s += _computing(op)
+    placed += [op for _, op in waiting]
+    return placed[::-1]
+
+
+def _computing(op: Op) -> float:
+    return op.seconds if op.kind == "compute" else 0.0

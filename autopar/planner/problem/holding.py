@@ -1,0 +1,83 @@
+"""Keep, recompute or offload, in the same problem as the sharding.
+
+Every forward value that the backward can use gets a *hold* variable: it is kept in one spec (possibly a shard of what
+was computed), kept so by the host, made again in the backward, or absent there. Every forward op gets a *rerun*
+variable: not run again, or run again with one of its strategies, on operands that are themselves held. Beaumont et al.
+(2019, 2021) and Jain et al. (Checkmate, 2020) choose what to keep or offload for a fixed program; here the shardings
+are chosen with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.ir import Graph, Value
+from autopar.planner.problem.variables import Decisions, Handover, Variable, hold_key, rerun_key, spec_made, spec_read
+from autopar.sharding import ShardingSpec, Strategy
+
+LEAST_OFFLOADED = 1e-3
+"""Of the bytes of the largest forward value: smaller ones are not worth a transfer."""
+
+NOTHING = Strategy((), ())
+"""The option of an op that is not run again, and of a value that the backward does without."""
+
+
+def eligible(graph: Graph) -> frozenset[str]:
+    """Forward ops whose results the backward reads, or that could make them again."""
+    needed: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder" or node.phase == "backward":
+            continue
+        readers = [r for i in range(len(node.outputs)) for r, _ in graph.consumers.get(Value(node.name, i), ())]
+        if any(r.phase == "backward" or r.name in needed for r in readers):
+            needed.add(node.name)
+    return frozenset(needed)
+
+
+def least_offloaded_bytes(graph: Graph) -> float:
+    """Bytes below which a value is not offloaded."""
+    made = (m for n in graph.nodes if n.phase == "forward" and n.op != "placeholder" for m in n.outputs if m)
+    return LEAST_OFFLOADED * max((m.bytes for m in made), default=0)
+
+
+def add_reruns(d: Decisions, names: frozenset[str]) -> None:
+    """A rerun variable for every eligible op."""
+    for node in d.graph.nodes:
+        if node.name in names:
+            options = d.variables[d.index[node.name]].options
+            actions = ("none",) + ("recompute",) * len(options)
+            d.add(Variable(rerun_key(node.name), "rerun", (NOTHING, *options), "backward", node, actions=actions))
+
+
+def hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[int, int]]) -> None:
+    """The hold variable of ``value``, found at (``source``, ``out``) in the forward, and all that read it."""
+    meta = d.graph.meta(value)
+    rerun = d.index[rerun_key(value.node)]
+    again = reruns_of(d, value)
+    kept = () if value in d.inside_kernels else _kept_specs(d, source, out, readers)
+    remade = _distinct(o.outputs[value.index] for o in d.variables[rerun].options[1:])
+    offloaded = kept if meta.bytes >= d.least_offloaded_bytes else ()
+    options = (*(Strategy((s,), (s,)) for s in (*kept, *offloaded, *remade)), NOTHING)
+    actions = ("keep",) * len(kept) + ("offload",) * len(offloaded) + ("recompute",) * len(remade) + ("absent",)
+    held = d.add(Variable(hold_key(value), "hold", options, "backward", value=value, actions=actions))
+    d.handovers.append(Handover(source, out, held, 0, meta))
+    d.handovers.append(Handover(rerun, value.index, held, 0, meta, rerun=True))
+    for target, position in (*readers, *again):
+        d.handovers.append(Handover(held, 0, target, position, meta))
+
+
+def reruns_of(d: Decisions, value: Value) -> list[tuple[int, int]]:
+    """The rerun variables that read ``value``, with the operand's position."""
+    readers = d.graph.consumers.get(value, ())
+    return [(d.index[rerun_key(n.name)], i) for n, i in readers if rerun_key(n.name) in d.index]
+
+
+def _kept_specs(d: Decisions, source: int, out: int, readers: list[tuple[int, int]]) -> tuple[ShardingSpec, ...]:
+    """Specs worth keeping: what the forward has, and what the backward reads; partial sums are completed first."""
+    made = [spec_made(o, out) for o in d.variables[source].options]
+    wanted = [spec_read(o, p) for t, p in readers for o in d.variables[t].options]
+    return tuple(s for s in _distinct((*made, *wanted)) if not s.partial)
+
+
+def _distinct(specs: Iterable[ShardingSpec | None]) -> tuple[ShardingSpec, ...]:
+    return tuple(dict.fromkeys(s for s in specs if s is not None))

@@ -1,0 +1,156 @@
+"""Decision variables and what is handed between them, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from autopar.ir import Graph, Node, Phase, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.planner.footprint.layouts import views_of
+from autopar.planner.graphs.kernel_patterns import inner_values
+from autopar.sharding import ShardingSpec, Strategy
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
+
+    ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered. ``actions`` tells what
+    each option of a hold or rerun variable does: keep, offload, recompute, absent, none. ``away`` is for each option of
+    a parameter how many bytes of its optimizer state the host keeps.
+    """
+
+    key: str
+    kind: str
+    options: tuple[Strategy, ...]
+    phase: Phase
+    node: Node | None = None
+    value: Value | None = None
+    kept: tuple[bool, ...] = ()
+    actions: tuple[str, ...] = ()
+    away: tuple[int, ...] = ()
+
+
+class Handover(NamedTuple):
+    """Variable ``source``'s result ``out`` is read by variable ``target`` as operand ``position``.
+
+    With ``kept`` the pair is not priced: the target's kept options need the same spec at the source, for nothing.
+    A ``target`` that stores the value (a parameter its gradient) reads it at its own spec: position -1. With ``rerun``
+    the source is an op run again, whose result the target's recompute options take as it is.
+    """
+
+    source: int
+    out: int
+    target: int
+    position: int
+    meta: TensorMeta
+    kept: bool = False
+    rerun: bool = False
+
+
+@dataclass
+class Decisions:
+    """All variables and handovers of a graph on a mesh, and where each value is made and read.
+
+    Args:
+        recomputes: whether ops of the forward may run again in the backward.
+        least_offloaded_bytes: smaller values are not offloaded to the host.
+        accumulation_steps: micro-batches in one step of the optimizer.
+        widened: gradients that are reduced only after their cast to a wider dtype.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    variables: list[Variable] = field(default_factory=list)
+    handovers: list[Handover] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+    recomputes: bool = False
+    least_offloaded_bytes: float = math.inf
+    accumulation_steps: int = 1
+    widened: frozenset[Value] = frozenset()
+    _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
+    _known: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
+    _wanted: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def reduced_dtype(self) -> Mapping[str, str]:
+        """In which each parameter's gradient is made."""
+        return {o.name: self.graph.meta(o.value).dtype for o in self.graph.outputs if o.kind == "gradient"}
+
+    @cached_property
+    def given(self) -> frozenset[Value]:
+        """What the caller gets."""
+        found = (o for o in self.graph.outputs if o.kind == "output" or o.name.startswith("input:"))
+        return frozenset(o.value for o in found)
+
+    @cached_property
+    def inside_kernels(self) -> frozenset[Value]:
+        """Values that are never kept for the backward: a kernel that makes what is around them does not write them."""
+        return inner_values(self.graph)
+
+    @cached_property
+    def views(self) -> frozenset[str]:
+        """Nodes whose results share the memory of their operand."""
+        return views_of(self.graph, whole=self.mesh.size == 1)
+
+    def add(self, variable: Variable) -> int:
+        options = self.shared(variable.options)
+        if options is not variable.options:
+            variable = replace(variable, options=options)
+        at = self.index[variable.key] = len(self.variables)
+        self.variables.append(variable)
+        return at
+
+    def shared(self, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Equal options as one object: so are the prices made from them, by which repeated blocks are found."""
+        if self._known.get(id(options)) is not options:
+            options = self._options.setdefault(options, options)
+            self._known[id(options)] = options
+        return options
+
+    def wanted(self, readers: Sequence[tuple[int, int]], *, twice: bool = False) -> tuple[Strategy, ...]:
+        """Every spec in which some reader (variable, operand) takes a value, as options of a copy, which would serve
+        nobody better in another; ``twice`` where each may be made or kept."""
+        key = twice, *[(id(self.variables[target].options), position) for target, position in readers]
+        if key not in self._wanted:
+            specs = (spec_read(o, p) for t, p in readers for o in self.variables[t].options)
+            options = tuple(Strategy((s,), (s,)) for s in dict.fromkeys(specs) if s is not None)
+            self._wanted[key] = self.shared(options * 2 if twice else options)
+        return self._wanted[key]
+
+
+def copy_key(value: Value, phase: Phase) -> str:
+    return f"{value}@{phase}"
+
+
+def hold_key(value: Value) -> str:
+    return f"{value}@held"
+
+
+def rerun_key(node: str) -> str:
+    return f"{node}@rerun"
+
+
+def forced_key(value: Value) -> str:
+    return f"{value}@module"
+
+
+def output_key(name: str) -> str:
+    return f"output:{name}"
+
+
+def spec_read(option: Strategy, position: int) -> ShardingSpec | None:
+    """The spec in which an option reads operand ``position``; -1 is the spec in which a variable stores. None where it
+    reads nothing."""
+    if position < 0:
+        return option.outputs[0]
+    return option.inputs[position] if option.inputs else None
+
+
+def spec_made(option: Strategy, out: int) -> ShardingSpec | None:
+    """The spec of an option's result ``out``; None where it makes nothing."""
+    return option.outputs[out] if option.outputs else None

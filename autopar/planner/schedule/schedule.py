@@ -1,0 +1,393 @@
+"""From decisions to the local program: every op in order, redistributions where they are first needed.
+
+A redistributed tensor is made once a phase and shared; steps that two paths have in common are taken once. What a
+gradient or a result needs is launched as soon as its value is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
+from autopar.mesh import Mesh
+from autopar.planner.footprint.implementations import implementation, packing_kernels
+from autopar.planner.footprint.op_work import VIEWS, local_bytes
+from autopar.planner.memory.lifetimes import takes_over
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.pricing.transfers import place_transfers, state_seconds, transfer_seconds
+from autopar.planner.problem.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
+from autopar.planner.schedule.in_place import in_place
+from autopar.planner.schedule.marked import marked
+from autopar.planner.schedule.waits import place_waits
+from autopar.program import AGAIN, LocalTensor, Op, Program, Sent
+from autopar.sharding import Halo, ShardingSpec, Step, Strategy
+from autopar.solver.clock import tick
+from autopar.strategies import halos
+
+SECOND = "|2"
+"""Marks a tensor that is made in a spec once more."""
+
+FORWARD: tuple[Phase, ...] = ("forward",)
+BACKWARD: tuple[Phase, ...] = ("backward",)
+BOTH = FORWARD + BACKWARD
+
+
+def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
+    """The program that the chosen options mean, with what can be written over its operands."""
+    return _Scheduler(d, choice, prices).run()
+
+
+class _Way(NamedTuple):
+    """What an op with one strategy is wherever it stands: its seconds, whether its result is a view, the kernels that
+    run it, and of each result the index, global shape, spec and bytes."""
+
+    seconds: float
+    alias: bool
+    kernels: tuple[str, ...]
+    results: tuple[tuple[int, TensorMeta, ShardingSpec, int], ...]
+    halos: tuple[Halo, ...] = ()
+    sent: tuple[Sent, ...] = ()
+
+
+@dataclass
+class _Scheduler:
+    d: Decisions
+    choice: Sequence[int]
+    prices: Prices
+    ops: list[Op] = field(default_factory=list)
+    made: dict[Phase, dict[Value, dict[ShardingSpec, str]]] = field(
+        default_factory=lambda: {"forward": {}, "backward": {}}
+    )
+    base: dict[Phase, dict[Value, ShardingSpec]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
+    rerun: set[str] = field(default_factory=set)
+    redistributed: set[str] = field(default_factory=set)
+    chains: list[list[Callable[[], None]]] = field(default_factory=list)
+    offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
+
+    @cached_property
+    def holds(self) -> Mapping[Value, int]:
+        """The variable that says what the backward has of each value, where there is one."""
+        return {v.value: i for i, v in enumerate(self.d.variables) if v.kind == "hold" and v.value is not None}
+
+    @cached_property
+    def copies(self) -> Mapping[tuple[Value, Phase], int]:
+        """The variable of the copy from which the readers of a phase read."""
+        copies = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
+        return {(x, phase): i for x, phase, key, i in copies if x is not None and key == copy_key(x, phase)}
+
+    @cached_property
+    def forced(self) -> frozenset[Value]:
+        """Modules' outputs that a constraint redistributes."""
+        copies = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
+        return frozenset(v.value for v in copies if v.value is not None and v.key == forced_key(v.value))
+
+    @cached_property
+    def owner(self) -> Mapping[str, str]:
+        """The node of each parameter and buffer, the first where several have a name."""
+        return {i.name: i.node for i in reversed(self.graph.inputs) if i.kind in ("parameter", "buffer")}
+
+    @property
+    def graph(self) -> Graph:
+        return self.d.graph
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.d.mesh
+
+    def run(self) -> Program:
+        results: dict[int, str] = {}
+        pending = self._results_by_node()
+        for node in self.graph.nodes:
+            self._node(node)
+            for at in pending.get(node.name, ()):
+                self._bring_results_on()
+                results[at] = self._result(at)
+        while self.chains:
+            self._bring_results_on()
+        tick("scheduled op", len(self.ops))
+        outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
+        away = [(v, v.away[option]) for v, option in zip(self.d.variables, self.choice, strict=True) if v.away]
+        names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
+        seconds = float(state_seconds([size for _, size in away], self.prices.cluster.host).sum())
+        program = Program(place_transfers(_read_later(self.ops, outputs)), outputs, names, seconds)
+        program = marked(program, self.graph, self.prices, AGAIN)
+        program = self.prices.decomposition.decompose(program, self.graph)
+        return in_place(place_waits(program, self.prices.overlap), self.graph)
+
+    def _results_by_node(self) -> dict[str, list[int]]:
+        pending: dict[str, list[int]] = {}
+        for i, output in enumerate(self.graph.outputs):
+            pending.setdefault(output.value.node, []).append(i)
+        return pending
+
+    def _chosen(self, key: str) -> Strategy:
+        at = self.d.index[key]
+        return self.d.variables[at].options[self.choice[at]]
+
+    def _node(self, node: Node) -> None:
+        at = self.d.index[node.name]
+        strategy = self.d.variables[at].options[self.choice[at]]
+        if node.phase == "backward" and self.d.recomputes:
+            self._remake_for(node)
+        reads = self._operands(node, strategy, node.phase)
+        self._run(node, strategy, reads, node.phase, self._way(node, strategy, at, self.choice[at]), "")
+        if self.forced:
+            for i in range(len(node.outputs)):
+                self._force(Value(node.name, i), node.phase)
+        for i in range(len(node.outputs)):
+            self._take_over(Value(node.name, i), node.phase)
+        if self.holds:
+            for i in range(len(node.outputs)):
+                self._hold(Value(node.name, i))
+
+    def _operands(self, node: Node, strategy: Strategy, phase: Phase) -> tuple[str, ...]:
+        return tuple([self._read(v, spec, phase) for v, spec in zip(node.inputs, strategy.inputs, strict=True)])
+
+    def _way(self, node: Node, strategy: Strategy, at: int, option: int) -> _Way:
+        """One for all equal ops. ``at``: the variable of which the strategy is ``option``."""
+        key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.border(self.graph, node)
+        known = self.prices.ways.get(key)
+        way: _Way | None = None if known is None else known[0]
+        if way is None:
+            seconds, kernel = 0.0, ""
+            if node.op != "placeholder":
+                metas = tuple(self.graph.meta(v) for v in node.inputs)
+                kernel = implementation(node, strategy, metas, self.mesh, self.prices.cluster.device.kind)[0]
+                seconds = float(self.prices.node_seconds(self.graph, node, self.d.variables[at].options)[option])
+            results = tuple(
+                (i, meta, spec, local_bytes(meta, spec, self.mesh))
+                for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True))
+                if meta is not None and spec is not None
+            )
+            metas = tuple(self.graph.meta(v) for v in node.inputs)
+            way = _Way(
+                seconds, node.packet in VIEWS and bool(node.inputs), (kernel,) if kernel else (), results,
+                halos(node, strategy, metas, self.mesh) or (), self.prices.sent(node, metas, strategy),
+            )  # fmt: skip
+            self.prices.ways[key] = way, self.graph, strategy
+        return way
+
+    def _run(
+        self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, way: _Way, mark: str
+    ) -> None:  # fmt: skip
+        """Emit an op; its results are then there in ``phase`` and, until they are held otherwise, in the backward."""
+        writes = []
+        for i, meta, spec, nbytes in way.results:
+            value = Value(node.name, i)
+            name = f"{value}{mark}"
+            writes.append(LocalTensor(name, meta, spec, nbytes))
+            for reach in BACKWARD if phase == "backward" else FORWARD if value in self.holds else BOTH:
+                self.base[reach][value] = spec
+                made = self.made[reach]
+                if value in made:
+                    made[value][spec] = name
+                else:
+                    made[value] = {spec: name}
+        placeholder = node.op == "placeholder"
+        self.ops.append(
+            Op(
+                f"{node.name}{mark}", "input" if placeholder else "compute", node.name, reads, tuple(writes), phase,
+                strategy=None if placeholder else strategy, seconds=way.seconds, alias=way.alias,
+                kernels=way.kernels, halos=way.halos, sent=way.sent,
+            )
+        )  # fmt: skip
+
+    def _take_over(self, value: Value, phase: Phase) -> None:
+        """A copy from which all read is made at once: what it is made of need not stay."""
+        at = self.copies.get((value, phase))
+        if at is not None and takes_over(self.d, self.d.variables[at]):
+            self._redistribute(
+                value, self.base[phase][value], self.d.variables[at].options[self.choice[at]].inputs[0], phase
+            )
+
+    def _hold(self, value: Value) -> None:
+        """Bring what is kept for the backward into the spec in which it is kept, at once."""
+        at = self.holds.get(value)
+        if at is None:
+            return
+        variable = self.d.variables[at]
+        action = variable.actions[self.choice[at]]
+        if action not in ("keep", "offload"):
+            return
+        spec = variable.options[self.choice[at]].inputs[0]
+        name = self._read(value, spec, "forward")
+        if action == "offload":
+            self.offloaded[value] = self._transfer("offload", value, name, f"{name}|host", spec, "forward")
+        else:
+            self._arrive(value, spec, name)
+
+    def _arrive(self, value: Value, spec: ShardingSpec, name: str) -> None:
+        """The backward has the value in tensor ``name``."""
+        self.base["backward"][value] = spec
+        self.made["backward"][value] = {spec: name}
+
+    def _transfer(
+        self, kind: Literal["offload", "fetch"], value: Value, source: str, name: str, spec: ShardingSpec, phase: Phase
+    ) -> LocalTensor:  # fmt: skip
+        """Emit a copy to or from the host."""
+        tensor = replace(self._tensor(name, self.graph.meta(value), spec), host=kind == "offload")
+        seconds = transfer_seconds(self.prices.cluster.host, tensor.bytes)
+        self.ops.append(Op(f"{value}|{kind}", kind, value.node, (source,), (tensor,), phase, seconds=seconds))
+        return tensor
+
+    def _fetch(self, value: Value) -> None:
+        """Bring back what the host keeps."""
+        host = self.offloaded.pop(value)
+        name = f"{host.name.removesuffix('|host')}|back"
+        self._arrive(value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name)
+
+    def _remake_for(self, node: Node) -> None:
+        """Run again what ``node`` needs and the backward has not, in the order of the graph."""
+        missing: set[str] = set()
+        ahead = [node]
+        while ahead:
+            for value in ahead.pop().inputs:
+                there = value in self.base["backward"] or value in self.offloaded
+                if not there and value.node not in missing and value.node not in self.rerun:
+                    missing.add(value.node)
+                    ahead.append(self.graph.by_name[value.node])
+        for name in sorted(missing, key=self.graph.order.__getitem__):
+            self._remake(self.graph.by_name[name])
+
+    def _remake(self, node: Node) -> None:
+        """Run a forward op again, on operands that the backward has or makes again."""
+        if node.name in self.rerun:
+            return
+        self.rerun.add(node.name)
+        at = self.d.index[rerun_key(node.name)]
+        strategy = self.d.variables[at].options[self.choice[at]]
+        reads = self._operands(node, strategy, "backward")
+        kept = {v: (self.base["backward"][v], self.made["backward"][v]) for v in self._kept_results(node)}
+        first = self.d.index[node.name]
+        self._run(node, strategy, reads, "backward", self._way(node, strategy, first, self.choice[at] - 1), AGAIN)
+        for value, (spec, made) in kept.items():
+            self.base["backward"][value], self.made["backward"][value] = spec, made
+
+    def _kept_results(self, node: Node) -> list[Value]:
+        """Results of an op with several that were kept although others are made again."""
+        values = [Value(node.name, i) for i in range(len(node.outputs))]
+        return [v for v in values if v in self.base["backward"]]
+
+    def _force(self, value: Value, phase: Phase) -> None:
+        """A constraint on a module's output redistributes the value before anyone reads it."""
+        if value in self.forced:
+            spec = self._chosen(forced_key(value)).inputs[0]
+            name = self._redistribute(value, self.base[phase][value], spec, phase)
+            for reach in dict.fromkeys((phase, "backward" if hold_key(value) not in self.d.index else phase)):
+                self.base[reach][value] = spec
+                self.made[reach][value] = {spec: name}
+
+    def _read(self, value: Value, spec: ShardingSpec, phase: Phase) -> str:
+        """The tensor that holds ``value`` in ``spec``, redistributed through the phase's copy when there is one."""
+        if phase == "backward":
+            if value in self.offloaded:
+                self._fetch(value)
+            elif value not in self.base["backward"]:
+                self._remake(self.graph.by_name[value.node])
+        source = self.base[phase][value]
+        at = self.copies.get((value, phase))
+        if at is not None:
+            variable = self.d.variables[at]
+            copy = variable.options[self.choice[at]].inputs[0]
+            if variable.kept and variable.kept[self.choice[at]]:
+                self.made["backward"].setdefault(value, {})[copy] = self.made["forward"][value][copy]
+            self._redistribute(value, source, copy, phase)
+            source = copy
+        return self._redistribute(value, source, spec, phase)
+
+    def _result(self, at: int) -> str:
+        output = self.graph.outputs[at]
+        phase = self.graph.by_name[output.value.node].phase
+        if output.kind == "output" or output.name.startswith("input:"):
+            return self._read(output.value, self._chosen(output_key(output.name)).inputs[0], phase)
+        spec = self._chosen(self.owner[output.name]).outputs[0]
+        assert spec is not None
+        source = self.base[phase][output.value]
+        chain = list(self._steps(output.value, source, spec, phase, hiding=True))
+        if not chain:
+            return self.made[phase][output.value][spec]
+        chain.pop(0)()
+        self.chains += [chain] if chain else []
+        return _redistributed(output.value, spec, phase)
+
+    def _bring_results_on(self) -> None:
+        """The next step of every result that needs several. A step waits for the one before, and the program with it:
+        so it comes when the next result is there, and the one before is probably done."""
+        for chain in self.chains:
+            chain.pop(0)()
+        self.chains = [chain for chain in self.chains if chain]
+
+    def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
+        made = self.made[phase][value]
+        if target not in made:
+            there = self.graph.by_name[value.node].op == "placeholder"
+            for take in self._steps(value, source, target, phase, hiding=there):
+                take()
+        return made[target]
+
+    def _steps(
+        self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase, *, hiding: bool
+    ) -> Iterator[Callable[[], None]]:
+        """The steps to a tensor in ``target``, to be taken in turn; none where it is there. ``hiding``: the program
+        computes meanwhile, as the objective has it of parameters and gradients."""
+        made = self.made[phase].setdefault(value, {})
+        if target in made:
+            return
+        meta = self.graph.meta(value)
+        path = self.prices.path(source, target, meta, hiding=hiding)
+
+        def taking(before: ShardingSpec, step: Step, after: ShardingSpec) -> Callable[[], None]:
+            def take() -> None:
+                if after not in made:
+                    made[after] = self._step(value, meta, made[before], before, step, after, phase)
+
+            return take
+
+        yield from map(taking, path.specs, path.steps, path.specs[1:])
+
+    def _step(
+        self, value: Value, meta: TensorMeta, source: str, before: ShardingSpec, step: Step, after: ShardingSpec,
+        phase: Phase,
+    ) -> str:  # fmt: skip
+        name = _redistributed(value, after, phase)
+        if name in self.redistributed:  # before a constraint took the value there and back
+            name += SECOND
+        self.redistributed.add(name)
+        priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
+        costs = self.prices.collectives.of(meta.dtype)
+        seconds, launch_s = self.prices.step_seconds(step, before, meta)
+        self.ops.append(
+            Op(
+                name, "redistribute", value.node, (source,), (self._tensor(name, meta, after),), phase, step=step,
+                seconds=seconds, wire_bytes=0 if step.kind == "slice" else costs.sent(step.kind, priced),
+                launch_s=launch_s,
+                kernels=packing_kernels(step, after, meta, self.mesh, self.prices.cluster.device.kind),
+            )
+        )  # fmt: skip
+        return name
+
+    def _tensor(self, name: str, meta: TensorMeta, spec: ShardingSpec) -> LocalTensor:
+        return LocalTensor(name, meta, spec, local_bytes(meta, spec, self.mesh))
+
+
+def _read_later(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) -> list[Op]:
+    """Without redistributions of which nobody reads, as a choice that is not the best may have: nobody would wait for
+    them."""
+    read, kept = {name for _, name in results}, []
+    for op in reversed(ops):
+        if op.kind != "redistribute" or op.writes[0].name in read:
+            read.update(op.reads)
+            kept.append(op)
+    return kept[::-1]
+
+
+def _redistributed(value: Value, spec: ShardingSpec, phase: Phase) -> str:
+    return f"{value}|{spec}|{phase[0]}"
+
+
+def stored_spec(program: Program) -> Mapping[str, ShardingSpec]:
+    """The spec of every input of the program, by node."""
+    return {op.node: op.writes[0].spec for op in program.ops if op.kind == "input"}

@@ -1,0 +1,285 @@
+"""What the search compares at the end: its own best plan and the baselines, scheduled, timed and measured alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.mesh import Cluster
+from autopar.planner.baselines.roles import restricted_choices
+from autopar.planner.graphs.accumulation import without_delivery
+from autopar.planner.memory.exact import MemoryProfile, profile
+from autopar.planner.options import Options
+from autopar.planner.overlap.arrange import ALIKE, Told, Tried, arrange
+from autopar.planner.overlap.arrangements import Ways
+from autopar.planner.overlap.collectives import take_apart
+from autopar.planner.overlap.deferral import deferred, may_defer
+from autopar.planner.overlap.shortening import LEAST, Depths
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.decide import Decisions
+from autopar.planner.schedule.schedule import schedule
+from autopar.planner.schedule.timeline import Timeline, simulate_streams
+from autopar.plans.records import BaselineRecord
+from autopar.program import Program
+from autopar.solver import Solution
+from autopar.solver.clock import now
+
+SHARE_OF_TIME = 0.3
+"""All baselines together take at most this share of the time limit; those that are left then are not compared. It is
+far more than they need, so that what is compared does not hang on the clock."""
+
+ARRANGING_SHARE = 0.2
+LEAST_ARRANGING_S = 0.5
+"""Of the time limit, and at least, for the collectives of one program."""
+
+ABOUT = 1.02
+"""Times a budget: programs of few layers told the peaks of 25 baselines of deep models to 0.01 %."""
+
+DEPTHS_TRIED = 4
+"""The layers that a launch spans are known only from a program that has some: the first has few."""
+
+SHALLOW = 0.4
+"""Where more than this share of the layers would be left, the whole is looked at: that is quick, and exact."""
+
+
+def budget_bytes(cluster: Cluster, options: Options) -> float:
+    """Bytes that one device may hold."""
+    if options.memory_budget_bytes is not None:
+        return float(options.memory_budget_bytes)
+    return float(cluster.device.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A complete plan. ``name`` is the baseline's, or ``chosen`` for the search's own. Seconds and bytes.
+
+    ``solution`` has the cost of collectives that are launched one by one. ``arranged_s``: of a step before what nothing
+    waits for is deferred."""
+
+    name: str
+    decisions: Decisions
+    solution: Solution
+    program: Program
+    memory: MemoryProfile
+    timeline: Timeline
+    arranged_s: float
+
+    @staticmethod
+    def of(
+        name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options,
+        tried: Tried | None = None,
+    ) -> Finalist:  # fmt: skip
+        """A scheduled solution with its collectives arranged for the budget, and what nothing waits for deferred.
+
+        Args:
+            tried: ways to arrange them, where they are known.
+        """
+
+        def profiled(arranged: Program) -> MemoryProfile:
+            return profile(arranged, d.graph, d.mesh, options)
+
+        budget = budget_bytes(prices.cluster, options)
+        found = arrange(program, prices, profiled, budget, _arranged_by(options), tried)
+        before, after = found.before, found.timeline
+        if d.accumulation_steps > 1:
+            before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
+        if after.seconds < before.seconds:
+            arranged = Finalist(name, d, solution, found.program, found.memory, after, after.seconds)
+        else:
+            memory = found.memory if found.program is program else profiled(program)
+            arranged = Finalist(name, d, solution, program, memory, before, before.seconds)
+        return arranged._deferred(prices, options)
+
+    def _deferred(self, prices: Prices, options: Options) -> Finalist:
+        """With the work that nothing waits for behind the collectives that the backward waits for, where its step is
+        shorter so and it fits the budget."""
+        d, moved = self.decisions, replace(self.program, ops=deferred(self.program, self.decisions.graph))
+        if moved.ops == self.program.ops:
+            return self
+        after = timeline(moved, d, prices.overlap)
+        gained_s = self.timeline.seconds - after.seconds
+        if gained_s <= ALIKE * self.timeline.seconds:
+            return self
+        memory = profile(moved, d.graph, d.mesh, options)
+        if memory.peak_bytes > max(budget_bytes(prices.cluster, options), self.memory.peak_bytes):
+            return self
+        return replace(self, program=moved, memory=memory, timeline=after)
+
+    def rank(self) -> tuple[float, float, int, int]:
+        """Least step time, to a picosecond; then by cost."""
+        return round(self.timeline.seconds, 12), *self.cost()
+
+    def cost(self) -> tuple[float, int, int]:
+        """Least cost, then the lowest peak, then the fewest redistributions."""
+        moves = sum(op.step is not None for op in self.program.ops)
+        return self.solution.objective, self.memory.peak_bytes, moves
+
+    def record(self, budget: float) -> BaselineRecord:
+        """The figures that a comparison shows."""
+        return BaselineRecord(
+            self.name, self.solution.objective, self.timeline.seconds, sum(op.wire_bytes for op in self.program.ops),
+            self.memory.peak_bytes, self.memory.peak_bytes <= budget,
+        )  # fmt: skip
+
+
+def _arranged_by(options: Options) -> float:
+    return now() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A completed baseline: its choice and its cost in seconds. What it takes as a program is found out when asked."""
+
+    name: str
+    stated: Objective
+    options: Options
+    choice: tuple[int, ...]
+    objective: float
+
+    @cached_property
+    def _program(self) -> Program:
+        return schedule(self.stated.decisions, self.choice, self.stated.prices)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of its program before the collectives are arranged, which keeps to a budget that this fits."""
+        d = self.stated.decisions
+        return profile(self._program, d.graph, d.mesh, self.options).peak_bytes
+
+    @cached_property
+    def about_peak_bytes(self) -> float:
+        """`peak_bytes` as programs of few layers tell it, where they can: every layer holds as much."""
+        few, more = self._few, self._of_layers(2 * LEAST)
+        if few is None or more is None or "peak_bytes" in vars(self):
+            return self.peak_bytes
+        peaks = [self._peak_of_layers(program, n) for program, n in ((few, LEAST), (more, 2 * LEAST))]
+        return peaks[0] + (peaks[1] - peaks[0]) / LEAST * (self.stated.depth - LEAST)
+
+    def fits(self, budget: float) -> bool:
+        """Whether ``peak_bytes`` are within ``budget`` bytes; of deep models it is measured only where that is near."""
+        return self.about_peak_bytes <= ABOUT * budget and self.peak_bytes <= budget
+
+    def _peak_of_layers(self, program: Program, layers: int) -> int:
+        fewer = self.stated.with_fewer_layers(layers)
+        assert fewer is not None
+        return profile(program, fewer.decisions.graph, fewer.decisions.mesh, self.options).peak_bytes
+
+    @cached_property
+    def _tried(self) -> Tried:
+        return Tried.of(self._program, self.stated.prices, _arranged_by(self.options))
+
+    @property
+    def least_s(self) -> float:
+        """The shortest step of its program, whatever it holds, with nothing deferred."""
+        return self._tried.least_s() if self.stated.decisions.accumulation_steps == 1 else 0.0
+
+    @property
+    def about_s(self) -> float:
+        """``least_s`` as two programs of fewer layers tell it; 0 where they cannot."""
+        return 0.0 if self._told is None else self._told.seconds
+
+    @cached_property
+    def is_sure(self) -> bool:
+        """Whether a program of a third depth tells the same as ``about_s``."""
+        between = None if self._told is None else self._of_layers(self._told.depths.between)
+        return self._told is not None and between is not None and self._told.agrees(between)
+
+    @cached_property
+    def _told(self) -> Told | None:
+        whole, prices = self.stated.depth, self.stated.prices
+        made = {LEAST: self._few}
+        depths, layers = Depths.of(whole, 0.0), LEAST
+        for _ in range(DEPTHS_TRIED):
+            if depths is None or depths.more > SHALLOW * whole:
+                return None
+            program = made[layers] = made[layers] if layers in made else self._of_layers(layers)
+            if program is None:
+                return None
+            depths = Depths.of(whole, Ways(take_apart(program), prices).largest_launch() * layers)
+            if depths is not None and depths.more == layers:
+                shorter = made[depths.few] if depths.few in made else self._of_layers(depths.few)
+                until = _arranged_by(self.options)
+                return None if shorter is None else Told.by(depths, shorter, program, prices, until)
+            layers = layers if depths is None else depths.more
+        return None
+
+    @cached_property
+    def may_defer(self) -> bool:
+        """Whether its step may become shorter than ``least_s`` by what is deferred."""
+        return may_defer(self._few or self._program, self.stated.decisions.graph)
+
+    @cached_property
+    def _few(self) -> Program | None:
+        return self._of_layers(LEAST)
+
+    def _of_layers(self, layers: int) -> Program | None:
+        """Its program with fewer layers; None where the layers differ, or cannot be taken out."""
+        fewer = self.stated.with_fewer_layers(layers)
+        choice = None if fewer is None else fewer.choice(self.choice)
+        if fewer is None or choice is None or self.stated.decisions.accumulation_steps > 1:
+            return None
+        return schedule(fewer.decisions, choice, self.stated.prices)
+
+    @cached_property
+    def finalist(self) -> Finalist:
+        """Scheduled, timed and measured."""
+        d, prices, options = self.stated.decisions, self.stated.prices, self.options
+        solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
+        return Finalist.of(self.name, d, solution, self._program, prices, options, self._tried)
+
+
+def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> Finalist:
+    """The finalist of the least simulated step among those that no baseline beats, neither in cost, but for the ``gap``
+    that was asked, nor in simulated seconds; where every one is beaten in something, of all.
+
+    The two can differ: the cost is what a bound is proven for, the simulation knows what waits for what.
+    """
+    return min(unbeaten(finalists, baselines, gap) or finalists, key=Finalist.rank)
+
+
+def unbeaten(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> list[Finalist]:
+    """Those that no baseline beats in cost or in step."""
+    cost = min((b.solution.objective for b in baselines), default=math.inf) * (1 + gap)
+    step_s = min((b.timeline.seconds for b in baselines), default=math.inf)
+    return [f for f in finalists if f.solution.objective <= cost and f.timeline.seconds <= step_s]
+
+
+def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
+    """The streams of one step; where gradients add up over several, of the last, with the mean seconds of all."""
+    last, n = simulate_streams(program, overlap), d.accumulation_steps
+    if n == 1:
+        return last
+    before = simulate_streams(without_delivery(program, d.graph), overlap)
+
+    def mean(of: Callable[[Timeline], float]) -> float:
+        return ((n - 1) * of(before) + of(last)) / n
+
+    return replace(
+        last, seconds=mean(lambda t: t.seconds), compute_s=mean(lambda t: t.compute_s),
+        communication_s=mean(lambda t: t.communication_s), transfer_s=mean(lambda t: t.transfer_s),
+    )  # fmt: skip
+
+
+def rivals(objective: Objective, options: Options, only: str | None = None) -> list[Rival]:
+    """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
+    started = now()
+    found = []
+    allowed_s = options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0)
+    choices = restricted_choices(
+        objective, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
+    )
+    for baseline, choice in choices:
+        found.append(Rival(baseline.name, objective, options, choice, objective.seconds(choice)))
+        if now() - started > allowed_s:
+            break
+    return found
+
+
+def seed(objective: Objective, options: Options, name: str) -> tuple[tuple[int, ...], ...]:
+    """The choice of one baseline in a problem of other variables, to begin a search with."""
+    limit = max(options.time_limit_s * SHARE_OF_TIME / 4, 0.5)
+    choices = restricted_choices(objective, time_limit=limit, backend=options.solver, gap=options.gap, only=name)
+    return tuple(choice for _, choice in choices)

@@ -1,0 +1,95 @@
+"""A choice as a program, whose copies and collectives in flight give way to a memory budget.
+
+What runs beside the computation holds memory for it: a fetch that begins early, so that it hides, holds its result; an
+offload that is waited for late holds what it copies. Where the program is over the budget then, it fetches later and
+waits sooner; for collectives too, which hold what they send until they are waited for. That may leave a transfer
+exposed, which the simulated step shows, but never excludes a plan that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.ir import Graph
+from autopar.mesh import Mesh
+from autopar.planner.memory.exact import MemoryProfile, profile
+from autopar.planner.options import Options
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.variables import Decisions
+from autopar.planner.schedule.schedule import schedule
+from autopar.planner.schedule.waits import wait_sooner
+from autopar.program import Op, Program
+
+ROUNDS = 6
+"""What gives way at one moment may be in the way at another."""
+
+
+def scheduled(
+    d: Decisions, choice: Sequence[int], prices: Prices, options: Options, budget: float
+) -> tuple[Program, MemoryProfile]:
+    """The program of ``choice`` and its exact memory, within ``budget`` bytes where transfers can see to it."""
+    program = schedule(d, choice, prices)
+    return fitted(program, profile(program, d.graph, d.mesh, options), d.graph, d.mesh, options, budget)
+
+
+def fitted(
+    program: Program, memory: MemoryProfile, graph: Graph, mesh: Mesh, options: Options, budget: float
+) -> tuple[Program, MemoryProfile]:  # fmt: skip
+    """``program``, whose exact memory is ``memory``, and its own, with transfers that give way to ``budget`` bytes
+    where they must. What can be written over its operands stays so: they change nothing about that."""
+    for _ in range(ROUNDS):
+        if memory.peak_bytes <= budget:
+            break
+        before = program
+        for give_way in (_given_way, wait_sooner):
+            moved = give_way(program, memory.timeline, budget)
+            now = profile(moved, graph, mesh, options) if moved is not None else memory
+            if moved is not None and (now.peak_bytes < memory.peak_bytes or _is_better(now, memory, budget)):
+                program, memory = moved, now
+        if program is before:
+            break
+    return program, memory
+
+
+def _is_better(now: MemoryProfile, before: MemoryProfile, budget: float) -> bool:
+    """Whether the peak is the same, and less is held elsewhere above the budget."""
+    return now.peak_bytes == before.peak_bytes and _excess(now, budget) < _excess(before, budget)
+
+
+def _excess(memory: MemoryProfile, budget: float) -> float:
+    return sum(max(held - budget, 0) for held in memory.timeline)
+
+
+def _given_way(program: Program, timeline: Sequence[int], budget: float) -> Program | None:
+    """Transfers that are in flight where ``timeline`` is over ``budget`` begin after that, or end before it; None where
+    there are none."""
+    over = [at for at in range(len(program.ops)) if timeline[at] > budget]
+    read = program.first_read
+    begun = {op.writes[0].name: at for at, op in enumerate(program.ops) if op.kind == "offload"}
+    places = {
+        at: place for at, op in enumerate(program.ops)
+        if (place := _place(at, op, over, read, begun)) is not None
+    }  # fmt: skip
+    return replace(program, ops=tuple(_moved(program.ops, places))) if places else None
+
+
+def _place(at: int, op: Op, over: Sequence[int], read: Mapping[str, int], begun: Mapping[str, int]) -> int | None:
+    """The position before which ``op`` should stand; None where it may stay."""
+    if op.kind == "fetch":
+        # What is over the budget in the reader itself is no fetch's fault: it is needed there.
+        until = read[op.writes[0].name]
+        last = max((o for o in over if at < o < until), default=None)
+        return None if last is None else last + 1
+    if op.kind == "wait" and len(op.reads) > 1:
+        return min((o for o in over if begun[op.reads[1]] < o < at), default=None)
+    return None
+
+
+def _moved(ops: Sequence[Op], places: dict[int, int]) -> list[Op]:
+    arriving: dict[int, list[Op]] = {}
+    for at, place in places.items():
+        arriving.setdefault(place, []).append(ops[at])
+    return [
+        each for at, op in enumerate(ops) for each in (*arriving.get(at, ()), *(() if at in places else (op,)))
+    ]  # fmt: skip

@@ -1,0 +1,82 @@
+"""One model as two graphs, with losses over whole logits and in chunks, and the better plan of both.
+
+Over whole logits costs less, in chunks holds less: so only where the first's free optimum is over the budget is the
+second planned too, in half of the time that is left. It is the root of a branch and bound: a binary choice whose two
+problems are solved apart. The bound of the pair is the smaller one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.ir import Graph
+from autopar.mesh import Cluster, Mesh
+from autopar.planner.footprint.transients import CHUNKS
+from autopar.planner.graphs.chunked import in_chunks
+from autopar.planner.options import Options
+from autopar.planner.search.rounds import Progress
+from autopar.planner.search.search import Planned, plan_graph
+from autopar.program import Program
+from autopar.solver.clock import limited, now
+
+LEAST_S = 1.0
+
+ALL = 0
+"""Logits beyond which a loss is taken in chunks where the plan is for a range of sizes."""
+
+
+def plan_forms(
+    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None
+) -> Planned:
+    """``plan_graph``, where the budget binds also with losses in chunks; ``decisions.graph`` is what was planned.
+
+    Raises:
+        InfeasibleError, ConstraintError: see there.
+    """
+    other = in_chunks(graph, CHUNKS[cluster.device.kind])
+    if other is graph or options.search not in ("joint", "two-stage"):
+        return plan_graph(graph, mesh, cluster, options, progress)
+    if options.ranges is not None:
+        other = in_chunks(graph, ALL)  # one form at every size
+    with limited(options.time_limit_s):
+        return _better_of(graph, other, mesh, cluster, options, progress)
+
+
+def _better_of(
+    graph: Graph, other: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None
+) -> Planned:
+    found: list[Planned] = []
+    refused: list[InfeasibleError] = []
+
+    def with_chunks(deadline: float) -> float:
+        if progress is not None:
+            progress("over the budget: logits in chunks")
+        half = replace(options, time_limit_s=max((deadline - now()) / 2, LEAST_S))
+        try:
+            with contextlib.suppress(ConstraintError):  # they may name what is in the other form alone
+                found.append(plan_graph(other, mesh, cluster, half, progress))
+        except InfeasibleError as error:
+            refused.append(error)
+        return deadline
+
+    try:
+        own = plan_graph(graph, mesh, cluster, options, progress, over_budget=with_chunks)
+    except InfeasibleError as error:
+        if not found:
+            raise (refused or [error])[0] from None  # that of chunks names the smaller budget
+        return found[0]
+    best = min((own, *found), key=lambda p: (p.solution.objective, p.timeline.seconds))
+    cost, bound = best.solution.objective, min(p.solution.lower_bound for p in (own, *found))
+    proven = cost - bound <= options.gap * cost
+    return replace(best, solution=replace(best.solution, lower_bound=bound, proven=proven))
+
+
+def as_planned(graph: Graph, digest: str, program: Program) -> Graph:
+    """The form of ``graph`` that a plan knows by this digest; of another size of its range, that whose nodes its
+    program runs. Itself where the plan is for neither."""
+    forms = (graph, *(in_chunks(graph, least) for least in (*CHUNKS.values(), ALL)))
+    nodes = {op.node for op in program.ops if op.kind == "compute"}
+    known = next((form for form in forms if form.digest == digest), None)
+    return known or next((form for form in forms if nodes <= form.by_name.keys()), graph)

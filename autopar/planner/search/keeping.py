@@ -1,0 +1,174 @@
+"""From which values are kept to the whole choice, and simple rules for which to keep.
+
+The rules start the exact search, which is slow to find a first choice by itself, and stand beside its result: Chen et
+al. (2016) keep what crosses evenly spaced cuts of the forward, the square root of its length being the number of cuts
+for which both the cuts and the stretch between two of them stay small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from autopar.ir import Value
+from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
+from autopar.program import Program
+
+Choice = tuple[int, ...]
+Measure = Callable[[Sequence[int]], "tuple[Program, MemoryProfile]"]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Ways to hold values where every op has one strategy: the others are as in ``choice``.
+
+    ``seconds``: of running an op again, by the position of its node.
+    """
+
+    decisions: Decisions
+    choice: Choice
+    seconds: dict[int, float]
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {n.name: i for i, n in enumerate(self.decisions.graph.nodes)}
+
+    @cached_property
+    def root(self) -> dict[Value, Value]:
+        """The value whose memory a value that the backward can use occupies."""
+        roots: dict[Value, Value] = {}
+        for node in self.decisions.graph.nodes:
+            for i in range(len(node.outputs)):
+                view = node.name in self.decisions.views
+                roots[Value(node.name, i)] = roots[node.inputs[0]] if view else Value(node.name, i)
+        return roots
+
+    @cached_property
+    def storages(self) -> tuple[Value, ...]:
+        """What can be kept, in the order of the program; views are held as what they are views of."""
+        held = (v.value for v in self.decisions.variables if "keep" in v.actions and v.value is not None)
+        return tuple(v for v in held if self.root[v] == v)
+
+    def choosing(self, kept: Collection[Value]) -> Choice:
+        """The choice that keeps ``kept``, as far as the backward needs it, and makes all else that it needs again."""
+        d = self.decisions
+        choice = list(self.choice)
+        again: set[str] = set()
+        for node in reversed(d.graph.nodes):
+            for i in range(len(node.outputs)):
+                value = Value(node.name, i)
+                at = d.index.get(hold_key(value))
+                if at is None:
+                    continue
+                readers = (n for n, _ in d.graph.consumers.get(value, ()))
+                needed = any(n.phase == "backward" or n.name in again for n in readers)
+                stays = self.root[value] in kept or hold_key(self.root[value]) not in d.index
+                stays = stays and "keep" in d.variables[at].actions
+                action = "absent" if not needed else "keep" if stays else "recompute"
+                choice[at] = d.variables[at].actions.index(action)
+                if action == "recompute":
+                    again.add(node.name)
+            if rerun_key(node.name) in d.index:
+                choice[d.index[rerun_key(node.name)]] = int(node.name in again)
+        return tuple(choice)
+
+    def kept_by(self, choice: Sequence[int]) -> frozenset[Value]:
+        """The storages that a choice keeps."""
+        found = ((v, self.decisions.index[hold_key(v)]) for v in self.storages)
+        return frozenset(v for v, at in found if self.decisions.variables[at].actions[choice[at]] == "keep")
+
+    def crossing(self, position: int) -> frozenset[Value]:
+        """What the forward has made before ``position`` and still reads from there on."""
+        graph, found = self.decisions.graph, set()
+        for value, readers in graph.consumers.items():
+            if self.position[value.node] < position and any(
+                n.phase == "forward" and self.position[n.name] >= position for n, _ in readers
+            ):
+                found.add(self.root[value])
+        return frozenset(found & set(self.storages))
+
+    def cuts(self, pieces: int) -> frozenset[Value]:
+        """What crosses the cuts of the forward into so many pieces of about equal bytes, each cut where it is narrow
+        nearby."""
+        sizes = self._made
+        total, kept = sum(sizes), frozenset[Value]()
+        share = total / pieces
+        for piece in range(1, pieces):
+            near = [p for p in self._widths if abs(self._before[p] - piece * share) <= share / 3]
+            if near:
+                kept |= self.crossing(min(near, key=lambda p: (self._widths[p], p)))
+        return kept
+
+    @cached_property
+    def _made(self) -> list[int]:
+        graph, storages = self.decisions.graph, set(self.storages)
+        values = ([Value(n.name, i) for i in range(len(n.outputs))] for n in graph.nodes)
+        return [sum(graph.meta(v).bytes for v in of if v in storages) for of in values]
+
+    @cached_property
+    def _before(self) -> list[int]:
+        found = [0]
+        for size in self._made:
+            found.append(found[-1] + size)
+        return found
+
+    @cached_property
+    def _widths(self) -> dict[int, int]:
+        """Bytes that cross each place of the forward: a storage does from where it is made to where it is last read."""
+        graph, last = self.decisions.graph, dict[Value, int]()
+        for value, readers in graph.consumers.items():
+            at = [self.position[n.name] for n, _ in readers if n.phase == "forward"]
+            last[self.root[value]] = max([last.get(self.root[value], -1), *at])
+        changes = [0] * (len(graph.nodes) + 1)
+        for storage in self.storages:
+            made, read = self.position[storage.node], last.get(storage, -1)
+            if read > made:
+                changes[made + 1] += graph.meta(storage).bytes
+                changes[read + 1] -= graph.meta(storage).bytes
+        forward = (i for i, n in enumerate(graph.nodes) if n.phase == "forward" and n.op != "placeholder")
+        held = list(accumulate(changes))
+        return {p: held[p] for p in forward}
+
+    def spread(self) -> Iterator[Choice]:
+        """Chen's rule for more and more pieces."""
+        most = max(2, 3 * math.isqrt(len(self.storages)))
+        seen: set[frozenset[Value]] = set()
+        for pieces in range(1, most + 1):
+            kept = self.cuts(pieces)
+            if kept not in seen:
+                seen.add(kept)
+                yield self.choosing(kept)
+
+    @cached_property
+    def stretches(self) -> tuple[frozenset[Value], ...]:
+        """What is made between two of the narrowest places of the forward: the inside of a block, or of a part."""
+        narrowest = min((w for w in self._widths.values() if w), default=0)
+        places = [p for p, w in self._widths.items() if w == narrowest]
+        made = [
+            frozenset(v for v in self.storages if start <= self.position[v.node] < end)
+            for start, end in zip(places, places[1:], strict=False)
+        ]
+        return tuple(m for m in made if len(m) > 1)
+
+    def fill(self, choice: Sequence[int], budget: float, measure: Measure, more: Callable[[], bool]) -> Choice:
+        """Of a choice that fits, keep more as long as it does: first what saves most seconds for its bytes, and whole
+        stretches before single values, since within one each is made of those before it."""
+        kept, best = self.kept_by(choice), tuple(choice)
+        singles = [frozenset((v,)) for v in self.storages]
+        for values in [*sorted(self.stretches, key=self._worth), *sorted(singles, key=self._worth)]:
+            if values <= kept:
+                continue
+            if not more():
+                break
+            larger = self.choosing(kept | values)
+            if measure(larger)[1].peak_bytes <= budget:
+                kept, best = kept | values, larger
+        return best
+
+    def _worth(self, values: frozenset[Value]) -> float:
+        seconds = sum(self.seconds.get(self.position[v.node], 0.0) for v in values)
+        return -seconds / max(sum(self.decisions.graph.meta(v).bytes for v in values), 1)

@@ -1,0 +1,59 @@
+"""One more search, where the baselines beat every plan in something.
+
+The cost has reductions launched one by one, in the program small ones go together. So a baseline may have a shorter
+step than the plan of the least cost, while another costs less than it. A plan of fewer reductions costs less too, and
+its step may be as short: it is the best where so much of each launch counts as in that step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.planner.pricing.critical_paths import reduces
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.search.budget_rounds import BudgetRounds
+from autopar.planner.search.finalists import Finalist
+from autopar.solver import UsagePrices
+
+LEAST_LAUNCHED = 0.01
+"""Share of a launch that counts at any rate: of equal steps the one of fewer reductions is taken."""
+
+
+def sharing_launches(rounds: BudgetRounds, baselines: Sequence[Finalist], deadline: float) -> list[Finalist]:
+    """The best plan where launches count as the baseline of the shortest step shares them, with its cost as of any
+    other; none where that shares none, or nothing that fits was found.
+
+    Args:
+        deadline: on ``clock.now``.
+    """
+    launched = share_of_launches(min(baselines, key=lambda b: b.timeline.seconds), rounds.prices)
+    if launched == 1.0:
+        return []
+    d, prices = rounds.decisions, rounds.prices
+    objective = Objective(d, prices, launched)
+    objective.begin_as(rounds.objective)
+    again = replace(
+        rounds, objective=objective, latest=deadline, bound=0.0, seeds=(), basis=None, prices_of_memory=UsagePrices()
+    )
+    found = again.once(None, math.inf, deadline, None) if rounds.free is None else None
+    if found is None or found.memory.peak_bytes > rounds.budget:
+        found = again.within_budget(deadline)
+    if found is None:
+        return []
+    cost, method = rounds.objective.seconds(found.solution.choice), f"{found.solution.method}; launches shared"
+    solution = replace(found.solution, objective=cost, method=method)
+    return [Finalist.of("launches shared", d, solution, found.program, prices, rounds.options)]
+
+
+def share_of_launches(finalist: Finalist, prices: Prices) -> float:
+    """How much of the launches of its reductions counts where a plan costs what its step takes, from 0 to 1."""
+    d, choice = finalist.decisions, finalist.solution.choice
+    launches_s = 0.0
+    for h in filter(lambda h: reduces(d, h), d.handovers):
+        seconds, _ = prices.hideable(d.variables[h.source], d.variables[h.target], h)
+        launches_s += seconds.item(choice[h.source], choice[h.target]) / d.accumulation_steps
+    shared_s = finalist.solution.objective - finalist.timeline.seconds
+    return min(max(1 - shared_s / launches_s, LEAST_LAUNCHED), 1.0) if launches_s else 1.0

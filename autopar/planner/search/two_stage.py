@@ -1,0 +1,274 @@
+"""What to keep, recompute or offload while the shardings stay as they are.
+
+As the second stage after a search for the shardings alone this is the two-stage search, what planners do that know
+checkpointing only as an afterthought; on one device, where nothing can be sharded, it is the whole search. Memory is
+exact here (`planner.moments`): whatever moment of a scheduled choice is over the budget joins the problem, until none
+is, and the last choice is then the best there is. Where it is proven to be, what costs as much and has a lower peak is
+taken instead: so more memory never costs time, and less is never exceeded by a higher peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, SolverError
+from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.memory.exact_rows import Exact, Moment, moments_over
+from autopar.planner.options import Options
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.pricing.transfers import host_usages
+from autopar.planner.problem.variables import Decisions, rerun_key
+from autopar.planner.search.fitting import scheduled
+from autopar.planner.search.keeping import Keeping
+from autopar.program import Program
+from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
+from autopar.solver.clock import now
+
+ROUNDS = 60
+RULES_SHARE = 0.3
+"""Of the time, for choices by simple rules, from which the exact search begins."""
+STARTS = 3
+SMALLEST_S, SMALLEST_LEAST_S = 5.0, 0.5
+EQUAL = 1e-12
+"""Relative difference of objectives that is none."""
+SMALLEST_MOST = 1000
+"""Variables up to which the smallest peak is looked for to the byte."""
+PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Into which the forward is cut where there is little time."""
+LESS = (0.16, 0.04, 0.01)
+"""Shares of a peak by which the next one is smaller, as long as there is such a one."""
+
+Open = Sequence["tuple[int, ...] | None"]
+"""The options of each variable that are still open; None where all are."""
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A choice within the budget, as a program. ``exact``: the bound holds for every choice of this form."""
+
+    solution: Solution
+    program: Program
+    memory: MemoryProfile
+    exact: bool
+
+
+def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
+    """What stays open in ``d`` with the shardings of ``choice``: ops, inputs, parameters and results are as there, and
+    what is run again is run as before. How values are held and handed on is open."""
+    chosen = {v.key: v.options[o] for v, o in zip(free.variables, choice, strict=True)}
+    still: list[tuple[int, ...] | None] = []
+    for v in d.variables:
+        if v.kind == "rerun" and v.node is not None:
+            still.append((0, v.options.index(chosen[v.node.name], 1)))
+        elif v.kind in ("copy", "hold") or v.key not in chosen:
+            still.append(None)
+        else:
+            still.append(tuple(i for i, o in enumerate(v.options) if o == chosen[v.key]))
+    return still
+
+
+@dataclass
+class CheckpointSearch:
+    """The search among ways to hold what the backward needs, with the shardings that ``still`` leaves."""
+
+    objective: Objective
+    options: Options
+    still: Open
+    hideable_s: float = math.inf
+    moments: dict[Moment, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.moments = self._first_moments()
+
+    @property
+    def decisions(self) -> Decisions:
+        return self.objective.decisions
+
+    @property
+    def prices(self) -> Prices:
+        return self.objective.prices
+
+    @cached_property
+    def exact(self) -> Exact:
+        return Exact(self.decisions, self.options, tied=self.decisions.mesh.size == 1)
+
+    def within(self, budget: float, deadline: float, starts: Sequence[Sequence[int]] = ()) -> Checkpointed | None:
+        """The best choice whose exact peak fits ``budget`` bytes, of equals that of the lowest peak where time allows;
+        None where none fits, or none was found in time."""
+        found = self._search(budget, deadline, [*starts, *self.starts(budget, deadline)])
+        while found is not None and found.solution.proven and now() < deadline:
+            lower = self._search(found.memory.peak_bytes - 1, deadline, [])
+            if lower is None or lower.solution.objective > found.solution.objective * (1 + EQUAL):
+                break
+            found = lower
+        return found
+
+    def _search(self, budget: float, deadline: float, starts: list[Sequence[int]]) -> Checkpointed | None:
+        fitting = [f for f in (self._checkpointed(s, budget) for s in starts) if f.memory.peak_bytes <= budget]
+        best = min(fitting, key=lambda f: f.solution.objective, default=None)
+        bound, exact = 0.0, True
+        for _ in range(ROUNDS):
+            try:
+                solution = self._solve(self.moments, budget, deadline, starts)
+            except (InfeasibleError, SolverError):
+                break
+            bound = max(bound, solution.lower_bound) if exact else bound
+            program, memory = self.measured(solution.choice, budget)
+            if memory.peak_bytes <= budget:
+                if best is None or solution.objective < best.solution.objective:
+                    best = Checkpointed(solution, program, memory, exact)
+                break
+            starts = [*starts, solution.choice]
+            fresh = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, budget), solution.choice)
+            exact = exact and not any(m in self.moments for m in fresh)
+            known = all(self.moments.get(m, -1.0) >= unseen for m, unseen in fresh.items())
+            if known or now() > deadline:
+                break
+            self.moments |= {m: max(unseen, self.moments.get(m, 0.0)) for m, unseen in fresh.items()}
+        return best and self._bounded(best, bound, exact)
+
+    def _bounded(self, found: Checkpointed, bound: float, exact: bool) -> Checkpointed:
+        s = found.solution
+        bound = min(bound, s.objective)
+        proven = s.objective - bound <= self.options.gap * s.objective
+        return replace(found, solution=replace(s, lower_bound=bound, proven=proven), exact=exact)
+
+    def _first_moments(self) -> dict[Moment, float]:
+        return {Moment(len(self.decisions.graph.nodes)): 0.0}
+
+    def _unseen(self, moments: Mapping[Moment, int], choice: Sequence[int]) -> dict[Moment, float]:
+        """What the schedule of ``choice`` holds at each moment beside what its row sees."""
+        return {m: max(held - self.exact.used(choice, m), 0.0) for m, held in moments.items()}
+
+    @cached_property
+    def rules(self) -> Keeping | None:
+        """Simple rules for what to keep; where tensors are sharded, how they are held and handed on goes together."""
+        d = self.decisions
+        if d.mesh.size > 1:
+            return None
+        costs = self.objective.problem().costs
+        reruns = ((i, d.index.get(rerun_key(n.name))) for i, n in enumerate(d.graph.nodes))
+        seconds = {i: float(costs[at][1]) for i, at in reruns if at is not None}
+        return Keeping(d, tuple(o[0] if o else 0 for o in self.still), seconds)
+
+    def starts(self, budget: float, deadline: float) -> list[Sequence[int]]:
+        """Choices that fit the budget, by simple rules; the one of the smallest peak where none does."""
+        if self.rules is None:
+            return []
+        until = now() + RULES_SHARE * max(deadline - now(), 1.0)
+        found = [(choice, self.measured(choice)[1].peak_bytes) for choice in self.rules.spread()]
+        fitting = [choice for choice, peak in found if peak <= budget]
+        if not fitting:
+            return [min(found, key=lambda f: f[1])[0]]
+        least = min((f for f in found if f[1] <= budget), key=lambda f: f[1])[0]
+        bases = dict.fromkeys((min(fitting, key=self.objective.seconds), least))
+        filled = []
+        for left, base in zip(range(len(bases), 0, -1), bases, strict=True):
+            end = now() + max(until - now(), 0.0) / left
+            filled.append(self.rules.fill(base, budget, self.measured, partial(_before, end)))
+        return [*sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]]
+
+    def by_rules(self, layers: int, deadline: float) -> list[Checkpointed]:
+        """Choices by simple rules, as many as there is time for: a piece for each of ``layers`` first, or the square
+        root of what there is to keep, and each also with optimizer state on the host."""
+        assert self.rules is not None
+        found: list[Checkpointed] = []
+        each = zip(self.decisions.variables, self.still, self.rules.choice, strict=True)
+        away = tuple(still[-1] if v.away and still else own for v, still, own in each)
+        ways = [self.rules] if away == self.rules.choice else [self.rules, replace(self.rules, choice=away)]
+        for pieces in (layers or math.isqrt(len(self.rules.storages)) or 1, *PIECES):
+            found += [self._checkpointed(rules.choosing(rules.cuts(pieces))) for rules in ways]
+            if now() > deadline:
+                break
+        return found
+
+    def smallest(self, deadline: float, begin: Sequence[int] | None = None) -> Checkpointed:
+        """The choice of the smallest peak that was found: from ``begin`` or rules on, each smaller than the last, by
+        ever less; of small problems by a byte in the end, so that none is smaller."""
+        if begin is None:
+            begin = self.smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
+        best = self._checkpointed(begin)
+        exact = len(self.decisions.variables) <= SMALLEST_MOST
+        for less in (*LESS, 0.0) if exact else LESS:
+            while now() < deadline:
+                budget = min(best.memory.peak_bytes * (1 - less), best.memory.peak_bytes - 1)
+                smaller = self._search(budget, deadline, [best.solution.choice])
+                if smaller is None:
+                    break
+                best = smaller
+        return best
+
+    def smallest_by_rules(self) -> Sequence[int]:
+        assert self.rules is not None
+        return min(self.rules.spread(), key=lambda choice: self.measured(choice)[1].peak_bytes)
+
+    def _smallest_by_rows(self, deadline: float) -> Sequence[int]:
+        plain = len(self.decisions.variables)
+        moments = self._first_moments()
+        found: list[tuple[int, Sequence[int]]] = []
+        for _ in range(ROUNDS):
+            asked = self._asked(moments, math.inf)
+            seconds = min(SMALLEST_S, max(deadline - now(), SMALLEST_LEAST_S))
+            chosen = smallest_choice(asked, seconds, backend=self.options.solver)
+            program, memory = self.measured(chosen[:plain], 0.0)
+            found.append((memory.peak_bytes, chosen[:plain]))
+            reached = peak_usage(asked, chosen) * (1 + 1e-9)
+            over = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain])
+            if all(m in moments for m in over) or now() > deadline:
+                break
+            moments |= over
+        return min(found, key=lambda f: f[0])[1]
+
+    def _checkpointed(self, choice: Sequence[int], budget: float = 0.0) -> Checkpointed:
+        program, memory = self.measured(choice, budget)
+        solution = Solution(tuple(choice), self.objective.seconds(choice), 0.0, proven=False, method="rules")
+        return Checkpointed(solution, program, memory, exact=False)
+
+    def measured(self, choice: Sequence[int], budget: float = math.inf) -> tuple[Program, MemoryProfile]:
+        """The program of a choice, within ``budget`` where its transfers can see to it, and its exact memory."""
+        return scheduled(self.decisions, choice, self.prices, self.options, budget)
+
+    def _solve(
+        self, moments: Mapping[Moment, float], limit: float, deadline: float, starts: Sequence[Sequence[int]]
+    ) -> Solution:
+        """The best choice of the problem with ``moments``, without their states."""
+        plain = len(self.decisions.variables)
+        asked = self._asked(moments, limit)
+        warm = [self.exact.states(s, moments) for s in starts]
+
+        def best_of(problem: Problem, more: Sequence[Sequence[int]]) -> Solution:
+            extended = asked if problem is base else self._asked(moments, limit, problem)
+            found = solve(
+                extended, time_limit=max(deadline - now(), 1.0), backend=self.options.solver,
+                gap=self.options.gap, warm_starts=(*(self.exact.states(m, moments) for m in more), *warm),
+            )  # fmt: skip
+            return replace(found, choice=found.choice[:plain])
+
+        base = self.objective.problem((), limit)
+        return self.objective.minimize(base, best_of, self.options.gap)
+
+    def _asked(self, moments: Mapping[Moment, float], limit: float, problem: Problem | None = None) -> Problem:
+        problem = problem or self.objective.problem((), limit)
+        costs = tuple(map(_open_cost, problem.costs, self.still))
+        extended = self.exact.extend(replace(problem, costs=costs), moments)
+        if not (math.isfinite(limit) and math.isfinite(self.hideable_s)):
+            return extended
+        host = host_usages(self.decisions, self.prices.cluster.host, self.hideable_s, len(moments), limit)
+        return replace(extended, usages=(*extended.usages, *host))
+
+
+def _before(end: float) -> bool:
+    return now() < end
+
+
+def _open_cost(cost: np.ndarray, still: tuple[int, ...] | None) -> np.ndarray:
+    """Only the options that are open are allowed."""
+    if still is None or len(still) == len(cost):
+        return cost
+    return np.where(np.isin(np.arange(len(cost)), still), cost, math.inf)

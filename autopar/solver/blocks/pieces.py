@@ -1,0 +1,129 @@
+"""Message passing on ends and blocks, which trade prices until the sum of their bounds rises no more.
+
+The price ``p`` of an option of a seam is added at the node before the run and at each block's column, and taken off at
+the ghost behind the run and in each block. Where all that it would be taken off from has slack, raising ``p`` costs
+nothing and gives slack to the others. So both sides meet halfway, as in max-sum diffusion, and the bound never falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.solver.blocks.relaxation import Coupled, Prices, Relaxation
+from autopar.solver.dual.dual import Dual, Pushes, SweepResult
+from autopar.solver.problem import Array
+
+MANY = 0.6
+"""Share of the options whose removal is worth copying all the matrices."""
+
+MOST_SLACK = 1e6
+"""Seconds that stand for the slack of an option which is not there."""
+
+
+class _End(NamedTuple):
+    """A node of a piece where a price counts ``rate`` times, and its options in original numbers."""
+
+    dual: Dual
+    node: int
+    options: np.ndarray
+    rate: float
+
+    def slack(self, size: int) -> Array:
+        """How much lower the price may be for each option before the piece's bound falls."""
+        self.dual.gather(self.node)
+        theta = self.dual.theta[self.node]
+        full = np.full(size, MOST_SLACK)
+        full[self.options] = (theta - theta.min()) / self.rate
+        return full
+
+    def add(self, change: Array) -> None:
+        self.dual.theta[self.node] = self.dual.theta[self.node] + self.rate * change[self.options]
+
+
+class Pieces:
+    """The pieces under prices that change. ``duals``: of the ends, then of each block, for one copy; ``numbers``: of
+    their nodes in there.
+
+    Args:
+        start: the coupled pieces whose prices to begin with; none.
+    """
+
+    def __init__(self, relaxation: Relaxation, start: tuple[Coupled, Dual] | None = None) -> None:
+        self.relaxation = relaxation
+        self.weights = [1, *(block.count for block in relaxation.parts.blocks)]
+        self.graphs = [relaxation.ends, *relaxation.blocks]
+        self.found: list[SweepResult] = []
+        if start is None:
+            self.prices = relaxation.no_prices()
+            self.duals = [Dual(graph) for graph in self.graphs]
+            self.numbers = [{node: node for node in graph.nodes()} for graph in self.graphs]
+        else:
+            self.prices = relaxation.prices_of(*start)
+            self.duals = [piece for _, piece in relaxation.duals(*start)]
+            self.numbers = [{node: i for i, node in enumerate(graph.nodes())} for graph in self.graphs]
+
+    def messages(self) -> list[Pushes]:
+        """What the nodes of each piece have handed to one another, for the options and in the numbers of its graph."""
+        return [
+            {u: {v: dual.push[at][numbers[v]] for v in graph.neighbours[u]} for u, at in numbers.items()}
+            for dual, numbers, graph in zip(self.duals, self.numbers, self.graphs, strict=True)
+        ]
+
+    def sweep(self, *, forward: bool) -> float:
+        """One pass over each piece, then trade; the bound."""
+        self.found = [piece.sweep(forward=forward, decode=False) for piece in self.duals]
+        self._trade()
+        return self._bound()
+
+    def _bound(self) -> float:
+        return float(sum(w * found.lower_bound for w, found in zip(self.weights, self.found, strict=True)))
+
+    def leave_out(self, most: float) -> None:
+        """By the last sweep, the options that no choice which costs at most ``most`` takes in even one copy of a block,
+        where they are many.
+
+        Raises:
+            InfeasibleError: no choice costs so little.
+        """
+        room = most - self._bound()
+        masks = [{node: m <= f.lower_bound + room for node, m in f.marginals.items()} for f in self.found]
+        left, options = (sum(int(of(m)) for each in masks for m in each.values()) for of in (np.sum, len))
+        if left >= (1 - MANY) * options:
+            return
+        for dual, graph, each in zip(self.duals, self.graphs, masks, strict=True):
+            if dual.graph is graph:
+                dual.keep(each)
+                graph.forget_shared()
+
+    def _trade(self) -> None:
+        seams, outer = [], []
+        for r, block in enumerate(self.relaxation.parts.blocks):
+            prices = self.prices.seams[r], self.prices.outer[r]
+            seams.append(tuple(
+                price + _meet([self._end(0, before), self._end(r + 1, column)],
+                              [self._end(0, behind), self._end(r + 1, ghost)], len(price))
+                for (column, ghost, before, behind), price in zip(block.seams, prices[0], strict=True)
+            ))  # fmt: skip
+            outer.append(tuple(
+                price + _meet([self._end(0, node, float(block.count))], [self._end(r + 1, ghost)], len(price))
+                for (ghost, node), price in zip(block.outer, prices[1], strict=True)
+            ))  # fmt: skip
+        self.prices = Prices(tuple(seams), tuple(outer))
+
+    def _end(self, piece: int, node: int, rate: float = 1.0) -> _End:
+        return _End(self.duals[piece], self.numbers[piece][node], self.graphs[piece].options[node], rate)
+
+
+def _meet(plus: Sequence[_End], minus: Sequence[_End], size: int) -> Array:
+    """Move the price of each option so that both sides have the same slack; by how much it moved."""
+    above = np.min([end.slack(size) for end in minus], axis=0)
+    below = np.min([end.slack(size) for end in plus], axis=0)
+    change = (above - below) / 2
+    for end in plus:
+        end.add(change)
+    for end in minus:
+        end.add(-change)
+    return np.asarray(change)

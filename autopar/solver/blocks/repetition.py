@@ -1,0 +1,274 @@
+"""Repeated blocks of a problem, found by its structure: the layers of a network, whatever their names.
+
+A *shift* maps nodes to their likes one block further on; it is grown from seed pairs along edges that share a matrix.
+Its orbits are the columns of a table whose rows are the blocks. Where a row begins is free: minimum cuts place the
+rows so that few edges leave them. Rows whose edges, costs and usages are all equal form a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.solver.clock import tick
+from autopar.solver.problem import IndexArray, Problem
+from autopar.solver.reduce.minimum_cut import least_crossing
+
+MIN_COPIES = 4
+"""Shorter runs are not worth folding."""
+
+SEED_CLASSES = 8
+COVERAGE = 0.9
+"""A shift that moves this share of the nodes is taken without trying other seeds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Equal blocks in a row: ``copies[j, c]`` is the node of column c in block j.
+
+    Every edge of a block joins two of its nodes, or a node to one of the next or previous block, or a column to one
+    node outside that all blocks share. That holds for the first and the last block too, whose neighbours are no part
+    of the run.
+    """
+
+    copies: IndexArray
+
+
+@dataclass
+class _Network:
+    """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour) in order,
+    its neighbours in that order, and its look: a number for its label and the kinds of its edges."""
+
+    labels: list[int]
+    around: list[list[tuple[int, int, int]]]
+    others: list[list[int]]
+    looks: list[int]
+    sizes: list[int]
+    shift: dict[int, int] = field(default_factory=dict)
+
+
+def find_runs(problem: Problem) -> tuple[Run, ...]:
+    """Every run of at least ``MIN_COPIES`` equal blocks; empty where nothing repeats."""
+    tick("node of runs", len(problem.costs))
+    network = _network(problem)
+    orbits = _orbits(_best_shift(network))
+    runs: list[Run] = []
+    for component in _components(network, orbits):
+        runs += _runs(network, component)
+    return tuple(runs)
+
+
+def _network(problem: Problem) -> _Network:
+    by_identity: dict[int, int] = {}
+    by_value: dict[object, int] = {}
+
+    def label(array: np.ndarray) -> int:
+        found = by_identity.get(id(array))
+        if found is None:
+            found = by_identity[id(array)] = by_value.setdefault(array.tobytes(), len(by_value))
+        return found
+
+    used: list[list[tuple[int, int, int]]] = [[] for _ in problem.costs]
+    for usage in problem.usages:
+        if usage.start < usage.end:
+            used[usage.node].append((usage.start, usage.end, label(usage.option)))
+    kinds: dict[object, int] = {}
+    labels = [
+        kinds.setdefault((label(cost), tuple(sorted(rows))), len(kinds))
+        for cost, rows in zip(problem.costs, used, strict=True)
+    ]
+    around: list[list[tuple[int, int, int]]] = [[] for _ in problem.costs]
+    matrices: dict[int, int] = {}
+    for edge in problem.edges:
+        matrix = matrices.setdefault(id(edge.cost), len(matrices))
+        around[edge.u].append((matrix, 0, edge.v))
+        around[edge.v].append((matrix, 1, edge.u))
+    for entries in around:
+        entries.sort()
+    known: dict[object, int] = {}
+    looks = [
+        known.setdefault((label, tuple([(matrix, side) for matrix, side, _ in entries])), len(known))
+        for label, entries in zip(labels, around, strict=True)
+    ]
+    others = [[other for _, _, other in entries] for entries in around]
+    return _Network(labels, around, others, looks, [len(cost) for cost in problem.costs])
+
+
+def _best_shift(network: _Network) -> dict[int, int]:
+    """The shift that moves most nodes, over the likeliest seeds."""
+    best: dict[int, int] = {}
+    for members in _seed_classes(network):
+        shift = _grow(network, zip(members, members[1:], strict=False))
+        if len(shift) > len(best):
+            best = shift
+        if len(best) > COVERAGE * len(network.labels) * (1 - 1 / len(members)):
+            break
+    return best
+
+
+def _seed_classes(network: _Network) -> list[list[int]]:
+    """Classes of nodes that look alike, of the size that most classes have, in the order of the nodes."""
+    classes: dict[int, list[int]] = {}
+    for node, look in enumerate(network.looks):
+        classes.setdefault(look, []).append(node)
+    large = [members for members in classes.values() if len(members) >= MIN_COPIES]
+    sizes = Counter(len(members) for members in large)
+    return sorted(large, key=lambda members: (-sizes[len(members)], members))[:SEED_CLASSES]
+
+
+def _grow(network: _Network, seeds: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Extend seed pairs to all pairs that equal edges lead to; the first to claim a node keeps it."""
+    shift: dict[int, int] = {}
+    taken: set[int] = set()
+    waiting = deque(seeds)
+    labels, around, looks, others = network.labels, network.around, network.looks, network.others
+    while waiting:
+        node, image = waiting.popleft()
+        if node in shift or image in taken or labels[node] != labels[image]:
+            continue
+        shift[node] = image
+        taken.add(image)
+        if looks[node] == looks[image]:
+            pairs: Iterable[tuple[int, int]] = zip(others[node], others[image], strict=True)
+        else:
+            pairs = _common_pairs(around[node], around[image])
+        waiting.extend([(p, q) for p, q in pairs if p != q and p not in shift and q not in taken])
+    return shift
+
+
+def _common_pairs(
+    here: Sequence[tuple[int, int, int]], there: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, int]]:
+    """Neighbours over edges of one kind, where both nodes have as many of the kind."""
+    groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for side, entries in enumerate((here, there)):
+        for matrix, end, other in entries:
+            groups.setdefault((matrix, end), ([], []))[side].append(other)
+    return [pair for a, b in groups.values() if len(a) == len(b) for pair in zip(a, b, strict=True)]
+
+
+def _orbits(shift: dict[int, int]) -> list[list[int]]:
+    """Maximal chains of the shift that are long enough."""
+    images = set(shift.values())
+    orbits = []
+    for node in sorted(shift):
+        if node not in images:
+            chain = [node]
+            while chain[-1] in shift:
+                chain.append(shift[chain[-1]])
+            if len(chain) >= MIN_COPIES:
+                orbits.append(chain)
+    return orbits
+
+
+@dataclass
+class _Component:
+    """Connected orbits, with the row at which each begins."""
+
+    orbits: list[list[int]]
+    begins: list[int]
+
+
+def _components(network: _Network, orbits: list[list[int]]) -> list[_Component]:
+    """Orbits that edges connect, aligned so that few edges join different rows."""
+    place = {node: (o, t) for o, chain in enumerate(orbits) for t, node in enumerate(chain)}
+    links: list[list[tuple[int, int, int]]] = [[] for _ in orbits]
+    for o, chain in enumerate(orbits):
+        t = len(chain) // 2
+        for _, _, other in network.around[chain[t]]:
+            found = place.get(other)
+            if found is not None and found[0] != o:
+                weight = min(network.sizes[other], network.sizes[chain[t]])
+                links[o].append((found[0], found[1] - t, weight))
+                links[found[0]].append((o, t - found[1], weight))
+    seen: set[int] = set()
+    components = []
+    for first in range(len(orbits)):
+        if first not in seen:
+            begins = _connected(links, first)
+            seen.update(begins)
+            members = sorted(begins)
+            local = {o: i for i, o in enumerate(members)}
+            joined = [(local[o], local[p], d, w) for o in members for p, d, w in links[o] if o < p]
+            placed = least_crossing([begins[o] for o in members], joined)
+            components.append(_Component([orbits[o] for o in members], placed))
+    return components
+
+
+def _connected(links: list[list[tuple[int, int, int]]], first: int) -> dict[int, int]:
+    begins = {first: 0}
+    waiting = deque([first])
+    while waiting:
+        o = waiting.popleft()
+        for p, distance, _ in links[o]:
+            if p not in begins:
+                begins[p] = begins[o] - distance
+                waiting.append(p)
+    return begins
+
+
+def _runs(network: _Network, component: _Component) -> list[Run]:
+    """Stretches of rows in which every node and every edge is equal, in each window of rows.
+
+    Orbits need not span the same rows: where an encoder's blocks are in a decoder's, some go through both and others
+    through one. A window lies between two rows at which orbits begin or end, and has those that span it.
+    """
+    ends = [begin + len(chain) for begin, chain in zip(component.begins, component.orbits, strict=True)]
+    borders = sorted({*component.begins, *ends})
+    runs: list[Run] = []
+    for first, last in pairwise(borders):
+        spanning = [o for o, (b, e) in enumerate(zip(component.begins, ends, strict=True)) if b <= first and e >= last]
+        if last - first >= MIN_COPIES:
+            part = _Component([component.orbits[o] for o in spanning], [component.begins[o] for o in spanning])
+            runs += _runs_in_window(network, part, first, last)
+    return runs
+
+
+def _runs_in_window(network: _Network, window: _Component, first: int, last: int) -> list[Run]:
+    place = {
+        node: (c, begin + t)
+        for c, (begin, chain) in enumerate(zip(window.begins, window.orbits, strict=True))
+        for t, node in enumerate(chain)
+    }
+    looks = [_row(network, window, place, row) for row in range(first, last)]
+    runs = []
+    for start, end in _stretches(looks):
+        rows = np.array([[chain[row - b] for b, chain in zip(window.begins, window.orbits, strict=True)]
+                         for row in range(first + start, first + end)])  # fmt: skip
+        runs.append(Run(rows))
+    return runs
+
+
+def _row(
+    network: _Network, component: _Component, place: dict[int, tuple[int, int]], row: int
+) -> tuple[object, ...] | None:
+    """All that two equal rows have in common; None when an edge leads further than the next row."""
+    look: list[object] = []
+    for c, (begin, chain) in enumerate(zip(component.begins, component.orbits, strict=True)):
+        node = chain[row - begin]
+        look.append(network.labels[node])
+        entries = []
+        for matrix, side, other in network.around[node]:
+            column, there = place.get(other, (-1, other))
+            distance = there - row if column >= 0 else other
+            if column >= 0 and abs(distance) > 1:
+                return None
+            entries.append((matrix, side, column, distance))
+        entries.sort()
+        look.append((c, tuple(entries)))
+    return tuple(look)
+
+
+def _stretches(looks: Sequence[object | None]) -> list[tuple[int, int]]:
+    found = []
+    start = 0
+    for end in range(1, len(looks) + 1):
+        if end == len(looks) or looks[end] != looks[start]:
+            if looks[start] is not None and end - start >= MIN_COPIES:
+                found.append((start, end))
+            start = end
+    return found

@@ -1,0 +1,148 @@
+"""Dual ascent and local search in turns, and what they prove superfluous is taken out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.solver.dual.dual import Dual, Pushes
+from autopar.solver.dual.search import Search
+from autopar.solver.problem import Array, relative_gap
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent
+
+STALL = 1e-4
+"""Relative progress of the bound, as a share of the gap, below which a sweep counts as stalled."""
+
+FEW_PAIRS = 5000
+"""Pairs of options for which an integer program takes less than sweeps that hardly raise the bound."""
+
+LONG = 24
+SMALL_GAP = 0.02
+
+MANY = 0.3
+"""Share of the options whose removal is worth copying all the matrices."""
+
+
+def search_from(
+    graph: Graph, choice: dict[int, int], incumbent: Incumbent, found_by: str, *, pairs: bool = True,
+    until: float = math.inf,
+) -> bool:  # fmt: skip
+    """Improve a choice by local search, no later than ``until`` (seconds since the start), and offer it."""
+    search = Search(graph, choice)
+    search.descend(lambda: min(incumbent.seconds_left(), until - incumbent.seconds()), pairs=pairs)
+    return incumbent.offer(graph.expand(search.choice), found_by)
+
+
+def ascend(
+    graph: Graph, incumbent: Incumbent, sweeps: int, prices: Array | None, deadline: float, *,
+    choice_only: bool = False, start: Pushes | None = None,
+) -> Dual:  # fmt: skip
+    """Sweep until the bound stalls, the gap closes or the clock (seconds since the start) reaches the deadline.
+
+    Options that every better choice avoids are removed from the graph on the way, when they are many, and at the end.
+    With usages, prices move after every second sweep. With ``choice_only`` it also ends when the gap is small and no
+    better choice was found for long. ``start``: messages to begin with, of all options.
+    """
+    left = {u: {v: handed[graph.options[u]] for v, handed in around.items()} for u, around in (start or {}).items()}
+    dual = Dual(graph, prices, left)
+    best_prices, best = dual.prices.copy(), -math.inf
+    superfluous = _Superfluous(graph)
+    boldness, stalled, found = 1.0, 0, 0
+    for count in range(sweeps):
+        looks = count % 8 == 1 or (count < 8 and count % 2 == 1)
+        result = dual.sweep(
+            forward=count % 2 == 1, decode=looks or bool(len(graph.limits)),
+            late=lambda: incumbent.seconds() > deadline,
+        )  # fmt: skip
+        incumbent.raise_bound(result.lower_bound)
+        if not result.marginals:
+            break
+        if looks and search_from(graph, result.choice, incumbent, "message passing", pairs=count % 16 == 1):
+            found = count
+        if choice_only and count - found >= LONG and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
+            break
+        superfluous.note(result.marginals, incumbent.cutoff())
+        progress = result.lower_bound - best
+        if progress > 0:
+            best, best_prices = result.lower_bound, dual.prices.copy()
+        span = incumbent.objective - best if incumbent.choice else abs(best)
+        stalled = 0 if progress > STALL * abs(span) else stalled + 1
+        if incumbent.proven() or incumbent.seconds() > deadline or stalled >= _patience(graph, superfluous):
+            break
+        if len(graph.limits) and count % 2 == 1:
+            boldness = boldness if stalled < 6 else max(boldness * 0.8, 1e-3)
+            dual.step_prices(result.choice, boldness * max(span, 1e-3 * abs(best)))
+        if count % 4 == 3 and superfluous.many():
+            superfluous.remove(dual)
+    dual.prices = best_prices
+    superfluous.remove(dual)
+    return dual
+
+
+def _patience(graph: Graph, superfluous: _Superfluous) -> int:
+    """Sweeps without progress after which it ends: few where an integer program would be quick."""
+    if len(graph.limits):
+        return 30
+    return 6 if superfluous.pairs_left() <= FEW_PAIRS else 20
+
+
+class _Superfluous:
+    """For each option whether every better choice avoids it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._reset()
+
+    def _reset(self) -> None:
+        self.masks = {node: np.zeros(len(self.graph.costs[node]), dtype=bool) for node in self.graph.nodes()}
+
+    def note(self, marginals: dict[int, Array], cutoff: float) -> None:
+        for node, marginal in marginals.items():
+            self.masks[node] |= marginal > cutoff
+
+    def many(self) -> bool:
+        gone = sum(int(mask.sum()) for mask in self.masks.values())
+        return gone > MANY * sum(map(len, self.masks.values()))
+
+    def pairs_left(self) -> int:
+        left = {node: len(mask) - int(mask.sum()) for node, mask in self.masks.items()}
+        return sum(left[u] * left[v] for u, v in self.graph.pairs())
+
+    def remove(self, dual: Dual) -> None:
+        """Take them out of the graph.
+
+        Raises:
+            InfeasibleError: nothing better is left.
+        """
+        if any(mask.all() for mask in self.masks.values()):
+            raise InfeasibleError("Nothing better is left.")
+        dual.keep({node: ~mask for node, mask in self.masks.items()})
+        self.graph.forget_shared()
+        self._reset()
+
+
+def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array) -> int:
+    """Forbid the pairs of options that every better choice avoids; how many.
+
+    Raises:
+        InfeasibleError: no choice is better than the incumbent.
+    """
+    dual = Dual(graph, prices)
+    barred = {(u, v): np.zeros(graph.neighbours[u][v].shape, dtype=bool) for u, v in graph.pairs()}
+    for count in range(6):
+        if incumbent.seconds_left() < 0:
+            return 0
+        result = dual.sweep(forward=count % 2 == 1, decode=False)
+        incumbent.raise_bound(result.lower_bound)
+        for (u, v), mask in barred.items():
+            mask |= dual.pair_bounds(u, v, result.lower_bound) > incumbent.cutoff()
+    total = 0
+    for (u, v), mask in barred.items():
+        mask &= np.isfinite(graph.neighbours[u][v])
+        if mask.any():
+            total += int(mask.sum())
+            graph.set_edge(u, v, np.where(mask, np.inf, graph.neighbours[u][v]))
+    return total

@@ -1,0 +1,194 @@
+"""A lower bound and choices by dual ascent: sequential tree-reweighted message passing (Kolmogorov 2006, 2015).
+
+Costs are shifted between nodes and edges so that the sum of their minima, a bound, rises. An edge's costs are
+``matrix + left[a] + right[b]``; the shared matrix is never written. Sweeps go up and down an order of the nodes: a
+node collects from each edge to an earlier one its min-marginals, then hands its costs out to the edges to later ones.
+Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound, subgradient steps improve them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from autopar.solver.clock import tick
+from autopar.solver.dual.ordering import narrow_order
+from autopar.solver.problem import Array
+from autopar.solver.reduce.graph import Graph
+
+_BARRED = 1e30
+"""Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
+
+
+A_LOOK = 500
+"""Nodes of a sweep between looks at the clock."""
+
+Pushes: TypeAlias = Mapping[int, Mapping[int, Array]]
+"""What each node has handed to the edge to each neighbour, by option. Any start will do, a good one saves sweeps."""
+
+
+@dataclass
+class SweepResult:
+    """``lower_bound`` in seconds; ``choice``: decoded along the sweep, empty where none was asked for; ``marginals``: a
+    bound for each option."""
+
+    lower_bound: float
+    choice: dict[int, int]
+    marginals: dict[int, Array]
+
+
+class Dual:
+    """The state of the ascent for a graph that doesn't change meanwhile."""
+
+    def __init__(self, graph: Graph, prices: Array | None = None, start: Pushes | None = None) -> None:
+        self.graph = graph
+        self.nodes = graph.nodes()
+        self.order = narrow_order(self.nodes, graph.neighbours)
+        self.prices = np.zeros(len(graph.limits)) if prices is None else prices.copy()
+        self.theta = {node: graph.costs[node].copy() for node in self.nodes}
+        self.push: dict[int, dict[int, Array]] = {
+            node: {other: np.zeros(len(graph.costs[node])) for other in sorted(graph.neighbours[node])}
+            for node in self.nodes
+        }
+        for node, pushed in (start or {}).items():
+            self.push[node].update(pushed)
+            self.theta[node] -= np.sum(list(self.push[node].values()), axis=0)
+        rank = {node: place for place, node in enumerate(self.order)}
+        self.earlier = {node: [o for o in self.push[node] if rank[o] < rank[node]] for node in self.nodes}
+        self.later = {node: [o for o in self.push[node] if rank[o] > rank[node]] for node in self.nodes}
+        self._price_usages(self.prices)
+        self._elements = 0
+        for node in self.order:
+            for other in self.earlier[node]:
+                self._collect(node, other)
+        self._count(len(self.nodes))
+
+    def _count(self, nodes: int) -> None:
+        tick("swept node", nodes)
+        tick("element of a message", self._elements)
+        self._elements = 0
+
+    def keep(self, masks: dict[int, np.ndarray]) -> None:
+        """Take the options out of the graph for which a mask is false; what was passed about the others stays.
+
+        Raises:
+            InfeasibleError: a node has none left.
+        """
+        touched: set[int] = set()
+        for node, mask in masks.items():
+            if not mask.all():
+                self.graph.keep(node, mask)
+                self.theta[node] = self.theta[node][mask]
+                self.push[node] = {other: pushed[mask] for other, pushed in self.push[node].items()}
+                touched.update(self.graph.neighbours[node])
+        if touched:
+            self.keep({node: self._supported(node) for node in sorted(touched)})
+
+    def _supported(self, node: int) -> np.ndarray:
+        """Which options have a partner at every neighbour."""
+        mask = np.ones(len(self.theta[node]), dtype=bool)
+        for matrix in self.graph.neighbours[node].values():
+            mask &= np.isfinite(matrix).any(axis=1)
+        return mask
+
+    def _collect(self, node: int, other: int) -> None:
+        """Move the min-marginals of the edge to ``node``."""
+        matrix, handed = self.graph.neighbours[other][node], self.push[other][node]
+        self._elements += matrix.size
+        least = (matrix + handed[:, None]).min(axis=0)
+        self.theta[node] += self.push[node][other] + least
+        self.push[node][other] = -least
+
+    def gather(self, node: int) -> None:
+        """Move the min-marginals of all its edges to ``node``."""
+        for other in self.push[node]:
+            self._collect(node, other)
+
+    def sweep(self, forward: bool, *, decode: bool = True, late: Callable[[], bool] | None = None) -> SweepResult:
+        """One pass; the bound after it, a choice, and for each option a bound on every choice that takes it.
+
+        Where it gets ``late`` on the way, the bound is that from before, and choice and marginals are empty.
+        """
+        order = self.order if forward else self.order[::-1]
+        behind, ahead = (self.earlier, self.later) if forward else (self.later, self.earlier)
+        constant = self.graph.offset - float(self.prices @ self.graph.limits)
+        bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
+        bound_before = bound
+        choice: dict[int, int] = {}
+        marginals: dict[int, Array] = {}
+        handed_least: dict[int, float] = {}
+        for at, node in enumerate(order, 1):
+            if at % A_LOOK == 0:
+                self._count(A_LOOK)
+                if late is not None and late():
+                    return SweepResult(bound_before, {}, {})
+            if decode:
+                choice[node] = self._decode(node, behind[node], choice)
+            before = float(self.theta[node].min()) + sum(handed_least[other] for other in behind[node])
+            for other in behind[node]:
+                self._collect(node, other)
+            theta = self.theta[node]
+            least = float(theta.min())
+            bound += least - before
+            marginals[node] = theta + (bound - least)
+            share = 1.0 / max(len(behind[node]), len(ahead[node]), 1)
+            handed_least[node] = share * least
+            if ahead[node]:
+                part = theta * share
+                for other in ahead[node]:
+                    self.push[node][other] += part
+                self.theta[node] = theta - part * len(ahead[node])
+        self._count(len(order) % A_LOOK)
+        bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
+        return SweepResult(bound, choice, marginals)
+
+    def _decode(self, node: int, earlier: list[int], choice: dict[int, int]) -> int:
+        """The cheapest option given what earlier nodes chose."""
+        total = self.theta[node].copy()
+        for other in earlier:
+            column = np.minimum(self.graph.neighbours[other][node][choice[other]], _BARRED)
+            total += column + self.push[node][other]
+        return int(total.argmin())
+
+    # -- multipliers -----------------------------------------------------------------------------------------------
+
+    def _price_usages(self, change: Array) -> None:
+        if not change.any():
+            return
+        total = np.concatenate([[0.0], np.cumsum(change)])
+        for node in self.nodes:
+            for row in self.graph.rows[node]:
+                self.theta[node] += (total[row.end] - total[row.start]) * row.amount
+
+    def usage(self, choice: dict[int, int]) -> Array:
+        """What a choice uses at each time."""
+        change = np.zeros(len(self.graph.limits) + 1)
+        for node in self.nodes:
+            for row in self.graph.rows[node]:
+                change[row.start] += row.amount[choice[node]]
+                change[row.end] -= row.amount[choice[node]]
+        return np.cumsum(change)[:-1]
+
+    def step_prices(self, choice: dict[int, int], distance: float) -> None:
+        """A subgradient step (Polyak 1969): times that ``choice`` overfills become dearer, others cheaper.
+
+        ``distance``: seconds that the bound is thought to be below the optimum.
+        """
+        limits = np.maximum(self.graph.limits, 1e-300)
+        excess = self.usage(choice) / limits - 1.0
+        excess = np.where((excess > 0) | (self.prices > 0), excess, 0.0)
+        norm = float(excess @ excess)
+        if norm > 0:
+            changed = np.maximum(self.prices + distance * excess / norm / limits, 0.0)
+            self._price_usages(changed - self.prices)
+            self.prices = changed
+
+    def pair_bounds(self, u: int, v: int, lower_bound: float) -> Array:
+        """Right after a sweep: a bound on every choice that takes options a of u and b of v."""
+        left = self.theta[u] - self.theta[u].min() + self.push[u][v]
+        right = self.theta[v] - self.theta[v].min() + self.push[v][u]
+        return np.asarray(self.graph.neighbours[u][v] + left[:, None] + right + lower_bound)

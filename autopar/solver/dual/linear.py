@@ -1,0 +1,227 @@
+"""With a limit, the linear program first: it is nearly integral, and its dual values are the price of what is limited.
+
+A handful of nodes of thousands come out fractional, as in a knapsack: one row, one item cut. So what the linear program
+uses at all holds a choice close to its bound, and reduced costs tell which options no better choice takes (Dantzig,
+Fulkerson and Johnson 1954; restricting to the support: Berthold 2014). Where the program would be too large it is given
+only the most promising options of each node, by message passing: then it gives prices and choices, and message passing
+under these prices the bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.solver.dual.ascent import ascend, search_from
+from autopar.solver.dual.dual import Dual
+from autopar.solver.dual.nearest import USED, Relaxed, prices_of, relax_nearest
+from autopar.solver.integer import highs
+from autopar.solver.integer.equations import Equations, coupled
+from autopar.solver.integer.ilp import IlpLimits, build, flow_count, is_slow, is_small, magnitude_of
+from autopar.solver.problem import Array, UsagePrices
+from autopar.solver.reduce.dominance import WorkBudget
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.reductions import drop_forbidden, reduce
+
+MAX_FLOWS = 2_000_000
+"""Larger programs get the most promising options only, so that they have ``SOME_FLOWS``."""
+
+MANY_FLOWS = 500_000
+"""Flows from which on a program is solved from the nearest of its columns."""
+
+NEAREST_SHARE = 0.5
+"""Of the gap that was asked, how far its optimum may then be from the bound."""
+
+SOME_FLOWS = 60_000
+NEAR_FLOWS = 15_000
+"""Flows of the integer program on what the linear one uses and what is nearest to it in reduced costs."""
+
+NEAR_SHARE = 0.3
+"""Of the time left, for that program."""
+
+ROUNDS = 4
+SWEEPS = 60
+WORK = 1e8
+ROUNDING = 1e-15
+"""Seconds: an option that is not used is further than one that is."""
+
+
+def applies(graph: Graph, backend: str) -> bool:
+    """Whether something is limited, and HiGHS solves."""
+    return bool(len(graph.limits)) and bool(graph.nodes()) and backend == "highs"
+
+
+def relax(graph: Graph, incumbent: Incumbent, seconds: float) -> bool:
+    """Better choices, a better bound, and fewer options in ``graph``; whether a linear program of all of it was solved.
+
+    Raises:
+        InfeasibleError: nothing is allowed within the limit, or nothing better than the incumbent is left.
+    """
+    deadline = incumbent.seconds() + seconds
+    for _ in range(ROUNDS):
+        if is_small(graph, MAX_FLOWS):
+            return _relax_whole(graph, incumbent, deadline)
+        if incumbent.seconds() > deadline or not _relax_some(graph, incumbent, deadline):
+            return False
+        if incumbent.proven() or not len(graph.limits):
+            return False
+    return False
+
+
+def _relax_whole(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
+    found = solve_relaxed(graph, incumbent, deadline)
+    if found is None:
+        return False
+    incumbent.raise_bound(found.bound)
+    incumbent.expected = found.optimum
+    _round(graph, found, incumbent, deadline)
+    if incumbent.choice is not None:
+        for node, reduced in found.reduced.items():
+            graph.keep(node, found.bound + reduced <= incumbent.cutoff())
+        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
+    return True
+
+
+def _relax_some(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
+    """Message passing under the prices known, then a linear program of the options that it finds most promising."""
+    if not incumbent.usage_prices.total():
+        prices = ascend(graph, incumbent, SWEEPS, None, incumbent.seconds() + (deadline - incumbent.seconds()) / ROUNDS)
+        incumbent.usage_prices = UsagePrices(prices.graph.times.astype(float), prices.prices)
+    distance = _pass_messages(graph, incumbent, deadline)
+    if not len(graph.limits) or incumbent.choice is None or incumbent.seconds() > deadline:
+        return False
+    for node, option in graph.project(incumbent.choice).items():
+        distance[node][option] = 0.0
+    some = _restricted(graph, distance, SOME_FLOWS)
+    with contextlib.suppress(InfeasibleError):
+        found = solve_relaxed(some, incumbent, deadline) if some is not None and is_small(some, MAX_FLOWS) else None
+        if some is not None and found is not None:
+            _round(some, found, incumbent, deadline)
+            return True
+    return False
+
+
+def _pass_messages(graph: Graph, incumbent: Incumbent, deadline: float) -> dict[int, Array]:
+    """How far above the best each option of each node is known to be; those above the incumbent are gone."""
+    drop_forbidden(graph)
+    dual = Dual(graph, incumbent.usage_prices.at(graph.times))
+    least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
+    bound = -np.inf
+    choice: dict[int, int] = {}
+    for count in range(SWEEPS):
+        result = dual.sweep(forward=count % 2 == 1, late=lambda: incumbent.seconds() > deadline)
+        if not result.marginals:
+            break
+        bound = max(bound, result.lower_bound)
+        for node, marginal in result.marginals.items():
+            np.fmax(least[node], marginal, out=least[node])
+        choice = result.choice
+        if incumbent.seconds() > deadline:
+            break
+    if not choice:
+        return {}
+    incumbent.raise_bound(bound)
+    search_from(graph, choice, incumbent, "message passing", pairs=False)
+    for node, marginal in least.items():
+        graph.keep(node, marginal <= incumbent.cutoff())
+    options = {node: graph.options[node] for node in least}
+    drop_forbidden(graph)
+    return {
+        node: (marginal[marginal <= incumbent.cutoff()] - bound)[np.isin(options[node], graph.options[node])]
+        for node, marginal in least.items()
+    }
+
+
+def solve_relaxed(
+    graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations = ()
+) -> Relaxed | None:  # fmt: skip
+    """The linear program of ``graph``; None where it did not end in time. The incumbent has its prices of the limit
+    then, and its basis.
+
+    Raises:
+        InfeasibleError: nothing is allowed within the limit.
+    """
+    magnitude, flows = magnitude_of(graph, incumbent.objective), flow_count(graph, MAX_FLOWS)
+    found = None
+    if flows > MANY_FLOWS:
+        known = incumbent.usage_prices.at(graph.times)
+        gap = NEAREST_SHARE * incumbent.gap
+        found = relax_nearest(graph, equations, magnitude, known, gap, lambda: deadline - incumbent.seconds())
+    if found is None and flows <= MAX_FLOWS:
+        found = _solve_whole(graph, incumbent, deadline, equations, magnitude)
+    if found is not None:
+        incumbent.usage_prices = UsagePrices(graph.times.astype(float), found.prices)
+    return found
+
+
+def _solve_whole(
+    graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations, magnitude: float
+) -> Relaxed | None:  # fmt: skip
+    plain = build(graph, magnitude)
+    model = coupled(plain, graph, equations)
+    found = highs.solve_relaxation(model, deadline - incumbent.seconds(), incumbent.basis)
+    if found is None:
+        return None
+    incumbent.basis = found.basis
+    spans = list(zip(model.nodes, model.first[:-1], model.first[1:], strict=True))
+    optimum = found.objective * model.scale + graph.offset
+    return Relaxed(
+        optimum, optimum,
+        {node: found.values[start:end] for node, start, end in spans},
+        {node: np.maximum(found.reduced_costs[start:end], 0.0) * model.scale for node, start, end in spans},
+        prices_of(graph, plain, found),
+    )  # fmt: skip
+
+
+def _round(graph: Graph, found: Relaxed, incumbent: Incumbent, deadline: float) -> None:
+    """Choices among the options that the linear program uses, then among those and the nearest to them."""
+    largest = {node: int(values.argmax()) for node, values in found.values.items()}
+    search_from(graph, largest, incumbent, "linear program and local search", pairs=False)
+    distance = {n: np.where(found.values[n] > USED, 0.0, found.reduced[n] + ROUNDING) for n in found.values}
+    for flows in (0, NEAR_FLOWS):
+        if incumbent.settled():
+            break
+        near = _restricted(graph, distance, flows)
+        if near is not None and not (flows and is_slow(near) and incumbent.refused()):
+            seconds = NEAR_SHARE * (deadline - incumbent.seconds())
+            solve_exactly(near, incumbent, seconds, found.optimum)
+
+
+def solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: float) -> None:
+    """The best choice in ``near``, to within a part of the gap that is asked for."""
+    with contextlib.suppress(InfeasibleError):
+        reduce(near, WorkBudget(WORK))
+        if not near.nodes():
+            incumbent.offer(near.expand({}), "linear program")
+            return
+        model = build(near, max(bound - near.offset, 0.0) or near.offset)
+        result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4), None)
+        if result.choice is not None:
+            search_from(near, result.choice, incumbent, "linear program")
+
+
+def _restricted(graph: Graph, distance: Mapping[int, Array], flows: int) -> Graph | None:
+    """A copy with the options at distance 0, and as many of the nearest as make ``flows`` flows; None where nothing is
+    left out, or nothing is allowed."""
+    reaches = np.unique(np.concatenate([*distance.values(), np.zeros(1)]))
+    low, high = 0, len(reaches) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _flows_within(graph, distance, reaches[middle]) <= flows else (low, middle - 1)
+    part = graph.copy()
+    try:
+        for node, far in distance.items():
+            part.keep(node, far <= reaches[low])
+        drop_forbidden(part)
+    except InfeasibleError:
+        return None
+    return part
+
+
+def _flows_within(graph: Graph, distance: Mapping[int, Array], reach: float) -> int:
+    kept = {node: int((far <= reach).sum()) for node, far in distance.items()}
+    return sum(kept[u] * kept[v] for u, v in graph.pairs())
