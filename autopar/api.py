@@ -46,7 +46,7 @@ from autopar.spmd import Lowered, Rank
 from autopar.spmd.placements import from_placements
 from autopar.structure import Structure, is_dense
 from autopar.tracer import Capture, ColoTracer
-from autopar.tracer.export import Call, bind
+from autopar.tracer.calls import Call, bind
 from autopar.tracer.hooks import lost_parameter_hooks
 from autopar.tracer.tracer import as_call
 

@@ -16,7 +16,7 @@ from autopar.planner.answers.symbolic import NoFormulaError, formulas
 from autopar.planner.ranges import Ranges, Shapes, Sizes
 from autopar.plans import Plan
 from autopar.tracer import Capture
-from autopar.tracer.export import Call
+from autopar.tracer.calls import Call
 
 
 def shapes_of(call: Call) -> Shapes:

@@ -218,7 +218,7 @@ def measure(
             records.append({**record, "infeasible": error.hint})
             continue
         free = free or plan.peak_memory
-        graph = autopar.tracer.ColoTracer().capture(model, autopar.tracer.export.bind(model, (), inputs)).graph
+        graph = autopar.tracer.ColoTracer().capture(model, autopar.tracer.calls.bind(model, (), inputs)).graph
         measured = measured_peak(plan, graph, OPTIMIZERS[optimizer])
         records.append({
             **record, "predicted": plan.peak_memory, "measured": measured, "ratio": plan.peak_memory / measured,

@@ -12,7 +12,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, Planned, plan_graph
 from autopar.tracer import ColoTracer
-from autopar.tracer.export import bind
+from autopar.tracer.calls import bind
 from autopar.tracer.tracer import as_call
 from tests.models import ZOO
 

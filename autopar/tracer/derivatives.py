@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from autopar._torch import function_transforms, joint_graph
 from autopar.errors import CaptureError
+from autopar.tracer.calls import FlatModel
 from autopar.tracer.joint import DECOMPOSITIONS, Joint, separate
-
-if TYPE_CHECKING:
-    from autopar.tracer.export import FlatModel
 
 aten = torch.ops.aten
 

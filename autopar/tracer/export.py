@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,12 +23,13 @@ from autopar._torch import (
     without_hooks_left,
 )
 from autopar.attributes import Held, Left, Place, as_before, remember
-from autopar.errors import AutoparError, CaptureError, InputError
+from autopar.errors import AutoparError, CaptureError
 from autopar.guards import AttributeKey, table_key
-from autopar.structure import Structure, flatten
+from autopar.structure import Structure
 from autopar.tracer import functions, left
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples
 from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
+from autopar.tracer.calls import Call, FlatModel, LastCall
 from autopar.tracer.checks import taken_as_passed
 from autopar.tracer.combinations import combinations_by_index
 from autopar.tracer.convert import source_line
@@ -45,151 +43,13 @@ from autopar.tracer.linear_algebra import covariances
 from autopar.tracer.masked import merge_equal_masks
 from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.packed import packed_by_mask
-from autopar.tracer.python_state import Change, Depending, changed, kept, plain_state, tensors_in
+from autopar.tracer.python_state import Depending, kept, tensors_in
 from autopar.tracer.randomness import refuse_python_random
-from autopar.tracer.reads import answering, watched_reads
+from autopar.tracer.reads import answering
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
 from autopar.tracer.running import averaged_by_count
-from autopar.tracer.side_effects import constant_requires_grad, watched
+from autopar.tracer.side_effects import watched
 from autopar.tracer.skipping import skipping
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a model: its tensors by name, and how to give them back.
-
-    Args:
-        structure: of the bound arguments; its paths are the names of the inputs.
-        tensors: one for each path.
-    """
-
-    structure: Structure
-    tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.structure.paths
-
-
-@functools.lru_cache(maxsize=64)
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """Of a method that is bound."""
-    return inspect.signature(forward.__get__(object()))
-
-
-def bind(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
-) -> Call:
-    """Bind a call to the signature of ``model.forward``, so that the same call by position or keyword is one.
-
-    Args:
-        forward: the unbound function whose signature counts, when ``model.forward`` is not the user's own.
-
-    Raises:
-        InputError: the arguments do not fit the signature.
-    """
-    signature = inspect.signature(model.forward) if forward is None else _signature(forward)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(
-            f"These inputs do not fit {type(model).__name__}.forward.",
-            found=str(error),
-            hint=f"its signature is {signature}.",
-        ) from None
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[name] = value
-    tensors, structure = flatten({k: v for k, v in named.items() if v is not None})
-    return Call(structure, tuple(tensors))
-
-
-def call_with(model: nn.Module, named: Mapping[str, Any]) -> Any:
-    """Call ``model`` with the arguments that ``bind`` named."""
-    parameters = inspect.signature(model.forward).parameters
-    positional: list[Any] = []
-    keywords = dict(named)
-    variadic = next((n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
-    for name, p in parameters.items():
-        if p.kind is inspect.Parameter.POSITIONAL_ONLY or (variadic in named and name != variadic and _by_position(p)):
-            if name not in keywords:
-                break
-            positional.append(keywords.pop(name))
-        elif name == variadic:
-            positional.extend(keywords.pop(name, ()))
-    return model(*positional, **keywords)
-
-
-def _by_position(p: inspect.Parameter) -> bool:
-    return p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-class FlatModel(nn.Module):
-    """The model as a function of flat tensors to flat tensors; remembers the structure of what it returned."""
-
-    def __init__(self, model: nn.Module, call: Structure) -> None:
-        super().__init__()
-        self.model = model
-        self._call = call
-        self.returned = _Returned()
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before, plain, attributes = _held(self.model), plain_state(self.model), left.attributes(self.model)
-        with constant_requires_grad(self.model), watched_reads():
-            out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
-        out += self._left_since(attributes)
-        self.returned.differentiable = tuple(t.requires_grad for t in out)
-        _write_in_place(self.model, before)
-        self.returned.changes = changed(plain, plain_state(self.model))
-        return tuple(out)
-
-    def _left_since(self, attributes: left.Attributes) -> list[torch.Tensor]:
-        """What the forward has left in attributes, which are outputs too."""
-        if self.returned.left_out is None:
-            return []
-        found = left.left_in(self.model, attributes, self.returned.left_out)
-        self.returned.left = tuple(each for each, _ in found)
-        return [t for _, tensors in found for t in tensors]
-
-
-class _Returned:
-    """What the last call returned, and left in attributes but those of ``left_out``. An object of its own: torch.export
-    resets the attributes of modules."""
-
-    structure: Structure | None = None
-    differentiable: tuple[bool, ...] = ()
-    changes: Mapping[str, Change] = MappingProxyType({})
-    left: tuple[Left, ...] = ()
-    left_out: frozenset[Place] | None = None
-
-
-def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Buffers of every module, by module and name."""
-    modules = model.named_modules()
-    return {(path, name): b for path, m in modules for name, b in m._buffers.items() if b is not None}
-
-
-def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> None:
-    """Buffers that the forward replaced are written in place, which torch.export sees."""
-    for (path, name), new in _held(model).items():
-        old, fqn = before.get((path, name)), f"{path}.{name}" if path else name
-        if new is old:
-            continue
-        if old is None or old.shape != new.shape or old.dtype != new.dtype:
-            raise CaptureError(
-                f"The forward gives the buffer {fqn} another shape or dtype.",
-                found=f"{'nothing' if old is None else _text(old)} becomes {_text(new)}",
-                hint="give the buffer its final shape and dtype in __init__.",
-            )
-        old.copy_(new.detach())
-        model.get_submodule(path)._buffers[name] = old
-
-
-def _text(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 @dataclass(frozen=True)
@@ -464,7 +324,7 @@ def _located(error: CaptureError) -> AutoparError:
     return CaptureError(f"{error.what[:-1]}: {where}." if where else error.what, found=error.found, hint=error.hint)
 
 
-def _notices(returned: _Returned, cached: bool, checks: Sequence[str], overridden: Sequence[str]) -> list[str]:
+def _notices(returned: LastCall, cached: bool, checks: Sequence[str], overridden: Sequence[str]) -> list[str]:
     notices = [f"{name} {change.verb} in forward, and keeps its old value outside of it" for name, change in
                returned.changes.items() if not left.is_part(name, returned.left)]  # fmt: skip
     if checks:

@@ -19,11 +19,12 @@ from autopar.guards import Guards
 from autopar.structure import Structure
 from autopar.tracer import functions
 from autopar.tracer.blame import capture_error
+from autopar.tracer.calls import Call, FlatModel, bind
 from autopar.tracer.cleanup import clean
 from autopar.tracer.convert import to_ir, value_of
 from autopar.tracer.derivatives import DerivativeError, joint_directly
 from autopar.tracer.device_neutral import device_neutral_ops
-from autopar.tracer.export import Call, Exported, FlatModel, bind, export, refuse_changed_arguments, run_once
+from autopar.tracer.export import Exported, export, refuse_changed_arguments, run_once
 from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.hooks import without_lost_hooks
 from autopar.tracer.joint import Joint, joint_of, loss_of

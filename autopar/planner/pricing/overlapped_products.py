@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models import CollectiveCosts
+from autopar.cost_models import CollectiveCosts, ComputeCosts
 from autopar.ir import Graph, Node, TensorMeta
-from autopar.mesh import Cluster
+from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.contraction import equation, terms
 from autopar.planner.footprint.op_work import kernel_kind, local_bytes
 from autopar.planner.problem.variables import Decisions, Handover, Variable, spec_made, spec_read
@@ -30,13 +30,25 @@ from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.strategies import flops
 
-if TYPE_CHECKING:
-    from autopar.planner.pricing.prices import Prices
-
 Array = npt.NDArray[np.float64]
 
 ROUNDING = 1e-9
 """Relative difference of prices that are added up in another order."""
+
+
+class OpPrices(Protocol):
+    """What a decomposition asks of the prices of single ops and collectives; ``Prices`` has it."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def collectives(self) -> CollectiveCosts: ...
+    @property
+    def compute(self) -> ComputeCosts: ...
+    @property
+    def overlap(self) -> float: ...
+    def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array: ...
+    def step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Decomposition:
         axes: the mesh axes along which it may be.
     """
 
-    prices: Prices
+    prices: OpPrices
     wanted: str
     axes: frozenset[int]
     _gains: dict[tuple[object, ...], tuple[Array | None, tuple[object, ...]]] = field(default_factory=dict)
