@@ -420,7 +420,7 @@ def _parallelize(
     )  # fmt: skip
     with state.precision():
         key = variant_key(model, planned, made.options.get("mixed_precision"))
-    state.variants[key] = _variant(model, capture, made, local, options, state, planned, cluster, edited)
+    state.variants[key] = _variant(model, capture, made, options, state, planned, cluster, local, edited)
     parameters = {n: made.specs[n] for n in made.parameters}
     seed = decided_by_first(torch.initial_seed)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
@@ -472,9 +472,7 @@ def _compile(
         made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
     _keep_states(model, plan, state)
-    capture = _as_planned(capture, plan)
-    plan, local = together(lambda: ready(plan, capture, fixed))
-    return _variant(model, capture, plan, local, fixed, state, call, cluster)
+    return _variant(model, _as_planned(capture, plan), plan, fixed, state, call, cluster)
 
 
 def _shapes(call: Call) -> Call:
@@ -500,9 +498,11 @@ def _accumulators(plan: Plan) -> dict[str, str]:
 
 
 def _variant(
-    model: nn.Module, capture: Capture, made: Plan, local: Lowered, options: Options, state: State, call: Call,
-    cluster: Cluster, edited: Edited | None = None,
+    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster,
+    local: Lowered | None = None, edited: Edited | None = None,
 ) -> Variant:  # fmt: skip
+    if local is None:
+        made, local = together(lambda: ready(made, capture, options))
     executable = _executable(capture, made, local, options, state.rank, edited)
     call = _shapes(call)
     key = variant_key(model, call, options.mixed_precision)
@@ -529,10 +529,8 @@ def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[
 def _executable(
     capture: Capture, made: Plan, lowered: Lowered, options: Options, rank: Rank, edited: Edited | None
 ) -> Executable:
-    if edited is None:
-        functions = _functions(made, lowered, capture)
-    else:
-        functions = _edited(made, lowered, capture, rank, *edited)
+    run = functools.partial(_edited, rank=rank, text=edited[0], path=edited[1]) if edited is not None else _functions
+    functions = run(made, lowered, capture)
     if options.backend == "inductor":
         for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
             functions[name] = codegen.compiled(functions[name])
