@@ -30,7 +30,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 # The type of a resolved op such as torch.ops.aten.mm.default; torch.ops has no public name for it.
 # HigherOrderOperator: the type of torch.cond and other ops that take functions; it has no public name either.
@@ -38,6 +37,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 # A GraphModule that prints and compiles its own code when that is first asked for: most of ours never are.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
@@ -800,9 +800,9 @@ def load_shards(tensors: dict[str, Any], reader: Any, group: dist.ProcessGroup |
 def shard_reader(path: Any) -> Any:
     """A reader of a directory of shards that takes tensors from it and nothing else.
 
-    torch keeps the list of tensors as a pickle, and whatever is said to be no tensor as another one, which it unpickles.
-    Here the list may name but the few plain types that it is made of, all entries must be tensors, and their files must
-    lie in the directory.
+    torch keeps the list of tensors as a pickle, and what is said to be no tensor as another one, which it reads. Here
+    the list may name but the few plain types that it is made of, all entries must be tensors, and their files must lie
+    in the directory.
 
     Raises, when it reads:
         AutoparError: the list is something else.
@@ -816,7 +816,7 @@ def shard_reader(path: Any) -> Any:
                     return self._checked(_OfPlainTypes(file).load())
             except AutoparError:
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  a damaged pickle can raise anything
                 raise _no_list(path, f"{type(error).__name__}: {error!s:.200}") from None
 
         def _checked(self, found: Any) -> Any:

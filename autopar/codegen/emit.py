@@ -91,7 +91,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
     """What goes in and comes out, by position, for those who call the program."""
 
     def described(tensor: TensorMeta, spec: ShardingSpec) -> str:
-        return f'{quoted(tensor.dtype)}, {literal(tuple(tensor.shape), {})}, {quoted(str(spec))}'
+        return f"{quoted(tensor.dtype)}, {literal(tuple(tensor.shape), {})}, {quoted(str(spec))}"
 
     def rows(ends: Iterable[tuple[str, str, ShardingSpec]], nodes: Sequence[fx.Node]) -> str:
         made = [
@@ -116,7 +116,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
     lines += [f"{title} = {rows(ends, nodes)}" for title, ends, nodes in tables]  # type: ignore[arg-type]
     if lowered.accumulate is not None:
         lines += ["# What accumulate returns, and the micro-batches of a step: the last runs backward instead."]
-        lines += ["SUMS = [", *(f'    ({quoted(o.kind)}, {quoted(o.name)}),' for o, _ in lowered.accumulated), "]"]
+        lines += ["SUMS = [", *(f"    ({quoted(o.kind)}, {quoted(o.name)})," for o, _ in lowered.accumulated), "]"]
         lines.append(f"MICRO_BATCHES = {micro_batches}")
     used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
     written = (_constant(name, tensor) for name, tensor in sorted(constants.items()) if name in used)
