@@ -800,9 +800,9 @@ def load_shards(tensors: dict[str, Any], reader: Any, group: dist.ProcessGroup |
 def shard_reader(path: Any) -> Any:
     """A reader of a directory of shards that takes tensors from it and nothing else.
 
-    torch keeps the list of tensors as a pickle, and whatever is said to be no tensor as another one, which it unpickles.
-    Here the list may name but the few plain types that it is made of, all entries must be tensors, and their files must
-    lie in the directory.
+    torch keeps the list of tensors as a pickle, and what is said to be no tensor as another one, which it reads. Here
+    the list may name but the few plain types that it is made of, all entries must be tensors, and their files must lie
+    in the directory.
 
     Raises, when it reads:
         AutoparError: the list is something else.
@@ -816,7 +816,7 @@ def shard_reader(path: Any) -> Any:
                     return self._checked(_OfPlainTypes(file).load())
             except AutoparError:
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  a damaged pickle can raise anything
                 raise _no_list(path, f"{type(error).__name__}: {error!s:.200}") from None
 
         def _checked(self, found: Any) -> Any:

@@ -454,7 +454,7 @@ def _parallelize(
         made.mesh, device_mesh, _bound_as(original), compile_variant, place, made, planned, options.batch == "local",
         options.mixed_precision, capture.graph, plain_evaluation=options.outputs == "auto",
     )  # fmt: skip
-    variant = _variant(model, capture, made, local, options, state, planned, cluster, edited)
+    variant = _variant(model, capture, made, options, state, planned, cluster, local, edited)
     place(model, None, {n: made.specs[n] for n in made.parameters})
     with state.precision():
         state.add(variant_key(model, planned), variant)
@@ -500,11 +500,8 @@ def _compile(
     if plan is None:
         made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
-    chosen: Plan = plan
-    _keep_states(model, chosen, state)
-    capture = _as_planned(capture, chosen)
-    chosen, local = together(lambda: ready(chosen, capture, fixed))
-    return _variant(model, capture, chosen, local, fixed, state, call, cluster)
+    _keep_states(model, plan, state)
+    return _variant(model, _as_planned(capture, plan), plan, fixed, state, call, cluster)
 
 
 def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
@@ -584,9 +581,11 @@ def _with_shared(model: nn.Module, capture: Capture, mesh: MeshLike, options: Op
 
 
 def _variant(
-    model: nn.Module, capture: Capture, made: Plan, local: Lowered, options: Options, state: State, call: Call,
-    cluster: Cluster, edited: Edited | None = None,
+    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster,
+    local: Lowered | None = None, edited: Edited | None = None,
 ) -> Variant:  # fmt: skip
+    if local is None:
+        made, local = together(lambda: ready(made, capture, options))
     executable = _executable(capture, made, local, options, state.rank, edited)
     call = _shapes(call)
     given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
@@ -620,10 +619,8 @@ def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[
 def _executable(
     capture: Capture, made: Plan, lowered: Lowered, options: Options, rank: Rank, edited: Edited | None
 ) -> Executable:
-    if edited is None:
-        functions = _functions(made, lowered, capture)
-    else:
-        functions = _edited(made, lowered, capture, rank, *edited)
+    run = functools.partial(_edited, rank=rank, text=edited[0], path=edited[1]) if edited is not None else _functions
+    functions = run(made, lowered, capture)
     if options.backend == "inductor":
         for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
             functions[name] = codegen.compiled(functions[name])

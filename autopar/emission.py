@@ -6,7 +6,9 @@ import dataclasses
 import warnings
 
 from autopar import codegen, passes, planner
+from autopar.errors import PlanError
 from autopar.ir import Graph
+from autopar.kernels import KERNELS
 from autopar.planner import Options
 from autopar.plans import Plan
 from autopar.runtime.agreement import this_rank
@@ -14,9 +16,9 @@ from autopar.spmd import Lowered
 from autopar.tracer import Capture
 
 OTHER_TEXT = (
-    "The text under 'source' in this plan is not what runs: the program is emitted anew from 'program', and differs from "
-    "that text, which someone has edited or another version of autopar has written. To run an edited text, give its "
-    "file: autoparallelize(..., plan=plan, source='step.py')."
+    "The text under 'source' in this plan is not what runs: the program is emitted anew from 'program', and differs "
+    "from that text, which someone has edited or another version of autopar has written. To run an edited text, give "
+    "its file: autoparallelize(..., plan=plan, source='step.py')."
 )
 
 
@@ -42,6 +44,7 @@ def ready(made: Plan, capture: Capture, options: Options) -> tuple[Plan, Lowered
     """
     planned = dataclasses.replace(options, batch=made.options.get("batch", "global"))
     planner.verify(made, capture.graph, planned)
+    _check_kernels(made)
     local = lowered(made, capture.graph)
     text = emitted(made, local, capture)
     if text == made.source:
@@ -49,3 +52,13 @@ def ready(made: Plan, capture: Capture, options: Options) -> tuple[Plan, Lowered
     if codegen.digest(text) != codegen.digest(made.source) and this_rank() == 0:
         warnings.warn(OTHER_TEXT, stacklevel=2)
     return dataclasses.replace(made, source=text), local
+
+
+def _check_kernels(made: Plan) -> None:
+    unknown = {name for op in made.program.ops for name in op.kernels} - KERNELS.keys()
+    if unknown:
+        raise PlanError(
+            "The plan runs kernels that this version of autopar has not.",
+            found=f"{', '.join(sorted(unknown)):.200}",
+            hint=f"plan again; there are {', '.join(KERNELS)}.",
+        )

@@ -29,8 +29,8 @@ CALLED = frozenset(FUNCTIONS.values()) | {"torch.matmul", "torch.device", "F.lin
 CALLED |= {f"F.conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
 CALLED |= {
     f"spmd.{name}" for name in (
-        "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all", "arrived", "choice", "device",
-        "fetch", "gather_product", "length", "offload", "offset", "on_copies", "permute", "product_scatter",
+        "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all", "arrived", "choice",
+        "device", "fetch", "gather_product", "length", "offload", "offset", "on_copies", "permute", "product_scatter",
         "reduce_scatter", "reduce_scatter_bucket", "section", "shift", "slice_shard", "wait", "window",
     )
 }  # fmt: skip
@@ -69,8 +69,8 @@ def _no_program(found: str) -> PlanError:
     return PlanError(
         "The text under 'source' in this plan is not what autopar emits.",
         found=found,
-        hint="let autopar emit it anew: autoparallelize(model, inputs, plan=plan).plan.emit(path); what you have edited "
-        "runs as it is by autoparallelize(..., plan=plan, source=path).",
+        hint="let autopar emit it anew: autoparallelize(model, inputs, plan=plan).plan.emit(path); what you have "
+        "edited runs as it is by autoparallelize(..., plan=plan, source=path).",
     )
 
 
@@ -206,7 +206,7 @@ def _is_value(text: str) -> bool:
 
 @functools.cache
 def _is_op(text: str) -> bool:
-    """Whether a dotted name is that of an op which is registered here; ``from_file`` is the one that writes to a disk."""
+    """Whether a dotted name is that of an op that is registered here; ``from_file`` is the one that writes to disks."""
     found: Any = torch.ops if OP.fullmatch(text) else None
     for part in text.removeprefix("torch.ops.").split("."):
         found = getattr(found, part, None)

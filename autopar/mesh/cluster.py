@@ -388,7 +388,8 @@ def _read_link(table: Table, *, nics: bool = False) -> Link:
 
 
 def _entries(values: dict[str, Any], skip: tuple[str, ...]) -> list[str]:
-    return [f"{toml_key(key)} = {toml_value(value)}" for key, value in values.items() if key not in skip and value is not None]
+    given = ((key, value) for key, value in values.items() if key not in skip and value is not None)
+    return [f"{toml_key(key)} = {toml_value(value)}" for key, value in given]
 
 
 def _source_table(path: str, sources: Sources) -> list[str]:

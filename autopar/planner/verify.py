@@ -1,5 +1,5 @@
-"""Whether a program computes what a graph says, op by op: that of a saved plan, which anybody may have changed, runs only
-if it does.
+"""Whether a program computes what a graph says, op by op: that of a saved plan, which anybody may have changed, runs
+only if it does.
 
 Each tensor of the program stands for a value of the graph in a spec. An op must be one of the graph's, on tensors that
 stand for its operands, by a strategy that its rule gives; a redistribution must be a step that leads from the one spec

@@ -72,7 +72,8 @@ def _axes(op: Op) -> Iterator[int]:
     steps = (*((op.step,) if op.step is not None else ()), *op.bucket)
     for step in steps:
         yield from (step.axis, *step.axes)
-    yield from (one.axis for one in (*op.halos, *op.sent))
+    yield from (h.axis for h in op.halos)
+    yield from (s.axis for s in op.sent)
     for spec in _specs(op):
         yield from spec.axes
 

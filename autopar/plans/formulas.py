@@ -1,4 +1,4 @@
-"""Formulas of sizes, read from a plan's text. sympy's own reader runs what it reads; this one knows arithmetic alone."""
+"""Formulas of sizes, read from a plan's text. sympy's own reader runs what it reads; this one knows arithmetic."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def read_formula(text: str, names: Sequence[str]) -> Any:
         PlanError: it is no sum or product of whole numbers and of these names.
     """
     try:
-        if len(text) > LONGEST:
-            raise ValueError("it is too long")
-        return _Reader(names).read(ast.parse(text, mode="eval").body)
+        return _Reader(names).read_text(text)
     except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
         raise PlanError(
             "The plan holds a text that is no formula of its sizes.",
@@ -44,6 +42,11 @@ class _Reader:
 
         self.sympy = sympy
         self.symbols = {name: sympy.Symbol(name) for name in names}
+
+    def read_text(self, text: str) -> Any:
+        if len(text) > LONGEST:
+            raise ValueError("it is too long")
+        return self.read(ast.parse(text, mode="eval").body)
 
     def read(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) is int:

@@ -407,8 +407,9 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
 
 
 _OPTIONS: Mapping[str, Any] = {
-    "memory_budget_bytes": int | None, "batch": Literal["global", "local"], "outputs": Literal["auto", "whole", "dtensor"],
-    "mixed_precision": str | None, "accumulation_steps": int, "constraints": Mapping[str, str],
+    "memory_budget_bytes": int | None, "batch": Literal["global", "local"],
+    "outputs": Literal["auto", "whole", "dtensor"], "mixed_precision": str | None,
+    "accumulation_steps": int, "constraints": Mapping[str, str],
 }  # fmt: skip
 """Those that a run under the plan takes over."""
 
@@ -429,7 +430,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if not all(d.isdecimal() and d.isascii() and s in names for d, s in dims.items()):
             raise ValueError(f"options.dynamic_shapes.places.{name:.60}: dims and symbols")
     for text in data.get("formulas", {}).values():
-        require(text if isinstance(text, str) else tuple(text), str | tuple[str, ...], "options.dynamic_shapes.formulas")
+        read = text if isinstance(text, str) else tuple(entries(text))
+        require(read, str | tuple[str, ...], "options.dynamic_shapes.formulas")
 
 
 def _is_range(least: int, most: int, planned: int) -> bool:

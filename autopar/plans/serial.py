@@ -86,7 +86,8 @@ def _op_from(data: Mapping[str, Any]) -> Op:
     if "strategy" in data:
         s = data["strategy"]
         outputs = tuple(None if o is None else ShardingSpec.parse(o) for o in entries(s["outputs"]))
-        strategy = Strategy(tuple(map(ShardingSpec.parse, entries(s["inputs"]))), outputs, tuple(entries(s["axes"])), s["work"])
+        inputs = tuple(map(ShardingSpec.parse, entries(s["inputs"])))
+        strategy = Strategy(inputs, outputs, tuple(entries(s["axes"])), s["work"])
     if "step" in data:
         step = _step_from(data["step"])
     writes = tuple(

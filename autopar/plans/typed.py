@@ -85,7 +85,12 @@ def _tuple(inner: tuple[Any, ...], field: str) -> Check:
         each = _check(inner[0], field)
         return lambda v: isinstance(v, tuple) and all(map(each, v))
     checks = tuple(_check(k, field) for k in inner)
-    return lambda v: isinstance(v, tuple) and len(v) == len(checks) and all(c(x) for c, x in zip(checks, v))
+
+    def check(value: Any) -> bool:
+        fits = isinstance(value, tuple) and len(value) == len(checks)
+        return fits and all(each(v) for each, v in zip(checks, value, strict=True))
+
+    return check
 
 
 def _record(kind: Any) -> Check:
