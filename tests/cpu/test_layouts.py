@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import Layout, permuted, reshaped, results, views_of
-from autopar.planner.footprint.transients import local_op, transients
+from autopar.planner.footprint.local_op import local_op
+from autopar.planner.footprint.transients import transients
 from autopar.runtime.meter import MemoryMeter
 from autopar.sharding import ShardingSpec, Strategy
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from autopar import passes, planner
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import Layout, contiguous, results
-from autopar.planner.footprint.transients import LocalOp, local_op, surplus, told_bytes, transients
+from autopar.planner.footprint.local_op import LocalOp, local_op
+from autopar.planner.footprint.transients import transients
+from autopar.planner.footprint.transients_of_indexing import surplus
+from autopar.planner.footprint.transients_of_norms import told_bytes
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.sharding import Strategy

@@ -19,9 +19,13 @@ from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.footprint.collective_buffers import bucket_packing, packing
 from autopar.planner.footprint.layouts import Layout, contiguous, results
+from autopar.planner.footprint.local_op import local_op, windowed
 from autopar.planner.footprint.ranks import unequal_ranks
 from autopar.planner.footprint.state import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
-from autopar.planner.footprint.transients import held_by_ring, local_op, surplus, told_bytes, transients, windowed
+from autopar.planner.footprint.transients import transients
+from autopar.planner.footprint.transients_of_indexing import surplus
+from autopar.planner.footprint.transients_of_norms import told_bytes
+from autopar.planner.footprint.transients_of_products import held_by_ring
 from autopar.planner.graphs.accumulation import is_gradient, without_delivery
 from autopar.planner.options import Options
 from autopar.planner.problem.decide import given_whole

@@ -13,7 +13,7 @@ from dataclasses import replace
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.footprint.transients import CHUNKS
+from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import in_chunks
 from autopar.planner.options import Options
 from autopar.planner.search.rounds import Progress

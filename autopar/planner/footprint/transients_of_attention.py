@@ -1,0 +1,113 @@
+"""What attention holds beside its results while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir import Node
+from autopar.planner.footprint.layouts import Layout, contiguous, like, permuted
+from autopar.planner.footprint.local_op import BLOCKS, SCALARS, Formulas, LocalOp, wide
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Sizes of an attention: batch, heads, queries, keys, head dims; ``rows`` of queries at a time."""
+
+    b: int
+    h: int
+    s: int
+    t: int
+    d: int
+    e: int
+    rows: int
+    wide: int
+    dropout: bool
+
+    @staticmethod
+    def of(op: LocalOp, q: int) -> _Scores:
+        (b, h, s, d), (t, e) = op.operands[q][0].shape, (op.operands[q + 1][0].shape[2], op.operands[q + 2][0].shape[3])
+        rows = min(s, max(1, BLOCKS[op.device][0] // max(1, b * h * t)))
+        return _Scores(b, h, s, t, d, e, rows, wide(op.operands[q][1]), bool(op.node.kwarg("dropout_p")))
+
+    @property
+    def block(self) -> int:
+        return self.b * self.h * self.rows * self.t
+
+    def vectors(self, width: int) -> int:
+        return self.b * self.h * self.rows * width
+
+
+def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
+    """Bytes that torch's kernel for CPUs takes beside the results: the additive mask and copies of operands whose rows
+    are apart, and after these, copies of results that it lays out in another way; None where it is not taken. Operand
+    ``q`` is followed by k, v and the mask."""
+    x, v = op.operands[q], op.operands[q + 2]
+    if op.device != "cpu" or op.node.kwarg("dropout_p") or x[0].shape[-1] != v[0].shape[-1]:
+        return None
+    mask = making = 0
+    if masked:
+        m, given, wanted = op.operands[q + 3][0], op.metas[q + 3].dtype, op.metas[q].dtype
+        if given == "bool":
+            mask, making = m.numel * x[1], m.numel
+        elif given != wanted and (given != "float32" or wanted == "float64"):
+            mask = m.numel * x[1]
+    if op.node.kwarg("is_causal") and not _same_offset(op.node):
+        rows = x[0].shape[2] * op.operands[q + 1][0].shape[2]
+        mask, making = mask + rows * (x[1] + 1), making + 3 * rows
+    read = [*op.operands[: q + 3], *op.operands[q + 3 + masked : q + 4 + masked][:q]]
+    copied = sum(op.nbytes(y) for y in read if not _in_rows(y[0]))
+    laid = [_by_rows(r.shape) for r, _ in op.results]
+    if q == 0:
+        laid[0] = like([x[0] if _in_rows(x[0]) else contiguous(x[0].shape)], x[0].shape)
+    again = sum(op.nbytes(r) for r, made in zip(op.results, laid, strict=True) if not made.is_contiguous)
+    return max(making + mask - op.written, mask + copied, again)
+
+
+def _in_rows(x: Layout) -> bool:
+    return x.is_contiguous or x.strides[-1] == 1
+
+
+def _by_rows(shape: tuple[int, ...]) -> Layout:
+    """[batch, heads, rows, ...], in memory [batch, rows, heads, ...]."""
+    order = (0, 2, 1, *range(3, len(shape)))
+    return permuted(contiguous(tuple(shape[i] for i in order)), order)
+
+
+def _same_offset(node: Node) -> bool:
+    offset = node.kwarg("offset", (0, 0, 0, 0))
+    return isinstance(offset, tuple) and offset[2] == offset[3]
+
+
+def _has_mask(op: LocalOp, position: int) -> bool:
+    from autopar.ir import Value
+
+    return position < len(op.node.args) and isinstance(op.node.args[position], Value)
+
+
+def _attention(op: LocalOp) -> int:
+    flash = _flash(op, 0, _has_mask(op, 3))
+    if flash is not None:
+        return flash
+    a = _Scores.of(op, 0)
+    converted = sum(x.numel * 4 for x, size in op.operands[:3] if size < 4)
+    weights = a.block * (a.wide + (a.wide + 9 if a.dropout else 1))
+    return converted + weights + (a.vectors(a.d) + 2 * a.vectors(a.e) + 5 * a.vectors(1)) * a.wide + SCALARS
+
+
+def _attention_backward(op: LocalOp) -> int:
+    flash = _flash(op, 1, _has_mask(op, 4))
+    if flash is not None:
+        return flash
+    a = _Scores.of(op, 1)
+    halves = op.operands[1][1] < 4
+    converted = sum(op.operands[i][0].numel * 4 for i in (0, 1, 2, 3)) + a.b * a.h * a.s * a.e * 4 if halves else 0
+    gradients = sum(x.numel * 4 for x, _ in op.results) if halves else 0
+    weights = a.block * (2 * a.wide + (a.wide + 9 if a.dropout else 1))
+    products = max(op.operands[2][0].numel, op.operands[3][0].numel) * a.wide
+    return converted + gradients + weights + products + (2 * a.vectors(a.d) + 2 * a.vectors(a.e)) * a.wide + SCALARS
+
+
+FORMULAS: Formulas = {
+    "autopar.attention": _attention,
+    "autopar.attention_backward": _attention_backward,
+}

@@ -1,0 +1,124 @@
+"""What products hold beside their results while they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.planner.footprint.contraction import terms
+from autopar.planner.footprint.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
+from autopar.planner.footprint.local_op import Formulas, LocalOp
+from autopar.sharding import Step
+
+
+def held_by_ring(op: LocalOp, step: Step, operand: int, ways: int) -> int:
+    """Bytes of a contraction decomposed beside ``step``, besides what it reads and makes: blocks on their way, one part
+    of the product, and what making it holds. As ``spmd.products`` does it.
+
+    Args:
+        op: the contraction, of a gather with the operand that is gathered as it is before.
+        operand: the one that is cut.
+    """
+    found = terms(op.node)
+    assert found is not None
+    (layout, size), (result, result_size) = op.operands[operand], op.results[0]
+    gathers = step.kind == "all_gather"
+    out_dim = found.becomes(operand, step.dim) if gathers else step.dim
+    assert out_dim is not None
+    dim = step.dim if gathers else found.operands[operand].index(found.out[out_dim])
+    length = -(-result.shape[out_dim] // ways)
+    block = contiguous(with_length(layout.shape, dim, length)) if gathers else narrowed(layout, dim, length)
+    part = contiguous(with_length(result.shape, out_dim, length))
+    operands = tuple((block, size) if i == operand else o for i, o in enumerate(op.operands))
+    making = _contract(replace(op, operands=operands, results=((part, result_size),)))
+    if not gathers:
+        return 2 * part.numel * result_size + making
+    copied = 0 if layout.is_contiguous else layout.numel * size
+    return copied + min(ways - 1, 2) * block.numel * size + part.numel * result_size + making
+
+
+def _contract(op: LocalOp) -> int:
+    """Copies of operands whose dims cannot be merged by a view; the product before its dims are reordered. Where
+    nothing is summed, neither."""
+    equation = next(a for a in (*op.node.args, *(a for _, a in op.node.kwargs)) if isinstance(a, str))
+    left, out = equation.replace(" ", "").split("->")
+    x, w = left.split(",")
+    batch = [c for c in out if c in x and c in w]
+    rows, columns = [c for c in out if c not in w], [c for c in out if c not in x]
+    summed = [c for c in x if c not in out]
+    if not summed:
+        return 0
+    operands = {"x": (op.operands[0], x), "w": (op.operands[1], w)}
+    if out == "".join(batch + columns + rows):
+        operands, rows, columns = {"x": operands["w"], "w": operands["x"]}, columns, rows
+    groups = {"x": [batch, rows, summed], "w": [batch, summed, columns]}
+    if not batch:
+        groups = {k: g[1:] for k, g in groups.items()}
+    copies = sum(_merged(*operands[k], groups[k]) for k in "xw")
+    order = "".join(batch + rows + columns)
+    if order == out:
+        return copies
+    sizes = dict(zip(out, op.results[0][0].shape, strict=True))
+    product = contiguous(tuple(sizes[c] for c in order))
+    if permuted(product, [order.index(c) for c in out]).is_contiguous:
+        return copies
+    return max(copies, op.written)
+
+
+def _merged(x: tuple[Layout, int], letters: str, groups: Sequence[Sequence[str]]) -> int:
+    """Bytes of the copy that brings the dims of each group together; 0 where a view does."""
+    order = [letters.index(c) for group in groups for c in group]
+    y = permuted(x[0], order)
+    if all(len(g) == 1 for g in groups):
+        return 0
+    ends = np.cumsum([0, *map(len, groups)]).tolist()
+    shape = tuple(math.prod(y.shape[a:b]) for a, b in zip(ends, ends[1:], strict=False))
+    return 0 if reshaped(y, shape) is not None else x[0].numel * x[1]
+
+
+def _factors(op: LocalOp) -> int:
+    """At most: a copy of the matrix in the layout that is asked for, where it has another, and one of each result in
+    that of LAPACK."""
+    a, size = op.operands[0]
+    order = (*range(len(a.shape) - 2), len(a.shape) - 1, len(a.shape) - 2)
+    there = a if op.call[2]["contiguous"] else permuted(a, order)
+    return op.written + (0 if there.is_contiguous else a.numel * size)
+
+
+SORTED = 8
+"""Bytes of a place among the rows that are sorted by expert."""
+
+
+def _experts_mm(op: LocalOp) -> int:
+    """While the ids are sorted; rows in the order of their experts, then the product in that order, then in its own."""
+    (rows, size), (weight, _), (ids, _) = op.operands
+    if not ids.numel or not weight.numel:
+        return 0
+    places = ids.numel * (4 if op.device == "cuda" else 1) * SORTED + weight.shape[0] * 4
+    taken = ids.numel * rows.shape[-1] * size
+    return max(_sorting(ids.numel, weight.shape[0]) - op.written, places + max(taken, op.written))
+
+
+def _experts_mm_weight(op: LocalOp) -> int:
+    (rows, size), (grad, _), (ids, _) = op.operands
+    experts = op.results[0][0].shape[0]
+    if not ids.numel or not op.written:
+        return 0
+    taken = ids.numel * (rows.shape[-1] + grad.shape[-1]) * size
+    return max(_sorting(ids.numel, experts) - op.written, ids.numel * SORTED + experts * 4 + taken)
+
+
+def _sorting(n: int, experts: int) -> int:
+    """Bytes while n ids are sorted and the ends of ``experts`` are found: ids, sorted ids, their places."""
+    return 3 * n * SORTED + experts * (SORTED + 4)
+
+
+FORMULAS: Formulas = {
+    "autopar.contract": _contract,
+    "autopar.experts_mm": _experts_mm,
+    "autopar.experts_mm_weight": _experts_mm_weight,
+    **dict.fromkeys(("autopar.linalg_det", "autopar.linalg_slogdet", "autopar.linalg_solve"), _factors),
+}
