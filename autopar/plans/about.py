@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from autopar.plans.layers import WORDS, collective_text, layers
+from autopar.plans.record import PlanRecord
 from autopar.plans.report.cuts import describe
 from autopar.plans.table import seconds, size
 
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
-
-def about(plan: Plan, name: str) -> str:
+def about(plan: PlanRecord, name: str) -> str:
     """Spec, bytes, what becomes of it until the backward, and what its module sends; empty for an unknown name."""
     spec = plan.specs.get(name)
     if spec is None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from autopar.plans.record import PlanRecord
 from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 MOST_RANKS = 1 << 24
 
 
-def check_consistent(plan: Plan) -> None:
+def check_consistent(plan: PlanRecord) -> None:
     """Raises:
     ValueError: something is named that is not there.
     """

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from autopar.plans.layers import WORDS, folded
+from autopar.plans.record import PlanRecord
 from autopar.plans.table import seconds, size
 
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
-
-def differences(a: Plan, b: Plan) -> str:
+def differences(a: PlanRecord, b: PlanRecord) -> str:
     """Model, mesh, cluster, predictions, memory by kind, collectives by kind, specs, and what is kept."""
     if a.digest == b.digest and a.mesh == b.mesh:
         return "The plans run the same program."
@@ -28,7 +25,7 @@ def _row(name: str, this: str, other: str) -> str:
     return f"{name:<22} {this:>16} -> {other:<16}".rstrip()
 
 
-def _figures(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
+def _figures(a: PlanRecord, b: PlanRecord) -> Iterator[tuple[str, str, str]]:
     if a.model != b.model or a.graph_digest != b.graph_digest:
         yield "model, graph", f"{a.model} {a.graph_digest[:6]}", f"{b.model} {b.graph_digest[:6]}"
     if str(a.mesh) != str(b.mesh):
@@ -53,7 +50,7 @@ def _figures(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
             yield f"  {kind}", this, other
 
 
-def _specs(a: Plan, b: Plan) -> list[str]:
+def _specs(a: PlanRecord, b: PlanRecord) -> list[str]:
     """Parameters, inputs, outputs and modules; single ops only follow these."""
     nodes = set(a.facts.nodes if a.facts else ()) | set(b.facts.nodes if b.facts else ())
     named = {n: f"{s} -> {b.specs[n]}" for n, s in a.specs.items() if n in b.specs and s != b.specs[n]}
@@ -61,8 +58,8 @@ def _specs(a: Plan, b: Plan) -> list[str]:
     return [f"{name}: {change}" for name, change in _folded(named)]
 
 
-def _actions(a: Plan, b: Plan) -> list[str]:
-    def word(plan: Plan, name: str) -> str:
+def _actions(a: PlanRecord, b: PlanRecord) -> list[str]:
+    def word(plan: PlanRecord, name: str) -> str:
         return WORDS[plan.activations[name].action] if name in plan.activations else "not needed"
 
     counts = Counter[tuple[str, str]]()

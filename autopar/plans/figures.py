@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.errors import PlanError
+from autopar.plans.record import PlanRecord
 from autopar.plans.report.charts import highest, memory_points, stream_blocks
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#999933", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#332288")
 SORTS: Mapping[str, str] = {
@@ -18,7 +16,7 @@ SORTS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def memory_figure(plan: Plan) -> Any:
+def memory_figure(plan: PlanRecord) -> Any:
     """A ``matplotlib.figure.Figure``: bytes by kind, stacked, over the seconds of the step."""
     figure, axes = _figure(plan)
     points = memory_points(plan)
@@ -33,7 +31,7 @@ def memory_figure(plan: Plan) -> Any:
     return figure
 
 
-def timeline_figure(plan: Plan) -> Any:
+def timeline_figure(plan: PlanRecord) -> Any:
     """A ``matplotlib.figure.Figure``: what each stream does, one lane a stream."""
     figure, axes = _figure(plan)
     lanes = stream_blocks(plan)
@@ -51,7 +49,7 @@ def timeline_figure(plan: Plan) -> Any:
     return figure
 
 
-def _figure(plan: Plan) -> tuple[Any, Any]:
+def _figure(plan: PlanRecord) -> tuple[Any, Any]:
     """An empty figure that no window shows.
 
     Raises:

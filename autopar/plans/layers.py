@@ -6,11 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
-    from autopar.program import Op
+from autopar.plans.record import PlanRecord
+from autopar.program import Op
 
 REST = "(outside modules)"
 WORDS = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
@@ -71,7 +69,7 @@ def folded(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def layers(plan: Plan) -> dict[str, Layer]:
+def layers(plan: PlanRecord) -> dict[str, Layer]:
     """Every module that owns ops or parameters, in the order of the model's program."""
     found: dict[str, Layer] = {}
 
@@ -110,7 +108,7 @@ def _count(layer: Layer, op: Op) -> None:
         layer.compute_s += op.seconds
 
 
-def rows(plan: Plan) -> list[Layer]:
+def rows(plan: PlanRecord) -> list[Layer]:
     """One for each distinct layer; those that differ in their number alone are one."""
     merged: dict[tuple[object, ...], Layer] = {}
     for layer in layers(plan).values():
@@ -125,7 +123,7 @@ def rows(plan: Plan) -> list[Layer]:
     return list(merged.values())
 
 
-def members(plan: Plan) -> Iterator[tuple[str, Layer]]:
+def members(plan: PlanRecord) -> Iterator[tuple[str, Layer]]:
     """Every module with its distinct layer."""
     for layer in rows(plan):
         for module in layer.members:

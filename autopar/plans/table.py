@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from autopar.plans.layers import SHORT, action_text, collective_text, folded, rows
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
+from autopar.plans.record import PlanRecord
 
 WIDTH = 100
 COLOURS = {"head": "1", "spec": "36", "good": "32", "warn": "33", "faint": "2"}
 
 
-def table(plan: Plan, *, colour: bool = False) -> str:
+def table(plan: PlanRecord, *, colour: bool = False) -> str:
     """Head, memory, one row for each distinct layer (repeated ones folded), collectives by kind and axis.
 
     Args:
@@ -32,7 +29,7 @@ def table(plan: Plan, *, colour: bool = False) -> str:
     return "\n".join(_painted(lines) if colour else lines)
 
 
-def _head(plan: Plan) -> list[tuple[str, str]]:
+def _head(plan: PlanRecord) -> list[tuple[str, str]]:
     """Named lines above the tables."""
     kinds = ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
     bound = f"at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})"
@@ -49,7 +46,7 @@ def _head(plan: Plan) -> list[tuple[str, str]]:
     return head
 
 
-def speed(plan: Plan) -> str:
+def speed(plan: PlanRecord) -> str:
     """MFU and tokens or samples a second; empty where the plan does not know its FLOPs."""
     f = plan.facts
     if f is None or not plan.step_time:
@@ -60,7 +57,7 @@ def speed(plan: Plan) -> str:
     return ", ".join(said)
 
 
-def _layers(plan: Plan) -> list[str]:
+def _layers(plan: PlanRecord) -> list[str]:
     if plan.facts is None:
         return _columns(["parameter", "spec", "bytes a device"], _parameters(plan))
     body = []
@@ -75,7 +72,7 @@ def _layers(plan: Plan) -> list[str]:
     return _columns(["layer", "", "weights", "output", "for backward", "sends", "time", "bytes"], body)
 
 
-def _parameters(plan: Plan) -> list[list[str]]:
+def _parameters(plan: PlanRecord) -> list[list[str]]:
     """Of a plan without facts, which an older version saved: parameters alone."""
     found: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for name, held in plan.parameters.items():
@@ -87,7 +84,7 @@ def _parameters(plan: Plan) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def _on_host(plan: Plan) -> str:
+def _on_host(plan: PlanRecord) -> str:
     """What the host holds."""
     away = sum(op.kind == "offload" for op in plan.program.ops)
     states = len(plan.offloaded_optimizer)
@@ -95,7 +92,7 @@ def _on_host(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _collectives(plan: Plan) -> list[list[str]]:
+def _collectives(plan: PlanRecord) -> list[list[str]]:
     groups: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     for c in plan.collectives:
         groups.setdefault((c.kind, c.phase, c.axis), []).append((c.bytes, c.seconds))

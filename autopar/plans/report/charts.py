@@ -7,14 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from autopar.plans.facts import Facts
+from autopar.plans.record import PlanRecord
 from autopar.plans.report.markup import tag
 from autopar.plans.table import seconds, size
-
-if TYPE_CHECKING:
-    from autopar.plans.facts import Facts
-    from autopar.plans.plan import Plan
 
 WIDTH = 1000.0
 HEIGHT = 260.0
@@ -35,7 +33,7 @@ class Point(NamedTuple):
     held: dict[str, int]
 
 
-def memory_points(plan: Plan) -> list[Point]:
+def memory_points(plan: PlanRecord) -> list[Point]:
     """Bytes by kind over the seconds of the step, thinned so that every peak stays."""
     facts = plan.facts
     assert facts is not None
@@ -54,7 +52,7 @@ def memory_points(plan: Plan) -> list[Point]:
     return [Point(c[0].at_s, max(c, key=lambda p: sum(p.held.values())).held) for c in chunks]
 
 
-def _times(plan: Plan, facts: Facts) -> list[float]:
+def _times(plan: PlanRecord, facts: Facts) -> list[float]:
     """When each op of the program begins; one more for the optimizer's step."""
     begun = [0.0] * (len(plan.program.ops) + 1)
     for at, stream, start, _ in facts.intervals:
@@ -64,7 +62,7 @@ def _times(plan: Plan, facts: Facts) -> list[float]:
     return list(accumulate(begun, max))
 
 
-def memory_chart(plan: Plan) -> str:
+def memory_chart(plan: PlanRecord) -> str:
     """Stacked by kind, those that never change at the bottom, with the budget as a line."""
     points = memory_points(plan)
     kinds = [k for k in points[0].held if any(p.held[k] for p in points)]
@@ -94,7 +92,7 @@ def memory_chart(plan: Plan) -> str:
     return tag("ul", *legend, class_="legend") + svg + said
 
 
-def highest(plan: Plan) -> float:
+def highest(plan: PlanRecord) -> float:
     """What the axis of bytes goes up to: the budget, unless what is held would be but a stripe below it."""
     return max(plan.peak_memory, plan.budget if plan.budget <= MOST_EMPTY * plan.peak_memory else 0)
 
@@ -119,7 +117,7 @@ class Block(NamedTuple):
     text: str
 
 
-def stream_blocks(plan: Plan) -> dict[str, list[Block]]:
+def stream_blocks(plan: PlanRecord) -> dict[str, list[Block]]:
     """Intervals by stream; those too short to see are joined with their neighbours of the same sort."""
     facts = plan.facts
     assert facts is not None
@@ -130,7 +128,7 @@ def stream_blocks(plan: Plan) -> dict[str, list[Block]]:
     return {stream: list(_joined(blocks, short)) for stream, blocks in found.items()}
 
 
-def _intervals(plan: Plan, facts: Facts) -> Iterator[tuple[str, Block]]:
+def _intervals(plan: PlanRecord, facts: Facts) -> Iterator[tuple[str, Block]]:
     for at, stream, start, end in facts.intervals:
         if at < 0:
             yield stream, Block(start, end, "host", "optimizer state from and to the host")
@@ -177,7 +175,7 @@ def _named(block: Block, count: int) -> Block:
 LANE = 34
 
 
-def timeline_chart(plan: Plan) -> str:
+def timeline_chart(plan: PlanRecord) -> str:
     """One lane a stream, on one scale of time."""
     lanes = stream_blocks(plan)
     order = sorted(lanes, key=lambda s: (s != "compute", s == "host", s))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
+from autopar.plans.record import PlanRecord
 from autopar.plans.report.markup import number, tag
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 NODES, DEVICES = 8, 16
 """So many nodes, and devices of a node, are drawn; the others are counted."""
 
 
-def mesh_figure(plan: Plan) -> str:
+def mesh_figure(plan: PlanRecord) -> str:
     """Each node as a box of its devices. A button for each axis marks the group of rank 0 along it."""
     mesh = plan.mesh
     per_node = plan.facts.devices_per_node if plan.facts else mesh.size
@@ -33,7 +30,7 @@ def mesh_figure(plan: Plan) -> str:
     return said + tag("div", *buttons, class_="axes") + tag("div", *boxes, class_="nodes") + _links(plan)
 
 
-def _node(plan: Plan, node: int, per_node: int) -> str:
+def _node(plan: PlanRecord, node: int, per_node: int) -> str:
     ranks = range(node * per_node, min((node + 1) * per_node, plan.mesh.size))
     devices = []
     for rank in ranks[:DEVICES]:
@@ -44,7 +41,7 @@ def _node(plan: Plan, node: int, per_node: int) -> str:
     return tag("div", tag("b", f"node {node}"), tag("div", *devices, class_="devices"), class_="node")
 
 
-def _links(plan: Plan) -> str:
+def _links(plan: PlanRecord) -> str:
     """What a rank reaches along each axis."""
     if plan.facts is None:
         return ""

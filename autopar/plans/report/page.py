@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
+from autopar.plans.record import PlanRecord
+from autopar.plans.records import BaselineRecord, Collective
 from autopar.plans.report.charts import memory_chart, timeline_chart
 from autopar.plans.report.markup import number, rows, section, tag
 from autopar.plans.report.nodes import mesh_figure
 from autopar.plans.report.tree import model_tree
 from autopar.plans.table import seconds, size
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
-    from autopar.plans.records import BaselineRecord, Collective
 
 SECTIONS = {
     "mesh": "Mesh", "model": "Model", "memory": "Memory over time", "timeline": "Timeline",
@@ -23,7 +20,7 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def page(plan: Plan) -> str:
+def page(plan: PlanRecord) -> str:
     """The whole file; style and script are inside, and nothing is fetched."""
     body = {
         "mesh": mesh_figure(plan), "model": model_tree(plan) if plan.facts else _no_facts(),
@@ -55,7 +52,7 @@ def _no_facts() -> str:
     return tag("p", "This plan was saved by format 1, which does not hold what is drawn here: plan again.")
 
 
-def _cards(plan: Plan) -> str:
+def _cards(plan: PlanRecord) -> str:
     """The headline figures."""
     f = plan.facts
     bound = f"({seconds(plan.objective)} - {seconds(plan.lower_bound)}) / {seconds(plan.objective)}"
@@ -80,7 +77,7 @@ def _cards(plan: Plan) -> str:
     return tag("dl", *(tag("div", tag("dt", k), tag("dd", number(v, how))) for k, v, how in cards), class_="cards")
 
 
-def _busy(plan: Plan) -> str:
+def _busy(plan: PlanRecord) -> str:
     if plan.facts is None:
         return "compute and communication side by side"
     work: dict[str, float] = defaultdict(float)
@@ -89,7 +86,7 @@ def _busy(plan: Plan) -> str:
     return ", ".join(f"{stream} busy {seconds(s)}" for stream, s in work.items())
 
 
-def _collectives(plan: Plan) -> str:
+def _collectives(plan: PlanRecord) -> str:
     """One table an axis."""
     if not plan.collectives:
         return tag("p", "None: no rank sends anything.")
@@ -106,7 +103,7 @@ def _collectives(plan: Plan) -> str:
     return "".join(tables)
 
 
-def _collective(plan: Plan, axis: int, kind: str, phase: str, found: list[Collective]) -> list[str]:
+def _collective(plan: PlanRecord, axis: int, kind: str, phase: str, found: list[Collective]) -> list[str]:
     sent, took = sum(c.bytes for c in found), sum(c.seconds for c in found)
     algorithm = plan.facts.axes[axis].algorithms.get(kind, "") if plan.facts else ""
     how = "each launch: latency + bytes / bandwidth of the fastest algorithm for its size; the sum of all launches"
@@ -118,7 +115,7 @@ def _collective(plan: Plan, axis: int, kind: str, phase: str, found: list[Collec
     ]  # fmt: skip
 
 
-def _baselines(plan: Plan) -> str:
+def _baselines(plan: PlanRecord) -> str:
     """The plan first, then the known ways that were completed for the same model, mesh and prices."""
     if not plan.baselines:
         return tag("p", "No known way was worth measuring; plan with compare=True to see all.")
@@ -130,7 +127,7 @@ def _baselines(plan: Plan) -> str:
     return rows(["way", "step time", "peak memory", "against the plan"], body, "the same model, mesh and prices")
 
 
-def _baseline(plan: Plan, b: BaselineRecord, slowest: float) -> list[str]:
+def _baseline(plan: PlanRecord, b: BaselineRecord, slowest: float) -> list[str]:
     ratio = b.step_time / plan.step_time if plan.step_time else 1.0
     how = f"{seconds(b.step_time)} / {seconds(plan.step_time)}"
     verdict = number(f"{ratio:.2f} ×", how) + ("" if b.fits else " " + tag("em", "over the budget"))
@@ -143,7 +140,7 @@ def _bar(share: float, name: str) -> str:
     return tag("span", escape(name), class_="bar", style=f"--share:{share:.3f}")
 
 
-def _planning(plan: Plan) -> str:
+def _planning(plan: PlanRecord) -> str:
     body = [[escape(stage), number(seconds(s), "wall clock while the plan was made")] for stage, s in
             plan.timings.items()]  # fmt: skip
     asked = ", ".join(f"{k}={v}" for k, v in plan.options.items() if v not in (None, {}, ""))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
 
 from autopar.plans.layers import Layer, action_text, collective_text, layers
+from autopar.plans.record import PlanRecord
 from autopar.plans.report.cuts import describe, picture
 from autopar.plans.report.markup import number, rows, tag
 from autopar.plans.table import seconds, size
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 
 @dataclass
@@ -49,7 +46,7 @@ class Module:
         return (*own, *((c.name, c.kind(), len(c.copies)) for c in self.inside.values()))
 
 
-def model_tree(plan: Plan) -> str:
+def model_tree(plan: PlanRecord) -> str:
     """Every module; layers that are alike are one, with their numbers."""
     root = Module(plan.model, "")
     for path, layer in layers(plan).items():
@@ -86,7 +83,7 @@ def numbers(copies: list[str]) -> str:
     return ", ".join("–".join(map(str, run)) for run in found)
 
 
-def _drawn(plan: Plan, module: Module, *, opened: bool = False) -> str:
+def _drawn(plan: PlanRecord, module: Module, *, opened: bool = False) -> str:
     many = len(module.copies) > 1
     name = f"{numbers(module.copies)}" if many else module.name
     times = tag("span", f"× {len(module.copies)}", class_="times") if many else ""
@@ -96,7 +93,7 @@ def _drawn(plan: Plan, module: Module, *, opened: bool = False) -> str:
     return f"<details{' open' if opened else ''}>{summary}{tag('div', body, class_='inside')}</details>"
 
 
-def _pictures(plan: Plan, module: Module) -> str:
+def _pictures(plan: PlanRecord, module: Module) -> str:
     """Of its weights, an arrow, and of its output."""
     if module.own is None:
         return ""
@@ -106,7 +103,7 @@ def _pictures(plan: Plan, module: Module) -> str:
     return tag("span", *drawn[:4], *made, class_="cuts")
 
 
-def _weight_picture(plan: Plan, module: Module, attribute: str) -> str:
+def _weight_picture(plan: PlanRecord, module: Module, attribute: str) -> str:
     name = f"{module.path}.{attribute}" if module.path else attribute
     shape = plan.facts.shapes[name][0] if plan.facts and name in plan.facts.shapes else ()
     return picture(plan.specs[name], plan.mesh, shape)
@@ -123,7 +120,7 @@ def _figures(module: Module) -> str:
     return tag("span", *texts, class_="figures")
 
 
-def _details(plan: Plan, module: Module) -> str:
+def _details(plan: PlanRecord, module: Module) -> str:
     """Its own weights, output, what is kept, and collectives."""
     own = module.own
     if own is None:
