@@ -50,7 +50,7 @@ MOVES = 0.02
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVE = (
-    str(Path(_TORCH, "distributed", "")), str(Path(_OURS, "_torch.py")), __file__,
+    str(Path(_TORCH, "distributed", "")), str(Path(_OURS, "_torch", "")), __file__,
     str(Path(_OURS, "runtime", "agreement.py")),
 )  # fmt: skip
 _READING = str(Path(_TORCH, "utils", "data")), str(bdb.__file__)
