@@ -6,59 +6,46 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from autopar import codegen, kernels, passes, planner
+from autopar import codegen
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
-from autopar.attributes import as_before, remember
-from autopar.emission import emitted, lowered, ready
-from autopar.errors import ConstraintError, InputError, MeshError, PlanError
-from autopar.ir import Value
-from autopar.mesh import Cluster, Mesh, candidate_meshes
+from autopar.assembly import assembled
+from autopar.emission import ready
+from autopar.errors import InputError, MeshError, PlanError
+from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
-from autopar.planner.answers.plan_of import make_plan
-from autopar.planner.ranges import Sizes, as_ranges
+from autopar.planner.ranges import as_ranges
+from autopar.planning import (
+    MeshLike,
+    as_planned,
+    as_shared,
+    belonging,
+    capture_model,
+    mesh_of_shared,
+    planned_on_meshes,
+    planned_over_range,
+    with_shared,
+    world_of,
+)
 from autopar.plans import Plan
-from autopar.precision import as_precision, computing_in, policy_of, stored_dtype
-from autopar.ranged import alike, carried_to, fitted, largest, over_range, resized, shapes_of
-from autopar.runtime.accumulation import Sums, watch_steps
+from autopar.precision import as_precision, stored_dtype
+from autopar.ranged import shapes_of
 from autopar.runtime.agreement import decided_by_first, together, world_size
-from autopar.runtime.execution import Executable
-from autopar.runtime.frameworks import wrap_frameworks
-from autopar.runtime.gathering import ask_before_full_tensor
-from autopar.runtime.handing_over import refuse_unfit_state
-from autopar.runtime.host_state import keep_state_on_host
-from autopar.runtime.launch import device_mesh_for, ensure_process_group
-from autopar.runtime.loading import accept_whole_tensors
-from autopar.runtime.materialize import install, placed, prepare
-from autopar.runtime.module import Call as BoundCall
-from autopar.runtime.module import ParallelModule, State, Variant, parallel_class, variant_key
+from autopar.runtime.launch import ensure_process_group
+from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.runtime.waiting import roll_call
-from autopar.sharding import ShardingSpec
 from autopar.solver import solver_name
-from autopar.spmd import Lowered, Rank
-from autopar.spmd.placements import from_placements
-from autopar.structure import Structure, is_dense
-from autopar.tracer import Capture, ColoTracer
+from autopar.structure import is_dense
+from autopar.tracer import Capture
 from autopar.tracer.calls import Call, bind
 from autopar.tracer.hooks import lost_parameter_hooks
 from autopar.tracer.tracer import as_call
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-MeshLike = Any
-Edited = tuple[str, str]
-"""The text of a program that someone edited, and its path."""
-
-MESHES_TRIED = 4
-"""With mesh=None so many of the candidate meshes are planned."""
 
 
 def plan(
@@ -96,7 +83,7 @@ def plan(
     _check_module(model)
     _check_backend(backend)
     hardware = as_cluster(cluster)
-    size = _world(mesh, hardware)
+    size = world_of(mesh, hardware)
     options = Options(
         as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
         canonical_names(model), time_limit, solver_name(solver), gap, search, backend=backend, compare=compare,
@@ -108,14 +95,14 @@ def plan(
         progress("capture")
     call = bind(model, *as_call(meta_inputs))
     options = dataclasses.replace(options, ranges=as_ranges(dynamic_shapes, shapes_of(call)))
-    capture = _capture(model, call, options, size)
-    mesh = _mesh_of_shared(model, mesh)
-    options = _with_shared(model, capture, mesh, options, None)
+    capture = capture_model(model, call, options, size)
+    mesh = mesh_of_shared(model, mesh)
+    options = with_shared(model, capture, mesh, options, None)
     found = functools.partial(
-        _plan, mesh=mesh, cluster=hardware, size=size, options=options, captured_s=time.perf_counter() - started,
-        progress=progress,
+        planned_on_meshes, mesh=mesh, cluster=hardware, size=size, options=options,
+        captured_s=time.perf_counter() - started, progress=progress,
     )  # fmt: skip
-    return _over_range(found, model, call, capture, options, size)
+    return planned_over_range(found, model, call, capture, options, size)
 
 
 def _check_module(model: object) -> None:
@@ -137,97 +124,6 @@ def _check_backend(backend: str) -> None:
     if backend not in ("eager", "inductor"):
         hint = 'use backend="eager" or backend="inductor".'
         raise PlanError(f"There is no backend {backend!r}.", found=repr(backend), hint=hint)
-
-
-def _world(mesh: MeshLike, cluster: Cluster) -> int:
-    """Ranks of the planned job: of the mesh, else of the process group, else of the cluster."""
-    if mesh is not None:
-        return as_mesh(mesh).size
-    return world_size() if torch.distributed.is_initialized() else cluster.size
-
-
-def _capture(
-    model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False, trains: bool = True
-) -> Capture:
-    whole = call if options.batch == "global" else _whole_batch(call, world)
-    stored = functools.partial(stored_dtype, precision=options.mixed_precision)
-    with computing_in(options.mixed_precision):
-        tracer = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored, trains=trains)
-        capture = tracer.capture(model, whole)
-    unsaved = _unsaved_buffers(model)
-    graph = planner.summing(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
-    return dataclasses.replace(capture, graph=graph, unsaved=unsaved)
-
-
-def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are in no ``state_dict``, which an emitted file must bring along."""
-    saved = set(model.state_dict(keep_vars=True))
-    dense = ((n, b) for n, b in model.named_buffers() if type(b) is Tensor and is_dense(b))
-    return {n: b.detach() for n, b in dense if n not in saved and not b.is_meta}
-
-
-def _whole_batch(call: Call, world: int) -> Call:
-    """The call with the batch of all ranks: dim 0 of every tensor that has it is ``world`` times as long."""
-    batch = next((t.shape[0] for t in call.tensors if t.ndim), -1)
-
-    def grown(t: Tensor) -> Tensor:
-        if t.ndim and t.shape[0] == batch:
-            shape = (batch * world, *t.shape[1:])
-            return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
-        return t
-
-    return Call(call.structure, tuple(map(grown, call.tensors)))
-
-
-def _over_range(
-    search: Callable[[Capture], Plan], model: nn.Module, call: Call, capture: Capture, options: Options, size: int
-) -> Plan:
-    """The plan for a call, or for a range of sizes: under a budget that of the largest, which must fit it too."""
-    ranges = options.ranges
-    if ranges is None:
-        return search(capture)
-
-    def at(sizes: Sizes) -> Capture:
-        return _capture(model, resized(call, ranges, sizes), options, size)
-
-    def ranged(made: Plan) -> Plan:
-        return over_range(made, _as_planned(capture, made), ranges, lambda sizes: _as_planned(at(sizes), made))
-
-    made = ranged(search(capture if options.memory_budget_bytes is None else at(largest(ranges))))
-    return fitted(made, _as_planned(capture, made), call) or ranged(search(capture))
-
-
-def _plan(
-    capture: Capture, mesh: MeshLike, cluster: Cluster, size: int, options: Options, captured_s: float,
-    progress: Callable[[str], None] | None,
-) -> Plan:  # fmt: skip
-    meshes = (as_mesh(mesh),) if mesh is not None else candidate_meshes(size, cluster)[:MESHES_TRIED]
-    if mesh is None and options.constraints:
-        raise MeshError(
-            "Constraints name mesh axes, so the mesh must be given.",
-            found="mesh=None with constraints",
-            hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.',
-        )
-    each = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(meshes))
-    plans = [_plan_on(capture, m, cluster, each, captured_s, progress) for m in meshes]
-    best = min(plans, key=lambda p: (p.step_time, p.peak_memory))
-    tried = tuple((str(p.mesh), p.step_time) for p in plans) if len(plans) > 1 else ()
-    return dataclasses.replace(best, candidates=tried)
-
-
-def _plan_on(
-    capture: Capture, mesh: Mesh, cluster: Cluster, options: Options, captured_s: float,
-    progress: Callable[[str], None] | None,
-) -> Plan:  # fmt: skip
-    sized = cluster.sized(mesh.size)
-    planned = planner.plan_forms(capture.graph, mesh, sized, options, progress)
-    started, graph = time.perf_counter(), planned.decisions.graph
-    made = make_plan(planned, graph, mesh, sized, options, "", capture.notices)
-    source = emitted(made, lowered(made, graph), capture)
-    planned.timings["capture"] = captured_s
-    planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
-    named = sorted({name for op in planned.program.ops for name in op.kernels})
-    return dataclasses.replace(made, source=source, kernels={name: kernels.source(name) for name in named})
 
 
 def autoparallelize(
@@ -324,25 +220,25 @@ def autoparallelize(
     )
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
-    capture = together(lambda: _capture(model, call, options, world_size()), lambda c: c.graph.digest)
+    capture = together(lambda: capture_model(model, call, options, world_size()), lambda c: c.graph.digest)
     if given is not None:
-        made = together(lambda: _belonging(given, _as_planned(capture, given), call))
-        mesh = _mesh_of_shared(model, mesh if mesh is not None else made.mesh)
-        _with_shared(model, capture, mesh, options, made)
+        made = together(lambda: belonging(given, as_planned(capture, given), call))
+        mesh = mesh_of_shared(model, mesh if mesh is not None else made.mesh)
+        with_shared(model, capture, mesh, options, made)
     else:
-        mesh = _mesh_of_shared(model, mesh)
-        options = _with_shared(model, capture, mesh, options, None)
+        mesh = mesh_of_shared(model, mesh)
+        options = with_shared(model, capture, mesh, options, None)
         found = functools.partial(
-            _plan, mesh=mesh, cluster=hardware, size=world_size(), options=options,
+            planned_on_meshes, mesh=mesh, cluster=hardware, size=world_size(), options=options,
             captured_s=time.perf_counter() - started, progress=progress,
         )  # fmt: skip
         text = decided_by_first(
-            lambda: _shared(_over_range(found, model, call, capture, options, world_size()))
+            lambda: as_shared(planned_over_range(found, model, call, capture, options, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
-    capture = _as_planned(capture, made)
+    capture = as_planned(capture, made)
     made, local = together(lambda: ready(made, capture, options))
-    return _parallelize(
+    return assembled(
         model, meta_inputs, capture, made, local, hardware, options, mesh, initialize=initialize,
         edited=None if edited is None else (edited, str(source)),
     )  # fmt: skip
@@ -389,11 +285,6 @@ def _wanted(
     return said | {"plan": f"{plan.digest} on mesh {plan.mesh}" if plan is not None else "None", "source": source}
 
 
-def _shared(plan: Plan) -> Any:
-    """What rank 0 tells the others; alone it keeps its plan, which can be asked why."""
-    return plan if world_size() == 1 else plan.to_json()
-
-
 def _check_world(mesh: Mesh | None) -> None:
     if mesh is not None and mesh.size != world_size():
         raise MeshError(
@@ -402,264 +293,6 @@ def _check_world(mesh: Mesh | None) -> None:
             hint=f"start {mesh.size} processes (torchrun --nproc-per-node {mesh.size}), "
             f"or give a mesh of {world_size()}.",
         )
-
-
-def _as_planned(capture: Capture, made: Plan) -> Capture:
-    """The capture in the form that was planned: losses may be in chunks."""
-    return dataclasses.replace(capture, graph=planner.as_planned(capture.graph, made.graph_digest, made.program))
-
-
-def _belonging(plan: Plan, capture: Capture, call: Call) -> Plan:
-    """The plan for this capture: as it is, or carried to a size of its range."""
-    made = fitted(plan, capture, call)
-    if made is None:
-        graph = capture.graph
-        raise PlanError(
-            "The plan belongs to another model or other inputs.",
-            found=f"a plan of {plan.model} for graph {plan.graph_digest}; this is {graph.name}, graph {graph.digest}",
-            hint="plan again for this model and batch: autopar.plan(model, meta_inputs, ...), with dynamic_shapes for "
-            "sizes that vary.",
-        )
-    return made
-
-
-def _parallelize(
-    model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, local: Lowered, cluster: Cluster,
-    options: Options, mesh: MeshLike, *, initialize: bool = True, edited: Edited | None = None,
-) -> nn.Module:  # fmt: skip
-    """The point of no return: shard the parameters and swap the class."""
-    device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
-    planned = _shapes(bind(model, *as_call(meta_inputs)))
-    original = type(model)
-
-    def compile_variant(module: nn.Module, call: Call) -> Variant:
-        return _compile(module, state, call, cluster, options)
-
-    seed = decided_by_first(torch.initial_seed)
-    stored = functools.partial(stored_dtype, precision=options.mixed_precision)
-
-    def place(module: nn.Module, names: Sequence[str] | None, specs: Mapping[str, ShardingSpec]) -> None:
-        named = dict(module.named_parameters())
-        optimizers = refuse_unfit_state({n: p for n, p in named.items() if names is None or n in names})
-        replacements = together(
-            lambda: prepare(
-                module, specs, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
-                initialize=initialize, only=names,
-            )
-        )
-        install(replacements, optimizers, cast=policy_of(options.mixed_precision).master is None)
-        accept_whole_tensors(module)
-
-    state = State(
-        made.mesh, device_mesh, _bound_as(original), compile_variant, place, made, planned, options.batch == "local",
-        options.mixed_precision, capture.graph, plain_evaluation=options.outputs == "auto",
-    )  # fmt: skip
-    variant = _variant(model, capture, made, options, state, planned, cluster, local, edited)
-    place(model, None, {n: made.specs[n] for n in made.parameters})
-    with state.precision():
-        state.add(variant_key(model, planned), variant)
-    _keep_states(model, made, state)
-    model.__class__ = parallel_class(original)
-    model._autopar = state  # type: ignore[assignment]
-    model._autopar_sums = Sums(made.options.get("accumulation_steps", 1))  # type: ignore[assignment]
-    watch_steps(model)
-    wrap_frameworks()
-    ask_before_full_tensor(device_mesh)
-    return model
-
-
-def _keep_states(model: nn.Module, made: Plan, state: State) -> None:
-    """The host keeps the optimizer state that the plan says, also where only a later batch's plan does."""
-    for name in made.offloaded_optimizer:
-        keep_state_on_host(model.get_parameter(name), state.rank)
-
-
-def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
-    """Bind calls to the forward that the user wrote."""
-
-    def bind_original(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        return bind(model, args, kwargs, original.forward)
-
-    return bind_original
-
-
-def _compile(
-    model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
-) -> Variant:  # fmt: skip
-    """Plan and lower the model for another batch or mode, with the parameters where they are."""
-
-    def captured() -> Capture:
-        with as_before(model, state.before):
-            return _capture(model, call, options, state.mesh.size, every=every, trains=False)
-
-    capture = together(captured, lambda c: c.graph.digest)
-    fixed = dataclasses.replace(
-        options, constraints=_placed(model, capture, state.mesh), accumulators=_accumulators(state)
-    )
-    plan = None if every else _still_fitting(state, _as_planned(capture, state.plan), call)
-    if plan is None:
-        made = decided_by_first(lambda: _shared(_plan_on(capture, state.mesh, cluster, fixed, 0.0, None)))
-        plan = made if isinstance(made, Plan) else Plan.from_json(made)
-    _keep_states(model, plan, state)
-    return _variant(model, _as_planned(capture, plan), plan, fixed, state, call, cluster)
-
-
-def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
-    """The plan of the first program, where the one that is asked for is like it but for sizes in the planned range, or
-    for numbers that it computes with."""
-    plan: Plan = state.plan
-    if _same_shapes(state.planned, call) and alike(state.graph, capture.graph):
-        return carried_to(plan, capture)
-    return fitted(plan, capture, call)
-
-
-def _same_shapes(planned: BoundCall, call: Call) -> bool:
-    return planned.names == call.names and [t.shape for t in planned.tensors] == [t.shape for t in call.tensors]
-
-
-def _shapes(call: Call) -> Call:
-    """The call on the meta device: what is kept of it holds no batch alive."""
-    with torch.no_grad():
-        tensors = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in call.tensors)
-        return Call(call.structure, tuple(tensors))
-
-
-def _placed(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, str]:
-    """Constraints that leave every parameter of the program where it is."""
-    used = {i.name for i in capture.graph.inputs if i.kind == "parameter"}
-    return {
-        name: str(from_placements(p.placements, p.ndim, mesh))
-        for name, parameter in model.named_parameters() if name in used and (p := placed(parameter)) is not None
-    }  # fmt: skip
-
-
-def _accumulators(state: State) -> dict[str, str]:
-    """The specs in which gradients add up: the same for every program of a step."""
-    newest_first = reversed(state.programs)
-    return {meaning.name: str(spec) for v in newest_first for meaning, spec, _ in v.executable.accumulators}
-
-
-def _mesh_of_shared(model: nn.Module, mesh: MeshLike) -> MeshLike:
-    """The mesh of parameters that another parallel model has already; without such, the given one."""
-    there = {n: p.device_mesh for n, parameter in model.named_parameters() if (p := placed(parameter)) is not None}
-    if not there:
-        return mesh
-    name, kept = next(iter(there.items()))
-    other = next((m for m in there.values() if m != kept), mesh if mesh is not None else kept)
-    if as_mesh(other).shape != as_mesh(kept).shape or (hasattr(other, "mesh_dim_names") and other != kept):
-        raise MeshError(
-            f"The parameter {name} belongs to another parallel model too, on another mesh.",
-            found=f"{as_mesh(kept)} there, {as_mesh(other)} here",
-            hint="make models that share parameters parallel on one mesh: pass the same mesh, or none.",
-        )
-    return kept
-
-
-def _with_shared(model: nn.Module, capture: Capture, mesh: MeshLike, options: Options, plan: Plan | None) -> Options:
-    """The options with constraints that leave parameters of other parallel models as they are there.
-
-    Raises:
-        ConstraintError, PlanError: constraints, precision or the given plan want them otherwise.
-    """
-    there = _placed(model, capture, as_mesh(mesh)) if mesh is not None else {}
-    for name, spec in there.items():
-        wanted = options.constraints.get(name, spec) if plan is None else str(plan.specs[name])
-        if wanted != spec:
-            raise ConstraintError(
-                f"The parameter {name} belongs to another parallel model too, which has it otherwise.",
-                found=f"{spec} there, {wanted} in the {'constraints' if plan is None else 'plan'}",
-                hint="leave it out of the constraints, and plan this model after the other was made parallel.",
-            )
-        dtype = stored_dtype(model.get_parameter(name), precision=options.mixed_precision)
-        if (kept := placed(model.get_parameter(name))) is not None and kept.dtype != dtype:
-            raise PlanError(
-                f"The parameter {name} belongs to another parallel model too, which stores it in another dtype.",
-                found=f"{kept.dtype} there, {dtype} here",
-                hint="give both models the same mixed_precision.",
-            )
-    return dataclasses.replace(options, constraints={**options.constraints, **there})
-
-
-def _variant(
-    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster,
-    local: Lowered | None = None, edited: Edited | None = None,
-) -> Variant:  # fmt: skip
-    if local is None:
-        made, local = together(lambda: ready(made, capture, options))
-    executable = _executable(capture, made, local, options, state.rank, edited)
-    call = _shapes(call)
-    given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
-    as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
-
-    @functools.cache
-    def every_tangent() -> Variant:
-        """The same call with a backward from every output."""
-        return _compile(model, state, call, cluster, as_they_are, every=True)
-
-    outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
-    shapes = {i.name: capture.graph.meta(Value(i.node)).shape for i in capture.graph.inputs if i.kind == "parameter"}
-    state.compiled += 1
-    remember(state.before, model, [each.place for each in capture.left])
-    return Variant(
-        executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants, capture.guards,
-        {m.name: (spec, shapes[m.name]) for m, spec in executable.inputs if m.name in shapes}, state.compiled,
-        capture.left, list(capture.lost),
-    )  # fmt: skip
-
-
-def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
-    order = {name: i for i, name in enumerate(outputs)}
-
-    def build(values: Sequence[Any]) -> Any:
-        return returned.build([values[order[p]] if p in order else None for p in returned.paths])
-
-    return build
-
-
-def _executable(
-    capture: Capture, made: Plan, lowered: Lowered, options: Options, rank: Rank, edited: Edited | None
-) -> Executable:
-    run = functools.partial(_edited, rank=rank, text=edited[0], path=edited[1]) if edited is not None else _functions
-    functions = run(made, lowered, capture)
-    if options.backend == "inductor":
-        for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
-            functions[name] = codegen.compiled(functions[name])
-    metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
-    seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
-    whole = frozenset(
-        o.name for o in capture.graph.outputs
-        if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
-    )  # fmt: skip
-    return Executable(
-        functions["forward"], functions["backward"], tuple(lowered.inputs),
-        tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.results),
-        tuple(lowered.tangents), tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.gradients), whole,
-        differentiable=capture.requires_grad,
-        random=any(capture.graph.consumers.get(Value(seed)) for seed in seeds),
-        inference=functions["inference"],
-        accumulators=tuple((i, s, capture.graph.meta(Value(i.node))) for i, s in lowered.accumulators),
-        accumulate=functions.get("accumulate"),
-        accumulated=tuple(o for o, _ in lowered.accumulated), compiled=options.backend == "inductor",
-    )  # fmt: skip
-
-
-def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]:
-    """The functions of the plan's program, whose text was emitted from it just now."""
-    functions = codegen.load(made.source, f"autopar_{made.digest}", capture.graph)
-    inference = codegen.emit(passes.forward_only(lowered), made.mesh, ["Forward without gradients."])
-    name = f"autopar_{made.digest}_inference"
-    return functions | {"inference": codegen.load(inference, name, capture.graph)["forward"]}
-
-
-def _edited(
-    made: Plan, lowered: Lowered, capture: Capture, rank: Rank, text: str, path: str
-) -> dict[str, Any]:
-    """The functions of a program that someone edited, on this rank."""
-    functions = together(lambda: codegen.load(text, path, capture.graph))
-    for name, module in (("forward", lowered.forward), ("backward", lowered.backward)):
-        functions[name] = codegen.checked(functions[name], name, codegen.results_of(module, made.mesh, rank.coordinate))
-    forward, count = functions["forward"], len(lowered.results)
-    return functions | {"inference": lambda at, inputs: forward(at, inputs)[:count]}
 
 
 def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, seed: int = 0) -> Simulation:
@@ -686,9 +319,9 @@ def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, see
         outputs=plan.options.get("outputs", "auto"), mixed_precision=plan.options.get("mixed_precision"),
         accumulation_steps=plan.options.get("accumulation_steps", 1),
     )  # fmt: skip
-    capture = _capture(model, call, options, plan.mesh.size)
-    capture = _as_planned(capture, plan)
-    plan = _belonging(plan, capture, call)
+    capture = capture_model(model, call, options, plan.mesh.size)
+    capture = as_planned(capture, plan)
+    plan = belonging(plan, capture, call)
     plan, local = ready(plan, capture, options)
     outputs, rest = simulate_program(local, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])

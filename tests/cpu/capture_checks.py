@@ -64,7 +64,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
     """Capture a model once for each batch: to plan it and to run its plan would each capture it, which takes longer."""
-    capture, kept = api._capture, {}
+    capture, kept = api.capture_model, {}
 
     def once(model: nn.Module, call: Any, options: Any, world: int, **more: Any) -> Capture:
         given = tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in zip(call.names, call.tensors, strict=True))
@@ -74,7 +74,7 @@ def captured_once() -> Iterator[None]:
             kept[key] = model, capture(model, call, options, world, **more)  # the model, so that its id stays its own
         return kept[key][1]
 
-    with mock.patch.object(api, "_capture", once):
+    with mock.patch.object(api, "capture_model", once):
         yield
 
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar._torch import _gloo_states, idle_gloo
+from autopar._torch import idle_gloo
+from autopar._torch.collectives import _gloo_states
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.runtime.loading import shard_like
 from autopar.runtime.optimizers import UNFIT

@@ -234,7 +234,7 @@ def _cut_otherwise() -> tuple[float, int]:
     options = {"constraints": {"input:x": "S0R"}, "accumulation_steps": 3, "time_limit": 2}
     reference, model = pair(Mlp().double(), (X,), (2,), **options)
     others = dict.fromkeys(("up.weight", "down.weight"), "S0R")
-    with unittest.mock.patch("autopar.api._accumulators", return_value=others):
+    with unittest.mock.patch("autopar.assembly._accumulators", return_value=others):
         for module in (reference, model):
             for x in (X, X[:4], X):
                 module(x).square().mean().backward()
