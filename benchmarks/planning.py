@@ -213,7 +213,7 @@ def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record
 
 
 COLUMNS = (
-    "model", "layers", "mesh", *STAGES, "finalists", "total", "CPU", "counted", "to 1%", "variables", "folded", "gap",
+    "model", "layers", "mesh", *STAGES, "candidates", "total", "CPU", "counted", "to 1%", "variables", "folded", "gap",
     "step", "peak",
 )  # fmt: skip
 
@@ -227,7 +227,7 @@ def cells(record: Record) -> list[str]:
     solver = record["solver"]
     return [
         *head,
-        *(f"{record[f'{stage}_s']:.2f}" for stage in (*STAGES, "finalists")),
+        *(f"{record[f'{stage}_s']:.2f}" for stage in (*STAGES, "candidates")),
         *totals,
         *(f"{solver[key]:,}" if key in solver else "-" for key in ("nodes", "folded_nodes")),
         f"{record['gap']:.2%}",
@@ -289,7 +289,7 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
         "",
         "Stages are seconds on the clock; `total` is all that follows capture, `CPU` those seconds of the processor,",
         "`counted` what the clock of searches makes of the work up to the plan, `to 1%` those after which the gap was",
-        "at most 1%, at the last problem solved; medians where cases were repeated. `finalists` is what is no other",
+        "at most 1%, at the last problem solved; medians where cases were repeated. `candidates` is what is no other",
         "stage: scheduling, arranging and measuring the plan and those baselines that may be better. No memory budget",
         "was kept unless the command names one. `variables` is the problem as the planner states it, `folded` what is",
         "left of equal blocks; a dash where the plan taken in the end was a baseline's. `step` and `peak` are",

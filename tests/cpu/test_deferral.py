@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.planner.search import finalists
+from autopar.planner.search import candidates
 from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.models import ZOO
@@ -38,8 +38,8 @@ def planned(**options) -> autopar.Plan:
 
 def test_weights_wait_until_the_chain_has_been_served(monkeypatch) -> None:
     """The last layer's come before the first message of the chain as autograd orders them, and after it here."""
-    seen, real = [], finalists.deferred
-    monkeypatch.setattr(finalists, "deferred", lambda p, graph: seen.append((p, real(p, graph))) or seen[-1][1])
+    seen, real = [], candidates.deferred
+    monkeypatch.setattr(candidates, "deferred", lambda p, graph: seen.append((p, real(p, graph))) or seen[-1][1])
     planned()
     program, ops = seen[-1]
     assert sorted(op.name for op in ops) == sorted(op.name for op in program.ops)
@@ -69,12 +69,12 @@ def test_nothing_moves_where_the_budget_forbids_it() -> None:
 @captured_once()
 def test_any_order_that_is_made_is_exact(name, mesh, seed, monkeypatch) -> None:
     """Random plans, moved whether or not that gains."""
-    monkeypatch.setattr(finalists, "ALIKE", -1e9)
+    monkeypatch.setattr(candidates, "ALIKE", -1e9)
     model, inputs = ZOO[name].made(torch.float64, 0.1)
     plan = autopar.plan(model, inputs, mesh=mesh, cluster=cluster_where_sharding_pays(), search=f"random:{seed}")
     kept = autopar.simulate(model, inputs, plan=plan, seed=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finalists, "deferred", lambda program, graph: program.ops)
+        patch.setattr(candidates, "deferred", lambda program, graph: program.ops)
         other = autopar.plan(
             model, inputs, mesh=mesh, cluster=cluster_where_sharding_pays(), search=f"random:{seed}"
         )

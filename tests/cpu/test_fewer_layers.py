@@ -25,7 +25,7 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
-from autopar.planner.search.finalists import ABOUT, rivals
+from autopar.planner.search.candidates import ABOUT, baseline_candidates
 from autopar.planner.search.search import ROUGH, SURE, plan_graph
 from autopar.tracer import ColoTracer
 
@@ -108,20 +108,20 @@ def test_known_ways_to_train_leave_open_what_they_do_for_all_layers(name: str, m
 
 
 def test_fewer_layers_tell_how_long_a_step_takes() -> None:
-    told = [r for r in rivals(objective("llama", (8,)), Options()) if r.about_s > 0]
+    told = [r for r in baseline_candidates(objective("llama", (8,)), Options()) if r.estimated_s > 0]
     assert {"ZeRO-1/2", "ZeRO-3", "TP"} <= {r.name for r in told}
-    for rival in told:
-        assert rival.about_s == pytest.approx(rival.least_s, rel=ROUGH[0]), rival.name
+    for baseline in told:
+        assert baseline.estimated_s == pytest.approx(baseline.least_s, rel=ROUGH[0]), baseline.name
 
 
 def test_a_third_depth_says_where_fewer_layers_are_sure() -> None:
-    told = [r for r in rivals(objective("llama", (8,)), Options()) if r.about_s > 0]
-    assert {"ZeRO-1/2", "ZeRO-3"} <= {r.name for r in told if r.is_sure}
-    for rival in told:
-        assert not rival.is_sure or rival.about_s <= (1 + SURE[0]) * rival.least_s, rival.name
-        few = rival._told
+    told = [r for r in baseline_candidates(objective("llama", (8,)), Options()) if r.estimated_s > 0]
+    assert {"ZeRO-1/2", "ZeRO-3"} <= {r.name for r in told if r.is_exact}
+    for baseline in told:
+        assert not baseline.is_exact or baseline.estimated_s <= (1 + SURE[0]) * baseline.least_s, baseline.name
+        few = baseline._told
         assert few is not None
-        curved, between = replace(few, more_s=1.001 * few.more_s), rival._of_layers(few.depths.between)
+        curved, between = replace(few, more_s=1.001 * few.more_s), baseline._of_layers(few.depths.between)
         assert between is not None and not curved.agrees(between), "layers that do not add as much each"
 
 
@@ -137,15 +137,15 @@ def test_no_baseline_would_have_been_better_than_those_that_are_looked_at(mesh: 
 
 
 def test_programs_of_few_layers_tell_what_many_hold() -> None:
-    for rival in rivals(objective("llama", (2, 4)), Options()):
-        told = rival.about_peak_bytes
-        assert "peak_bytes" not in vars(rival), "measured whole"
-        assert told == pytest.approx(rival.peak_bytes, rel=ABOUT - 1), rival.name
-        assert rival.fits(rival.peak_bytes) and not rival.fits(rival.peak_bytes - 1)
+    for baseline in baseline_candidates(objective("llama", (2, 4)), Options()):
+        told = baseline.estimated_peak_bytes
+        assert "peak_bytes" not in vars(baseline), "measured whole"
+        assert told == pytest.approx(baseline.peak_bytes, rel=ABOUT - 1), baseline.name
+        assert baseline.fits(baseline.peak_bytes) and not baseline.fits(baseline.peak_bytes - 1)
 
 
 def test_where_layers_share_launches_fewer_tell_nothing() -> None:
-    told = {r.name: r.about_s for r in rivals(objective("gpt2", (8,)), Options())}
+    told = {r.name: r.estimated_s for r in baseline_candidates(objective("gpt2", (8,)), Options())}
     assert told["DDP"] == 0
 
 

@@ -16,20 +16,20 @@ from autopar.planner.search.budget_search import BudgetSearch
 def fits(budget: float, peak: float, arranged: float | None) -> bool:
     """``arranged``: its peak with its collectives arranged; None where nobody may ask."""
 
-    class Rival:
+    class BaselineCandidate:
         peak_bytes = peak
 
         def fits(self, most: float) -> bool:
             return self.peak_bytes <= most
 
         @property
-        def finalist(self) -> Any:
+        def candidate(self) -> Any:
             assert arranged is not None, "arranged for nothing"
             return SimpleNamespace(memory=SimpleNamespace(peak_bytes=arranged))
 
     search: Any = object.__new__(BudgetSearch)
     search.budget = budget
-    return search.fits(Rival())
+    return search.fits(BaselineCandidate())
 
 
 def test_one_that_fits_as_it_is_need_not_be_arranged() -> None:

@@ -16,7 +16,7 @@ from autopar.planner.pricing.objective import BESIDE, NEARLY_LONGEST, Objective
 from autopar.planner.pricing.prices import MOST_OVERLAP, Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
-from autopar.planner.problem.variables import Handover, Variable, spec_made, spec_read
+from autopar.planner.problem.variables import Use, Variable, spec_made, spec_read
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.random_plans import random_solution
@@ -146,7 +146,7 @@ def test_no_overlap_is_free() -> None:
     assert objective(*MANY_TOKENS).prices.overlap == MOST_OVERLAP < 1
 
 
-def hiding(asked: Objective) -> list[tuple[Variable, Variable, Handover]]:
+def hiding(asked: Objective) -> list[tuple[Variable, Variable, Use]]:
     """What can run beside computation: reads of parameters, and gradients on their way."""
     d = asked.decisions
     ends = ((d.variables[h.source], d.variables[h.target], h) for h in d.handovers if h.source != h.target)

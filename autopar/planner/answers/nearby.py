@@ -20,7 +20,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import Decisions, Variable, decide
 from autopar.planner.problem.restricted import Kept, solve_sliced
-from autopar.planner.search.finalists import Finalist, budget_bytes
+from autopar.planner.search.candidates import Candidate, budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.search import Planned
 from autopar.solver import Solution, fold
@@ -53,7 +53,7 @@ def near(
         program, memory = scheduled(d, choice, prices, options, budget)
         if memory.peak_bytes <= budget:
             solution = Solution(choice, objective.seconds(choice), 0.0, proven=False, method="near another plan")
-            found = Finalist.of("near", d, solution, program, prices, options)
+            found = Candidate.of("near", d, solution, program, prices, options)
             return replace(
                 planned, program=found.program, decisions=d, solution=solution, memory=found.memory,
                 timeline=found.timeline,

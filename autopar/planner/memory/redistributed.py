@@ -20,7 +20,7 @@ from autopar.ir import Phase, Value
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import MAKES_NEW
 from autopar.planner.memory.lifetimes import BEFORE, Lives, last_read, lives_of, taken_over, takes_over
-from autopar.planner.problem.variables import Decisions, Handover, Variable, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage
 
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 class _Copy:
     """A handover that may be copied, ``sizes`` by each spec in which it is read, and the places while it lives."""
 
-    handover: Handover
+    handover: Use
     specs: tuple[ShardingSpec, ...]
     sizes: tuple[float, ...]
     first: float
@@ -92,7 +92,7 @@ class Copies:
         read = self._spec_read(target, choice[h.target], h.position)
         return spec_made(v[h.source].options[choice[h.source]], h.out), read
 
-    def _there(self, h: Handover, made: ShardingSpec | None, read: ShardingSpec) -> bool:
+    def _there(self, h: Use, made: ShardingSpec | None, read: ShardingSpec) -> bool:
         """Whether what is read is there as it is, or takes the place of what was made: a sum over ranks may."""
         if made is None or made == read or made.dims != read.dims or read.partial:
             return made == read
@@ -106,7 +106,7 @@ class Copies:
         """None where the option reads nothing, or what the forward has gathered."""
         return None if target.kept and target.kept[option] else spec_read(target.options[option], position)
 
-    def _specs_read(self, h: Handover) -> list[ShardingSpec | None]:
+    def _specs_read(self, h: Use) -> list[ShardingSpec | None]:
         target = self.decisions.variables[h.target]
         return [self._spec_read(target, o, h.position) for o in range(len(target.options))]
 
@@ -141,7 +141,7 @@ class Copies:
                 found[h.source, h.out, h.target] = _Copy(h, specs, sizes[specs, h.meta], *life)
         return tuple(found.values())
 
-    def _life(self, h: Handover, target: Variable) -> tuple[float, float] | None:
+    def _life(self, h: Use, target: Variable) -> tuple[float, float] | None:
         """The places at which what is read is there beside what is handed over."""
         lives, value = self._lives, target.value
         source = self.decisions.variables[h.source].node

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.overlap.arrangements import ALONE, Ways
-from autopar.planner.overlap.collectives import take_apart
+from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.shortening import Depths, shortened
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.schedule.timeline import Timeline, simulate_streams
@@ -76,7 +76,7 @@ class Tried:
     @staticmethod
     def of(program: Program, prices: Prices, deadline: float) -> Tried:
         """``deadline``: on ``clock.now``; what was found by then is taken."""
-        ways = Ways(take_apart(program), prices)
+        ways = Ways(extract_collectives(program), prices)
         found = search(ways, program, deadline) if program.collectives else {}
         return Tried(ways, found, simulate_streams(program, prices.overlap))
 
@@ -92,7 +92,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Told:
+class Extrapolation:
     """``Tried.least_s`` of a deep program, as two of fewer layers tell it: in so many seconds each.
 
     Args:
@@ -107,17 +107,17 @@ class Told:
     more: Ways
 
     @staticmethod
-    def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Told:
+    def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Extrapolation:
         """``deadline``: as for ``Tried.of``."""
-        more = Ways(take_apart(longer), prices)
-        few = Ways(take_apart(shorter), prices, more)
+        more = Ways(extract_collectives(longer), prices)
+        few = Ways(extract_collectives(shorter), prices, more)
         few_s, more_s = (simulate_streams(p, prices.overlap).seconds for p in (shorter, longer))
-        as_is = Told(depths, few_s, more_s, None, more)
+        as_is = Extrapolation(depths, few_s, more_s, None, more)
         if not shorter.collectives:
             return as_is
         told = _extrapolated(depths, few, more, deadline)
         way = min(told, key=told.__getitem__)
-        arranged = Told(depths, few.seconds(way), more.seconds(way), way, more)
+        arranged = Extrapolation(depths, few.seconds(way), more.seconds(way), way, more)
         return min(as_is, arranged, key=lambda t: t.seconds)
 
     @property
@@ -130,7 +130,7 @@ class Told:
         if self.way is None:
             between_s = simulate_streams(between, prices.overlap).seconds
         else:
-            between_s = Ways(take_apart(between), prices, self.more).seconds(self.way)
+            between_s = Ways(extract_collectives(between), prices, self.more).seconds(self.way)
         few, more, whole = self.depths
         fewer = Depths(few, self.depths.between, whole).seconds(self.few_s, between_s)
         others = Depths(self.depths.between, more, whole).seconds(between_s, self.more_s)
@@ -250,7 +250,7 @@ def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, f
     short = shortened(program, ways.largest_share())
     if short is None:
         return ways.search(ways.seconds, deadline)
-    few, more = (Ways(take_apart(p), ways.prices, ways) for p in short.programs)
+    few, more = (Ways(extract_collectives(p), ways.prices, ways) for p in short.programs)
     tried = _extrapolated(short.depths, few, more, deadline)
     least = min(tried.values())
     near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]

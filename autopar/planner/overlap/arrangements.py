@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from autopar.planner.footprint.collective_buffers import packs
-from autopar.planner.overlap.collectives import Movable, Parts, together
+from autopar.planner.overlap.collectives import Parts, SchedulableCollective, together
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.schedule.timeline import Event, simulated_seconds
 from autopar.program import Arrangement, Op
@@ -49,7 +49,7 @@ ALONE = -1
 class _Launch:
     """One collective or several together, at a place among the ops that stay. ``starts_s``: when it is expected to."""
 
-    members: tuple[Movable, ...]
+    members: tuple[SchedulableCollective, ...]
     place: int
     starts_s: float = 0.0
 
@@ -72,12 +72,12 @@ class Ways:
     parts: Parts
     prices: Prices
     whole: Ways | None = None
-    _groups: dict[tuple[str, int], list[tuple[Movable, ...]]] = field(default_factory=dict)
+    _groups: dict[tuple[str, int], list[tuple[SchedulableCollective, ...]]] = field(default_factory=dict)
     _priced: dict[tuple[int, ...], tuple[float, float, int]] = field(default_factory=dict)
     _copied: dict[int, float] = field(default_factory=dict)
     _launch_of: dict[tuple[str, int], int] = field(default_factory=dict)
     _placed: dict[tuple[object, ...], list[_Launch]] = field(default_factory=dict)
-    _seen: dict[int, tuple[tuple[Movable, ...], Event]] = field(default_factory=dict)
+    _seen: dict[int, tuple[tuple[SchedulableCollective, ...], Event]] = field(default_factory=dict)
 
     def search(self, seconds: Callable[[Arrangement], float], deadline: float) -> dict[Arrangement, float]:
         """Simulated seconds of the ways that were tried: first how to reduce, then how to gather."""
@@ -135,7 +135,7 @@ class Ways:
     def _total_bytes(self, kind: str) -> int:
         return sum(m.op.wire_bytes for m in self._of_kind[kind]) + 1
 
-    def _launch_bytes(self, m: Movable) -> int:
+    def _launch_bytes(self, m: SchedulableCollective) -> int:
         """Bytes that take as long as the launch."""
         step = m.op.step
         assert step is not None
@@ -177,7 +177,7 @@ class Ways:
             return Event.of(first)
         return Event("compute", "", first.phase, first.reads, (), self._until[end] - self._until[start])
 
-    def _event(self, members: Sequence[Movable]) -> Event:
+    def _event(self, members: Sequence[SchedulableCollective]) -> Event:
         first = members[0].op
         if len(members) == 1:
             return Event.of(first)
@@ -268,8 +268,8 @@ class Ways:
         return any(m.at in awaited for m in self._of_kind["early"])
 
     @cached_property
-    def _of_kind(self) -> Mapping[str, list[Movable]]:
-        found: dict[str, list[Movable]] = {"early": [], "middle": [], "late": []}
+    def _of_kind(self) -> Mapping[str, list[SchedulableCollective]]:
+        found: dict[str, list[SchedulableCollective]] = {"early": [], "middle": [], "late": []}
         for m in self.parts.movables:
             found[m.kind].append(m)
         found["early"].sort(key=lambda m: (m.last, m.at))
@@ -277,14 +277,14 @@ class Ways:
             found[kind].sort(key=lambda m: (m.first, m.at))
         return found
 
-    def _together(self, kind: str, size: int) -> list[tuple[Movable, ...]]:
+    def _together(self, kind: str, size: int) -> list[tuple[SchedulableCollective, ...]]:
         """The launches of early or late ones, those first that no other has to go before."""
         if (kind, size) not in self._groups:
             groups = together(self._of_kind[kind], size, BESIDE * size if kind == "late" else math.inf)
             self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
         return self._groups[kind, size]
 
-    def _led(self, kind: str, size: int, leads: Leads) -> list[tuple[Movable, ...]]:
+    def _led(self, kind: str, size: int, leads: Leads) -> list[tuple[SchedulableCollective, ...]]:
         """The same, with those apart that go by themselves."""
         groups = self._together(kind, size)
         if not leads:
@@ -382,7 +382,7 @@ class Ways:
                     heappush(ready, (ready_s[j], j))
         return launches
 
-    def _launch(self, members: Sequence[Movable]) -> Op:
+    def _launch(self, members: Sequence[SchedulableCollective]) -> Op:
         """The op of a launch: of several tensors, priced as one collective of all their bytes."""
         ops = [m.op for m in members]
         first = ops[0]
@@ -396,10 +396,10 @@ class Ways:
             seconds=seconds, wire_bytes=size, launch_s=launch_s,
         )  # fmt: skip
 
-    def _cost_s(self, members: Sequence[Movable]) -> float:
+    def _cost_s(self, members: Sequence[SchedulableCollective]) -> float:
         return members[0].op.seconds if len(members) == 1 else self._cost(members)[0]
 
-    def _cost(self, members: Sequence[Movable]) -> tuple[float, float, int]:
+    def _cost(self, members: Sequence[SchedulableCollective]) -> tuple[float, float, int]:
         """Seconds of a launch of several, those of them that nothing hides, and bytes."""
         key = tuple([m.at for m in members])
         if key not in self._priced:
@@ -413,7 +413,7 @@ class Ways:
             self._priced[key] = seconds, costs.launches.seconds(kind, 0, axis) + copied_s, size
         return self._priced[key]
 
-    def _copied_s(self, m: Movable) -> float:
+    def _copied_s(self, m: SchedulableCollective) -> float:
         """Seconds to copy a tensor into the bucket or out of it, where by itself it would not be copied."""
         if m.at not in self._copied:
             op, tensor = m.op, m.op.writes[0]
@@ -427,10 +427,10 @@ class Ways:
         return alpha_s + 2 * beta_s_per_byte * size
 
 
-def _needed(group: Sequence[Movable]) -> int:
+def _needed(group: Sequence[SchedulableCollective]) -> int:
     return min(m.last for m in group)
 
 
-def _readers(groups: Sequence[Sequence[Movable]], phase: str) -> list[int]:
+def _readers(groups: Sequence[Sequence[SchedulableCollective]], phase: str) -> list[int]:
     """Places where the program reads what the last steps bring."""
     return sorted({_needed(g) for g in groups if g[0].level == 0 and g[0].op.phase == phase})

@@ -21,7 +21,7 @@ Kind: TypeAlias = Literal["early", "middle", "late"]
 
 
 @dataclass(frozen=True, slots=True)
-class Movable:
+class SchedulableCollective:
     """A collective and its room.
 
     Args:
@@ -53,12 +53,12 @@ class Parts:
     """
 
     fixed: tuple[Op, ...]
-    movables: tuple[Movable, ...]
+    movables: tuple[SchedulableCollective, ...]
     begins: Mapping[Phase, int]
     ends: Mapping[Phase, int]
 
 
-def take_apart(program: Program) -> Parts:
+def extract_collectives(program: Program) -> Parts:
     """``program``'s collectives, each with its room."""
     launched = {t.name for op in program.ops if op.is_collective for t in op.writes}
     fixed = tuple(op for op in program.ops if not op.is_collective and not _is_wait(op, launched))
@@ -77,7 +77,8 @@ def take_apart(program: Program) -> Parts:
             kind = "late"
         depth = after[i] if kind == "early" else level[i]
         waits_for = tuple(by[name] for name in op.reads if name in by)
-        movables.append(Movable(op, i, first[i], last[i], kind, depth, waits_for, _key(op, i, kind, depth)))
+        key = _key(op, i, kind, depth)
+        movables.append(SchedulableCollective(op, i, first[i], last[i], kind, depth, waits_for, key))
     return Parts(fixed, tuple(movables), begins, ends)
 
 
@@ -133,8 +134,8 @@ def _last_places(
 
 
 def together(
-    movables: Sequence[Movable], most_bytes: int, most_beside: float = math.inf
-) -> Iterator[tuple[Movable, ...]]:
+    movables: Sequence[SchedulableCollective], most_bytes: int, most_beside: float = math.inf
+) -> Iterator[tuple[SchedulableCollective, ...]]:
     """Those of one key in turn, in a launch as long as it has not ``most_bytes`` yet and there is a place for all.
 
     A tensor of so many bytes goes by itself: its launch costs little, and copying it into a bucket would cost more.
@@ -163,13 +164,13 @@ def together(
 class _Held:
     """A launch that more may join: its bytes, the places that suit all, and the bytes that had passed when it began."""
 
-    members: list[Movable]
+    members: list[SchedulableCollective]
     size: int
     first: int
     last: int
     begun: int
 
-    def joins(self, m: Movable, most_bytes: int) -> bool:
+    def joins(self, m: SchedulableCollective, most_bytes: int) -> bool:
         """Whether it has joined."""
         first, last = max(m.first, self.first), min(m.last, self.last)
         if self.size >= most_bytes or first > last:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir import Phase
-from autopar.planner.problem.variables import Decisions, Handover, Variable
+from autopar.planner.problem.variables import Decisions, Use, Variable
 from autopar.solver import Run
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -131,7 +131,7 @@ class _Roles:
         section = self._section(v)
         return None if section is None or v.kind == "copy" else Bucket("compute", v.phase, section)
 
-    def _sends(self, h: Handover) -> tuple[Bucket, ...]:
+    def _sends(self, h: Use) -> tuple[Bucket, ...]:
         source, target = self.d.variables[h.source], self.d.variables[h.target]
         if reduces(self.d, h):
             return self._hiding("reduce", "backward", self._section(source))
@@ -173,7 +173,7 @@ class _Roles:
         return [int(section) for section in count.argmax(axis=1)]
 
 
-def reduces(d: Decisions, h: Handover) -> bool:
+def reduces(d: Decisions, h: Use) -> bool:
     """Whether the handover takes a gradient to its parameter: nothing in the program waits for that."""
     return h.position < 0 and d.variables[h.source].phase == "backward" and h.source != h.target
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.ir import Graph, Value
 from autopar.planner.graphs.fused_chains import Border
 from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, fusions
-from autopar.planner.problem.variables import Decisions, Handover
+from autopar.planner.problem.variables import Decisions, Use
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fused:
         delivered = frozenset(o.value for o in graph.outputs)
         return cls(found, of_node, {name: b for f in found for name, b in _borders(graph, f, delivered)})
 
-    def inside(self, d: Decisions, h: Handover) -> bool:
+    def inside(self, d: Decisions, h: Use) -> bool:
         """Whether a handover leads from op to op of a kernel, which has to be in one spec throughout."""
         source, target = d.variables[h.source], d.variables[h.target]
         if source.kind not in ("op", "copy") or target.kind not in ("op", "copy"):
@@ -46,7 +46,7 @@ class Fused:
             return any(name in fusion.nodes for name in readers)
         return target.node is not None and target.node.name in fusion.nodes
 
-    def left_alone(self, d: Decisions, h: Handover) -> int | None:
+    def left_alone(self, d: Decisions, h: Use) -> int | None:
         """Of a handover from a held value of a kernel to the first of its ops that reads it and may run again: how many
         of them run by themselves then, as the one that makes the value does not; 0 where it is the sum before a norm,
         without which the others are a kernel. None of any other handover."""

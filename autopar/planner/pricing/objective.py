@@ -29,7 +29,7 @@ import numpy as np
 from autopar.planner.pricing.critical_paths import Bucket, Group, Roles, Sections, buckets, groups, roles, sections
 from autopar.planner.pricing.prices import Array, Prices, costs, edges, handed
 from autopar.planner.problem.fewer_layers import FewerLayers, with_fewer_layers
-from autopar.planner.problem.variables import Decisions, Handover
+from autopar.planner.problem.variables import Decisions, Use
 from autopar.solver import Edge, Problem, Run, Solution, Tied, Usage, find_runs, fold, highest_point
 from autopar.solver.clock import tick
 from autopar.solver.problem import IndexArray
@@ -236,7 +236,7 @@ class Objective:
         """Variables and handovers that cost the same under any weights."""
         d, prices, found = self.decisions, self.prices, self._roles
 
-        def look(h: Handover, buckets: tuple[Bucket, ...]) -> object:
+        def look(h: Use, buckets: tuple[Bucket, ...]) -> object:
             if not buckets or buckets[0].work == "wait":
                 return id(prices.waiting(d, h)), buckets
             return id(prices.hideable(d.variables[h.source], d.variables[h.target], h)[0]), buckets

@@ -25,7 +25,7 @@ from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.contraction import equation, terms
 from autopar.planner.footprint.op_work import kernel_kind, local_bytes
-from autopar.planner.problem.variables import Decisions, Handover, Variable, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.strategies import flops
@@ -84,7 +84,7 @@ class Decomposition:
     axes: frozenset[int]
     _gains: dict[tuple[object, ...], tuple[Array | None, tuple[object, ...]]] = field(default_factory=dict)
     _sums: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
-    _from: dict[int, tuple[Decisions, dict[int, list[Handover]]]] = field(default_factory=dict)
+    _from: dict[int, tuple[Decisions, dict[int, list[Use]]]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair) -> float:
         """T of a pair."""
@@ -117,7 +117,7 @@ class Decomposition:
 
     # In the problem.
 
-    def with_gains(self, d: Decisions, h: Handover, cost: Array) -> Array:
+    def with_gains(self, d: Decisions, h: Use, cost: Array) -> Array:
         """``cost`` of a handover where its pairs are decomposed; one array for equal handovers."""
         if self.wanted == "never" or h.kept or h.rerun or h.position < 0:
             return cost
@@ -137,11 +137,11 @@ class Decomposition:
             self._sums[key] = np.where(np.isfinite(cost), np.maximum(cost + gains, 0.0), cost), cost, gains
         return self._sums[key][0]
 
-    def _reader(self, d: Decisions, h: Handover) -> tuple[Variable, int] | None:
+    def _reader(self, d: Decisions, h: Use) -> tuple[Variable, int] | None:
         """The contraction that reads what a handover brings; of a copy's readers the first, if it is one."""
         if d.variables[h.target].kind == "copy":
             if id(d) not in self._from:
-                found: dict[int, list[Handover]] = {}
+                found: dict[int, list[Use]] = {}
                 for each in d.handovers:
                     found.setdefault(each.source, []).append(each)
                 self._from[id(d)] = d, found
@@ -150,7 +150,7 @@ class Decomposition:
         return (reader, h.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
 
     def _gathers(
-        self, graph: Graph, source: Variable, target: Variable, h: Handover, cost: Array, reader: Variable,
+        self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array, reader: Variable,
         position: int,
     ) -> Array | None:  # fmt: skip
         """What each pair of options gains; of a copy what its first reader gains in any of its options."""
@@ -187,7 +187,7 @@ class Decomposition:
         return self._keep(key, gains, source.options, target.options, reader.options)
 
     def _scatters(
-        self, graph: Graph, source: Variable, target: Variable, h: Handover, cost: Array
+        self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array
     ) -> Array | None:  # fmt: skip
         """What each pair of options gains where ``source`` is a contraction whose sum is scattered."""
         node = source.node

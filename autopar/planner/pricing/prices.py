@@ -25,7 +25,7 @@ from autopar.planner.graphs.fused_chains import Border, borders
 from autopar.planner.pricing.fused import Fused
 from autopar.planner.pricing.overlapped_products import Decomposition, reachable
 from autopar.planner.pricing.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
-from autopar.planner.problem.variables import Decisions, Handover, Variable, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
@@ -60,8 +60,8 @@ class Prices:
     _steps: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
-    _handed: dict[int, tuple[Handover, Array]] = field(default_factory=dict)
-    _waited: dict[int, tuple[Handover, Array]] = field(default_factory=dict)
+    _handed: dict[int, tuple[Use, Array]] = field(default_factory=dict)
+    _waited: dict[int, tuple[Use, Array]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Prices:
             self._weighted[key] = seconds, seconds * weight
         return self._weighted[key][1]
 
-    def hideable(self, source: Variable, target: Variable, h: Handover) -> tuple[Array, tuple[Array, ...]]:
+    def hideable(self, source: Variable, target: Variable, h: Use) -> tuple[Array, tuple[Array, ...]]:
         """Of a handover beside which the program computes, seconds of the launches, and for each axis those that
         computation hides. Small tensors share launches."""
         alone = self.edge(source, target, h)
@@ -117,21 +117,21 @@ class Prices:
             self._hideable[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
         return self._hideable[key]
 
-    def waiting(self, d: Decisions, h: Handover) -> Array:
+    def waiting(self, d: Decisions, h: Use) -> Array:
         """Seconds for which the program waits for a handover."""
         known = self._waited.get(id(h))
         if known is None or known[0] is not h:
             known = self._waited[id(h)] = h, self._waiting(d, h)
         return known[1]
 
-    def _waiting(self, d: Decisions, h: Handover) -> Array:
+    def _waiting(self, d: Decisions, h: Use) -> Array:
         source, target = d.variables[h.source], d.variables[h.target]
         cost = self.edge(source, target, h)
         if source.node is not None and Value(source.node.name, h.out) in d.widened:
             return self._unreduced(source, target, h, cost)
         return self.apart(d, h, self.decomposition.with_gains(d, h, cost))
 
-    def _unreduced(self, source: Variable, target: Variable, h: Handover, cost: Array) -> Array:
+    def _unreduced(self, source: Variable, target: Variable, h: Use, cost: Array) -> Array:
         """``cost`` where partial sums stay what they are."""
         if id(cost) not in self._whole:
             made = [spec_made(o, h.out) for o in source.options]
@@ -140,7 +140,7 @@ class Prices:
             self._whole[id(cost)] = cost, np.where(same, cost, math.inf)
         return self._whole[id(cost)][1]
 
-    def waiting_edge(self, d: Decisions, h: Handover, weight: float) -> Array:
+    def waiting_edge(self, d: Decisions, h: Use, weight: float) -> Array:
         """Such a handover, a second counted as ``weight``. What is free stays one array, by which blocks are found."""
         seconds = self.waiting(d, h)
         if id(seconds) not in self._free:
@@ -148,7 +148,7 @@ class Prices:
         return seconds if self._free[id(seconds)][1] else self.weighted(seconds, weight)
 
     def hiding_edge(
-        self, source: Variable, target: Variable, h: Handover, weights: tuple[float, ...], share: float
+        self, source: Variable, target: Variable, h: Use, weights: tuple[float, ...], share: float
     ) -> Array:
         """Such a handover in a ``share`` of all micro-batches, a second that can hide counted by its axis's weight."""
         launches, of_axes = self.hideable(source, target, h)
@@ -191,7 +191,7 @@ class Prices:
             self._fused[id(graph)] = graph, Fused.of(graph, across=not alone) if here else Fused()
         return self._fused[id(graph)][1]
 
-    def apart(self, d: Decisions, h: Handover, cost: Array) -> Array:
+    def apart(self, d: Decisions, h: Use, cost: Array) -> Array:
         """``cost`` of a handover; where it leads from op to op of one kernel, also what they pay for being two: the
         tensor is written and read."""
         if d.variables[h.target].kind == "rerun":
@@ -210,7 +210,7 @@ class Prices:
             self._apart[key] = cost + between, cost
         return self._apart[key][0]
 
-    def _left_alone(self, d: Decisions, h: Handover, cost: Array) -> Array:
+    def _left_alone(self, d: Decisions, h: Use, cost: Array) -> Array:
         """``cost`` with what ops of a kernel pay that run again without those before them, where ``h`` hands a value
         that is held and not made again."""
         alone = self.fused(d.graph).left_alone(d, h)
@@ -224,7 +224,7 @@ class Prices:
             self._apart[key] = cost + np.outer(held, [0.0, *paid]), cost
         return self._apart[key][0]
 
-    def _paid_leading(self, d: Decisions, node: Node, h: Handover) -> Array:
+    def _paid_leading(self, d: Decisions, node: Node, h: Use) -> Array:
         """What each option of the first op of a kernel pays for what those before it would make: a launch, and reading
         it."""
         launch_s, s_per_byte = self.compute.copy_line()
@@ -354,14 +354,14 @@ class Prices:
         )
         return seconds, min(launch_s, seconds)
 
-    def edge(self, source: Variable, target: Variable, h: Handover) -> Array:
+    def edge(self, source: Variable, target: Variable, h: Use) -> Array:
         """Cost matrix of one handover, shared between handovers of equal kind."""
         known = self._handed.get(id(h))
         if known is None or known[0] is not h:
             known = self._handed[id(h)] = h, self._shared_edge(source, target, h)
         return known[1]
 
-    def _shared_edge(self, source: Variable, target: Variable, h: Handover) -> Array:
+    def _shared_edge(self, source: Variable, target: Variable, h: Use) -> Array:
         key = (
             id(source.options), h.out, id(target.options), h.position, h.meta, h.kept, target.kept, h.rerun,
             target.actions,
@@ -371,7 +371,7 @@ class Prices:
             self._edges[key] = self._edge(source, target, h), source.options, target.options
         return self._edges[key][0]
 
-    def _edge(self, source: Variable, target: Variable, h: Handover) -> Array:
+    def _edge(self, source: Variable, target: Variable, h: Use) -> Array:
         if h.kept:
             given = [spec_read(o, h.out) for o in source.options]
             places = _numbered(given, [spec_read(o, h.position) for o in target.options])
@@ -402,7 +402,7 @@ class Prices:
         cost[:, [j for j, t in enumerate(taken) if t is None]] = 0.0
         return cost
 
-    def _hold_edge(self, made: Ends, target: Variable, h: Handover) -> Array:
+    def _hold_edge(self, made: Ends, target: Variable, h: Use) -> Array:
         """What is kept or offloaded comes from the forward, the rest from the op that is run again, as it makes it."""
         actions = ("recompute",) if h.rerun else ("keep", "offload")
         taken = [spec_read(o, 0) if a in actions else None for o, a in zip(target.options, target.actions, strict=True)]
@@ -464,7 +464,7 @@ def edges(
 
 
 def handed(
-    d: Decisions, prices: Prices, h: Handover, weight: tuple[str, tuple[float, ...]] | None = None,
+    d: Decisions, prices: Prices, h: Use, weight: tuple[str, tuple[float, ...]] | None = None,
     launched: float = 1.0,
 ) -> Array:  # fmt: skip
     """Seconds of one handover times its weight, as of ``edges``; of a reduction's launch the share ``launched``."""

@@ -24,7 +24,7 @@ from autopar.planner.problem.constraints import Forced
 from autopar.planner.problem.specs import stored_specs
 from autopar.planner.problem.variables import (
     Decisions,
-    Handover,
+    Use,
     Variable,
     copy_key,
     forced_key,
@@ -198,7 +198,7 @@ def _hand_over(
         spec = forced.values[value]
         only = (Strategy((spec,), (spec,)),)
         target = d.add(Variable(forced_key(value), "copy", only, d.graph.by_name[value.node].phase, value=value))
-        d.handovers.append(Handover(source, out, target, 0, meta))
+        d.handovers.append(Use(source, out, target, 0, meta))
         source, out = target, 0
     readers: Mapping[Phase, list[tuple[int, int]]] = {"forward": [], "backward": []}
     for node, position in d.graph.consumers.get(value, ()):
@@ -219,7 +219,7 @@ def _hand_over(
     _attach(d, value, "backward", source, out, backward, meta, gathered if keeps else None)
     for target, position in stores:
         if position < 0:
-            d.handovers.append(Handover(source, out, target, position, meta))
+            d.handovers.append(Use(source, out, target, position, meta))
 
 
 def _stored(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
@@ -245,20 +245,20 @@ def _attach(
         return None
     if len(readers) == 1 and gathered is None and not always:
         target, position = readers[0]
-        d.handovers.append(Handover(source, out, target, position, meta))
+        d.handovers.append(Use(source, out, target, position, meta))
         return readers[0]
     options = d.wanted(readers, twice=gathered is not None)
     keeping = len(options) // 2 if gathered is not None else 0
     kept = (False,) * (len(options) - keeping) + (True,) * keeping
     copy = d.add(Variable(copy_key(value, phase), "copy", options, phase, value=value, kept=kept))
-    d.handovers.append(Handover(source, out, copy, 0, meta))
+    d.handovers.append(Use(source, out, copy, 0, meta))
     if gathered is not None:
-        d.handovers.append(Handover(gathered[0], gathered[1], copy, 0, meta, kept=True))
-    d.handovers.extend([Handover(copy, 0, target, position, meta) for target, position in readers])
+        d.handovers.append(Use(gathered[0], gathered[1], copy, 0, meta, kept=True))
+    d.handovers.extend([Use(copy, 0, target, position, meta) for target, position in readers])
     return copy, -1
 
 
 __all__ = [
-    "Decisions", "Handover", "Variable", "batch_size", "copy_key", "decide", "forced_key", "given_whole", "hold_key",
+    "Decisions", "Use", "Variable", "batch_size", "copy_key", "decide", "forced_key", "given_whole", "hold_key",
     "output_key", "rerun_key", "spec_made", "spec_read",
 ]  # fmt: skip

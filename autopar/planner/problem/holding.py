@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.ir import Graph, Value
-from autopar.planner.problem.variables import Decisions, Handover, Variable, hold_key, rerun_key, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Use, Variable, hold_key, rerun_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 
 LEAST_OFFLOADED = 1e-3
@@ -60,10 +60,10 @@ def hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[
     options = (*(Strategy((s,), (s,)) for s in (*kept, *offloaded, *remade)), NOTHING)
     actions = ("keep",) * len(kept) + ("offload",) * len(offloaded) + ("recompute",) * len(remade) + ("absent",)
     held = d.add(Variable(hold_key(value), "hold", options, "backward", value=value, actions=actions))
-    d.handovers.append(Handover(source, out, held, 0, meta))
-    d.handovers.append(Handover(rerun, value.index, held, 0, meta, rerun=True))
+    d.handovers.append(Use(source, out, held, 0, meta))
+    d.handovers.append(Use(rerun, value.index, held, 0, meta, rerun=True))
     for target, position in (*readers, *again):
-        d.handovers.append(Handover(held, 0, target, position, meta))
+        d.handovers.append(Use(held, 0, target, position, meta))
 
 
 def reruns_of(d: Decisions, value: Value) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ class Variable:
     away: tuple[int, ...] = ()
 
 
-class Handover(NamedTuple):
+class Use(NamedTuple):
     """Variable ``source``'s result ``out`` is read by variable ``target`` as operand ``position``.
 
     With ``kept`` the pair is not priced: the target's kept options need the same spec at the source, for nothing.
@@ -66,7 +66,7 @@ class Decisions:
     graph: Graph
     mesh: Mesh
     variables: list[Variable] = field(default_factory=list)
-    handovers: list[Handover] = field(default_factory=list)
+    handovers: list[Use] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     recomputes: bool = False
     least_offloaded_bytes: float = math.inf

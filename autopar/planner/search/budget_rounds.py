@@ -11,7 +11,7 @@ from typing import NamedTuple
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_rows import Rows
 from autopar.planner.pricing.transfers import PARTS, exposed_seconds
-from autopar.planner.search.finalists import Rival
+from autopar.planner.search.candidates import BaselineCandidate
 from autopar.planner.search.known_shardings import kept_anew
 from autopar.planner.search.rounds import Result, Rounds
 from autopar.planner.search.smallest_peak import seconds_for, smallest_rows
@@ -68,13 +68,13 @@ class BudgetRounds(Rounds):
     @cached_property
     def baseline(self) -> str:
         """The cheapest that fits the budget."""
-        return next((r.name for r in self.rivals if r.fits(self.budget)), "")
+        return next((r.name for r in self.baselines if r.fits(self.budget)), "")
 
-    def fits(self, rival: Rival) -> bool:
+    def fits(self, baseline: BaselineCandidate) -> bool:
         """Whether its program does, as it is or, where that is a little too large, with its collectives arranged."""
-        if rival.fits(self.budget):
+        if baseline.fits(self.budget):
             return True
-        return rival.fits(NEARLY_FITS * self.budget) and rival.finalist.memory.peak_bytes <= self.budget
+        return baseline.fits(NEARLY_FITS * self.budget) and baseline.candidate.memory.peak_bytes <= self.budget
 
     def within_budget(
         self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None,

@@ -13,7 +13,7 @@ from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.search import named_budgets
 from autopar.planner.search.budget_rounds import NEARLY_FITS, SMALL_MOST, BudgetRounds, bounded, in_share
-from autopar.planner.search.finalists import Finalist, seed
+from autopar.planner.search.candidates import Candidate, seed
 from autopar.planner.search.known_shardings import GAP_ANEW, among, cheapest, kept_as_sharded
 from autopar.planner.search.rounds import Result
 from autopar.planner.search.smallest_peak import LEAST_S, TO_THE_BYTE_MOST, of_smallest_peak
@@ -120,7 +120,7 @@ class BudgetSearch(BudgetRounds):
                 return self._known_or_late(free, TO_KNOWN, barred)
             result = named_budgets.or_kept(self, self._smallest(deadline, checkpoints.still))
         if result.memory.peak_bytes > self.budget:
-            self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")
+            self.baseline = next((r.name for r in self.baselines if self.fits(r)), "")
             if self.baseline:
                 return None
             raise self._infeasible(result, late=late or now() > deadline, barred=barred)
@@ -132,7 +132,7 @@ class BudgetSearch(BudgetRounds):
         peak = free.memory.peak_bytes
         if self.budget < peak <= NEARLY_FITS * self.budget:
             options = replace(self.options, memory_budget_bytes=None)
-            told = Finalist.of("free", self.decisions, free.solution, free.program, self.prices, options)
+            told = Candidate.of("free", self.decisions, free.solution, free.program, self.prices, options)
             peak = told.memory.peak_bytes
         return peak <= self.budget
 
@@ -150,7 +150,7 @@ class BudgetSearch(BudgetRounds):
         kept = named_budgets.or_kept(self, free)
         if kept.memory.peak_bytes <= self.budget:
             return replace(kept, solution=bounded(kept.solution, self.bound, self.options.gap))
-        self.baseline = next((r.name for r in self.rivals if self.fits(r)), "")
+        self.baseline = next((r.name for r in self.baselines if self.fits(r)), "")
         if self.baseline:
             return None
         raise self._infeasible(kept, late=True, barred=barred, first_s=times * (now() - self.began))
@@ -192,12 +192,12 @@ class BudgetSearch(BudgetRounds):
         assert self.free is not None
         self.say("over the budget: known shardings")
         deadline = self.latest if self.baseline else deadline
-        known = (self.free.solution.choice, *(r.choice for r in self.rivals))
+        known = (self.free.solution.choice, *(r.choice for r in self.baselines))
         until = min(in_share(SHARDED_SHARE, deadline), now() + max(self.free_s, SHARDED_TIMES * joint_s))
         rescuing = joint is None and not self.baseline
         if rescuing:  # any plan that fits is worth more than a cheaper one: those that hold little go first
-            lean = LEAN * min((r.about_peak_bytes for r in self.rivals), default=0.0)
-            lean_first = sorted(self.rivals, key=lambda r: max(r.about_peak_bytes, lean))
+            lean = LEAN * min((r.estimated_peak_bytes for r in self.baselines), default=0.0)
+            lean_first = sorted(self.baselines, key=lambda r: max(r.estimated_peak_bytes, lean))
             known = (*(r.choice for r in lean_first), known[0])
             until = deadline = in_share(JOINT_SHARE, self.latest)
         found = [joint, kept_as_sharded(self, keeping, known, until, first=rescuing)]
@@ -210,7 +210,7 @@ class BudgetSearch(BudgetRounds):
             found.append(self.within_budget(deadline, JOINT_SHARE) if self.seeds and now() < deadline else None)
         best = cheapest(*found)
         if now() < deadline:
-            with_reruns, self.objective, self.seeds = self.objective, keeping, tuple(r.choice for r in self.rivals)
+            with_reruns, self.objective, self.seeds = self.objective, keeping, tuple(r.choice for r in self.baselines)
             kept = self.within_budget(deadline, KEEPING_SHARE)
             self.objective, self.seeds = with_reruns, ()
             if kept is not None and (best is None or kept.solution.objective < best.solution.objective):
@@ -342,7 +342,7 @@ class BudgetSearch(BudgetRounds):
     def _free_choice(self, still: Open) -> tuple[int, ...] | None:
         """The optimum without a budget, where it holds less than every baseline; nothing runs again in it."""
         assert self.free is not None
-        if self.free.memory.peak_bytes >= min((r.peak_bytes for r in self.rivals), default=math.inf):
+        if self.free.memory.peak_bytes >= min((r.peak_bytes for r in self.baselines), default=math.inf):
             return None
         once = [(0,) if v.kind == "rerun" else s for v, s in zip(self.decisions.variables, still, strict=True)]
         return among(self, self.objective.problem(), once, LEAST_S)
@@ -351,7 +351,7 @@ class BudgetSearch(BudgetRounds):
         self, smallest: Result, *, late: bool, barred: bool = False, first_s: float = math.nan
     ) -> InfeasibleError:  # fmt: skip
         """``first_s``: when a first plan might be there."""
-        leanest = min(self.rivals, key=lambda r: r.about_peak_bytes, default=None)
+        leanest = min(self.baselines, key=lambda r: r.estimated_peak_bytes, default=None)
         least = math.inf if leanest is None else leanest.peak_bytes
         least = least if self.free is None else min(least, self.free.memory.peak_bytes)
         if smallest.memory.peak_bytes < least:

@@ -17,7 +17,7 @@ from autopar.planner.pricing.transfers import hide, host_usages
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import simulate_streams
-from autopar.planner.search.finalists import Rival
+from autopar.planner.search.candidates import BaselineCandidate
 from autopar.planner.search.fitting import fitted, scheduled
 from autopar.planner.search.random_plans import random_solution
 from autopar.program import Program
@@ -56,7 +56,7 @@ class Rounds:
         prices_of_memory: what the limit cost in the last round.
         basis: where its linear program of blocks ended.
         bound: on all plans, in seconds.
-        rivals: the baselines, the cheapest first.
+        baselines: the baselines, the cheapest first.
         hideable_s: beside which transfers of the host hide, in so many parts of the forward.
         free: the optimum without a budget.
         weighted_s: what the last choice costs under the weights for which it was found.
@@ -73,7 +73,7 @@ class Rounds:
     prices_of_memory: UsagePrices = field(default_factory=UsagePrices)
     basis: Basis | None = None
     bound: float = 0.0
-    rivals: Sequence[Rival] = ()
+    baselines: Sequence[BaselineCandidate] = ()
     hideable_s: float = math.inf
     hiding_parts: int = 1
     free: Result | None = None

@@ -22,7 +22,14 @@ from autopar.planner.problem.decide import Decisions, decide
 from autopar.planner.schedule.timeline import Timeline
 from autopar.planner.search.budget_rounds import bounded
 from autopar.planner.search.budget_search import BudgetSearch
-from autopar.planner.search.finalists import Finalist, Rival, budget_bytes, rivals, settled, unbeaten
+from autopar.planner.search.candidates import (
+    BaselineCandidate,
+    Candidate,
+    baseline_candidates,
+    budget_bytes,
+    settled,
+    undominated,
+)
 from autopar.planner.search.rounds import Progress
 from autopar.planner.search.shared_launches import sharing_launches
 from autopar.plans.records import BaselineRecord
@@ -94,10 +101,10 @@ def _planned(
     search.timings["baselines"] = time.perf_counter() - priced
     best = search.best(compared, began + options.time_limit_s - arranging_s)
     search.timings["strategies"] = listed - started
-    looked_at = [r for r in compared if options.compare or "finalist" in vars(r)]
+    looked_at = [r for r in compared if options.compare or "candidate" in vars(r)]
     return Planned(
         best.program, best.decisions, best.solution, best.memory, best.timeline, search.timings, notices,
-        tuple(r.finalist.record(search.budget) for r in looked_at),
+        tuple(r.candidate.record(search.budget) for r in looked_at),
     )  # fmt: skip
 
 
@@ -120,11 +127,11 @@ LATE_S = 1.0
 """So long after the search's end known ways to train are still looked at, the cheapest first: one may be better."""
 
 
-def _rivals(objective: Objective, options: Options) -> list[Rival]:
+def _rivals(objective: Objective, options: Options) -> list[BaselineCandidate]:
     """What the plan is compared with; under constraints nothing, since they may exclude every baseline."""
     kind, _, name = options.search.partition(":")
     if kind == "baseline":
-        found = rivals(objective, options, name)
+        found = baseline_candidates(objective, options, name)
         if found:
             return found
         raise PlanError(
@@ -134,7 +141,7 @@ def _rivals(objective: Objective, options: Options) -> list[Rival]:
         )
     if kind != "joint" or options.constraints:
         return []
-    return rivals(objective, options)
+    return baseline_candidates(objective, options)
 
 
 def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
@@ -155,68 +162,69 @@ def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
 class _Search(BudgetSearch):
     """The search, and the baselines that its plan is compared with."""
 
-    def best(self, compared: Sequence[Rival], deadline: float) -> Finalist:
+    def best(self, compared: Sequence[BaselineCandidate], deadline: float) -> Candidate:
         """The search's own plan, or a baseline that fits and is better.
 
         Raises:
             InfeasibleError: nothing fits the budget.
         """
         if self.options.search.startswith("baseline"):
-            return compared[0].finalist
-        self.rivals = sorted(compared, key=lambda r: r.objective)
-        self.seeds = tuple(r.choice for r in self.rivals)
+            return compared[0].candidate
+        self.baselines = sorted(compared, key=lambda r: r.objective)
+        self.seeds = tuple(r.choice for r in self.baselines)
         result = self.run(deadline)
         if result is None:
-            known = [r.finalist for r in self.rivals if r.name == self.baseline]  # whatever time it is
+            known = [r.candidate for r in self.baselines if r.name == self.baseline]  # whatever time it is
             fitting = [*known, *(f for f in self._fitting(math.inf, deadline) if f not in known)]
             return self._bounded(settled(fitting, fitting, self.options.gap), self.bound, "nothing was found that fits")
         self.say("collectives")
         started = time.perf_counter()
-        own = Finalist.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
+        own = Candidate.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
         self.timings["arrange"] = time.perf_counter() - started
         fitting = list(self._fitting(own.arranged_s, deadline, own.solution.objective))
-        finalists = [own, *fitting]
-        if not unbeaten(finalists, fitting, self.options.gap) and now() < deadline:
-            finalists += sharing_launches(self, fitting, deadline)
-        best = settled(finalists, fitting, self.options.gap)
+        candidates = [own, *fitting]
+        if not undominated(candidates, fitting, self.options.gap) and now() < deadline:
+            candidates += sharing_launches(self, fitting, deadline)
+        best = settled(candidates, fitting, self.options.gap)
         return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
 
-    def _fitting(self, step_s: float, deadline: float, cost: float = 0.0) -> Iterator[Finalist]:
+    def _fitting(self, step_s: float, deadline: float, cost: float = 0.0) -> Iterator[Candidate]:
         """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that
         cost no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate, and
         whatever time it is the first of those that cost no more."""
         if self.options.compare:
-            yield from (rival.finalist for rival in self.rivals if self.fits(rival))
+            yield from (baseline.candidate for baseline in self.baselines if self.fits(baseline))
             return
         most_s = max(cost, HOPELESS[self.decisions.mesh.ndim > 1] * step_s)
         # Where one is cheaper and taken for that, no other may have a shorter step: then near ones count too.
-        outdone = any((1 + self.options.gap) * r.objective < cost for r in self.rivals)
+        outdone = any((1 + self.options.gap) * r.objective < cost for r in self.baselines)
         steps: dict[str, float] = {}
-        for rival in self.rivals:
-            if rival.objective > most_s or now() > deadline + LATE_S:
+        for baseline in self.baselines:
+            if baseline.objective > most_s or now() > deadline + LATE_S:
                 continue
-            if self._may_be_shorter(rival, step_s, outdone):
-                steps[rival.name] = rival.least_s
+            if self._may_be_shorter(baseline, step_s, outdone):
+                steps[baseline.name] = baseline.least_s
         known = False
         may_win_s = max(step_s, min(steps.values(), default=0.0)) if outdone else step_s
-        for rival in self.rivals:
-            seen, least_s = "finalist" in vars(rival), steps.get(rival.name, math.inf)
-            cheaper = rival.objective <= cost
-            wins = least_s <= may_win_s or (least_s <= (1 + UNSURE) * may_win_s and (outdone or rival.may_defer))
+        for baseline in self.baselines:
+            seen, least_s = "candidate" in vars(baseline), steps.get(baseline.name, math.inf)
+            cheaper = baseline.objective <= cost
+            wins = least_s <= may_win_s or (least_s <= (1 + UNSURE) * may_win_s and (outdone or baseline.may_defer))
             looked_at = (cheaper or wins) and now() < deadline + LATE_S
-            if (seen or looked_at or (cheaper and not known)) and self.fits(rival):
+            if (seen or looked_at or (cheaper and not known)) and self.fits(baseline):
                 known = True
-                yield rival.finalist
+                yield baseline.candidate
 
-    def _may_be_shorter(self, rival: Rival, step_s: float, nearly: bool) -> bool:
+    def _may_be_shorter(self, baseline: BaselineCandidate, step_s: float, nearly: bool) -> bool:
         """Whether its step may be shorter than ``step_s``, or with ``nearly`` about as long, by what fewer layers tell
         of it."""
         axes = self.decisions.mesh.ndim > 1
-        if rival.about_s > (1 + ROUGH[axes]) * step_s:
+        if baseline.estimated_s > (1 + ROUGH[axes]) * step_s:
             return False
-        return nearly or rival.about_s <= (1 + SURE[axes]) * step_s or not rival.is_sure or rival.may_defer
+        short = baseline.estimated_s <= (1 + SURE[axes]) * step_s
+        return nearly or short or not baseline.is_exact or baseline.may_defer
 
-    def _bounded(self, found: Finalist, bound: float, method: str) -> Finalist:
+    def _bounded(self, found: Candidate, bound: float, method: str) -> Candidate:
         """A baseline as the chosen plan, with the search's bound."""
         solution = bounded(found.solution, bound, self.options.gap)
         return replace(found, solution=replace(solution, method=f"{method}; {solution.method}"))

@@ -15,14 +15,14 @@ from autopar.planner.pricing.critical_paths import reduces
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.search.budget_rounds import BudgetRounds
-from autopar.planner.search.finalists import Finalist
+from autopar.planner.search.candidates import Candidate
 from autopar.solver import UsagePrices
 
 LEAST_LAUNCHED = 0.01
 """Share of a launch that counts at any rate: of equal steps the one of fewer reductions is taken."""
 
 
-def sharing_launches(rounds: BudgetRounds, baselines: Sequence[Finalist], deadline: float) -> list[Finalist]:
+def sharing_launches(rounds: BudgetRounds, baselines: Sequence[Candidate], deadline: float) -> list[Candidate]:
     """The best plan where launches count as the baseline of the shortest step shares them, with its cost as of any
     other; none where that shares none, or nothing that fits was found.
 
@@ -45,15 +45,15 @@ def sharing_launches(rounds: BudgetRounds, baselines: Sequence[Finalist], deadli
         return []
     cost, method = rounds.objective.seconds(found.solution.choice), f"{found.solution.method}; launches shared"
     solution = replace(found.solution, objective=cost, method=method)
-    return [Finalist.of("launches shared", d, solution, found.program, prices, rounds.options)]
+    return [Candidate.of("launches shared", d, solution, found.program, prices, rounds.options)]
 
 
-def share_of_launches(finalist: Finalist, prices: Prices) -> float:
+def share_of_launches(candidate: Candidate, prices: Prices) -> float:
     """How much of the launches of its reductions counts where a plan costs what its step takes, from 0 to 1."""
-    d, choice = finalist.decisions, finalist.solution.choice
+    d, choice = candidate.decisions, candidate.solution.choice
     launches_s = 0.0
     for h in filter(lambda h: reduces(d, h), d.handovers):
         seconds, _ = prices.hideable(d.variables[h.source], d.variables[h.target], h)
         launches_s += seconds.item(choice[h.source], choice[h.target]) / d.accumulation_steps
-    shared_s = finalist.solution.objective - finalist.timeline.seconds
+    shared_s = candidate.solution.objective - candidate.timeline.seconds
     return min(max(1 - shared_s / launches_s, LEAST_LAUNCHED), 1.0) if launches_s else 1.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_rows import Rows
+from autopar.planner.search.candidates import seed
 from autopar.planner.search.descent import descended
-from autopar.planner.search.finalists import seed
 from autopar.planner.search.rounds import Result, Rounds
 from autopar.solver import Problem, peak_usage, smallest_choice
 from autopar.solver.clock import now
@@ -62,8 +62,8 @@ def of_smallest_peak(
     for an option may have been due to others; and from there on by single decisions. The rows are the last ones."""
     best: Result | None = None
     known: Sequence[Sequence[int]] = () if begin is None else (begin,)
-    if begin is None and rounds.rivals:
-        known = seed(rounds.objective, rounds.options, min(rounds.rivals, key=lambda r: r.peak_bytes).name)
+    if begin is None and rounds.baselines:
+        known = seed(rounds.objective, rounds.options, min(rounds.baselines, key=lambda r: r.peak_bytes).name)
     for choice in known:
         best = rounds.of_choice(choice)
     alone = rounds.decisions.mesh.size == 1

@@ -12,9 +12,9 @@ from autopar.planner.baselines.roles import restricted_choices
 from autopar.planner.graphs.accumulation import without_delivery
 from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.options import Options
-from autopar.planner.overlap.arrange import ALIKE, Told, Tried, arrange
+from autopar.planner.overlap.arrange import ALIKE, Extrapolation, Tried, arrange
 from autopar.planner.overlap.arrangements import Ways
-from autopar.planner.overlap.collectives import take_apart
+from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.deferral import deferred, may_defer
 from autopar.planner.overlap.shortening import LEAST, Depths
 from autopar.planner.pricing.objective import Objective
@@ -53,7 +53,7 @@ def budget_bytes(cluster: Cluster, options: Options) -> float:
 
 
 @dataclass(frozen=True)
-class Finalist:
+class Candidate:
     """A complete plan. ``name`` is the baseline's, or ``chosen`` for the search's own. Seconds and bytes.
 
     ``solution`` has the cost of collectives that are launched one by one. ``arranged_s``: of a step before what nothing
@@ -71,7 +71,7 @@ class Finalist:
     def of(
         name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options,
         tried: Tried | None = None,
-    ) -> Finalist:  # fmt: skip
+    ) -> Candidate:  # fmt: skip
         """A scheduled solution with its collectives arranged for the budget, and what nothing waits for deferred.
 
         Args:
@@ -87,13 +87,13 @@ class Finalist:
         if d.accumulation_steps > 1:
             before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
         if after.seconds < before.seconds:
-            arranged = Finalist(name, d, solution, found.program, found.memory, after, after.seconds)
+            arranged = Candidate(name, d, solution, found.program, found.memory, after, after.seconds)
         else:
             memory = found.memory if found.program is program else profiled(program)
-            arranged = Finalist(name, d, solution, program, memory, before, before.seconds)
+            arranged = Candidate(name, d, solution, program, memory, before, before.seconds)
         return arranged._deferred(prices, options)
 
-    def _deferred(self, prices: Prices, options: Options) -> Finalist:
+    def _deferred(self, prices: Prices, options: Options) -> Candidate:
         """With the work that nothing waits for behind the collectives that the backward waits for, where its step is
         shorter so and it fits the budget."""
         d, moved = self.decisions, replace(self.program, ops=deferred(self.program, self.decisions.graph))
@@ -130,7 +130,7 @@ def _arranged_by(options: Options) -> float:
 
 
 @dataclass(frozen=True)
-class Rival:
+class BaselineCandidate:
     """A completed baseline: its choice and its cost in seconds. What it takes as a program is found out when asked."""
 
     name: str
@@ -150,7 +150,7 @@ class Rival:
         return profile(self._program, d.graph, d.mesh, self.options).peak_bytes
 
     @cached_property
-    def about_peak_bytes(self) -> float:
+    def estimated_peak_bytes(self) -> float:
         """`peak_bytes` as programs of few layers tell it, where they can: every layer holds as much."""
         few, more = self._few, self._of_layers(2 * LEAST)
         if few is None or more is None or "peak_bytes" in vars(self):
@@ -160,7 +160,7 @@ class Rival:
 
     def fits(self, budget: float) -> bool:
         """Whether ``peak_bytes`` are within ``budget`` bytes; of deep models it is measured only where that is near."""
-        return self.about_peak_bytes <= ABOUT * budget and self.peak_bytes <= budget
+        return self.estimated_peak_bytes <= ABOUT * budget and self.peak_bytes <= budget
 
     def _peak_of_layers(self, program: Program, layers: int) -> int:
         fewer = self.stated.with_fewer_layers(layers)
@@ -177,18 +177,18 @@ class Rival:
         return self._tried.least_s() if self.stated.decisions.accumulation_steps == 1 else 0.0
 
     @property
-    def about_s(self) -> float:
+    def estimated_s(self) -> float:
         """``least_s`` as two programs of fewer layers tell it; 0 where they cannot."""
         return 0.0 if self._told is None else self._told.seconds
 
     @cached_property
-    def is_sure(self) -> bool:
-        """Whether a program of a third depth tells the same as ``about_s``."""
+    def is_exact(self) -> bool:
+        """Whether a program of a third depth tells the same as ``estimated_s``."""
         between = None if self._told is None else self._of_layers(self._told.depths.between)
         return self._told is not None and between is not None and self._told.agrees(between)
 
     @cached_property
-    def _told(self) -> Told | None:
+    def _told(self) -> Extrapolation | None:
         whole, prices = self.stated.depth, self.stated.prices
         made = {LEAST: self._few}
         depths, layers = Depths.of(whole, 0.0), LEAST
@@ -198,11 +198,11 @@ class Rival:
             program = made[layers] = made[layers] if layers in made else self._of_layers(layers)
             if program is None:
                 return None
-            depths = Depths.of(whole, Ways(take_apart(program), prices).largest_launch() * layers)
+            depths = Depths.of(whole, Ways(extract_collectives(program), prices).largest_launch() * layers)
             if depths is not None and depths.more == layers:
                 shorter = made[depths.few] if depths.few in made else self._of_layers(depths.few)
                 until = _arranged_by(self.options)
-                return None if shorter is None else Told.by(depths, shorter, program, prices, until)
+                return None if shorter is None else Extrapolation.by(depths, shorter, program, prices, until)
             layers = layers if depths is None else depths.more
         return None
 
@@ -224,27 +224,27 @@ class Rival:
         return schedule(fewer.decisions, choice, self.stated.prices)
 
     @cached_property
-    def finalist(self) -> Finalist:
+    def candidate(self) -> Candidate:
         """Scheduled, timed and measured."""
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        return Finalist.of(self.name, d, solution, self._program, prices, options, self._tried)
+        return Candidate.of(self.name, d, solution, self._program, prices, options, self._tried)
 
 
-def settled(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> Finalist:
-    """The finalist of the least simulated step among those that no baseline beats, neither in cost, but for the ``gap``
+def settled(candidates: Sequence[Candidate], baselines: Sequence[Candidate], gap: float) -> Candidate:
+    """The candidate of the least simulated step among those no baseline beats, neither in cost, but for the ``gap``
     that was asked, nor in simulated seconds; where every one is beaten in something, of all.
 
     The two can differ: the cost is what a bound is proven for, the simulation knows what waits for what.
     """
-    return min(unbeaten(finalists, baselines, gap) or finalists, key=Finalist.rank)
+    return min(undominated(candidates, baselines, gap) or candidates, key=Candidate.rank)
 
 
-def unbeaten(finalists: Sequence[Finalist], baselines: Sequence[Finalist], gap: float) -> list[Finalist]:
+def undominated(candidates: Sequence[Candidate], baselines: Sequence[Candidate], gap: float) -> list[Candidate]:
     """Those that no baseline beats in cost or in step."""
     cost = min((b.solution.objective for b in baselines), default=math.inf) * (1 + gap)
     step_s = min((b.timeline.seconds for b in baselines), default=math.inf)
-    return [f for f in finalists if f.solution.objective <= cost and f.timeline.seconds <= step_s]
+    return [f for f in candidates if f.solution.objective <= cost and f.timeline.seconds <= step_s]
 
 
 def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
@@ -263,7 +263,7 @@ def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
     )  # fmt: skip
 
 
-def rivals(objective: Objective, options: Options, only: str | None = None) -> list[Rival]:
+def baseline_candidates(objective: Objective, options: Options, only: str | None = None) -> list[BaselineCandidate]:
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
     started = now()
     found = []
@@ -272,7 +272,7 @@ def rivals(objective: Objective, options: Options, only: str | None = None) -> l
         objective, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
     )
     for baseline, choice in choices:
-        found.append(Rival(baseline.name, objective, options, choice, objective.seconds(choice)))
+        found.append(BaselineCandidate(baseline.name, objective, options, choice, objective.seconds(choice)))
         if now() - started > allowed_s:
             break
     return found

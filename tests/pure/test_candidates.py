@@ -8,15 +8,15 @@ import pytest
 
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.schedule.timeline import Timeline
-from autopar.planner.search.finalists import Finalist, settled
+from autopar.planner.search.candidates import Candidate, settled
 from autopar.program import Program
 from autopar.solver import Solution
 
 GAP = 1e-3
 
 
-def finalist(name: str, cost: float, step_s: float) -> Finalist:
-    return Finalist(
+def candidate(name: str, cost: float, step_s: float) -> Candidate:
+    return Candidate(
         name, cast("Any", None), Solution((), cost, 0.0, proven=False), Program((), ()), MemoryProfile((1,), 0, {}),
         Timeline((), step_s, step_s, 0.0), step_s,
     )  # fmt: skip
@@ -33,5 +33,5 @@ def finalist(name: str, cost: float, step_s: float) -> Finalist:
     ],
 )
 def test_no_baseline_beats_what_is_taken_where_that_can_be(own, baselines, taken):
-    known = [finalist(str(i), *figures) for i, figures in enumerate(baselines)]
-    assert settled([finalist("own", *own), *known], known, GAP).name == taken
+    known = [candidate(str(i), *figures) for i, figures in enumerate(baselines)]
+    assert settled([candidate("own", *own), *known], known, GAP).name == taken
