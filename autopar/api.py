@@ -439,8 +439,8 @@ def _parallelize(
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
 
     def place(module: nn.Module, names: Sequence[str] | None, specs: Mapping[str, ShardingSpec]) -> None:
-        named = dict(module.named_parameters())
-        optimizers = refuse_unfit_state({n: p for n, p in named.items() if names is None or n in names})
+        meant = ((n, p) for n, p in module.named_parameters() if names is None or n in names)
+        optimizers = refuse_unfit_state({n: p for n, p in meant if placed(p) is None})
         replacements = together(
             lambda: prepare(
                 module, specs, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
