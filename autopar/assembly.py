@@ -30,7 +30,7 @@ from autopar.runtime.handing_over import refuse_unfit_state
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for
 from autopar.runtime.loading import accept_whole_tensors
-from autopar.runtime.materialize import install, prepare
+from autopar.runtime.materialize import install, placed, prepare
 from autopar.runtime.module import Call as BoundCall
 from autopar.runtime.module import State, Variant, parallel_class, variant_key
 from autopar.sharding import ShardingSpec
@@ -60,8 +60,8 @@ def assembled(
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
 
     def place(module: nn.Module, names: Sequence[str] | None, specs: Mapping[str, ShardingSpec]) -> None:
-        named = dict(module.named_parameters())
-        optimizers = refuse_unfit_state({n: p for n, p in named.items() if names is None or n in names})
+        meant = ((n, p) for n, p in module.named_parameters() if names is None or n in names)
+        optimizers = refuse_unfit_state({n: p for n, p in meant if placed(p) is None})
         replacements = together(
             lambda: prepare(
                 module, specs, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,

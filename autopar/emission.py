@@ -45,7 +45,12 @@ def ready(made: Plan, capture: Capture, options: Options) -> tuple[Plan, Lowered
     planned = dataclasses.replace(options, batch=made.options.get("batch", "global"))
     planner.verify(made, capture.graph, planned)
     _check_kernels(made)
-    local = lowered(made, capture.graph)
+    try:
+        local = lowered(made, capture.graph)
+    except (AssertionError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        found = f"{type(error).__name__}: {error!s:.200}"
+        hint = "plan again, or undo what was changed in the plan's program."
+        raise PlanError("The plan's program cannot be lowered.", found=found, hint=hint) from error
     text = emitted(made, local, capture)
     if text == made.source:
         return made, local

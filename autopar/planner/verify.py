@@ -16,6 +16,7 @@ from autopar.ir import Graph, Input, Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.contraction import terms
 from autopar.planner.footprint.overwriting import MAKES_NEW, OVERWRITABLE, OVERWRITING, may_overwrite, only_reads
+from autopar.planner.graphs.accumulation import totals, without_delivery
 from autopar.planner.options import Options
 from autopar.planner.problem.decide import batch_spec, given_whole
 from autopar.plans import Plan
@@ -83,6 +84,7 @@ class _Verifier:
                 raise _no_program(f"op {op.name}: {error.what} {error.found}") from None
         self._inputs()
         self._results()
+        self._sums()
         self._overwrites()
         trained = {i.name for i in self.graph.inputs if i.kind == "parameter"}
         _require(trained.issuperset(self.program.offloaded_optimizer), "optimizer state of what is no parameter")
@@ -115,7 +117,8 @@ class _Verifier:
 
     def _input(self, op: Op) -> None:
         node = self.graph.by_name[op.node]
-        _require(node.op == "placeholder", f"{op.name}: {op.node} is no input")
+        called = op.name == op.writes[0].name == node.name and op.phase == node.phase
+        _require(node.op == "placeholder" and called, f"{op.name}: {op.node} is no such input")
         meaning, meta = self.graph.input_of[op.node], self.graph.meta(Value(op.node))
         (tensor,) = op.writes
         self._made(op, tensor, Value(op.node), tensor.spec)
@@ -254,6 +257,15 @@ class _Verifier:
                 as_input = output.name.startswith("input:")
                 _require(spec == (self._own_part(meta) if as_input else stored[output.name]), f"{what} in {spec}")
 
+    def _sums(self) -> None:
+        """Where gradients add up, each sum takes its accumulator's place, and all micro-batches keep the same."""
+        for name, (before, total) in totals(self.graph).items():
+            here = self.stands.get(str(total)) == total and self.phase[str(total)] == "backward"
+            _require(here and self._spec_of(total) == self._spec_of(before), f"the sum of {name}")
+        if totals(self.graph):
+            same = _kept(self.program) == _kept(without_delivery(self.program, self.graph))
+            _require(same, "what delivers gradients reads of the forward")
+
     def _overwrites(self) -> None:
         """What is overwritten was made for it, and nobody reads it then, or still: see ``planner.in_place``."""
         order = {op.name: i for i, op in enumerate((*self._of("forward"), *self._of("backward")))}
@@ -279,6 +291,13 @@ class _Verifier:
         made = MAKES_NEW if overwriting.kind == "redistribute" else OVERWRITABLE
         new = self.graph.by_name[writer.node].packet in made if writer.kind == "compute" else writer.is_collective
         return new and writer.phase == overwriting.phase
+
+
+def _kept(program: Program) -> set[str]:
+    """What the backward reads of the forward."""
+    made = {t.name for op in program.ops if op.phase == "forward" for t in op.writes}
+    read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
+    return made & (read | {name for output, name in program.results if output.kind not in ("output", "mutation")})
 
 
 def _require(condition: bool, found: str) -> None:

@@ -28,7 +28,7 @@ def without_lost_hooks(model: nn.Module) -> None:
         CaptureError: a module inside has a hook on its gradients, or all modules have one; one on its values that only
             looks at them raises when it runs.
     """
-    for hook in (hook for hooks in of_all_modules().values() for hook in hooks.values() if not _of_a_library(hook)):
+    for hook in (hook for name in OF_ALL_MODULES for hook in hooks_of_all_modules(name)):
         raise CaptureError(
             "A hook on the modules of all models would run once, at capture.",
             found=_described(hook),
@@ -52,10 +52,14 @@ def without_lost_hooks(model: nn.Module) -> None:
                     hooks[key] = _watched(hook, path)
 
 
-def of_all_modules() -> dict[str, dict[int, Callable[..., Any]]]:
-    """Torch's tables of hooks that run for every module of every model."""
-    tables = vars(nn.modules.module)
-    return {f"_global{kind}": tables[f"_global{kind}"] for kind in (*_FORWARD, *_BACKWARD)}
+OF_ALL_MODULES = tuple(f"_global{kind}" for kind in (*_FORWARD, *_BACKWARD))
+"""Torch's tables of hooks that run for every module of every model."""
+
+
+def hooks_of_all_modules(name: str, default: Any = None) -> tuple[Callable[..., Any], ...]:
+    """The user's hooks in one of ``OF_ALL_MODULES``; those of libraries, as of profilers, may come and go."""
+    table: dict[int, Callable[..., Any]] = vars(nn.modules.module)[name]
+    return tuple(hook for hook in table.values() if not _of_a_library(hook))
 
 
 def lost_parameter_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:

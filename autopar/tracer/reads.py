@@ -38,7 +38,7 @@ from autopar.guards import (
     table_key,
 )
 from autopar.tracer.blame import is_installed, is_ours
-from autopar.tracer.hooks import of_all_modules
+from autopar.tracer.hooks import OF_ALL_MODULES, hooks_of_all_modules
 from autopar.tracer.known_values import KnownValues
 
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
@@ -48,7 +48,7 @@ _OF_ROOT = HOOKS | {"forward"}
 """The root's own hooks and a replaced forward run around the program at every call."""
 _COMPARED = (*DATA, *CONTAINERS, Tensor, FunctionType)
 
-_ALL_MODULES = Scope("torch.nn.modules.module", vars(nn.modules.module).get)
+_ALL_MODULES = Scope("torch.nn.modules.module", hooks_of_all_modules)
 
 _current: ContextVar[Recorder | None] = ContextVar("current", default=None)
 
@@ -84,7 +84,7 @@ class Recorder:
         for path, others in equal.items():
             within = [r for r in found if isinstance(r.root, str) and (r.root == path or r.root.startswith(f"{path}."))]
             found += [replace(r, root=other + str(r.root)[len(path) :]) for other in others for r in within]
-        return [*found, *(Read(_ALL_MODULES, (), name) for name in of_all_modules())]
+        return [*found, *(Read(_ALL_MODULES, (), name) for name in OF_ALL_MODULES)]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -65,7 +65,7 @@ def take_out(model: nn.Module) -> None:
 def _refused(found: StandIn) -> CaptureError:
     tensor = found.of
     kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "sparse"
-    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    if tensor.is_mkldnn:
         kind = "MKL-DNN"
     return CaptureError(
         f"The forward reads {found.fqn}, a {kind} tensor, and the program takes dense ones.",

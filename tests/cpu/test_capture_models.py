@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -368,33 +367,9 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0].square().mean()
 
 
-def gated_delta_rules() -> tuple[nn.Module, Any]:
-    pytest.importorskip("transformers.models.qwen3_next")
-    config = transformers.Qwen3NextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
-    )  # fmt: skip
-    ids = torch.zeros(2, 64, dtype=torch.int64)
-    return transformers.Qwen3NextForCausalLM(config), {"input_ids": ids, "labels": ids}
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        pytest.param(lambda: (Recurrent(), torch.randn(4, 5, 8)), id="lstm"),
-        pytest.param(gated_delta_rules, id="gated delta rules", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_capture_takes_at_most_ten_milliseconds_a_node(made: Any) -> None:
-    """Of the processor, however busy the machine; and it leaves the collector of cycles and torch as they were."""
-    model, inputs = made()
-    started = time.process_time()
-    capture = captured(model, inputs)
-    taken = time.process_time() - started
+def test_capture_leaves_the_collector_of_cycles_and_torch_as_they_were() -> None:
+    capture = captured(Recurrent(), torch.randn(4, 5, 8))
     assert len(capture.graph.nodes) > 500
-    assert taken <= 0.01 * len(capture.graph.nodes)
     assert gc.isenabled()
     assert type(torch.fx.symbolic_trace(nn.ReLU())) is not type(capture.graph_module)
     assert "def forward" in capture.graph_module.code
