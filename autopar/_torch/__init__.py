@@ -50,6 +50,7 @@ from autopar._torch.compiling import (
     realized_for,
 )
 from autopar._torch.dtensor import (
+    Whole,
     before_full_tensor,
     dtensor_like,
     dtensor_spec,
@@ -103,6 +104,7 @@ __all__ = [
     "LazyGraphModule",
     "OpOverload",
     "TorchDispatchMode",
+    "Whole",
     "active_fake_mode",
     "all_gather",
     "all_reduce",

@@ -141,6 +141,23 @@ def _returned() -> type[DTensor]:
     return Returned
 
 
+class Whole(torch.Tensor):
+    """A plain tensor in the place of a DTensor: a loop that asks for its ``full_tensor()`` gets it. What is computed
+    from it, and what is saved of it, is an ordinary tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.full_tensor()
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
+        return self.full_tensor().clone().as_subclass(Whole)
+
+
 _NO_DTENSORS = (
     "got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered", "Sharding propagation failed",
 )  # fmt: skip

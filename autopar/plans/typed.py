@@ -18,6 +18,9 @@ from autopar.ir import ITEMSIZE, TensorMeta
 LARGEST = 2**63
 """No count reaches it."""
 
+DEEPEST = 32
+"""Objects and lists inside of each other, where any data may stand."""
+
 SIGNED = frozenset({
     "axis", "dim", "to_dim", "operand", "windows", "fill", "objective", "lower_bound", "intervals", "history", "solver",
 })  # fmt: skip
@@ -125,12 +128,12 @@ def _number(field: str) -> Check:
     return check
 
 
-def _plain(value: Any) -> bool:
-    """Data as JSON has it, whatever it says."""
+def _plain(value: Any, depth: int = 0) -> bool:
+    """Data as JSON has it, whatever it says, but not so deep that whoever walks through it runs out of stack."""
     if isinstance(value, dict):
-        return all(map(_is_text, value)) and all(map(_plain, value.values()))
+        return depth < DEEPEST and all(map(_is_text, value)) and all(_plain(v, depth + 1) for v in value.values())
     if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
+        return depth < DEEPEST and all(_plain(v, depth + 1) for v in value)
     if isinstance(value, float):
         return not math.isnan(value)
     return value is None or isinstance(value, bool) or (type(value) is int and abs(value) < LARGEST) or _is_text(value)

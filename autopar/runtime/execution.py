@@ -157,7 +157,8 @@ def forward_values(
 
 
 def evaluated(outputs: Sequence[Any], batch: int | None, device_mesh: DeviceMesh) -> list[Any]:
-    """The outputs of a call without gradients as plain tensors, as metrics and libraries take them.
+    """The outputs of a call without gradients as plain tensors, as metrics and libraries take them; ``full_tensor()``
+    of what is whole gives it, as that of the DTensors in training does.
 
     Args:
         batch: with local batches that of all ranks: an output that has it is given as this rank's slice, others whole.
@@ -166,8 +167,10 @@ def evaluated(outputs: Sequence[Any], batch: int | None, device_mesh: DeviceMesh
     def plain(output: Any) -> Any:
         if not isinstance(output, DTensor):
             return output
-        own: Placement = Shard(0) if batch is not None and output.shape[0] == batch else Replicate()
-        return output.redistribute(device_mesh, [own] * device_mesh.ndim).to_local()
+        cut = batch is not None and output.ndim > 0 and output.shape[0] == batch
+        own: Placement = Shard(0) if cut else Replicate()
+        given = output.redistribute(device_mesh, [own] * device_mesh.ndim).to_local()
+        return given if cut else given.as_subclass(_torch.Whole)
 
     return [plain(output) for output in outputs]
 
