@@ -55,15 +55,17 @@ class Masked(Deferred):
         """Of an op that leaves the dims behind the mask as many as they are, and may put others before it."""
         return Masked(whole, self.mask, whole.ndim - self.rest - self.mask.ndim, self.version)
 
+    def _shares_mask(self, other: Masked) -> bool:
+        """Whether both are chosen by the same mask, which did not change."""
+        return self.mask is other.mask and self.version == other.version == self.mask._version
+
     def is_chosen_with(self, other: Masked) -> bool:
-        """Whether both are chosen by the same mask, which did not change, and have as many dims behind it."""
-        same = self.mask is other.mask and self.version == other.version == self.mask._version
-        return same and self.rest == other.rest
+        """Whether both are chosen by the same mask and have as many dims behind it."""
+        return self._shares_mask(other) and self.rest == other.rest
 
     def is_beside(self, other: Masked) -> bool:
-        """Whether both are chosen by the same mask, which did not change, behind as many dims."""
-        same = self.mask is other.mask and self.version == other.version == self.mask._version
-        return same and self.lead == other.lead
+        """Whether both are chosen by the same mask behind as many dims."""
+        return self._shares_mask(other) and self.lead == other.lead
 
     def fits(self, other: Masked) -> bool:
         """Whether both are chosen alike, element for element."""
