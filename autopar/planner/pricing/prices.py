@@ -411,12 +411,6 @@ class Prices:
         return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
 
 
-def _made(option: Strategy, out: int) -> ShardingSpec:
-    spec = option.outputs[out]
-    assert spec is not None
-    return spec
-
-
 def _distinct(specs: Sequence[ShardingSpec]) -> tuple[tuple[ShardingSpec, ...], list[int]]:
     order: dict[ShardingSpec, int] = {}
     at = [order.setdefault(s, len(order)) for s in specs]
