@@ -114,10 +114,10 @@ def _compile(
             return capture_model(model, call, options, state.mesh.size, every=every, trains=False)
 
     capture = together(captured, lambda c: c.graph.digest)
-    fixed = dataclasses.replace(
-        options, constraints=placed_specs(model, capture, state.mesh), accumulators=_accumulators(state)
-    )
-    plan = None if every else _still_fitting(state, as_planned(capture, state.plan), call)
+    there = placed_specs(model, capture, state.mesh)
+    fixed = dataclasses.replace(options, constraints=there, accumulators=_accumulators(state))
+    reusable = not every and all(str(state.plan.specs.get(name)) == spec for name, spec in there.items())
+    plan = _still_fitting(state, as_planned(capture, state.plan), call) if reusable else None
     if plan is None:
         made = decided_by_first(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)

@@ -25,7 +25,7 @@ class Layout:
     """Which tensors a model holds, and where.
 
     Args:
-        digest: equal for layouts with the same shapes, the same names without a tensor, and the same ties.
+        digest: equal for layouts with the same shapes, placements and ties, and the same names without a tensor.
         loose: parameters and buffers, by path, that the user put there after the model was made parallel.
     """
 
@@ -126,7 +126,10 @@ def _tables(model: nn.Module) -> Tables:
 def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layout:
     first: dict[int, str] = {}
     held = [(path, t) for path, t in zip(places, tensors, strict=True) if t is not None and is_dense(t)]
-    said = [(path, first.setdefault(id(t), path), tuple(t.shape), isinstance(t, DTensor)) for path, t in held]
+    said = [
+        (path, first.setdefault(id(t), path), tuple(t.shape), t.placements if isinstance(t, DTensor) else None)
+        for path, t in held
+    ]  # fmt: skip
     loose = tuple(path for path, t in held if not is_placed(t))
     return Layout(tensors, hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest(), loose)
 

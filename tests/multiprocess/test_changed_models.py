@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import autopar
 from autopar.errors import AutoparError, RankError
@@ -76,6 +76,20 @@ def _replaced() -> dict[str, float]:
         found[f"{kind} again"] = _distance(parallel, plain)
         assert tuple(parallel.head.weight.to_local().shape) == (2, 16)
     return found
+
+
+def _placed_otherwise() -> float:
+    parallel, plain = _pair()
+    weight = torch.linspace(-1, 1, 64).reshape(4, 16)
+    plain.head.weight = nn.Parameter(weight.clone())
+    _distance(parallel, Model())
+    whole = distribute_tensor(weight, parallel.head.weight.device_mesh, [Replicate()])
+    parallel.head.weight = nn.Parameter(whole)
+    return _distance(parallel, plain)
+
+
+def test_a_dtensor_that_is_placed_otherwise_stays_as_it_is(pool: RankPool) -> None:
+    assert max(pool.run(_placed_otherwise)) < 1e-5
 
 
 def test_what_is_put_into_the_model_is_cut_as_the_plan_says(pool: RankPool) -> None:
