@@ -19,8 +19,9 @@ from autopar import kernels, passes, planner
 from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.ops import linear_nll
-from autopar.planner.footprint import transients
+from autopar.planner.footprint import transients_of_losses as transients
 from autopar.planner.graphs.chunked import in_chunks
+from autopar.planner.search import forms
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.tracer import ColoTracer
@@ -37,7 +38,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a small model has is more than a chunk."""
     monkeypatch.setattr(linear_nll, "CPU_CHUNK", 1 << 12)
     monkeypatch.setattr(transients, "CHUNKS", dict.fromkeys(transients.CHUNKS, 1 << 12))
-    monkeypatch.setattr(planner.forms, "CHUNKS", transients.CHUNKS)
+    monkeypatch.setattr(forms, "CHUNKS", transients.CHUNKS)
 
 
 def test_the_planner_knows_the_chunks() -> None:
@@ -368,7 +369,7 @@ def test_a_budget_chooses_chunks_and_the_peak_is_lower(mesh, dtype, small_chunks
 def test_a_plan_for_a_range_of_sizes_has_chunks_at_every_size(small_chunks, monkeypatch) -> None:
     """Also where what a small batch has is no more than a chunk."""
     torch.manual_seed(0)
-    monkeypatch.setattr(planner.forms, "CHUNKS", dict.fromkeys(transients.CHUNKS, 3 * 12 * CLASSES))
+    monkeypatch.setattr(forms, "CHUNKS", dict.fromkeys(transients.CHUNKS, 3 * 12 * CLASSES))
     model, sizes = Language(shift=True), torch.export.Dim("batch", min=2, max=16)
     ranges = {name: {0: sizes} for name in batch()}
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar import api
+from autopar import assembly
 from autopar.errors import AutoparError, InfeasibleError, RankError
 from autopar.runtime import materialize
 from tests.multiprocess.pool import RankPool
@@ -241,7 +241,7 @@ def _materialised(kind: str, mesh: tuple[int, ...], options: dict[str, Any]) -> 
         with live:
             return materialize.prepare(*args, **options)
 
-    with mock.patch.object(api, "prepare", watched):
+    with mock.patch.object(assembly, "prepare", watched):
         model = autopar.autoparallelize(model, batch, mesh=mesh, **options)
     held = sum(p.to_local().numel() for p in model.parameters()) + sum(b.numel() for b in model.buffers())
     state = {k: whole(v).clone() for k, v in model.state_dict().items()}
