@@ -125,6 +125,10 @@ MEETINGS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="ops of DTensor pass by the class of an output in torch 2.11, whose own error is then what one sees",
+)
 @pytest.mark.parametrize("how", MEETINGS)
 def test_where_a_dtensor_meets_a_plain_tensor_the_error_says_what_to_do(model: nn.Module, how: str):
     with pytest.raises(AutoparError, match=r'(?s)output logits is a DTensor.*found: .*outputs="whole".*full_tensor'):
