@@ -24,6 +24,9 @@ Held = tuple[Any, Any]
 class _Missing:
     """What an attribute has that is not there."""
 
+    def __repr__(self) -> str:
+        return "nothing"
+
 
 MISSING = _Missing()
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import without_modes
+from autopar.attributes import MISSING
 
 DATA = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
@@ -43,14 +44,6 @@ BY_IDENTITY = (
 
 Step = tuple[str, Any]
 """How to go from an object to one that it holds: ``("attribute", name)`` or ``("item", key)``."""
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = _Missing()
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,7 @@ class State:
         compile: makes the variant for a call of other shapes, another mode, or a model that has changed.
         plan: the plan of the first variant.
         planned: the call that the plan was made for.
-        place: gives what the user put into the model since its place on the mesh, as a variant's program takes it.
+        place: puts parameters and buffers, by name, onto the mesh at these specs.
         mixed_precision: the precision of every call's autocast, if any.
         before: what attributes held in which calls leave tensors, before any call.
         graph: that the plan was made for.
@@ -295,7 +295,7 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _place(model: ParallelModule, asked: Asked) -> None:
-    """Put what the user gave the model since onto the mesh, as a program takes it that is there, or a new one."""
+    """Place the tensors that the user put into the model by the specs of a known program, or else of a new one."""
     state, stored = model._autopar, tables(model)
     loose = {name: stored.tensor(name) for name in asked.loose}
     known = {

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -55,7 +56,7 @@ class Tables:
     names: list[str]
     places: Mapping[str, tuple[Table, str]]
     layouts: list[Layout] = field(default_factory=list)
-    bindings: dict[Guards, Binding] = field(default_factory=dict)
+    bindings: WeakKeyDictionary[Guards, Binding] = field(default_factory=WeakKeyDictionary)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether ``model`` still has these modules, and they tensors of these names."""

@@ -84,7 +84,7 @@ def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
 
 
 def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], detached: Collection[int]) -> tuple[Any, ...]:
-    """The outputs, none of which aliases another or an input; those of ``detached`` are."""
+    """The outputs, none of which aliases another or an input, with those at the positions ``detached`` detached."""
     taken = {storage_key(t) for t in inputs}
     result: list[Any] = []
     for i, out in enumerate(outputs):

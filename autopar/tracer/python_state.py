@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar._torch import TorchDispatchMode
+from autopar.attributes import MISSING
 from autopar.guards import LONGEST, View
 from autopar.tracer.blame import is_installed, is_ours
 
@@ -41,10 +42,10 @@ class Place:
     by_library: bool
 
     def held(self) -> Any:
-        return vars(self.owner).get(self.name, _MISSING)
+        return vars(self.owner).get(self.name, MISSING)
 
     def hold(self, value: Any) -> None:
-        if value is _MISSING:
+        if value is MISSING:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, value)
@@ -75,13 +76,7 @@ class Change:
         return f"{_text(self.old)} becomes {_text(self.new)}"
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_MISSING = _Missing()
-_NOTHING = Held(_MISSING, _MISSING, _MISSING)
+_NOTHING = Held(MISSING, MISSING, MISSING)
 State = dict[tuple[int, str], tuple[Place, Held]]
 
 

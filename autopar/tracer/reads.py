@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from autopar.attributes import MISSING
 from autopar.errors import CaptureError
 from autopar.guards import (
     BY_IDENTITY,
@@ -27,7 +28,6 @@ from autopar.guards import (
     DATA,
     DEEPEST,
     LONGEST,
-    MISSING,
     AttributeKey,
     Read,
     Scope,
