@@ -34,7 +34,8 @@ $(READY): pyproject.toml Makefile
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps "$(TIMM)"
 	@touch $@
 
-lint: $(READY) ## ruff, every rule that pyproject.toml does not argue against
+lint: $(READY) ## ruff: its format, and every rule that pyproject.toml does not argue against
+	@$(BIN)/ruff format --quiet --check . || { echo "run $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
 
 types: $(READY) ## mypy, strict

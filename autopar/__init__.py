@@ -39,10 +39,21 @@ _HOMES = {
 }
 
 __all__ = [
-    "AutoparError", "Cluster", "ColoTracer", "MixedPrecision", "Plan", "autoparallelize", "compare",
-    "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "load_safetensors", "plan", "register_rule",
+    "AutoparError",
+    "Cluster",
+    "ColoTracer",
+    "MixedPrecision",
+    "Plan",
+    "autoparallelize",
+    "compare",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "load_safetensors",
+    "plan",
+    "register_rule",
     "simulate",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -85,11 +85,22 @@ def plan(
     hardware = as_cluster(cluster)
     size = world_of(mesh, hardware)
     options = Options(
-        as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
-        canonical_names(model), time_limit, solver_name(solver), gap, search, backend=backend, compare=compare,
-        mixed_precision=as_precision(mixed_precision), accumulation_steps=accumulation_steps,
+        as_bytes(memory_budget),
+        as_optimizer(optimizer),
+        batch,
+        outputs,
+        as_constraints(constraints),
+        canonical_names(model),
+        time_limit,
+        solver_name(solver),
+        gap,
+        search,
+        backend=backend,
+        compare=compare,
+        mixed_precision=as_precision(mixed_precision),
+        accumulation_steps=accumulation_steps,
         async_tensor_parallel=async_tensor_parallel,
-    )  # fmt: skip
+    )
     started = time.perf_counter()
     if progress is not None:
         progress("capture")
@@ -99,9 +110,14 @@ def plan(
     mesh = mesh_of_shared(model, mesh)
     options = with_shared(model, capture, mesh, options, None)
     found = functools.partial(
-        planned_on_meshes, mesh=mesh, cluster=hardware, size=size, options=options,
-        captured_s=time.perf_counter() - started, progress=progress,
-    )  # fmt: skip
+        planned_on_meshes,
+        mesh=mesh,
+        cluster=hardware,
+        size=size,
+        options=options,
+        captured_s=time.perf_counter() - started,
+        progress=progress,
+    )
     return planned_over_range(found, model, call, capture, options, size)
 
 
@@ -203,12 +219,22 @@ def autoparallelize(
         edited = None if source is None else _edited_text(given, source, backend)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         options = Options(
-            as_bytes(memory_budget), as_optimizer(optimizer), batch, outputs, as_constraints(constraints),
-            canonical_names(model), time_limit, solver_name(solver), gap, search, backend=backend,
-            mixed_precision=as_precision(mixed_precision), accumulation_steps=accumulation_steps,
+            as_bytes(memory_budget),
+            as_optimizer(optimizer),
+            batch,
+            outputs,
+            as_constraints(constraints),
+            canonical_names(model),
+            time_limit,
+            solver_name(solver),
+            gap,
+            search,
+            backend=backend,
+            mixed_precision=as_precision(mixed_precision),
+            accumulation_steps=accumulation_steps,
             async_tensor_parallel=async_tensor_parallel,
             ranges=as_ranges(dynamic_shapes, shapes_of(bind(model, *as_call(meta_inputs)))),
-        )  # fmt: skip
+        )
         if given is not None:
             kept = ("batch", "outputs", "mixed_precision", "accumulation_steps")
             planned_with = {k: given.options[k] for k in kept if k in given.options}
@@ -229,9 +255,14 @@ def autoparallelize(
         mesh = mesh_of_shared(model, mesh)
         options = with_shared(model, capture, mesh, options, None)
         found = functools.partial(
-            planned_on_meshes, mesh=mesh, cluster=hardware, size=world_size(), options=options,
-            captured_s=time.perf_counter() - started, progress=progress,
-        )  # fmt: skip
+            planned_on_meshes,
+            mesh=mesh,
+            cluster=hardware,
+            size=world_size(),
+            options=options,
+            captured_s=time.perf_counter() - started,
+            progress=progress,
+        )
         text = decided_by_first(
             lambda: as_shared(planned_over_range(found, model, call, capture, options, world_size()))
         )
@@ -239,9 +270,17 @@ def autoparallelize(
     capture = as_planned(capture, made)
     made, local = together(lambda: ready(made, capture, options))
     return assembled(
-        model, meta_inputs, capture, made, local, hardware, options, mesh, initialize=initialize,
+        model,
+        meta_inputs,
+        capture,
+        made,
+        local,
+        hardware,
+        options,
+        mesh,
+        initialize=initialize,
         edited=None if edited is None else (edited, str(source)),
-    )  # fmt: skip
+    )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -277,7 +316,7 @@ def _edited_text(plan: Plan | None, source: str | Path, backend: str) -> str:
 
 def _wanted(
     cluster: Cluster, plan: Plan | None, edited: str | None, options: Options, mesh: MeshLike
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """What every rank must ask for alike, by the name of the argument."""
     said = {f.name: repr(getattr(options, f.name)) for f in dataclasses.fields(options)}
     said |= {"cluster": cluster.name, "mesh": str(as_mesh(mesh)) if mesh is not None else "None"}
@@ -316,9 +355,10 @@ def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, see
     plan, call = _loaded(plan), bind(model, *as_call(meta_inputs))
     _check_values(model, call)
     options = Options(
-        outputs=plan.options.get("outputs", "auto"), mixed_precision=plan.options.get("mixed_precision"),
+        outputs=plan.options.get("outputs", "auto"),
+        mixed_precision=plan.options.get("mixed_precision"),
         accumulation_steps=plan.options.get("accumulation_steps", 1),
-    )  # fmt: skip
+    )
     capture = capture_model(model, call, options, plan.mesh.size)
     capture = as_planned(capture, plan)
     plan = belonging(plan, capture, call)

@@ -45,9 +45,18 @@ Edited = tuple[str, str]
 
 
 def assembled(
-    model: nn.Module, meta_inputs: Any, capture: Capture, made: Plan, local: Lowered, cluster: Cluster,
-    options: Options, mesh: MeshLike, *, initialize: bool = True, edited: Edited | None = None,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    meta_inputs: Any,
+    capture: Capture,
+    made: Plan,
+    local: Lowered,
+    cluster: Cluster,
+    options: Options,
+    mesh: MeshLike,
+    *,
+    initialize: bool = True,
+    edited: Edited | None = None,
+) -> nn.Module:
     """The point of no return: shard the parameters and swap the class."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
     planned = _shapes(bind(model, *as_call(meta_inputs)))
@@ -64,17 +73,34 @@ def assembled(
         optimizers = refuse_unfit_state({n: p for n, p in meant if placed(p) is None})
         replacements = together(
             lambda: prepare(
-                module, specs, made.mesh, device_mesh, state.rank.coordinate, state.device, seed, stored,
-                initialize=initialize, only=names,
+                module,
+                specs,
+                made.mesh,
+                device_mesh,
+                state.rank.coordinate,
+                state.device,
+                seed,
+                stored,
+                initialize=initialize,
+                only=names,
             )
         )
         install(replacements, optimizers, cast=policy_of(options.mixed_precision).master is None)
         accept_whole_tensors(module)
 
     state = State(
-        made.mesh, device_mesh, _bound_as(original), compile_variant, place, made, planned, options.batch == "local",
-        options.mixed_precision, capture.graph, plain_evaluation=options.outputs == "auto",
-    )  # fmt: skip
+        made.mesh,
+        device_mesh,
+        _bound_as(original),
+        compile_variant,
+        place,
+        made,
+        planned,
+        options.batch == "local",
+        options.mixed_precision,
+        capture.graph,
+        plain_evaluation=options.outputs == "auto",
+    )
     variant = _variant(model, capture, made, options, state, planned, cluster, local, edited)
     place(model, None, {n: made.specs[n] for n in made.parameters})
     with state.precision():
@@ -106,7 +132,7 @@ def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], 
 
 def _compile(
     model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
-) -> Variant:  # fmt: skip
+) -> Variant:
     """Plan and lower the model for another batch or mode, with the parameters where they are."""
 
     def captured() -> Capture:
@@ -152,9 +178,16 @@ def _accumulators(state: State) -> dict[str, str]:
 
 
 def _variant(
-    model: nn.Module, capture: Capture, made: Plan, options: Options, state: State, call: Call, cluster: Cluster,
-    local: Lowered | None = None, edited: Edited | None = None,
-) -> Variant:  # fmt: skip
+    model: nn.Module,
+    capture: Capture,
+    made: Plan,
+    options: Options,
+    state: State,
+    call: Call,
+    cluster: Cluster,
+    local: Lowered | None = None,
+    edited: Edited | None = None,
+) -> Variant:
     if local is None:
         made, local = together(lambda: ready(made, capture, options))
     executable = _executable(capture, made, local, options, state.rank, edited)
@@ -172,10 +205,17 @@ def _variant(
     state.compiled += 1
     remember(state.before, model, [each.place for each in capture.left])
     return Variant(
-        executable, _builder(capture.returned, outputs), outputs, every_tangent, capture.constants, capture.guards,
-        {m.name: (spec, shapes[m.name]) for m, spec in executable.inputs if m.name in shapes}, state.compiled,
-        capture.left, list(capture.lost),
-    )  # fmt: skip
+        executable,
+        _builder(capture.returned, outputs),
+        outputs,
+        every_tangent,
+        capture.constants,
+        capture.guards,
+        {m.name: (spec, shapes[m.name]) for m, spec in executable.inputs if m.name in shapes},
+        state.compiled,
+        capture.left,
+        list(capture.lost),
+    )
 
 
 def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
@@ -198,20 +238,26 @@ def _executable(
     metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
     seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
     whole = frozenset(
-        o.name for o in capture.graph.outputs
+        o.name
+        for o in capture.graph.outputs
         if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
-    )  # fmt: skip
+    )
     return Executable(
-        functions["forward"], functions["backward"], tuple(lowered.inputs),
+        functions["forward"],
+        functions["backward"],
+        tuple(lowered.inputs),
         tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.results),
-        tuple(lowered.tangents), tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.gradients), whole,
+        tuple(lowered.tangents),
+        tuple((o, s, metas[o.kind, o.name]) for o, s in lowered.gradients),
+        whole,
         differentiable=capture.requires_grad,
         random=any(capture.graph.consumers.get(Value(seed)) for seed in seeds),
         inference=functions["inference"],
         accumulators=tuple((i, s, capture.graph.meta(Value(i.node))) for i, s in lowered.accumulators),
         accumulate=functions.get("accumulate"),
-        accumulated=tuple(o for o, _ in lowered.accumulated), compiled=options.backend == "inductor",
-    )  # fmt: skip
+        accumulated=tuple(o for o, _ in lowered.accumulated),
+        compiled=options.backend == "inductor",
+    )
 
 
 def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]:
@@ -222,9 +268,7 @@ def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]
     return functions | {"inference": codegen.load(inference, name, capture.graph)["forward"]}
 
 
-def _edited(
-    made: Plan, lowered: Lowered, capture: Capture, rank: Rank, text: str, path: str
-) -> dict[str, Any]:
+def _edited(made: Plan, lowered: Lowered, capture: Capture, rank: Rank, text: str, path: str) -> dict[str, Any]:
     """The functions of a program that someone edited, on this rank."""
     functions = together(lambda: codegen.load(text, path, capture.graph))
     for name, module in (("forward", lowered.forward), ("backward", lowered.backward)):

@@ -24,9 +24,20 @@ from autopar._torch import without_modes
 from autopar.attributes import MISSING
 
 DATA = (
-    bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, np.generic,
-)  # fmt: skip
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    np.generic,
+)
 """Immutable values, which are compared by type and text."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 LONGEST = 1000
@@ -39,8 +50,15 @@ _OWN = frozenset({"torch", "numpy", "builtins", "autopar", "types"})
 _HEAP_TYPE = 1 << 9
 """The flag of a class that was made at run time, and so can be changed there (Py_TPFLAGS_HEAPTYPE)."""
 BY_IDENTITY = (
-    FunctionType, BuiltinFunctionType, type, ModuleType, property, functools.cached_property, staticmethod, classmethod,
-)  # fmt: skip
+    FunctionType,
+    BuiltinFunctionType,
+    type,
+    ModuleType,
+    property,
+    functools.cached_property,
+    staticmethod,
+    classmethod,
+)
 
 Step = tuple[str, Any]
 """How to go from an object to one that it holds: ``("attribute", name)`` or ``("item", key)``."""
@@ -334,8 +352,11 @@ def _found(model: nn.Module, reads: Sequence[Read]) -> Iterator[_Found]:
     for read in reads:
         where = read.root, read.steps
         if where not in owners:
-            owners[where] = _walked(modules.get(read.root, MISSING), read.steps) \
-                if isinstance(read.root, str) else _walked(read.root, read.steps)  # fmt: skip
+            owners[where] = (
+                _walked(modules.get(read.root, MISSING), read.steps)
+                if isinstance(read.root, str)
+                else _walked(read.root, read.steps)
+            )
         yield look_up(owners[where], read.name, registered=not read.steps)
 
 
@@ -477,9 +498,11 @@ def _holds_items(value: Any, items: Any) -> bool:
         return len(value) > LONGEST
     if isinstance(value, dict):
         keys, values = items
-        return len(value) == len(keys) and all(map(operator.is_, value, keys)) and all(
-            map(operator.is_, value.values(), values)
-        )  # fmt: skip
+        return (
+            len(value) == len(keys)
+            and all(map(operator.is_, value, keys))
+            and all(map(operator.is_, value.values(), values))
+        )
     if isinstance(items, set):
         return bool(value == items)
     return len(value) == len(items) and all(map(operator.is_, value, items))

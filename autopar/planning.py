@@ -95,9 +95,14 @@ def planned_over_range(
 
 
 def planned_on_meshes(
-    capture: Capture, mesh: MeshLike, cluster: Cluster, size: int, options: Options, captured_s: float,
+    capture: Capture,
+    mesh: MeshLike,
+    cluster: Cluster,
+    size: int,
+    options: Options,
+    captured_s: float,
     progress: Callable[[str], None] | None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     meshes = (as_mesh(mesh),) if mesh is not None else candidate_meshes(size, cluster)[:MESHES_TRIED]
     if mesh is None and options.constraints:
         raise MeshError(
@@ -113,9 +118,13 @@ def planned_on_meshes(
 
 
 def planned_on(
-    capture: Capture, mesh: Mesh, cluster: Cluster, options: Options, captured_s: float,
+    capture: Capture,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    captured_s: float,
     progress: Callable[[str], None] | None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     sized = cluster.sized(mesh.size)
     planned = planner.plan_forms(capture.graph, mesh, sized, options, progress)
     started, graph = time.perf_counter(), planned.decisions.graph
@@ -156,8 +165,9 @@ def placed_specs(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, st
     used = {i.name for i in capture.graph.inputs if i.kind == "parameter"}
     return {
         name: str(from_placements(p.placements, p.ndim, mesh))
-        for name, parameter in model.named_parameters() if name in used and (p := placed(parameter)) is not None
-    }  # fmt: skip
+        for name, parameter in model.named_parameters()
+        if name in used and (p := placed(parameter)) is not None
+    }
 
 
 def mesh_of_shared(model: nn.Module, mesh: MeshLike) -> MeshLike:

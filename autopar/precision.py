@@ -20,9 +20,17 @@ from autopar.errors import AutoparError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {
-    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "half": "float16", "float16": "float16",
-    "fp32": "float32", "float": "float32", "float32": "float32", "float64": "float64", "double": "float64",
-}  # fmt: skip
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "float32": "float32",
+    "float64": "float64",
+    "double": "float64",
+}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -52,16 +60,19 @@ class MixedPrecision:
         if self.compute is None and self.parameter in _SHORT:
             object.__setattr__(self, "compute", self.parameter)
         allowed = {
-            "parameter": ("bfloat16", "float32", "float64"), "compute": ("bfloat16", "float16"),
-            "reduce": ("bfloat16", "float32", "float64"), "master": ("float32", "float64"),
-        }  # fmt: skip
+            "parameter": ("bfloat16", "float32", "float64"),
+            "compute": ("bfloat16", "float16"),
+            "reduce": ("bfloat16", "float32", "float64"),
+            "master": ("float32", "float64"),
+        }
         for name, dtypes in allowed.items():
             if getattr(self, name) not in (None, *dtypes):
                 raise AutoparError(
-                    f"MixedPrecision has no {name} of this dtype.", found=f"{name}={getattr(self, name)}",
+                    f"MixedPrecision has no {name} of this dtype.",
+                    found=f"{name}={getattr(self, name)}",
                     hint=f"use one of {', '.join(dtypes)}."
                     + (' For fp16 write mixed_precision="fp16".' if name == "parameter" else ""),
-                )  # fmt: skip
+                )
 
     def __str__(self) -> str:
         """``"bf16"`` where it is autocast alone, else ``"parameter=bfloat16,compute=bfloat16"``; ``parse`` reads it."""

@@ -41,27 +41,45 @@ def lstm() -> tuple[nn.Module, Any]:
 
 def gated_delta_rules() -> tuple[nn.Module, Any]:
     config = transformers.Qwen3NextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    )
     ids = torch.zeros(2, 64, dtype=torch.int64)
     return transformers.Qwen3NextForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
 def llama() -> tuple[nn.Module, Any]:
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=48, num_attention_heads=2, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=48,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         vocab_size=256,
-    )  # fmt: skip
+    )
     ids = torch.zeros(2, 16, dtype=torch.int64)
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "lstm": lstm, "gated-delta-rules": gated_delta_rules, "llama-48": llama,
-}  # fmt: skip
+    "lstm": lstm,
+    "gated-delta-rules": gated_delta_rules,
+    "llama-48": llama,
+}
 
 
 def main() -> None:

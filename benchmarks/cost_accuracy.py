@@ -71,16 +71,32 @@ def gpt2():
 def llama():
     import transformers as t
 
-    sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=2, vocab_size=2048, max_position_embeddings=128)  # fmt: skip
+    sizes = dict(
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2048,
+        max_position_embeddings=128,
+    )
     return _language(t.LlamaForCausalLM(t.LlamaConfig(**sizes, use_cache=False)))
 
 
 def vit():
     import transformers as t
 
-    sizes = dict(hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, image_size=64,
-                 patch_size=8, num_labels=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    sizes = dict(
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=64,
+        patch_size=8,
+        num_labels=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     model = t.ViTForImageClassification(t.ViTConfig(**sizes))
     return model, {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(0, 64, (16,))}
 
@@ -94,8 +110,12 @@ def resnet():
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "mlp": multilayer_perceptron, "gpt2": gpt2, "llama": llama, "vit": vit, "resnet": resnet
-}  # fmt: skip
+    "mlp": multilayer_perceptron,
+    "gpt2": gpt2,
+    "llama": llama,
+    "vit": vit,
+    "resnet": resnet,
+}
 
 
 def single_ops(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Record]:
@@ -215,8 +235,12 @@ def summary(records: Sequence[Record]) -> Record:
     predicted, measured = ([r[key] for r in records] for key in ("predicted_s", "measured_s"))
     errors = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
     correlation = rank_correlation(predicted, measured) if len(records) > 1 else None
-    return {"count": len(records), "median_error": statistics.median(errors), "worst_error": max(errors),
-            "rank_correlation": correlation}  # fmt: skip
+    return {
+        "count": len(records),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "rank_correlation": correlation,
+    }
 
 
 def columns(part: str) -> list[str]:
@@ -245,12 +269,16 @@ def markdown(result: Record) -> str:
     machine = result["machine"]
     load = f"Load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after."
     lines = [
-        "# Predicted against measured times", "", f"{machine['description']}. {load} Written by",
+        "# Predicted against measured times",
+        "",
+        f"{machine['description']}. {load} Written by",
         "`benchmarks/cost_accuracy.py`. A load above the number of CPUs, beyond the benchmark itself, means that",
         "others used the machine: the wall clock's figures then say more of them than of the cost models, and a step's",
-        "processor time, which leaves out others and waiting, is the better measure.", "",
-        "| part | count | median error | worst error | rank correlation |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "processor time, which leaves out others and waiting, is the better measure.",
+        "",
+        "| part | count | median error | worst error | rank correlation |",
+        "|---|---|---|---|---|",
+    ]
     for part, s in result["summary"].items():
         figures = f"{s['median_error']:.1%} | {s['worst_error']:.0%} | {s['rank_correlation']:.3f}"
         lines.append(f"| {part} | {s['count']} | {figures} |")
@@ -283,8 +311,10 @@ def run(options: argparse.Namespace) -> Record:
         result["summary"]["steps, processor time"] = summary(busy)
     result["machine"] = {
         "description": f"{cluster.description}, {platform.machine()}, {os.cpu_count()} CPUs",
-        "overlap": cluster.measured.overlap, "load_before": load_before, "load_after": os.getloadavg()[0],
-    }  # fmt: skip
+        "overlap": cluster.measured.overlap,
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+    }
     return result
 
 

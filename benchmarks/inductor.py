@@ -47,25 +47,44 @@ def mlp() -> Made:
 
 def bert() -> Made:
     config = t.BertConfig(
-        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=4096,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=128,
-    )  # fmt: skip
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        vocab_size=4096,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=128,
+    )
     ids = torch.randint(3, 4096, (4, 128))
     return t.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
 
 
 def vit() -> Made:
     config = t.ViTConfig(
-        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_labels=64,
-        image_size=64, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_labels=64,
+        image_size=64,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     batch = {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(0, 64, (8,))}
     return t.ViTForImageClassification(config), batch
 
 
 MODELS: dict[str, Callable[[], Made]] = {
-    "gpt2": gpt2, "gpt2-dropout": gpt2_dropout, "llama": llama, "bert": bert, "vit": vit, "resnet": resnet, "mlp": mlp,
-}  # fmt: skip
+    "gpt2": gpt2,
+    "gpt2-dropout": gpt2_dropout,
+    "llama": llama,
+    "bert": bert,
+    "vit": vit,
+    "resnet": resnet,
+    "mlp": mlp,
+}
 
 
 def measured(made: Callable[[], Made], steps: int) -> dict[str, float]:
@@ -89,9 +108,12 @@ def measured(made: Callable[[], Made], steps: int) -> dict[str, float]:
             spent[name].append(time.process_time() - start)
     compile_s, own_s = (statistics.median(spent[name]) for name in ways)
     return {
-        "compile_s": round(compile_s, 6), "autopar_s": round(own_s, 6), "ratio": round(own_s / compile_s, 3),
-        "compile_first_s": round(first["compile"], 2), "autopar_first_s": round(first["autopar"], 2),
-    }  # fmt: skip
+        "compile_s": round(compile_s, 6),
+        "autopar_s": round(own_s, 6),
+        "ratio": round(own_s / compile_s, 3),
+        "compile_first_s": round(first["compile"], 2),
+        "autopar_first_s": round(first["autopar"], 2),
+    }
 
 
 def main() -> None:
@@ -109,8 +131,9 @@ def main() -> None:
         found[name] = row = measured(MODELS[name], arguments.steps)
         print(
             f"{name:13} {row['compile_s'] * 1e3:12.2f} {row['autopar_s'] * 1e3:12.2f} {row['ratio']:6.3f}   "
-            f"{row['compile_first_s']:.1f} {row['autopar_first_s']:.1f}", flush=True,
-        )  # fmt: skip
+            f"{row['compile_first_s']:.1f} {row['autopar_first_s']:.1f}",
+            flush=True,
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps({"torch": torch.__version__, "models": found}, indent=1) + "\n")
 

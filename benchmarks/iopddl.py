@@ -115,7 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each file (default 60)")
     parser.add_argument(
-        "--backend", nargs="+", default=["auto"], type=solver_name,
+        "--backend",
+        nargs="+",
+        default=["auto"],
+        type=solver_name,
         help="auto, cbc, highs, or solvers that PuLP knows, in turn",
     )
     parser.add_argument("--gap", type=float, default=0.0, help="relative gap at which to stop (default 0)")

@@ -47,12 +47,14 @@ def generate(nodes: int, *, seed: int = 0, room: float = 1.1, most_options: int 
     intervals = [_interval(random, i, nodes, forward) for i in range(nodes)]
     usages = [(kind["bytes"] // kind["shards"]).tolist() for kind in of]
     limit = room * _peak(intervals, [u[p] for u, p in zip(usages, planted, strict=True)])
-    return {"problem": {
-        "name": f"made up of {nodes} nodes, seed {seed}",
-        "nodes": {"intervals": intervals, "costs": [kind["cost"].tolist() for kind in of], "usages": usages},
-        "edges": {"nodes": [[u, v] for u, v, _ in edges], "costs": costs},
-        "usage_limit": int(limit),
-    }}  # fmt: skip
+    return {
+        "problem": {
+            "name": f"made up of {nodes} nodes, seed {seed}",
+            "nodes": {"intervals": intervals, "costs": [kind["cost"].tolist() for kind in of], "usages": usages},
+            "edges": {"nodes": [[u, v] for u, v, _ in edges], "costs": costs},
+            "usage_limit": int(limit),
+        }
+    }
 
 
 def _kind(random: np.random.Generator, most: int) -> dict[str, Any]:

@@ -73,9 +73,12 @@ def main() -> int:
         print(f"{name:34} {rate / 1e12:8.1f} TFLOP/s")
     if options.json:
         found = {
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_per_s": copy_rate,
-            "rows": [asdict(r) for r in rows], "matmul_flops_per_s": products,
-        }  # fmt: skip
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "copy_bytes_per_s": copy_rate,
+            "rows": [asdict(r) for r in rows],
+            "matmul_flops_per_s": products,
+        }
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
@@ -110,29 +113,71 @@ def cases(tokens: int, d: int, v: int, device: str = "cuda") -> list[Case]:
         Case("pack, cast from float32", 6 * size, lambda: run("pack", wide, 2, 8, half), pack_cast, (wide,)),
         Case("pack, heads before tokens", 4 * size, lambda: run("pack", heads(x), 2, 8), pack_heads, (x,)),
         Case("unpack, dim 2 of 3", 4 * size, lambda: run("unpack", packed, 2, d), unpack, (packed,)),
-        Case("unpack, cast to float32", 6 * size, lambda: run("unpack", packed, 2, d, torch.float32), unpack_cast,
-             (packed,)),
-        Case("lookup, 1/8 of the vocabulary", 2 * found * d + 2 * size, lambda: run("lookup", table, index, offset=0),
-             lookup, (table, index)),
-        Case("its gradient", 2 * found * d + 2 * v * d,
-             lambda: run("lookup_backward", x, index, rows=v, offset=0, padding_idx=-1), lookup_backward,
-             (x, index, v)),
-        Case("maximum and sum of exponentials", 2 * tokens * v, lambda: run("statistics", logits), statistics_of,
-             (logits,)),
+        Case(
+            "unpack, cast to float32",
+            6 * size,
+            lambda: run("unpack", packed, 2, d, torch.float32),
+            unpack_cast,
+            (packed,),
+        ),
+        Case(
+            "lookup, 1/8 of the vocabulary",
+            2 * found * d + 2 * size,
+            lambda: run("lookup", table, index, offset=0),
+            lookup,
+            (table, index),
+        ),
+        Case(
+            "its gradient",
+            2 * found * d + 2 * v * d,
+            lambda: run("lookup_backward", x, index, rows=v, offset=0, padding_idx=-1),
+            lookup_backward,
+            (x, index, v),
+        ),
+        Case(
+            "maximum and sum of exponentials",
+            2 * tokens * v,
+            lambda: run("statistics", logits),
+            statistics_of,
+            (logits,),
+        ),
         Case("sum of exponentials", 2 * tokens * v, lambda: run("sumexp", logits, m), sumexp, (logits, m)),
-        Case("gradient of cross-entropy", 4 * tokens * v,
-             lambda: run("nll_backward", grad, logits, lse, target, **loss), nll_backward, (grad, logits, lse, target)),
-        Case("linear and loss, in chunks", 2 * (tokens + v) * d,
-             lambda: _linear_nll(x[0], table, None, target % v, ignore_index=-100)[0], linear_loss,
-             (x[0], table, target % v)),
-        Case("residual and layer norm", 8 * size, lambda: run("add_norm", x, x, weight, bias, **layer),
-             add_layer_norm, (x, x, weight, bias)),
-        Case("residual and RMS norm", 8 * size, lambda: run("add_norm", x, x, weight, None, **rms),
-             add_rms_norm, (x, x, weight)),
-        Case("gradient of a layer norm, plus", 8 * size,
-             lambda: run("norm_backward", x, y, mean, rstd, weight, x, **gradients), layer_norm_backward,
-             (x, y, weight, bias, mean, rstd)),
-    ]  # fmt: skip
+        Case(
+            "gradient of cross-entropy",
+            4 * tokens * v,
+            lambda: run("nll_backward", grad, logits, lse, target, **loss),
+            nll_backward,
+            (grad, logits, lse, target),
+        ),
+        Case(
+            "linear and loss, in chunks",
+            2 * (tokens + v) * d,
+            lambda: _linear_nll(x[0], table, None, target % v, ignore_index=-100)[0],
+            linear_loss,
+            (x[0], table, target % v),
+        ),
+        Case(
+            "residual and layer norm",
+            8 * size,
+            lambda: run("add_norm", x, x, weight, bias, **layer),
+            add_layer_norm,
+            (x, x, weight, bias),
+        ),
+        Case(
+            "residual and RMS norm",
+            8 * size,
+            lambda: run("add_norm", x, x, weight, None, **rms),
+            add_rms_norm,
+            (x, x, weight),
+        ),
+        Case(
+            "gradient of a layer norm, plus",
+            8 * size,
+            lambda: run("norm_backward", x, y, mean, rstd, weight, x, **gradients),
+            layer_norm_backward,
+            (x, y, weight, bias, mean, rstd),
+        ),
+    ]
 
 
 # What they are compared with, as a model's author would write it.

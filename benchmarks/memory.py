@@ -178,9 +178,14 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Inputs]]]:
         return kind(config), text_inputs(config.vocab_size, batch, length)
 
     llama = dict(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=8192, use_cache=False,
-    )  # fmt: skip
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8192,
+        use_cache=False,
+    )
     t5 = dict(num_layers=3, num_decoder_layers=3, decoder_start_token_id=0, use_cache=False)
     return {
         "gpt2": lambda: text(hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=6, use_cache=False), 8, 256),
@@ -211,20 +216,30 @@ def measure(
         record: Record = {"model": name, "mesh": list(mesh), "optimizer": optimizer, "share": share, "budget": budget}
         try:
             plan = autopar.plan(
-                model, inputs, mesh=mesh, cluster=cluster(math.prod(mesh)), memory_budget=budget, optimizer=optimizer,
+                model,
+                inputs,
+                mesh=mesh,
+                cluster=cluster(math.prod(mesh)),
+                memory_budget=budget,
+                optimizer=optimizer,
                 time_limit=time_limit,
-            )  # fmt: skip
+            )
         except autopar.errors.InfeasibleError as error:
             records.append({**record, "infeasible": error.hint})
             continue
         free = free or plan.peak_memory
         graph = autopar.tracer.ColoTracer().capture(model, autopar.tracer.calls.bind(model, (), inputs)).graph
         measured = measured_peak(plan, graph, OPTIMIZERS[optimizer])
-        records.append({
-            **record, "predicted": plan.peak_memory, "measured": measured, "ratio": plan.peak_memory / measured,
-            "recomputed": sum(a.action == "recompute" for a in plan.activations.values()),
-            "optimizer_on_host": len(plan.program.offloaded_optimizer),
-        })  # fmt: skip
+        records.append(
+            {
+                **record,
+                "predicted": plan.peak_memory,
+                "measured": measured,
+                "ratio": plan.peak_memory / measured,
+                "recomputed": sum(a.action == "recompute" for a in plan.activations.values()),
+                "optimizer_on_host": len(plan.program.offloaded_optimizer),
+            }
+        )
     return records
 
 
@@ -247,16 +262,20 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     ratios = [r["ratio"] for r in records if "ratio" in r and not r.get("optimizer_on_host")]
     lines = [
-        "# Peak memory, predicted and measured", "",
-        f"`python benchmarks/memory.py {arguments}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {versions}.", "",
+        "# Peak memory, predicted and measured",
+        "",
+        f"`python benchmarks/memory.py {arguments}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {versions}.",
+        "",
         "Bytes on the fullest rank at the worst moment of a training step, the optimizer's included. `predicted` is",
         "the plan's peak, `measured` counts every storage that the emitted program makes in its second step (on fake",
         "tensors, temporaries inside autopar's own ops included), `ratio` is predicted over measured. `budget` is a",
         "share of the peak of the plan without one; `recomputed` is how many activations that plan makes again.",
-        "`h` stands where optimizer state is with the host, whose way through the step is not measured here.", "",
-        f"Ratios without `h` lie between {min(ratios):.4f} and {max(ratios):.4f}.", "",
+        "`h` stands where optimizer state is with the host, whose way through the step is not measured here.",
+        "",
+        f"Ratios without `h` lie between {min(ratios):.4f} and {max(ratios):.4f}.",
+        "",
         *(f"| {' | '.join(row)} |" for row in rows),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

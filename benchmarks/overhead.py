@@ -29,9 +29,17 @@ VOCABULARY, SEQUENCE, BATCH = 8_192, 128, 4
 
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=256, n_head=8, vocab_size=VOCABULARY, n_positions=SEQUENCE, bos_token_id=0, eos_token_id=0,
-        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-    )  # fmt: skip
+        n_layer=4,
+        n_embd=256,
+        n_head=8,
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config), _tokens()
 
 
@@ -50,9 +58,14 @@ def gpt2_dropout() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE,
-    )  # fmt: skip
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=SEQUENCE,
+    )
     return transformers.LlamaForCausalLM(config), _tokens()
 
 
@@ -97,9 +110,12 @@ def measured(made: Callable[[], tuple[nn.Module, dict[str, Tensor]]], steps: int
     plain_s, parallel_s = (statistics.median(spent[name]) for name in ("plain", "autopar"))
     check_s = checking_s(parallel)
     return {
-        "plain_s": round(plain_s, 6), "autopar_s": round(parallel_s, 6), "ratio": round(parallel_s / plain_s, 3),
-        "check_s": round(check_s, 7), "check_share": round(check_s / parallel_s, 6),
-    }  # fmt: skip
+        "plain_s": round(plain_s, 6),
+        "autopar_s": round(parallel_s, 6),
+        "ratio": round(parallel_s / plain_s, 3),
+        "check_s": round(check_s, 7),
+        "check_share": round(check_s / parallel_s, 6),
+    }
 
 
 def checking_s(model: nn.Module) -> float:

@@ -48,9 +48,13 @@ def gpt2(layers: int = 2) -> tuple[nn.Module, Any]:
 
 def llama() -> tuple[nn.Module, Any]:
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=256,
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config), _tokens(256, 8, 32)
 
 
@@ -64,17 +68,25 @@ def resnet() -> tuple[nn.Module, Any]:
 
 def llama_8b() -> tuple[nn.Module, Any]:
     config = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
         vocab_size=128_256,
-    )  # fmt: skip
+    )
     return _on_meta(lambda: transformers.LlamaForCausalLM(config)), _tokens(128_256, 8, 2048, "meta")
 
 
 def mixtral() -> tuple[nn.Module, Any]:
     config = transformers.MixtralConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
         vocab_size=32_000,
-    )  # fmt: skip
+    )
     return _on_meta(lambda: transformers.MixtralForCausalLM(config)), _tokens(32_000, 8, 1024, "meta")
 
 
@@ -115,11 +127,17 @@ def rows(names: list[str], time_limit: float) -> Iterator[tuple[str, dict[str, A
                     yield f"{name} {mesh} {share}", {"error": type(error).__name__}
                     continue
                 peak = peak or made.peak_memory
-                yield f"{name} {mesh} {share}", {
-                    "digest": made.digest, "objective": made.objective, "bound": made.lower_bound,
-                    "step": made.step_time, "peak": made.peak_memory,
-                    "seconds": round(time.process_time() - started, 2),
-                }  # fmt: skip
+                yield (
+                    f"{name} {mesh} {share}",
+                    {
+                        "digest": made.digest,
+                        "objective": made.objective,
+                        "bound": made.lower_bound,
+                        "step": made.step_time,
+                        "peak": made.peak_memory,
+                        "seconds": round(time.process_time() - started, 2),
+                    },
+                )
 
 
 def main() -> int:

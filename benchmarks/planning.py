@@ -53,10 +53,15 @@ from autopar.tracer import Capture
 UNLIMITED = "1000000TB"
 STAGES = ("capture", "strategies", "build", "baselines", "solve", "lower")
 MAIN = (
-    ("llama3-8b", (8, 32, 126), ("8", "32x8")), ("llama3-8b", (0,), ("8x8x8",)), ("llama3-70b", (0,), ("8", "32x8")),
-    ("vit-g", (0,), ("8", "32x8", "8x8x8")), ("gpt3-175b", (0,), ("8", "8x8x8")),
-    ("mixtral-8x7b", (0,), ("8", "8x8x8")), ("t5-11b", (0,), ("8", "8x8x8")), ("llama3-405b", (0,), ("8", "32x8")),
-)  # fmt: skip
+    ("llama3-8b", (8, 32, 126), ("8", "32x8")),
+    ("llama3-8b", (0,), ("8x8x8",)),
+    ("llama3-70b", (0,), ("8", "32x8")),
+    ("vit-g", (0,), ("8", "32x8", "8x8x8")),
+    ("gpt3-175b", (0,), ("8", "8x8x8")),
+    ("mixtral-8x7b", (0,), ("8", "8x8x8")),
+    ("t5-11b", (0,), ("8", "8x8x8")),
+    ("llama3-405b", (0,), ("8", "32x8")),
+)
 """Models, layers and meshes of the table in benchmarks/results."""
 
 NEAR = 0.01
@@ -74,14 +79,18 @@ class Shape(NamedTuple):
     length: int
 
 
-def gpt(
-    width: int, heads: int, length: int, dtype: torch.dtype, vocabulary: int = 50257
-) -> Callable[[int], nn.Module]:  # fmt: skip
+def gpt(width: int, heads: int, length: int, dtype: torch.dtype, vocabulary: int = 50257) -> Callable[[int], nn.Module]:
     def build(layers: int) -> nn.Module:
         config = transformers.GPT2Config(
-            n_layer=layers, n_embd=width, n_head=heads, n_positions=length, use_cache=False, vocab_size=vocabulary,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
+            n_layer=layers,
+            n_embd=width,
+            n_head=heads,
+            n_positions=length,
+            use_cache=False,
+            vocab_size=vocabulary,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
         model = transformers.GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"  # its default, named so that transformers does not warn
         return model.to(dtype)
@@ -92,9 +101,15 @@ def gpt(
 def llama(width: int, hidden: int, heads: int, vocabulary: int = 128256) -> Callable[[int], nn.Module]:
     def build(layers: int) -> nn.Module:
         config = transformers.LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
-        )  # fmt: skip
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            max_position_embeddings=8192,
+            use_cache=False,
+        )
         return transformers.LlamaForCausalLM(config).bfloat16()
 
     return build
@@ -107,17 +122,27 @@ def mixtral(layers: int) -> nn.Module:
 
 def vit(layers: int) -> nn.Module:
     config = transformers.ViTConfig(
-        num_hidden_layers=layers, hidden_size=1664, intermediate_size=8192, num_attention_heads=16, patch_size=14,
+        num_hidden_layers=layers,
+        hidden_size=1664,
+        intermediate_size=8192,
+        num_attention_heads=16,
+        patch_size=14,
         num_labels=1000,
-    )  # fmt: skip
+    )
     return transformers.ViTForImageClassification(config).bfloat16()
 
 
 def t5(layers: int) -> nn.Module:
     config = transformers.T5Config(
-        d_model=1024, d_ff=65536, d_kv=128, num_heads=128, num_layers=layers, use_cache=False,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        d_model=1024,
+        d_ff=65536,
+        d_kv=128,
+        num_heads=128,
+        num_layers=layers,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return transformers.T5ForConditionalGeneration(config).bfloat16()
 
 
@@ -148,7 +173,7 @@ def inputs(model: str, devices: int) -> dict[str, torch.Tensor]:
 
 def measure(
     model: str, layers: int, mesh: tuple[int, ...], options: Options, repeat: int, shares: Sequence[float] = ()
-) -> Record:  # fmt: skip
+) -> Record:
     """Capture one case, and plan it so many times, and within ``shares`` of its peak; what went wrong is recorded
     too."""
     shape = MODELS[model]
@@ -213,9 +238,21 @@ def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record
 
 
 COLUMNS = (
-    "model", "layers", "mesh", *STAGES, "candidates", "total", "CPU", "counted", "to 1%", "variables", "folded", "gap",
-    "step", "peak",
-)  # fmt: skip
+    "model",
+    "layers",
+    "mesh",
+    *STAGES,
+    "candidates",
+    "total",
+    "CPU",
+    "counted",
+    "to 1%",
+    "variables",
+    "folded",
+    "gap",
+    "step",
+    "peak",
+)
 
 
 def cells(record: Record) -> list[str]:
@@ -254,10 +291,17 @@ def share_table(records: Sequence[Record]) -> Table:
         head = [record["model"], str(record["layers"]), "x".join(map(str, record["mesh"]))]
         for row in ({**record, "times": 1.0}, *record.get("shares", ())):
             share = f"{row['share']:g}" if "share" in row else "none"
-            told = [row["error"].split("\n")[0]] if "error" in row else [
-                f"{row['cpu_s']:.2f}", f"{row['times']:.1f}", f"{row['cost_s'] * 1e3:.2f} ms", f"{row['gap']:.2%}",
-                f"{row['step_time_s'] * 1e3:.2f} ms",
-            ]  # fmt: skip
+            told = (
+                [row["error"].split("\n")[0]]
+                if "error" in row
+                else [
+                    f"{row['cpu_s']:.2f}",
+                    f"{row['times']:.1f}",
+                    f"{row['cost_s'] * 1e3:.2f} ms",
+                    f"{row['gap']:.2%}",
+                    f"{row['step_time_s'] * 1e3:.2f} ms",
+                ]
+            )
             shown.add_row(*head, share, *told)
     return shown
 
@@ -332,8 +376,11 @@ def main() -> int:
         console.print(share_table(records))
     if options.markdown:
         chosen = (
-            ("only", options.only), ("layers", options.layers), ("meshes", options.meshes), ("repeat", [options.repeat])
-        )  # fmt: skip
+            ("only", options.only),
+            ("layers", options.layers),
+            ("meshes", options.meshes),
+            ("repeat", [options.repeat]),
+        )
         arguments = " ".join(f"--{name} {' '.join(map(str, values))}" for name, values in chosen)
         arguments = f"--main --repeat {options.repeat}" if options.main else arguments
         options.markdown.write_text(markdown(records, arguments))

@@ -105,6 +105,7 @@ def priced(
     src: ShardingSpec, dst: ShardingSpec, steps: Steps, shape: Sequence[int], mesh: Mesh, costs: CollectiveCosts
 ) -> tuple[float, int]:
     """(seconds, most bytes that a step holds) of a path, which must lead from ``src`` to ``dst``."""
+
     def held(spec: ShardingSpec) -> int:
         return math.prod(spec.local_shape(shape, mesh)) * ITEMSIZE
 
@@ -142,19 +143,31 @@ def compare(
 
 
 def _row(
-    name: str, shape: Sequence[int], planner: str, pairs: Sequence[tuple[ShardingSpec, ShardingSpec]],
-    best: Sequence[tuple[float, int]], found: Sequence[tuple[float, int]], search_s: float, mesh: Mesh,
-) -> Row:  # fmt: skip
+    name: str,
+    shape: Sequence[int],
+    planner: str,
+    pairs: Sequence[tuple[ShardingSpec, ShardingSpec]],
+    best: Sequence[tuple[float, int]],
+    found: Sequence[tuple[float, int]],
+    search_s: float,
+    mesh: Mesh,
+) -> Row:
     ratios = [f[0] / b[0] for f, b in zip(found, best, strict=True)]
     bounds = [_bound(a, b, shape, mesh) for a, b in pairs]
     worst = max(range(len(pairs)), key=lambda i: ratios[i])
     return Row(
-        name, math.prod(shape) * ITEMSIZE, planner, len(pairs),
-        sum(r > 1 + 1e-6 for r in ratios) / len(pairs), statistics.mean(ratios), ratios[worst],
+        name,
+        math.prod(shape) * ITEMSIZE,
+        planner,
+        len(pairs),
+        sum(r > 1 + 1e-6 for r in ratios) / len(pairs),
+        statistics.mean(ratios),
+        ratios[worst],
         "{} -> {}".format(*pairs[worst]),
         sum(f[1] > bound for f, bound in zip(found, bounds, strict=True)) / len(pairs),
-        sum(r < 1 - 1e-6 for r in ratios) / len(pairs), search_s,
-    )  # fmt: skip
+        sum(r < 1 - 1e-6 for r in ratios) / len(pairs),
+        search_s,
+    )
 
 
 def _bound(src: ShardingSpec, dst: ShardingSpec, shape: Sequence[int], mesh: Mesh) -> int:

@@ -89,9 +89,12 @@ def described(plan: Planned) -> Record:
     again = sum(op.kind == "compute" and op.name.endswith(AGAIN) for op in plan.program.ops)
     offloaded = sum(op.kind == "offload" for op in plan.program.ops)
     return {
-        "step_s": plan.timeline.seconds, "peak_bytes": plan.memory.peak_bytes, "again": again, "offloaded": offloaded,
+        "step_s": plan.timeline.seconds,
+        "peak_bytes": plan.memory.peak_bytes,
+        "again": again,
+        "offloaded": offloaded,
         "gap": plan.solution.gap if plan.solution.lower_bound else None,
-    }  # fmt: skip
+    }
 
 
 def compare(case: Case, points: int, *, run: bool) -> list[Record]:
@@ -104,10 +107,16 @@ def compare(case: Case, points: int, *, run: bool) -> list[Record]:
         budget = least + (free - least) * i / (points - 1)
         found: dict[str, Planned | None] = {rule: within(plans, budget) for rule, plans in curves.items()}
         found = {"autopar": _ours(case, budget), **found}
-        rows.append({
-            "model": case.name, "budget": budget, "share": budget / free,
-            "plans": {k: described(p) | (measured(case, p) if run else {}) for k, p in found.items() if p is not None},
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": case.name,
+                "budget": budget,
+                "share": budget / free,
+                "plans": {
+                    k: described(p) | (measured(case, p) if run else {}) for k, p in found.items() if p is not None
+                },
+            }
+        )
     return rows
 
 
@@ -126,9 +135,11 @@ def joint_gain(points: int, time_limit_s: float) -> list[Record]:
 
     def step(budget: float | None, search: str) -> Planned | None:
         options = Options(
-            None if budget is None else int(budget), aliases=canonical_names(model), time_limit_s=time_limit_s,
+            None if budget is None else int(budget),
+            aliases=canonical_names(model),
+            time_limit_s=time_limit_s,
             search=search,
-        )  # fmt: skip
+        )
         try:
             return planner.plan_graph(graph, mesh, cluster, options, compare=False)
         except InfeasibleError:
@@ -140,10 +151,14 @@ def joint_gain(points: int, time_limit_s: float) -> list[Record]:
     for i in range(1, points + 1):
         budget = free.memory.peak_bytes * (1 - 0.8 * i / points)
         plans = {search: step(budget, search) for search in ("joint", "two-stage")}
-        rows.append({
-            "model": "gpt2 on 4 devices", "budget": budget, "share": budget / free.memory.peak_bytes,
-            "plans": {k: described(p) for k, p in plans.items() if p is not None},
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": "gpt2 on 4 devices",
+                "budget": budget,
+                "share": budget / free.memory.peak_bytes,
+                "plans": {k: described(p) for k, p in plans.items() if p is not None},
+            }
+        )
     return rows
 
 
@@ -183,21 +198,27 @@ COLUMNS = ("autopar", *RULES)
 def markdown(found: Record, lost: Sequence[str]) -> str:
     """All tables, with what they were made with."""
     lines = [
-        "# Recomputation: step time against memory budget", "",
+        "# Recomputation: step time against memory budget",
+        "",
         "Milliseconds a step as predicted for one process, in brackets medians of real steps in seconds of the",
         "processor; all plans are of the same graph, scheduled, timed and measured by the same models. Dashes: nothing",
         "of that kind fits. `torch` and `rotor` are these rules on our graph, as the first lines of",
-        "`benchmarks/remat.py` say.", "",
-        *(f"`python benchmarks/remat.py {r['arguments']}`, {r['machine']}, {r['date']}." for r in found["runs"]), "",
-        "; ".join(lost) or "autopar is on or below every other curve at every budget.", "",
+        "`benchmarks/remat.py` say.",
+        "",
+        *(f"`python benchmarks/remat.py {r['arguments']}`, {r['machine']}, {r['date']}." for r in found["runs"]),
+        "",
+        "; ".join(lost) or "autopar is on or below every other curve at every budget.",
+        "",
         "The curves are in [remat.png](remat.png).",
-    ]  # fmt: skip
+    ]
     for title, rows, columns in (
         *((m, [r for r in found["rows"] if r["model"] == m], COLUMNS) for m in _models(found["rows"])),
         ("Joint and two-stage search, gpt2 on 4 devices", found["joint"], ("joint", "two-stage")),
     ):
-        cells = [[f"{r['budget'] / 1e6:.1f} MB", f"{r['share']:.0%}", *(_cell(r["plans"].get(c)) for c in columns)]
-                 for r in rows]  # fmt: skip
+        cells = [
+            [f"{r['budget'] / 1e6:.1f} MB", f"{r['share']:.0%}", *(_cell(r["plans"].get(c)) for c in columns)]
+            for r in rows
+        ]
         head = ["budget", "share", *columns]
         lines += ["", f"## {title}", "", *(f"| {' | '.join(c)} |" for c in (head, ["---"] * len(head), *cells))]
     for model in _models(found["torch.compile"]):
@@ -222,8 +243,11 @@ def plot(rows: Sequence[Record], path: Path) -> None:
     _, panels = plt.subplots(1, len(models), figsize=(5 * len(models), 4), squeeze=False)
     for panel, model in zip(panels[0], models, strict=True):
         for name in COLUMNS:
-            points = [(r["budget"] / 1e6, r["plans"][name]["step_s"] * 1e3) for r in rows
-                      if r["model"] == model and name in r["plans"]]  # fmt: skip
+            points = [
+                (r["budget"] / 1e6, r["plans"][name]["step_s"] * 1e3)
+                for r in rows
+                if r["model"] == model and name in r["plans"]
+            ]
             panel.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == "autopar" else 1)
         panel.set(title=model, xlabel="budget, MB", ylabel="predicted step, ms")
     panels[0][0].legend()
@@ -291,9 +315,10 @@ def _run(options: argparse.Namespace) -> Record:
         console.print(table(gains, ("joint", "two-stage")))
     cpu = platform.processor() or platform.machine()
     run = {
-        "arguments": " ".join(sys.argv[1:]), "date": f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}",
+        "arguments": " ".join(sys.argv[1:]),
+        "date": f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}",
         "machine": f"{cpu}, Python {platform.python_version()}, torch {torch.__version__}",
-    }  # fmt: skip
+    }
     return {"runs": [run], "rows": rows, "torch.compile": by_torch, "joint": gains}
 
 

@@ -272,16 +272,20 @@ def measure(name: str, cluster: Cluster | None, mesh: DeviceMesh, rounds: int, t
 
     others = [way for way in made if way != "autopar"]
     return {
-        "model": name, "losses": losses, "agree": agreeing(losses),
+        "model": name,
+        "losses": losses,
+        "agree": agreeing(losses),
         "seconds": {way: statistics.median(x) for way, x in taken.items()},
         "processor_seconds": {way: statistics.median(x) for way, x in busy.items()},
         "ratio": {way: ratio(taken, way) for way in others},
         "processor_ratio": {way: ratio(busy, way) for way in others},
         "plan": {
-            "predicted_s": plan.step_time, "collectives": len(plan.collectives),
-            "tensors": sum(len(c.tensors) for c in plan.collectives), "solver": plan.solver["method"],
+            "predicted_s": plan.step_time,
+            "collectives": len(plan.collectives),
+            "tensors": sum(len(c.tensors) for c in plan.collectives),
+            "solver": plan.solver["method"],
         },
-    }  # fmt: skip
+    }
 
 
 def agreeing(losses: dict[str, list[float]]) -> dict[str, bool]:

@@ -18,11 +18,14 @@ def rules_page() -> str:
     from autopar.strategies.registry import _rules
 
     lines = [
-        "# All rules", "",
+        "# All rules",
+        "",
         "Each op in one line: a named factor for each dim; in brackets never cut; what the result lacks is summed.",
-        "An op that is not here is run whole on every rank, with a warning that shows the line to add.", "",
-        "| op | rule |", "|---|---|",
-    ]  # fmt: skip
+        "An op that is not here is run whole on every rank, with a warning that shows the line to add.",
+        "",
+        "| op | rule |",
+        "|---|---|",
+    ]
     lines += [f"| `{op}` | {_cell(_notation(found))} |" for op, found in sorted(_rules.items())]
     return "\n".join(lines) + "\n"
 
@@ -44,10 +47,12 @@ def errors_page() -> str:
     from autopar import errors
 
     lines = [
-        "# All errors", "",
+        "# All errors",
+        "",
         "Every error that autopar raises on purpose is an `AutoparError` and has three parts: what is wrong, what was",
-        "`found:`, and a `hint:` what to do. Braces stand for values of the moment.", "",
-    ]  # fmt: skip
+        "`found:`, and a `hint:` what to do. Braces stand for values of the moment.",
+        "",
+    ]
     found: dict[str, set[tuple[str, str]]] = {}
     for kind, what, hint in raised():
         found.setdefault(kind, set()).add((what, hint))

@@ -46,9 +46,17 @@ def build_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
     return LlamaForCausalLM(config)
 
 

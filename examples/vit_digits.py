@@ -33,9 +33,15 @@ def build_model() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        image_size=8, patch_size=2, num_channels=1, num_labels=10, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4,
-    )  # fmt: skip
+        image_size=8,
+        patch_size=2,
+        num_channels=1,
+        num_labels=10,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     return ViTForImageClassification(config)
 
 

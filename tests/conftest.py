@@ -20,9 +20,7 @@ except ImportError:  # a GPU machine runs tests/gpu with whatever its own Python
     pass
 else:
     # Without deadlines, since a busy machine must not fail a law; derandomized, so that a failure repeats.
-    settings.register_profile(
-        "autopar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-    )
+    settings.register_profile("autopar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("autopar")
 
 

@@ -121,10 +121,18 @@ def check_weighted_classes(logits, target, lse, weight, shards, *, large: float)
     (expected * weight).sum().backward()
     found = [
         made(
-            "nll_backward", weight * row, s, lse, target, share, part[offset : offset + s.shape[-1]],
-            ignore_index=-100, offset=offset,
-        ) for offset, s in shards
-    ]  # fmt: skip
+            "nll_backward",
+            weight * row,
+            s,
+            lse,
+            target,
+            share,
+            part[offset : offset + s.shape[-1]],
+            ignore_index=-100,
+            offset=offset,
+        )
+        for offset, s in shards
+    ]
     assert_near(torch.cat(found, -1), exact.grad, times=4 * large)
 
 

@@ -101,10 +101,15 @@ class CNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(12), nn.ReLU(),
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
-        )  # fmt: skip
+        )
         self.head = nn.Linear(12, 5)
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,16 +133,29 @@ class Outside(nn.Module):
 def gpt2(dropout: float) -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            n_layer=2, n_embd=HIDDEN, n_inner=FEED_FORWARD, n_head=HEADS, vocab_size=VOCABULARY, n_positions=16,
-            attn_pdrop=dropout, resid_pdrop=dropout, embd_pdrop=dropout, bos_token_id=0, eos_token_id=0,
+            n_layer=2,
+            n_embd=HIDDEN,
+            n_inner=FEED_FORWARD,
+            n_head=HEADS,
+            vocab_size=VOCABULARY,
+            n_positions=16,
+            attn_pdrop=dropout,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 DECODER = dict(
-    hidden_size=HIDDEN, intermediate_size=FEED_FORWARD, num_attention_heads=HEADS, num_key_value_heads=2,
-    vocab_size=VOCABULARY, max_position_embeddings=16,
-)  # fmt: skip
+    hidden_size=HIDDEN,
+    intermediate_size=FEED_FORWARD,
+    num_attention_heads=HEADS,
+    num_key_value_heads=2,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=16,
+)
 
 
 def llama(dropout: float) -> nn.Module:
@@ -147,42 +165,70 @@ def llama(dropout: float) -> nn.Module:
 
 def mixtral(dropout: float, experts: str = "grouped_mm") -> nn.Module:
     config = transformers.MixtralConfig(
-        **DECODER, num_hidden_layers=1, attention_dropout=dropout, num_local_experts=3, num_experts_per_tok=2,
-        output_router_logits=True, experts_implementation=experts,
-    )  # fmt: skip
+        **DECODER,
+        num_hidden_layers=1,
+        attention_dropout=dropout,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        experts_implementation=experts,
+    )
     return transformers.MixtralForCausalLM(config)
 
 
 MIXTRAL = Model(
-    mixtral, language, {"*.[qkv]_proj.weight": 0, "lm_head.weight": 0},
-    {"*.o_proj.weight": 1, "model.embed_tokens.weight": 0}, ("model.layers.*.self_attn",),
-    has_dropout=True, dtypes=(torch.float32,),
-)  # fmt: skip
+    mixtral,
+    language,
+    {"*.[qkv]_proj.weight": 0, "lm_head.weight": 0},
+    {"*.o_proj.weight": 1, "model.embed_tokens.weight": 0},
+    ("model.layers.*.self_attn",),
+    has_dropout=True,
+    dtypes=(torch.float32,),
+)
 """As it is by default, with a grouped product over the experts, which exists in float32 alone."""
 
 
 def bert(dropout: float) -> nn.Module:
     config = transformers.BertConfig(
-        hidden_size=HIDDEN, intermediate_size=FEED_FORWARD, num_hidden_layers=1, num_attention_heads=HEADS,
-        vocab_size=VOCABULARY, max_position_embeddings=16, hidden_dropout_prob=dropout,
+        hidden_size=HIDDEN,
+        intermediate_size=FEED_FORWARD,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16,
+        hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+    )
     return transformers.BertForMaskedLM(config)
 
 
 def t5(dropout: float) -> nn.Module:
     config = transformers.T5Config(
-        d_model=HIDDEN, d_ff=FEED_FORWARD, num_layers=1, num_heads=HEADS, d_kv=8, vocab_size=VOCABULARY,
-        dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        d_model=HIDDEN,
+        d_ff=FEED_FORWARD,
+        num_layers=1,
+        num_heads=HEADS,
+        d_kv=8,
+        vocab_size=VOCABULARY,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
 def vit(dropout: float) -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=HIDDEN, intermediate_size=FEED_FORWARD, num_hidden_layers=1, num_attention_heads=HEADS,
-        image_size=12, patch_size=4, num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        intermediate_size=FEED_FORWARD,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        image_size=12,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     return transformers.ViTForImageClassification(config)
 
 
@@ -202,48 +248,73 @@ DECODER_ROW = {"*.o_proj.weight": 1, "*.down_proj.weight": 1, "model.embed_token
 
 ZOO: dict[str, Model] = {
     "mlp": Model(
-        lambda dropout: MLP(), regression,
-        {"layers.0.*": 0, "layers.3.*": 0}, {"layers.2.weight": 1, "layers.5.weight": 1}, ("layers.2", "layers.5"),
+        lambda dropout: MLP(),
+        regression,
+        {"layers.0.*": 0, "layers.3.*": 0},
+        {"layers.2.weight": 1, "layers.5.weight": 1},
+        ("layers.2", "layers.5"),
     ),
     "cnn": Model(
-        lambda dropout: CNN(), lambda: images(8),
-        {"features.0.weight": 0, "features.1.*": 0}, {"features.4.weight": 1}, ("features.4",),
+        lambda dropout: CNN(),
+        lambda: images(8),
+        {"features.0.weight": 0, "features.1.*": 0},
+        {"features.4.weight": 1},
+        ("features.4",),
     ),
     "outside": Model(
-        Outside, lambda: {"ids": token_ids()},
+        Outside,
+        lambda: {"ids": token_ids()},
         {"layer.linear1.*": 0, "head.*": 0},
         {"layer.linear2.weight": 1, "layer.self_attn.out_proj.weight": 1, "embed.weight": 0},
-        ("layer.linear2", "layer.self_attn"), has_dropout=True,
+        ("layer.linear2", "layer.self_attn"),
+        has_dropout=True,
     ),
     "gpt2": Model(
-        gpt2, language,
+        gpt2,
+        language,
         {"*.c_attn.weight": 1, "*.c_attn.bias": 0, "*.c_fc.weight": 1, "*.c_fc.bias": 0},
-        {"*.c_proj.weight": 0, "transformer.wte.weight": 0}, ("transformer.h.*.attn", "transformer.h.*.mlp"),
+        {"*.c_proj.weight": 0, "transformer.wte.weight": 0},
+        ("transformer.h.*.attn", "transformer.h.*.mlp"),
         has_dropout=True,
     ),
     "llama": Model(
-        llama, language, DECODER_COLUMN, DECODER_ROW, ("model.layers.*.self_attn", "model.layers.*.mlp"),
+        llama,
+        language,
+        DECODER_COLUMN,
+        DECODER_ROW,
+        ("model.layers.*.self_attn", "model.layers.*.mlp"),
         has_dropout=True,
     ),
     "bert": Model(
-        bert, padded_language,
+        bert,
+        padded_language,
         {"*.query.*": 0, "*.key.*": 0, "*.value.*": 0, "*.intermediate.dense.*": 0},
         {"*.layer.*.output.dense.weight": 1, "bert.embeddings.word_embeddings.weight": 0},
-        ("bert.encoder.layer.*.attention.output.dense", "bert.encoder.layer.*.output.dense"), has_dropout=True,
+        ("bert.encoder.layer.*.attention.output.dense", "bert.encoder.layer.*.output.dense"),
+        has_dropout=True,
     ),
     "t5": Model(
-        t5, padded_language,
-        {"*.[qkv].weight": 0, "*.wi.weight": 0}, {"*.o.weight": 1, "*.wo.weight": 1, "shared.weight": 0},
-        ("encoder.block.*.layer.0.SelfAttention.o", "*.DenseReluDense"), has_dropout=True,
+        t5,
+        padded_language,
+        {"*.[qkv].weight": 0, "*.wi.weight": 0},
+        {"*.o.weight": 1, "*.wo.weight": 1, "shared.weight": 0},
+        ("encoder.block.*.layer.0.SelfAttention.o", "*.DenseReluDense"),
+        has_dropout=True,
     ),
     "vit": Model(
-        vit, lambda: images(12),
-        {"*.[qkv]_proj.*": 0, "*.fc1.*": 0}, {"*.o_proj.weight": 1, "*.fc2.weight": 1},
-        ("vit.layers.*.attention", "vit.layers.*.mlp"), has_dropout=True,
+        vit,
+        lambda: images(12),
+        {"*.[qkv]_proj.*": 0, "*.fc1.*": 0},
+        {"*.o_proj.weight": 1, "*.fc2.weight": 1},
+        ("vit.layers.*.attention", "vit.layers.*.mlp"),
+        has_dropout=True,
     ),
     "resnet": Model(
-        resnet, lambda: images(16), {"*.layer.0.convolution.weight": 0, "*.layer.0.normalization.*": 0},
-        {"*.layer.1.convolution.weight": 1}, ("resnet.encoder.stages.*.layers.0.layer.1.convolution",),
+        resnet,
+        lambda: images(16),
+        {"*.layer.0.convolution.weight": 0, "*.layer.0.normalization.*": 0},
+        {"*.layer.1.convolution.weight": 1},
+        ("resnet.encoder.stages.*.layers.0.layer.1.convolution",),
     ),
     "mixtral": MIXTRAL,
     "mixtral_batched": replace(

@@ -12,9 +12,12 @@ def saved(program: Program) -> list[LocalTensor]:
     """What the backward reads of the forward's own tensors."""
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
     return [
-        t for op in program.ops if op.phase == "forward" and op.kind != "input" for t in op.writes
+        t
+        for op in program.ops
+        if op.phase == "forward" and op.kind != "input"
+        for t in op.writes
         if t.name in read and not t.host
-    ]  # fmt: skip
+    ]
 
 
 def offloaded(program: Program, chosen: Callable[[LocalTensor], bool] = lambda t: True, later: int = 3) -> Program:

@@ -24,9 +24,16 @@ def flash_attention(
 
 
 def flash_attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v."""
     grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
     unused = [torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2)]  # seed and offset of a dropout

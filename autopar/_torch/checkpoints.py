@@ -65,9 +65,10 @@ def shard_reader(path: Any) -> Any:
 
 def _no_list(path: Any, found: str) -> AutoparError:
     return AutoparError(
-        "The checkpoint's list of tensors cannot be read.", found=f"{path}: {found}",
+        "The checkpoint's list of tensors cannot be read.",
+        found=f"{path}: {found}",
         hint="load another step; this one was damaged, or changed by someone.",
-    )  # fmt: skip
+    )
 
 
 class _OfPlainTypes(pickle.Unpickler):
@@ -77,14 +78,23 @@ class _OfPlainTypes(pickle.Unpickler):
         from torch.distributed.checkpoint import filesystem, metadata
 
         plain = {
-            **{("torch.distributed.checkpoint.metadata", n): getattr(metadata, n) for n in (
-                "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-                "StorageMeta", "_MEM_FORMAT_ENCODING",
-            )},
+            **{
+                ("torch.distributed.checkpoint.metadata", n): getattr(metadata, n)
+                for n in (
+                    "Metadata",
+                    "MetadataIndex",
+                    "TensorStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "TensorProperties",
+                    "StorageMeta",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            },
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
             ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-            ("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict,
-        }  # fmt: skip
+            ("torch", "Size"): torch.Size,
+            ("collections", "OrderedDict"): OrderedDict,
+        }
         if (module, name) in plain:
             return plain[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

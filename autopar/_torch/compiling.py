@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def inductor(
-    function: Callable[..., tuple[Any, ...]], inputs: Sequence[torch.Tensor],
+    function: Callable[..., tuple[Any, ...]],
+    inputs: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
-) -> Callable[[list[Any]], Any]:  # fmt: skip
+) -> Callable[[list[Any]], Any]:
     """``function`` as Inductor compiles it for ``inputs``; it takes them as a list, which it empties.
 
     ``torch.compile`` would trace by Dynamo, keep the list's tensors alive and guard each call; Inductor's own entry
@@ -56,9 +57,12 @@ def inductor(
     _mark_shared(graph.graph)
     choices, in_order = _as_planned(_marks(graph.graph))
     as_planned = config.patch(
-        reorder_for_locality=False, reorder_for_peak_memory=False, layout_optimization=False, pattern_matcher=False,
+        reorder_for_locality=False,
+        reorder_for_peak_memory=False,
+        layout_optimization=False,
+        pattern_matcher=False,
         _post_fusion_custom_pass=in_order,
-    )  # fmt: skip
+    )
     # On CPUs all kernels up to the next product are put into one function, which would be given all their buffers.
     one_by_one = mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0)
     with contextlib.ExitStack() as stack:
@@ -122,12 +126,15 @@ def _cpp_kernels_together() -> Iterator[None]:
             bound.append(template[at:end].format(**named))
         methods = "\n".join(method.format(entry_func=f"kernel_{i}") for i in range(len(kernels)))
         head, tail = template[:at], template[end:].replace(method, "@methods@")
-        return "\n".join([
-            *dict.fromkeys(line for k in kernels for line in k.includes),
-            *(k.within(f"unit_{i}") for i, k in enumerate(kernels)),
-            head.format(entry_func=Cache.entry_function, extra_parse_arg=""), *bound,
-            tail.format(entry_func=Cache.entry_function).replace("@methods@", methods),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                *dict.fromkeys(line for k in kernels for line in k.includes),
+                *(k.within(f"unit_{i}") for i, k in enumerate(kernels)),
+                head.format(entry_func=Cache.entry_function, extra_parse_arg=""),
+                *bound,
+                tail.format(entry_func=Cache.entry_function).replace("@methods@", methods),
+            ]
+        )
 
     def gather(self: Any, argtypes: list[str], source: str) -> _CppKernel:
         return _CppKernel(tuple(argtypes), source)
@@ -217,9 +224,10 @@ def _marks_inner(decompose: Callable[..., Any]) -> Callable[..., Any]:
         if mode is None or results is NotImplemented:
             return results
         slots = (
-            proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in tree_leaves(results)
+            proxy_tensor.get_proxy_slot(x, mode.tracer, None)
+            for x in tree_leaves(results)
             if isinstance(x, torch.Tensor)
-        )  # fmt: skip
+        )
         own = {_base(slot.proxy.node) for slot in slots if slot is not None}
         for node in itertools.takewhile(lambda n: n is not before, reversed(nodes)):
             node.meta[_INNER] = node not in own

@@ -159,8 +159,10 @@ class Whole(torch.Tensor):
 
 
 _NO_DTENSORS = (
-    "got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered", "Sharding propagation failed",
-)  # fmt: skip
+    "got mixed torch.Tensor and DTensor",
+    "does not have a sharding strategy registered",
+    "Sharding propagation failed",
+)
 """What torch says where an op takes no DTensors, or none beside plain tensors."""
 
 
@@ -259,9 +261,13 @@ def strided_shard_type() -> type[Any]:
 
 
 def redistribution_steps(
-    source: Sequence[Placement], target: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int],
-    *, by_cost: bool | None = None,
-) -> list[tuple[int, Placement, Placement]]:  # fmt: skip
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    shape: Sequence[int],
+    *,
+    by_cost: bool | None = None,
+) -> list[tuple[int, Placement, Placement]]:
     """(mesh axis, placement before, placement after) of each step that DTensor takes between two lists of placements.
 
     To compare with: no public name plans a redistribution without running it. Needs no process group.
@@ -276,11 +282,13 @@ def redistribution_steps(
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), torch.float32)
     before, after = (
         DTensorSpec(
-            device_mesh, tuple(p), tensor_meta=meta,
+            device_mesh,
+            tuple(p),
+            tensor_meta=meta,
             use_strided_shard_as_shard_order=any(isinstance(x, strided_shard_type()) for x in p),
         )
         for p in (source, target)
-    )  # fmt: skip
+    )
     infos = _redistribute._gen_transform_infos_non_cached(before, after, by_cost)
     return [(info.mesh_dim, *info.src_dst_placements) for info in infos]
 

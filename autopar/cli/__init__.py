@@ -83,9 +83,11 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="autopar", description="An automatic parallelization compiler for PyTorch.", epilog=EXAMPLES,
+        prog="autopar",
+        description="An automatic parallelization compiler for PyTorch.",
+        epilog=EXAMPLES,
         formatter_class=plain,
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():

@@ -21,9 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_arguments(parser, report=False)
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "--name", default="", metavar="NAME",
+        "--name",
+        default="",
+        metavar="NAME",
         help="a parameter, input:NAME, output:NAME, module or node; the last word without --name is one too",
-    )  # fmt: skip
+    )
     parser.set_defaults(last="name")
 
 

@@ -27,14 +27,19 @@ PRESETS = "presets.toml"
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """What names a model and the size of its inputs."""
     parser.add_argument(
-        "model", metavar="MODEL", nargs=None if required else "?",
+        "model",
+        metavar="MODEL",
+        nargs=None if required else "?",
         help="module:function or file.py:function, which returns (model, inputs); a Hugging Face config.json; a type "
         f"with its defaults: gpt2, llama, bert, vit, ...; or one of {', '.join(presets())}",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--batch", type=_batch, default=(8, None), metavar="N[xTOKENS]",
+        "--batch",
+        type=_batch,
+        default=(8, None),
+        metavar="N[xTOKENS]",
         help="samples, and tokens of each, for Hugging Face models (default 8x512)",
-    )  # fmt: skip
+    )
     parser.add_argument("--sequence", type=_positive, metavar="N", help="tokens of a sample, likewise")
     parser.add_argument("--layers", type=_positive, metavar="N", help="use so many layers, likewise")
 
@@ -176,9 +181,14 @@ def _head(transformers: Any, config: Any) -> Any:
 
 def _is_encoder(config: Any) -> bool:
     """BERT and its like are in the list of causal models, for want of is_decoder."""
-    return getattr(config, "is_decoder", None) is False and not getattr(config, "is_encoder_decoder", False) and (
-        config.model_type in {"bert", "roberta", "electra", "bert-generation", "xlm-roberta", "roformer", "camembert"}
-    )  # fmt: skip
+    return (
+        getattr(config, "is_decoder", None) is False
+        and not getattr(config, "is_encoder_decoder", False)
+        and (
+            config.model_type
+            in {"bert", "roberta", "electra", "bert-generation", "xlm-roberta", "roformer", "camembert"}
+        )
+    )
 
 
 def _inputs(config: Any, arguments: argparse.Namespace, device: str) -> dict[str, Tensor]:

@@ -33,19 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
     models.add_arguments(parser)
     parser.add_argument("--mesh", metavar="NxM", help="its shape, or dp=2,tp=4; default chosen for the cluster")
     parser.add_argument(
-        "--cluster", metavar="NAME",
+        "--cluster",
+        metavar="NAME",
         help="dgx-h100, dgx-h100:32 (devices), or a file of autopar profile; default this machine",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--budget", "--memory-budget", dest="memory_budget", metavar="SIZE",
+        "--budget",
+        "--memory-budget",
+        dest="memory_budget",
+        metavar="SIZE",
         help="memory on each device, such as 60GiB; default all it has",
-    )  # fmt: skip
+    )
     parser.add_argument("--mixed-precision", metavar="bf16|fp16", help="autocast around every call")
     parser.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
     parser.add_argument(
-        "--constraint", action="append", default=[], metavar="GLOB=SPEC",
+        "--constraint",
+        action="append",
+        default=[],
+        metavar="GLOB=SPEC",
         help="a spec such as S0R, or column, row, shard, replicate; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument("--search", default="joint", help="joint, two-stage, or baseline:NAME (default joint)")
     parser.add_argument("--solver", default="auto", help="highs, cbc, or another that PuLP knows (default auto)")
     parser.add_argument("--time-limit", type=_seconds, default=16.0, metavar="S", help="for the solver (default 16)")
@@ -110,11 +117,17 @@ def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
 def options_of(arguments: argparse.Namespace, progress: Progress | None = None) -> dict[str, Any]:
     """What the command says about planning, as `autopar.plan` takes it."""
     return dict(
-        mesh=mesh_of(arguments.mesh), cluster=arguments.cluster, memory_budget=arguments.memory_budget,
-        optimizer=_optimizer(arguments.optimizer), constraints=constraints_of(arguments.constraint),
-        mixed_precision=arguments.mixed_precision, search=arguments.search,
-        time_limit=arguments.time_limit, solver=arguments.solver, progress=progress,
-    )  # fmt: skip
+        mesh=mesh_of(arguments.mesh),
+        cluster=arguments.cluster,
+        memory_budget=arguments.memory_budget,
+        optimizer=_optimizer(arguments.optimizer),
+        constraints=constraints_of(arguments.constraint),
+        mixed_precision=arguments.mixed_precision,
+        search=arguments.search,
+        time_limit=arguments.time_limit,
+        solver=arguments.solver,
+        progress=progress,
+    )
 
 
 def _optimizer(text: str) -> str | float:

@@ -61,15 +61,22 @@ def _measure(arguments: argparse.Namespace) -> int:
     first = dist.get_rank() == 0
     effort = Effort(2**20, 2**18, 0.01) if arguments.quick else Effort()
     bar = Progress(
-        TextColumn("{task.percentage:>3.0f}%"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.description}"), console=Console(stderr=True), disable=not first,
-    )  # fmt: skip
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        disable=not first,
+    )
     with bar:
         task = bar.add_task("starting")
         cluster = profile_cluster(
-            _mesh(arguments.mesh, dist.get_world_size()), name=arguments.name or arguments.output.stem, effort=effort,
+            _mesh(arguments.mesh, dist.get_world_size()),
+            name=arguments.name or arguments.output.stem,
+            effort=effort,
             progress=lambda what, done, total: bar.update(task, completed=done, total=total, description=what),
-        )  # fmt: skip
+        )
     if first:
         cluster.save(arguments.output)
         _show(cluster)

@@ -8,6 +8,14 @@ from autopar.codegen.language import check_text
 from autopar.codegen.load import checked, load, read_edited, refuse_own_ops
 
 __all__ = [
-    "check_text", "checked", "compiled", "digest", "emit", "header", "load", "read_edited", "refuse_own_ops",
+    "check_text",
+    "checked",
+    "compiled",
+    "digest",
+    "emit",
+    "header",
+    "load",
+    "read_edited",
+    "refuse_own_ops",
     "results_of",
-]  # fmt: skip
+]

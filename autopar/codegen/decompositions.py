@@ -47,10 +47,18 @@ def _refusing(position: Tensor, index: Tensor, length: int, vocabulary: int, ign
 
 
 def _nll(
-    x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+    x: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
     vocabulary: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     position = _refusing(position, target, x.shape[-1], vocabulary, ignore_index)
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1) if x.shape[-1] else torch.zeros_like(lse)
@@ -66,9 +74,18 @@ def _nll(
 
 
 def _nll_backward(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> Tensor:
     here, position = _placed(target, ignore_index, offset, x.shape[-1])
     scale = grad.masked_fill(target == ignore_index, 0).to(lse.dtype).unsqueeze(-1)
     columns = torch.arange(x.shape[-1], device=x.device)
@@ -81,9 +98,7 @@ def _nll_backward(
     return ((softmax - labels) * scale).to(x.dtype)
 
 
-def _lookup(
-    weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0
-) -> Tensor:  # fmt: skip
+def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0) -> Tensor:
     if weight.shape[0] == 0:
         return weight.new_zeros([*index.shape, weight.shape[1]])
     local = index - offset if offset else index
@@ -169,9 +184,16 @@ def _attention(
 
 
 def _attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    seed: Tensor | None, **options: Any,
-) -> Any:  # fmt: skip
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    **options: Any,
+) -> Any:
     found = _cpu_flash_backward(_checked(q, k, v, mask, seed, options), grad_out, q, k, v, out, lse)
     return NotImplemented if found is None else found
 

@@ -38,9 +38,12 @@ PACKED = 1 << 15
 
 @collected_later()
 def emit(
-    lowered: Lowered, mesh: Mesh, header: Sequence[str], constants: Mapping[str, Tensor] | None = None,
+    lowered: Lowered,
+    mesh: Mesh,
+    header: Sequence[str],
+    constants: Mapping[str, Tensor] | None = None,
     micro_batches: int = 1,
-) -> str:  # fmt: skip
+) -> str:
     """The program as a Python module with ``forward(rank, inputs)`` and ``backward(rank, inputs)``; where gradients add
     up over micro-batches, ``accumulate(rank, inputs)`` is the backward of all but the last.
 
@@ -95,7 +98,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
 
     def rows(ends: Iterable[tuple[str, str, ShardingSpec]], nodes: Sequence[fx.Node]) -> str:
         made = [
-            f'    ({quoted(kind)}, {quoted(name)}, {described(node.meta["tensor"].meta, spec)}),'
+            f"    ({quoted(kind)}, {quoted(name)}, {described(node.meta['tensor'].meta, spec)}),"
             for (kind, name, spec), node in zip(ends, nodes, strict=True)
         ]
         return "\n".join(["[", *made, "]"]) if made else "[]"

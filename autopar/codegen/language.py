@@ -21,31 +21,75 @@ from autopar.errors import PlanError
 from autopar.ops.registration import IMPLEMENTATIONS
 
 TABLES = frozenset({"MESH", "INPUTS", "OUTPUTS", "TANGENTS", "GRADIENTS", "SUMS", "MICRO_BATCHES"})
-IMPORTS = frozenset({
-    "import torch", "import torch.nn.functional as F", "import base64", "import zlib", "import autopar.ops",
-    "from autopar import spmd",
-})  # fmt: skip
+IMPORTS = frozenset(
+    {
+        "import torch",
+        "import torch.nn.functional as F",
+        "import base64",
+        "import zlib",
+        "import autopar.ops",
+        "from autopar import spmd",
+    }
+)
 CALLED = frozenset(FUNCTIONS.values()) | {"torch.matmul", "torch.device", "F.linear", "F.pad", "float"}
 CALLED |= {f"F.conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
 CALLED |= {
-    f"spmd.{name}" for name in (
-        "all_gather", "all_gather_bucket", "all_reduce", "all_reduce_bucket", "all_to_all", "arrived", "choice",
-        "device", "fetch", "gather_product", "length", "offload", "offset", "on_copies", "permute", "product_scatter",
-        "reduce_scatter", "reduce_scatter_bucket", "section", "shift", "slice_shard", "wait", "window",
+    f"spmd.{name}"
+    for name in (
+        "all_gather",
+        "all_gather_bucket",
+        "all_reduce",
+        "all_reduce_bucket",
+        "all_to_all",
+        "arrived",
+        "choice",
+        "device",
+        "fetch",
+        "gather_product",
+        "length",
+        "offload",
+        "offset",
+        "on_copies",
+        "permute",
+        "product_scatter",
+        "reduce_scatter",
+        "reduce_scatter_bucket",
+        "section",
+        "shift",
+        "slice_shard",
+        "wait",
+        "window",
     )
-}  # fmt: skip
-UNPACKED = frozenset({
-    "float", "torch.tensor", "torch.frombuffer", "bytearray", "zlib.decompress", "base64.b64decode",
-})  # fmt: skip
+}
+UNPACKED = frozenset(
+    {
+        "float",
+        "torch.tensor",
+        "torch.frombuffer",
+        "bytearray",
+        "zlib.decompress",
+        "base64.b64decode",
+    }
+)
 """What an entry of the table of constants calls."""
 
 METHODS_CALLED = frozenset(METHODS.values()) | {"t", "flatten", "to", "reshape"}
 OP = re.compile(r"(?:torch\.ops|aten)(?:\.\w+){2,3}")
 
 PLAIN = (
-    ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop,
-    ast.cmpop, ast.expr_context, ast.keyword,
-)  # fmt: skip
+    ast.Constant,
+    ast.Tuple,
+    ast.List,
+    ast.Slice,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Compare,
+    ast.operator,
+    ast.unaryop,
+    ast.cmpop,
+    ast.expr_context,
+    ast.keyword,
+)
 
 
 def check_text(source: str) -> ast.Module:

@@ -19,9 +19,13 @@ from autopar.program import LocalTensor, Op
 from autopar.spmd import Lowered
 
 STEPS = {
-    "all_gather": "gathered", "reduce_scatter": "scattered", "all_reduce": "reduced", "all_to_all": "moved",
-    "permute": "permuted", "slice": "sliced",
-}  # fmt: skip
+    "all_gather": "gathered",
+    "reduce_scatter": "scattered",
+    "all_reduce": "reduced",
+    "all_to_all": "moved",
+    "permute": "permuted",
+    "slice": "sliced",
+}
 """What a redistribution adds to the name of what it redistributes."""
 
 _MOVED = re.compile(rf"(_(partial|shard|{'|'.join(STEPS.values())})(_\d+)?)+$")
@@ -30,37 +34,61 @@ _SUM_MOVED = re.compile(_MOVED.pattern.replace("partial", "sum|partial"))
 NORM, OF_NORM = ("", "mean", "rstd"), ("input", "weight", "bias")
 PARTS = {
     **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm"), NORM),
-    **dict.fromkeys(("layer_norm_of_moments", "group_norm_of_moments"), NORM), "rms_norm_of_moments": ("", "rstd"),
+    **dict.fromkeys(("layer_norm_of_moments", "group_norm_of_moments"), NORM),
+    "rms_norm_of_moments": ("", "rstd"),
     **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward"), OF_NORM),
     **dict.fromkeys(("layer_norm_backward_of_sums", "group_norm_backward_of_sums"), OF_NORM),
-    "rms_norm_backward_of_sums": OF_NORM[:2], "linear_nll": ("", "lse"), "linear_nll_backward": OF_NORM,
+    "rms_norm_backward_of_sums": OF_NORM[:2],
+    "linear_nll": ("", "lse"),
+    "linear_nll_backward": OF_NORM,
     **dict.fromkeys(("var_mean", "batch_var_mean", "var_mean_of_moments"), ("var", "mean")),
     "std_mean": ("std", "mean"),
     "native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
-    "native_batch_norm_backward": OF_NORM, "convolution_backward": OF_NORM,
-    "attention": ("", "lse"), "attention_backward": ("query", "key", "value"),
-    "max_pool2d_with_indices": ("", "indices"), "batch_norm_backward_reduce": ("sum", "weighted_sum"),
-    "softmax_statistics": ("most", "total"), "add_norm": (), "norm_backward": (),
-}  # fmt: skip
+    "native_batch_norm_backward": OF_NORM,
+    "convolution_backward": OF_NORM,
+    "attention": ("", "lse"),
+    "attention_backward": ("query", "key", "value"),
+    "max_pool2d_with_indices": ("", "indices"),
+    "batch_norm_backward_reduce": ("sum", "weighted_sum"),
+    "softmax_statistics": ("most", "total"),
+    "add_norm": (),
+    "norm_backward": (),
+}
 """What the results of an op that has several are, where its schema does not say it."""
 
 FUSED = {
-    "total": "sum", "out": "", "mean": "mean", "rstd": "rstd", "wide": "float", "hat": "normalized",
-    "input_gradient": "input", "weight_gradient": "weight", "bias_gradient": "bias",
-}  # fmt: skip
+    "total": "sum",
+    "out": "",
+    "mean": "mean",
+    "rstd": "rstd",
+    "wide": "float",
+    "hat": "normalized",
+    "input_gradient": "input",
+    "weight_gradient": "weight",
+    "bias_gradient": "bias",
+}
 """The same for ops that are asked for results."""
 
 OPERANDS = {
-    "attention": ("query", "key", "value"), "batch_norm": ("", "", "", "mean", "rstd"), "nll": ("", "lse"),
+    "attention": ("query", "key", "value"),
+    "batch_norm": ("", "", "", "mean", "rstd"),
+    "nll": ("", "lse"),
     "sumexp": ("", "largest"),
-}  # fmt: skip
+}
 """What the operands of an op are."""
 
 SHORTENED = {
-    "linear_of_transposed": "linear", "add_": "add", "mul_": "mul", "relu_": "relu", "contract": "product",
-    "batch_norm_backward_input": "input", "experts_mm": "product", "_to_copy": "cast", "threshold_backward": "relu",
+    "linear_of_transposed": "linear",
+    "add_": "add",
+    "mul_": "mul",
+    "relu_": "relu",
+    "contract": "product",
+    "batch_norm_backward_input": "input",
+    "experts_mm": "product",
+    "_to_copy": "cast",
+    "threshold_backward": "relu",
     "split_with_sizes": "split",
-}  # fmt: skip
+}
 LAUNCHED = "_launched"
 """What the handle of a collective or a transfer adds to the name of what will arrive."""
 
@@ -116,9 +144,7 @@ def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
     meanings = [meaning for meaning, _ in lowered.inputs]
     names.results |= _results_of_leaves(lowered.forward.graph)
     made = zip(_results(lowered.forward.graph), lowered.results, strict=False)
-    ends = {
-        n: o for n, (o, _) in made if o.kind == "mutation" or (o.kind == "output" and not n.meta.get("module"))
-    }  # fmt: skip
+    ends = {n: o for n, (o, _) in made if o.kind == "mutation" or (o.kind == "output" and not n.meta.get("module"))}
     taken = dict.fromkeys([*RESERVED, *reserved], 0)
     _name_graph(lowered.forward.graph, names, meanings, dict(taken), "", ends)
     for node, tensor in _tensors(lowered.forward.graph):
@@ -154,9 +180,13 @@ def _is_launch(node: fx.Node) -> bool:
 
 
 def _name_graph(
-    graph: fx.Graph, names: Names, meanings: Sequence[Input | None], taken: dict[str, int], prefix: str,
+    graph: fx.Graph,
+    names: Names,
+    meanings: Sequence[Input | None],
+    taken: dict[str, int],
+    prefix: str,
     finals: Mapping[fx.Node, Output] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     last = {} if prefix else _last_of_modules(graph)
     fed = iter(meanings)
     for node, output in (finals or {}).items():

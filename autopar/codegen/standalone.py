@@ -178,9 +178,7 @@ def _forward(
     return outputs, {name: t for kind, name, t in rows if kind == "mutation"}, back
 
 
-def _fed(
-    row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int
-) -> Tensor:
+def _fed(row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int) -> Tensor:
     """This rank's shard of an input."""
     kind, name, dtype, shape, spec = row
     if kind == "seed":

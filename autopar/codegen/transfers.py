@@ -74,9 +74,10 @@ define("offload(Tensor x) -> Tensor", _offload, _number)
 define("offloaded(Tensor x, Tensor number) -> Tensor", _offloaded, lambda x, number: torch.empty_like(x, device="cpu"))
 define("fetch(Tensor held, Device device) -> Tensor", _fetch, _number)
 define(
-    "fetched(Tensor held, Tensor number, Device device) -> Tensor", _fetched,
+    "fetched(Tensor held, Tensor number, Device device) -> Tensor",
+    _fetched,
     lambda held, number, device: torch.empty_like(held, device=device),
-)  # fmt: skip
+)
 
 
 class _Recorded(Transfer[Held]):

@@ -38,12 +38,14 @@ def text_of(source: str, name: str, *, kernels: bool = False) -> str:
     plain, chosen = imports[: imports.index("\nfrom ")], imports[imports.index("\nfrom ") :]
     imports = "\n".join(sorted({*plain.splitlines(), *own})) + chosen
     others = "".join(line for line in lines[: first.lineno] if REGISTERS in line and "autopar" not in line)
-    return "\n".join([
-        docstring(f"{doc.rstrip()}\n{usage}"),
-        "\n# ruff: noqa\nfrom __future__ import annotations\n",
-        f"{imports}\n{others}\naten = torch.ops.aten\n\n",
-        program.rstrip(),
-        "\n\n# What the program calls.\n\n",
-        definitions,
-        '\n\nif __name__ == "__main__":\n    main(globals())\n',
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            docstring(f"{doc.rstrip()}\n{usage}"),
+            "\n# ruff: noqa\nfrom __future__ import annotations\n",
+            f"{imports}\n{others}\naten = torch.ops.aten\n\n",
+            program.rstrip(),
+            "\n\n# What the program calls.\n\n",
+            definitions,
+            '\n\nif __name__ == "__main__":\n    main(globals())\n',
+        ]
+    )

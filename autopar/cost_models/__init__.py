@@ -14,7 +14,19 @@ from autopar.cost_models.memory import (
 )
 
 __all__ = [
-    "BUCKETED", "DEARER", "KINDS", "CollectiveCosts", "ComputeCosts", "ComputeKind", "largest_chunk_bytes",
-    "optimizer_chunk_bytes", "optimizer_mode", "optimizer_scalar_bytes", "optimizer_state_bytes",
-    "optimizer_step_bytes", "optimizer_steps_alone", "optimizer_table_bytes", "optimizer_takes_whole",
-]  # fmt: skip
+    "BUCKETED",
+    "DEARER",
+    "KINDS",
+    "CollectiveCosts",
+    "ComputeCosts",
+    "ComputeKind",
+    "largest_chunk_bytes",
+    "optimizer_chunk_bytes",
+    "optimizer_mode",
+    "optimizer_scalar_bytes",
+    "optimizer_state_bytes",
+    "optimizer_step_bytes",
+    "optimizer_steps_alone",
+    "optimizer_table_bytes",
+    "optimizer_takes_whole",
+]

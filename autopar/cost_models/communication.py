@@ -34,8 +34,13 @@ BUCKET = 4
 """Times the bytes that take as long to send as a launch: so large are launches that tensors share."""
 
 REDUCED_BYTES: Mapping[str, int] = {
-    "bool": 4, "int16": 2, "uint16": 2, "uint32": 2, "float8_e4m3fn": 4, "float8_e5m2": 4
-}  # fmt: skip
+    "bool": 4,
+    "int16": 2,
+    "uint16": 2,
+    "uint32": 2,
+    "float8_e4m3fn": 4,
+    "float8_e5m2": 4,
+}
 """Bytes sent for each byte of a tensor that is reduced, where libraries cannot reduce its dtype; 1 for all others."""
 
 

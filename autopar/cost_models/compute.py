@@ -88,12 +88,14 @@ class ComputeCosts:
         roof, curves = self._priced(dtype, kind, op)
         arithmetic_s = (
             np.where(work > 0, work / roof.flops_per_s + roof.flops_ramp_s + roof.launch_latency_s, 0.0)
-            if curves.flops is None else curves.flops.at(work)
-        )  # fmt: skip
+            if curves.flops is None
+            else curves.flops.at(work)
+        )
         memory_s = (
             np.where(traffic > 0, traffic / roof.bytes_per_s + roof.bytes_ramp_s + roof.launch_latency_s, 0.0)
-            if curves.bytes is None else curves.bytes.at(traffic)
-        )  # fmt: skip
+            if curves.bytes is None
+            else curves.bytes.at(traffic)
+        )
         if curves.added and curves.bytes is not None:
             seconds = arithmetic_s + np.maximum(memory_s - curves.bytes.seconds[0], 0.0)
         else:

@@ -76,13 +76,27 @@ OPTIMIZERS: Mapping[str, OptimizerState] = {
 """By name in lower case without punctuation; names that put ``8bit`` first are turned round. Steps are torch's."""
 
 STEPPED_ALONE = (
-    "adam", "adamw", "nadam", "radam", "adamax", "adadelta", "adagrad", "asgd", "rmsprop", "sgd", "sgdmomentum",
-)  # fmt: skip
+    "adam",
+    "adamw",
+    "nadam",
+    "radam",
+    "adamax",
+    "adadelta",
+    "adagrad",
+    "asgd",
+    "rmsprop",
+    "sgd",
+    "sgdmomentum",
+)
 """Those whose step treats each parameter alone."""
 
 TAKES_WHOLE: Mapping[str, tuple[str, ...]] = {
-    "adafactor": (), "rprop": (), "sgd": ("fused",), "sgdmomentum": ("fused",), "adagrad": ("fused",),
-}  # fmt: skip
+    "adafactor": (),
+    "rprop": (),
+    "sgd": ("fused",),
+    "sgdmomentum": ("fused",),
+    "adagrad": ("fused",),
+}
 """Those whose step needs each parameter whole on every rank, always or in these modes: see `runtime.optimizers`."""
 
 MODES = ("foreach", "fused", "forloop")
@@ -179,9 +193,14 @@ def optimizer_mode(optimizer: Any, device: str = "cuda") -> str:
 
 
 def optimizer_step_bytes(
-    optimizer: Any, numels: Sequence[int], param_dtype: str, *, master_dtype: str | None = None, device: str = "cuda",
+    optimizer: Any,
+    numels: Sequence[int],
+    param_dtype: str,
+    *,
+    master_dtype: str | None = None,
+    device: str = "cuda",
     shapes: Sequence[tuple[int, ...]] = (),
-) -> int:  # fmt: skip
+) -> int:
     """Bytes that a step makes besides parameters, gradients and state.
 
     Args:

@@ -16,8 +16,36 @@ OUTER = 4
 
 @triton.jit
 def copy_kernel(
-    x, out, ni, nj, xi, xj, oi, oj, ci, cj, n0, n1, n2, n3, x0, x1, x2, x3, o0, o1, o2, o3, c0, c1, c2, c3, limit,
-    PAD: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
+    x,
+    out,
+    ni,
+    nj,
+    xi,
+    xj,
+    oi,
+    oj,
+    ci,
+    cj,
+    n0,
+    n1,
+    n2,
+    n3,
+    x0,
+    x1,
+    x2,
+    x3,
+    o0,
+    o1,
+    o2,
+    o3,
+    c0,
+    c1,
+    c2,
+    c3,
+    limit,
+    PAD: tl.constexpr,
+    I: tl.constexpr,
+    J: tl.constexpr,
 ):
     """out[...] = x[...] where the index along the cut dim is below ``limit``; else 0 (PAD), or nothing."""
     tiles_i = tl.cdiv(ni, I)
@@ -79,7 +107,11 @@ def _copy(x, out, dims, limit, *, pad, I, J):
             _copy(
                 x.as_strided(x.shape, x.stride(), x.storage_offset() + k * step_x),
                 out.as_strided(out.shape, out.stride(), out.storage_offset() + k * step_out),
-                rest, max(limit - k * cut, 0) if limit >= 0 else -1, pad=pad, I=I, J=J,
+                rest,
+                max(limit - k * cut, 0) if limit >= 0 else -1,
+                pad=pad,
+                I=I,
+                J=J,
             )
         return
     outer = [(1, 0, 0, 0)] * (OUTER - len(outer)) + outer
@@ -89,9 +121,24 @@ def _copy(x, out, dims, limit, *, pad, I, J):
     # Without a limit no dim counts towards it.
     cut = 1 if limit >= 0 else 0
     copy_kernel[(programs,)](
-        x, out, i[0], j[0], i[1], j[1], i[2], j[2], i[3] * cut, j[3] * cut, *(d[0] for d in outer),
-        *(d[1] for d in outer), *(d[2] for d in outer), *(d[3] * cut for d in outer), limit if cut else 1,
-        PAD=pad, I=I, J=J,
+        x,
+        out,
+        i[0],
+        j[0],
+        i[1],
+        j[1],
+        i[2],
+        j[2],
+        i[3] * cut,
+        j[3] * cut,
+        *(d[0] for d in outer),
+        *(d[1] for d in outer),
+        *(d[2] for d in outer),
+        *(d[3] * cut for d in outer),
+        limit if cut else 1,
+        PAD=pad,
+        I=I,
+        J=J,
     )
 
 

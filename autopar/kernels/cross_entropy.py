@@ -79,23 +79,42 @@ def nll_kernel(x, lse, target, out, n, v, stride, offset, ignore, BLOCK: tl.cons
     tl.store(out + row, tl.where(here, loss, 0.0), mask=row < n)
 
 
-def nll(
-    x: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, *, ignore_index: int, offset: int, BLOCK: int = 256
-):
+def nll(x: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, *, ignore_index: int, offset: int, BLOCK: int = 256):
     """The loss lse - x[target - offset] where this shard has the target and it counts, else 0."""
     flat = _rows(x)
     out = torch.empty(lse.shape, dtype=lse.dtype, device=x.device)
     if len(flat):
         nll_kernel[(triton.cdiv(len(flat), BLOCK),)](
-            flat, lse.contiguous(), target.contiguous(), out, len(flat), x.shape[-1], flat.stride(0), offset,
-            ignore_index, BLOCK=BLOCK,
+            flat,
+            lse.contiguous(),
+            target.contiguous(),
+            out,
+            len(flat),
+            x.shape[-1],
+            flat.stride(0),
+            offset,
+            ignore_index,
+            BLOCK=BLOCK,
         )
     return out
 
 
 @triton.jit
 def nll_backward_kernel(
-    grad, x, lse, target, share, classes, out, v, stride, offset, ignore, own, each, WEIGHTED: tl.constexpr,
+    grad,
+    x,
+    lse,
+    target,
+    share,
+    classes,
+    out,
+    v,
+    stride,
+    offset,
+    ignore,
+    own,
+    each,
+    WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -117,9 +136,19 @@ def nll_backward_kernel(
 
 
 def nll_backward(
-    grad: torch.Tensor, x: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, share: torch.Tensor | None = None,
-    classes: torch.Tensor | None = None, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
-    BLOCK: int = 4096, num_warps: int = 8,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    lse: torch.Tensor,
+    target: torch.Tensor,
+    share: torch.Tensor | None = None,
+    classes: torch.Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int,
+    own: float = 1.0,
+    each: float = 0.0,
+    BLOCK: int = 4096,
+    num_warps: int = 8,
 ):
     """(softmax - own * one hot - each) * grad of this shard's logits, in their dtype, in one pass. With ``share`` and
     ``classes`` own is the row's share, and each is what the share leaves of the class."""
@@ -130,8 +159,22 @@ def nll_backward(
     if out.numel():
         block = min(BLOCK, triton.next_power_of_2(v))
         nll_backward_kernel[(len(flat), triton.cdiv(v, block))](
-            grad.contiguous(), flat, lse.contiguous(), target.contiguous(), share, classes, out, v, flat.stride(0),
-            offset, ignore_index, float(own), float(each), WEIGHTED=weighted, BLOCK=block, num_warps=num_warps,
+            grad.contiguous(),
+            flat,
+            lse.contiguous(),
+            target.contiguous(),
+            share,
+            classes,
+            out,
+            v,
+            flat.stride(0),
+            offset,
+            ignore_index,
+            float(own),
+            float(each),
+            WEIGHTED=weighted,
+            BLOCK=block,
+            num_warps=num_warps,
         )
     return out
 

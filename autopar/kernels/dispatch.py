@@ -61,9 +61,11 @@ def _config(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
     measuring = not torch.cuda.is_current_stream_capturing()
     size = " ".join(config_size(args[i]) for i in kernel.size)
     return _tuning(first.device.index or 0).best(
-        kernel, size, (lambda config: launch_seconds(kernel.launch, args, {**kwargs, **config})) if measuring else None,
+        kernel,
+        size,
+        (lambda config: launch_seconds(kernel.launch, args, {**kwargs, **config})) if measuring else None,
         lambda: torch.cuda.synchronize(first.device),
-    )  # fmt: skip
+    )
 
 
 @cache

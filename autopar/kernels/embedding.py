@@ -66,7 +66,5 @@ def lookup_backward(
     starts = torch.searchsorted(ordered, edges)
     padding = padding_idx - offset if padding_idx >= offset else -1
     grid = (rows, triton.cdiv(d, COLUMNS))
-    lookup_backward_kernel[grid](
-        grad.contiguous(), order, starts, out, d, padding, COLUMNS=COLUMNS
-    )
+    lookup_backward_kernel[grid](grad.contiguous(), order, starts, out, d, padding, COLUMNS=COLUMNS)
     return out

@@ -14,8 +14,25 @@ import triton.language as tl
 
 @triton.jit
 def add_norm_kernel(
-    x, residual, weight, bias, total, out, mean, rstd, wide, hat, d, stride, eps, ADD: tl.constexpr,
-    SCALED: tl.constexpr, SHIFTED: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr, HAT: tl.constexpr,
+    x,
+    residual,
+    weight,
+    bias,
+    total,
+    out,
+    mean,
+    rstd,
+    wide,
+    hat,
+    d,
+    stride,
+    eps,
+    ADD: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -50,8 +67,15 @@ def add_norm_kernel(
 
 
 def add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, *,
-    eps: float, centred: bool, results: list[str], num_warps: int = 8,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    eps: float,
+    centred: bool,
+    results: list[str],
+    num_warps: int = 8,
 ):
     """The ``results`` of a norm of the last dim of y = x + residual, in their order; y is x without a residual.
 
@@ -71,26 +95,57 @@ def add_norm(
     made = {
         name: torch.empty(
             (*x.shape[:-1], 1) if name in row else x.shape,
-            dtype=torch.float32 if name in (*row, "wide") else like.dtype, device=x.device,
+            dtype=torch.float32 if name in (*row, "wide") else like.dtype,
+            device=x.device,
         )
         for name in dict.fromkeys([*results, *needed])
     }
     if made["out"].numel():
         out = made["out"]
         add_norm_kernel[(len(flat),)](
-            flat, like.contiguous(), like if weight is None else weight, like if bias is None else bias,
-            made.get("total", out), out, made.get("mean", out), made["rstd"], made.get("wide", out),
-            made.get("hat", out), d, flat.stride(0), eps, ADD=residual is not None, SCALED=weight is not None,
-            SHIFTED=bias is not None, CENTRED=centred, WIDE="wide" in made, HAT="hat" in made,
-            BLOCK=triton.next_power_of_2(d), num_warps=num_warps,
+            flat,
+            like.contiguous(),
+            like if weight is None else weight,
+            like if bias is None else bias,
+            made.get("total", out),
+            out,
+            made.get("mean", out),
+            made["rstd"],
+            made.get("wide", out),
+            made.get("hat", out),
+            d,
+            flat.stride(0),
+            eps,
+            ADD=residual is not None,
+            SCALED=weight is not None,
+            SHIFTED=bias is not None,
+            CENTRED=centred,
+            WIDE="wide" in made,
+            HAT="hat" in made,
+            BLOCK=triton.next_power_of_2(d),
+            num_warps=num_warps,
         )
     return [made[name] for name in results]
 
 
 @triton.jit
 def norm_backward_kernel(
-    grad, y, weight, mean, rstd, beside, dx, dweight, dbias, n, d, each, ADD: tl.constexpr, SCALED: tl.constexpr,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    grad,
+    y,
+    weight,
+    mean,
+    rstd,
+    beside,
+    dx,
+    dweight,
+    dbias,
+    n,
+    d,
+    each,
+    ADD: tl.constexpr,
+    SCALED: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -122,8 +177,16 @@ def norm_backward_kernel(
 
 
 def norm_backward(
-    grad: torch.Tensor, y: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, weight: torch.Tensor | None,
-    beside: torch.Tensor | None, *, results: list[str], GROUPS: int = 256, num_warps: int = 8,
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    beside: torch.Tensor | None,
+    *,
+    results: list[str],
+    GROUPS: int = 256,
+    num_warps: int = 8,
 ):
     """The ``results``, in their order: "input_gradient" of y, plus ``beside``, "weight_gradient", "bias_gradient".
 
@@ -141,9 +204,23 @@ def norm_backward(
         dbias.zero_()
         return _wanted(dx, dweight, dbias, dtype, results)
     norm_backward_kernel[(groups,)](
-        grad.contiguous(), y.contiguous(), y if weight is None else weight, rstd if mean is None else mean, rstd,
-        y if beside is None else beside.contiguous(), dx, dweight, dbias, n, d, each, ADD=beside is not None,
-        SCALED=weight is not None, CENTRED=mean is not None, BLOCK=triton.next_power_of_2(d), num_warps=num_warps,
+        grad.contiguous(),
+        y.contiguous(),
+        y if weight is None else weight,
+        rstd if mean is None else mean,
+        rstd,
+        y if beside is None else beside.contiguous(),
+        dx,
+        dweight,
+        dbias,
+        n,
+        d,
+        each,
+        ADD=beside is not None,
+        SCALED=weight is not None,
+        CENTRED=mean is not None,
+        BLOCK=triton.next_power_of_2(d),
+        num_warps=num_warps,
     )
     return _wanted(dx, dweight, dbias, dtype, results)
 

@@ -78,9 +78,14 @@ def factory(module: str, names: Sequence[str]) -> str:
     """Python of a function that defines kernels of one module when it is first called, and returns them by name."""
     said = (ast.get_docstring(_parsed(module)[1]) or "").splitlines()[0]
     lines = [
-        "@functools.cache", f"def {module}_kernels():", f'    """{said}"""', "    global triton, tl",
-        "    import triton", "    import triton.language as tl", "",
-    ]  # fmt: skip
+        "@functools.cache",
+        f"def {module}_kernels():",
+        f'    """{said}"""',
+        "    global triton, tl",
+        "    import triton",
+        "    import triton.language as tl",
+        "",
+    ]
     body = textwrap.indent("\n\n".join(_definitions(module, names)), "    ")
     named = ", ".join(f'"{n}": {n}' for n in names)
     return "\n".join([*lines, body, "", f"    return {{{named}}}"])

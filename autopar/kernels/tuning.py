@@ -34,9 +34,12 @@ class Tuning:
         self._found: dict[str, Config] | None = None
 
     def best(
-        self, kernel: Kernel, size: str, measure: Callable[[Config], float] | None,
+        self,
+        kernel: Kernel,
+        size: str,
+        measure: Callable[[Config], float] | None,
         settle: Callable[[], object] = lambda: None,
-    ) -> Config:  # fmt: skip
+    ) -> Config:
         """The configuration for ``size``: known, or else measured and stored; the first where ``measure`` is None.
 
         Args:

@@ -6,6 +6,19 @@ from autopar.mesh.mesh import Mesh
 from autopar.mesh.topology import AxisLink, axis_links, candidate_meshes
 
 __all__ = [
-    "AxisLink", "Cluster", "CollectiveTimes", "Curve", "Device", "KernelTimes", "Library", "Link",
-    "Measured", "Mesh", "axis_links", "builtin_clusters", "candidate_meshes", "cluster_of_device", "rising",
-]  # fmt: skip
+    "AxisLink",
+    "Cluster",
+    "CollectiveTimes",
+    "Curve",
+    "Device",
+    "KernelTimes",
+    "Library",
+    "Link",
+    "Measured",
+    "Mesh",
+    "axis_links",
+    "builtin_clusters",
+    "candidate_meshes",
+    "cluster_of_device",
+    "rising",
+]

@@ -351,8 +351,12 @@ def _check_positive(record: Any, name: str, skip: set[str] | None = None) -> Non
 
 
 REQUIRED_FIGURES = (
-    "memory_bytes_per_s", "launch_latency_s", "collective_launch_latency_s", "latency_s", "bandwidth_bytes_per_s"
-)  # fmt: skip
+    "memory_bytes_per_s",
+    "launch_latency_s",
+    "collective_launch_latency_s",
+    "latency_s",
+    "bandwidth_bytes_per_s",
+)
 """Figures without a default: a file must give them."""
 
 

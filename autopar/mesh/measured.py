@@ -212,9 +212,14 @@ def read_measured(table: Table) -> Measured:
 def _read_collective(table: Table) -> CollectiveTimes:
     table.only(["kind", "ranks_per_node", "nodes", "alpha_s", "beta_s_per_byte", "error", "bytes", "seconds"])
     return CollectiveTimes(
-        table.choice("kind", COLLECTIVES), table.count("ranks_per_node"), table.count("nodes", 1),
-        _curve(table, "bytes"), table.number("alpha_s"), table.number("beta_s_per_byte"), table.at_least_zero("error"),
-    )  # fmt: skip
+        table.choice("kind", COLLECTIVES),
+        table.count("ranks_per_node"),
+        table.count("nodes", 1),
+        _curve(table, "bytes"),
+        table.number("alpha_s"),
+        table.number("beta_s_per_byte"),
+        table.at_least_zero("error"),
+    )
 
 
 def _read_kernel(table: Table) -> KernelTimes:
@@ -243,15 +248,36 @@ def measured_lines(measured: Measured) -> list[str]:
     figures = {"call_s": measured.call_s, "overlap": measured.overlap}
     lines = ["", "[measured]", *_lines(figures)]
     for c in measured.collectives:
-        lines += ["", "[[measured.collectives]]", *_lines({
-            "kind": c.kind, "ranks_per_node": c.ranks_per_node, "nodes": c.nodes, "alpha_s": c.alpha_s,
-            "beta_s_per_byte": c.beta_s_per_byte, "error": c.error, "bytes": c.curve.amounts,
-            "seconds": c.curve.seconds,
-        })]  # fmt: skip
+        lines += [
+            "",
+            "[[measured.collectives]]",
+            *_lines(
+                {
+                    "kind": c.kind,
+                    "ranks_per_node": c.ranks_per_node,
+                    "nodes": c.nodes,
+                    "alpha_s": c.alpha_s,
+                    "beta_s_per_byte": c.beta_s_per_byte,
+                    "error": c.error,
+                    "bytes": c.curve.amounts,
+                    "seconds": c.curve.seconds,
+                }
+            ),
+        ]
     for k in measured.kernels:
-        lines += ["", "[[measured.kernels]]", *_lines({
-            "kind": k.kind, "dtype": k.dtype, "error": k.error, k.unit: k.curve.amounts, "seconds": k.curve.seconds,
-        })]  # fmt: skip
+        lines += [
+            "",
+            "[[measured.kernels]]",
+            *_lines(
+                {
+                    "kind": k.kind,
+                    "dtype": k.dtype,
+                    "error": k.error,
+                    k.unit: k.curve.amounts,
+                    "seconds": k.curve.seconds,
+                }
+            ),
+        ]
     return lines
 
 

@@ -208,6 +208,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise MeshError(
-            "The cluster file cannot be read.", found=f"{path!s:.200}: {error!s:.200}",
+            "The cluster file cannot be read.",
+            found=f"{path!s:.200}: {error!s:.200}",
             hint='name a built-in cluster: "dgx-h100".',
-        ) from None  # fmt: skip
+        ) from None

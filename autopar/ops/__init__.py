@@ -28,7 +28,23 @@ from autopar.ops import (
 )
 
 __all__ = [
-    "along", "attention", "batch_norm", "contract", "convolution", "cross_entropy", "ctc", "embedding",
-    "experts", "grouped", "indexing", "interpolation", "lengths", "linear_algebra", "linear_nll", "norms",
-    "pooling", "random", "statistics",
-]  # fmt: skip
+    "along",
+    "attention",
+    "batch_norm",
+    "contract",
+    "convolution",
+    "cross_entropy",
+    "ctc",
+    "embedding",
+    "experts",
+    "grouped",
+    "indexing",
+    "interpolation",
+    "lengths",
+    "linear_algebra",
+    "linear_nll",
+    "norms",
+    "pooling",
+    "random",
+    "statistics",
+]

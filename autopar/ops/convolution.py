@@ -44,10 +44,22 @@ def _narrowed(x: Tensor, dims: Sequence[int], first: Sequence[int], size: Sequen
 
 
 def _backward(
-    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, mask: list[bool], dims: list[int], first: list[int], size: list[int],
-    made_first: list[int], made_size: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    mask: list[bool],
+    dims: list[int],
+    first: list[int],
+    size: list[int],
+    made_first: list[int],
+    made_size: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
     """``grad`` has the rows that the rank's own rows of x went into, ``x`` those that its own results came from;
     ``made_first``: where these results are in ``grad``."""
     rest = (stride, padding, dilation, False, [0] * len(stride), groups)
@@ -74,9 +86,16 @@ def _sized(x: Tensor, dims: Sequence[int], size: Sequence[int]) -> list[int]:
 
 
 def _backward_fake(
-    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, mask: list[bool], dims: list[int],
-    size: list[int], **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias_sizes: list[int] | None,
+    mask: list[bool],
+    dims: list[int],
+    size: list[int],
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty(_sized(x, dims, size) if mask[0] else [0]),
         weight.new_empty(weight.shape if mask[1] else [0]),
@@ -85,27 +104,60 @@ def _backward_fake(
 
 
 def _transposed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: list[int], padding: list[int], dilation: list[int],
-    output_padding: list[int], groups: int, dims: list[int], first: list[int], size: list[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_padding: list[int],
+    groups: int,
+    dims: list[int],
+    first: list[int],
+    size: list[int],
+) -> Tensor:
     wide = aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
     own = rows_of(wide, dims, first, size)
     return own if bias is None else own.add_(bias.view(-1, *[1] * (x.ndim - 2)))
 
 
 def _transposed_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: list[int], padding: list[int], dilation: list[int],
-    output_padding: list[int], groups: int, dims: list[int], first: list[int], size: list[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_padding: list[int],
+    groups: int,
+    dims: list[int],
+    first: list[int],
+    size: list[int],
+) -> Tensor:
     like = aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
     return x.new_empty(_sized(like, dims, size))
 
 
 def _transposed_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, *, bias_sizes: list[int] | None, stride: list[int], padding: list[int],
-    dilation: list[int], output_padding: list[int], groups: int, mask: list[bool], dims: list[int], first: list[int],
-    size: list[int], made_first: list[int], made_size: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_padding: list[int],
+    groups: int,
+    mask: list[bool],
+    dims: list[int],
+    first: list[int],
+    size: list[int],
+    made_first: list[int],
+    made_size: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
     """``grad`` has the rows that the rank's own x went into, from ``first`` on, and its own, from ``made_first`` on."""
     dx, dw, db = x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
     if mask[0] or mask[1]:

@@ -93,10 +93,18 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def _nll(
-    x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+    x: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
     vocabulary: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     refuse_outside(target, vocabulary, ignore_index)
     if x.shape[-1] == 0:
         return torch.zeros_like(lse, memory_format=torch.contiguous_format)
@@ -117,17 +125,34 @@ def _nll(
 
 
 def _nll_fake(
-    x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
+    x: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
     vocabulary: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
 def _nll_backward(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> Tensor:
     if kernels.enabled(x, lse, grad):
         options = {"ignore_index": ignore_index, "offset": offset, "own": own, "each": each}
         fused: Tensor = kernels.run("nll_backward", grad, x, lse, target, share, classes, **options)
@@ -155,9 +180,18 @@ def _nll_backward(
 
 
 def _nll_backward_fake(
-    grad: Tensor, x: Tensor, lse: Tensor, target: Tensor, share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, offset: int = 0, own: float = 1.0, each: float = 0.0,
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -182,9 +216,10 @@ without_gradient("sumexp")
 # the one for the maximum ``m`` of all ranks.
 define("softmax_statistics(Tensor x) -> (Tensor, Tensor)", _softmax_statistics, _softmax_statistics_fake)
 define(
-    "rescaled(Tensor total, Tensor own, Tensor m) -> Tensor", _rescaled,
+    "rescaled(Tensor total, Tensor own, Tensor m) -> Tensor",
+    _rescaled,
     lambda total, own, m: total.new_empty(total.shape),
-)  # fmt: skip
+)
 define(
     "nll(Tensor x, Tensor lse, Tensor target, Tensor? share=None, Tensor? classes=None, *, int ignore_index,"
     " SymInt offset=0, float own=1.0, float each=0.0, SymInt vocabulary=0) -> Tensor",

@@ -18,9 +18,14 @@ aten = torch.ops.aten
 
 
 def _ctc(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *, blank: int,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    *,
+    blank: int,
     zero_infinity: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     rest = (targets, input_lengths.cpu(), target_lengths.cpu())
     _check(log_probs, *rest)
     # torch has no kernels for lower precisions.
@@ -52,9 +57,7 @@ def _known(targets: Tensor, lengths: Tensor, classes: int) -> bool:
 
 
 def _ctc_fake(log_probs: Tensor, *_: Tensor, blank: int, zero_infinity: bool) -> tuple[Tensor, Tensor]:
-    return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(
-        log_probs, memory_format=torch.contiguous_format
-    )
+    return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 def _context(

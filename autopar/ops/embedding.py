@@ -40,9 +40,7 @@ def refuse_outside(index: Tensor, size: int, ignored: int | None = None) -> None
             raise IndexError(f"Index {index[wrong][0].item()} is out of bounds: there are {size}, counted from 0.")
 
 
-def _lookup(
-    weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0
-) -> Tensor:  # fmt: skip
+def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0) -> Tensor:
     if weight.shape[0] == 0:
         return weight.new_zeros([*index.shape, weight.shape[1]])
     if kernels.enabled(weight):
@@ -59,7 +57,7 @@ def _lookup(
 
 def _lookup_fake(
     weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return weight.new_empty([*index.shape, weight.shape[1]])
 
 
@@ -67,9 +65,7 @@ def _lookup_backward(grad: Tensor, index: Tensor, *, rows: int, offset: int = 0,
     if rows == 0:
         return grad.new_zeros([0, grad.shape[-1]])
     if kernels.enabled(grad):
-        table: Tensor = kernels.run(
-            "lookup_backward", grad, index, rows=rows, offset=offset, padding_idx=padding_idx
-        )
+        table: Tensor = kernels.run("lookup_backward", grad, index, rows=rows, offset=offset, padding_idx=padding_idx)
         return table
     inside = _inside(index, offset, rows)
     local = index - offset if offset else index

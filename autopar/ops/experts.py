@@ -117,9 +117,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     rows, weight, ids = ctx.saved_tensors
     of_rows = of_weight = None
     if ctx.needs_input_grad[0]:
-        by_id: Tensor = torch.ops.autopar.experts_mm(
-            grad, weight, ids, transposed=not ctx.transposed, first=ctx.first
-        )
+        by_id: Tensor = torch.ops.autopar.experts_mm(grad, weight, ids, transposed=not ctx.transposed, first=ctx.first)
         of_rows = by_id.sum(-2) if ctx.several else by_id
     if ctx.needs_input_grad[1]:
         of_weight = torch.ops.autopar.experts_mm_weight(

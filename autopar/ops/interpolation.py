@@ -97,9 +97,17 @@ def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def _forward(
-    x: Tensor, *, kind: str, align: bool, scales: Sequence[float], n: list[int], out: list[int], start: list[int],
-    first: list[int], size: list[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    *,
+    kind: str,
+    align: bool,
+    scales: Sequence[float],
+    n: list[int],
+    out: list[int],
+    start: list[int],
+    first: list[int],
+    size: list[int],
+) -> Tensor:
     y = x if kind.startswith("nearest") else x.to(accumulation_dtype(x.dtype))
     for i, dim in enumerate(range(x.ndim - len(n), x.ndim)):
         total: Tensor | None = None
@@ -115,9 +123,17 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, *, kind: str, align: bool, scales: Sequence[float], n: list[int], out: list[int], start: list[int],
-    first: list[int], size: list[int],
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    *,
+    kind: str,
+    align: bool,
+    scales: Sequence[float],
+    n: list[int],
+    out: list[int],
+    start: list[int],
+    first: list[int],
+    size: list[int],
+) -> Tensor:
     """Of this rank's rows of x, ``size`` from ``start`` on; ``grad`` begins at row ``first``."""
     dx = grad.to(accumulation_dtype(grad.dtype))
     for i, dim in enumerate(range(grad.ndim - len(n), grad.ndim)):

@@ -39,9 +39,18 @@ def _logits(flat: Tensor, weight: Tensor, bias: Tensor | None, part: slice) -> T
 
 
 def _linear_nll_part(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
-    classes: Tensor | None = None, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> Tensor:
     """Log-sum-exp of this shard's logits, and the target's logit where it is here, else 0: [2, ...]. Of smoothed labels
     the second is the logits' sum, weighed as the labels are."""
     flat, labels, shares = _flat(x), target.reshape(-1), None if share is None else share.reshape(-1)
@@ -65,15 +74,24 @@ def _linear_nll_part(
 
 
 def _linear_nll_part_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
-    classes: Tensor | None = None, *, ignore_index: int, offset: int, own: float = 1.0, each: float = 0.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    offset: int,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> Tensor:
     return x.new_empty([2, *x.shape[:-1]], dtype=accumulation_dtype(x.dtype))
 
 
 def _linear_nll_of_parts(
     told: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Each row's loss, 0 where it is ignored, and the log-sum-exp of its logits, from what is told of each part."""
     refuse_outside(target, vocabulary, ignore_index)
     lse = told[:, 0].logsumexp(0)
@@ -82,14 +100,22 @@ def _linear_nll_of_parts(
 
 def _linear_nll_of_parts_fake(
     told: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     return told.new_empty(told.shape[2:]), told.new_empty(told.shape[2:])
 
 
 def _linear_nll(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
-    classes: Tensor | None = None, *, ignore_index: int, own: float = 1.0, each: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     told = _linear_nll_part(
         x, weight, bias, target, share, classes, ignore_index=ignore_index, offset=0, own=own, each=each
     )
@@ -97,18 +123,37 @@ def _linear_nll(
 
 
 def _linear_nll_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, share: Tensor | None = None,
-    classes: Tensor | None = None, *, ignore_index: int, own: float = 1.0, each: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     rows = x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype))
     return rows, torch.empty_like(rows)
 
 
 def _linear_nll_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor,
-    share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, mask: list[bool], offset: int = 0, own: float = 1.0, each: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    mask: list[bool],
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, of a shard of the classes; empty where ``mask`` wants none."""
     flat, labels, grads, sums = _flat(x), target.reshape(-1), grad.reshape(-1), lse.reshape(-1)
     shares = None if share is None else share.reshape(-1)
@@ -118,9 +163,17 @@ def _linear_nll_backward(
     for part in _chunks(flat, len(weight)):
         logits = _logits(flat, weight, bias, part)
         of_logits = _nll_backward(
-            grads, logits, sums, labels, shares, None if classes is None else classes[part],
-            ignore_index=ignore_index, offset=offset + part.start, own=own, each=each,
-        )  # fmt: skip
+            grads,
+            logits,
+            sums,
+            labels,
+            shares,
+            None if classes is None else classes[part],
+            ignore_index=ignore_index,
+            offset=offset + part.start,
+            own=own,
+            each=each,
+        )
         del logits
         if dw is not None:
             torch.mm(of_logits.t(), flat, out=dw[part])
@@ -139,10 +192,21 @@ def _linear_nll_backward(
 
 
 def _linear_nll_backward_fake(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lse: Tensor, target: Tensor,
-    share: Tensor | None = None, classes: Tensor | None = None, *,
-    ignore_index: int, mask: list[bool], offset: int = 0, own: float = 1.0, each: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    target: Tensor,
+    share: Tensor | None = None,
+    classes: Tensor | None = None,
+    *,
+    ignore_index: int,
+    mask: list[bool],
+    offset: int = 0,
+    own: float = 1.0,
+    each: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     given = zip((x, weight, bias), mask, strict=True)
     made = [x.new_empty(t.shape if wanted and t is not None else [0]) for t, wanted in given]
     return made[0], made[1], made[2]

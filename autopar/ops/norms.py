@@ -20,9 +20,15 @@ def _row_dtype(x: Tensor, like: torch.dtype, weight: Tensor | None, centred: boo
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    centred: bool,
     results: list[str],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     given = [t for t in (x, residual, weight, bias) if t is not None]
     rows = _row_dtype(x, x.dtype if residual is None else residual.dtype, weight, centred)
     if kernels.enabled(*given):
@@ -43,28 +49,43 @@ def _add_norm(
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
     found = {
-        "total": total, "out": out.to(total.dtype), "mean": mean.to(rows), "rstd": rstd.to(rows), "wide": wide,
+        "total": total,
+        "out": out.to(total.dtype),
+        "mean": mean.to(rows),
+        "rstd": rstd.to(rows),
+        "wide": wide,
         "hat": hat,
-    }  # fmt: skip
+    }
     return [found[name].contiguous() for name in results]
 
 
 def _add_norm_fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    centred: bool,
     results: list[str],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     dtype = x.dtype if residual is None else residual.dtype
     own = {"wide": accumulation_dtype(dtype)} | dict.fromkeys(ROWS, _row_dtype(x, dtype, weight, centred))
     return [
-        x.new_empty([*x.shape[:-1], 1] if name in ROWS else x.shape, dtype=own.get(name, dtype))
-        for name in results
+        x.new_empty([*x.shape[:-1], 1] if name in ROWS else x.shape, dtype=own.get(name, dtype)) for name in results
     ]
 
 
 def _norm_backward(
-    grad: Tensor, y: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, beside: Tensor | None, *,
+    grad: Tensor,
+    y: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    beside: Tensor | None,
+    *,
     results: list[str],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     given = [t for t in (grad, y, rstd, mean, weight, beside) if t is not None]
     if kernels.enabled(*given):
         made: list[Tensor] = kernels.run("norm_backward", grad, y, mean, rstd, weight, beside, results=results)
@@ -79,16 +100,23 @@ def _norm_backward(
     lead = list(range(grad.dim() - 1))
     as_weight = grad.dtype if weight is None else weight.dtype
     found = {
-        "input_gradient": dx, "weight_gradient": (wide * hat).sum(lead).to(as_weight),
+        "input_gradient": dx,
+        "weight_gradient": (wide * hat).sum(lead).to(as_weight),
         "bias_gradient": wide.sum(lead).to(as_weight),
-    }  # fmt: skip
+    }
     return [found[name].contiguous() for name in results]
 
 
 def _norm_backward_fake(
-    grad: Tensor, y: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, beside: Tensor | None, *,
+    grad: Tensor,
+    y: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    beside: Tensor | None,
+    *,
     results: list[str],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     as_weight = grad.dtype if weight is None else weight.dtype
     return [
         grad.new_empty(grad.shape) if name == "input_gradient" else grad.new_empty(grad.shape[-1:], dtype=as_weight)

@@ -37,9 +37,16 @@ def _moved(index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequenc
 
 
 def _max(
-    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
-    starts: list[int], whole: list[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    *,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil: bool,
+    starts: list[int],
+    whole: list[int],
+) -> tuple[Tensor, Tensor]:
     """Indices are those of the whole image."""
     n = len(kernel)
     pool = aten.max_pool2d_with_indices if n == 2 else aten.max_pool3d_with_indices
@@ -70,9 +77,15 @@ def _like_x(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _recount_(
-    result: Tensor, kernel: list[int], stride: list[int], include: bool, dims: list[int], pads: list[int],
-    starts: list[int], whole: list[int],
-) -> None:  # fmt: skip
+    result: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    include: bool,
+    dims: list[int],
+    pads: list[int],
+    starts: list[int],
+    whole: list[int],
+) -> None:
     """Divide averages, whose windows beyond an end of a cut dim counted all their rows, by as many as count.
 
     Args:
@@ -94,9 +107,18 @@ def _recount_(
 
 
 def _mean(
-    x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, include: bool,
-    dims: list[int], pads: list[int], starts: list[int], whole: list[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    *,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil: bool,
+    include: bool,
+    dims: list[int],
+    pads: list[int],
+    starts: list[int],
+    whole: list[int],
+) -> Tensor:
     """Along the cut ``dims`` padding comes with x: ``padding`` is none there, ``pads`` that of the whole image."""
     pool = aten.avg_pool2d if len(kernel) == 2 else aten.avg_pool3d
     out: Tensor = pool(x, kernel, stride, padding, ceil, include)
@@ -113,9 +135,21 @@ def _mean_fake(
 
 
 def _mean_backward(
-    grad: Tensor, x: Tensor, *, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, include: bool,
-    divisor: int | None, dims: list[int], first: list[int], pads: list[int], starts: list[int], whole: list[int],
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    *,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil: bool,
+    include: bool,
+    divisor: int | None,
+    dims: list[int],
+    first: list[int],
+    pads: list[int],
+    starts: list[int],
+    whole: list[int],
+) -> Tensor:
     """``first``: where the rank's own rows of each of ``dims`` are among those from which its window comes. Without
     ``pads`` every window counts all its rows."""
     n = len(kernel)

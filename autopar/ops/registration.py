@@ -27,9 +27,7 @@ def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> 
     torch.library.register_fake(f"autopar::{name}", fake, lib=LIBRARY)
 
 
-def differentiate(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
-) -> None:
+def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None) -> None:
     torch.library.register_autograd(f"autopar::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 

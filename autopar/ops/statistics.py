@@ -140,9 +140,17 @@ def _norm_sums_fake(
 
 
 def _norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
-    count: int, own: list[int], mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    told: Tensor,
+    *,
+    count: int,
+    own: list[int],
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, the latter two summed over the dims ``own`` that they do not have."""
     first, second = told.sum(0).unbind()
     normal = _normalized(x, mean, rstd)
@@ -159,9 +167,17 @@ def _norm_backward(
 
 
 def _norm_backward_fake(
-    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
-    count: int, own: list[int], mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    told: Tensor,
+    *,
+    count: int,
+    own: list[int],
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     shape, dtype = [n for i, n in enumerate(x.shape) if i not in own], grad.dtype if weight is None else weight.dtype
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if mask[0] else x.new_empty(0)
     wide = accumulation_dtype(x.dtype)
@@ -170,16 +186,32 @@ def _norm_backward_fake(
 
 
 def _rms_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
-    count: int, own: list[int], mask: list[bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    told: Tensor,
+    *,
+    count: int,
+    own: list[int],
+    mask: list[bool],
+) -> tuple[Tensor, Tensor]:
     return _norm_backward(grad, x, mean, rstd, weight, told, count=count, own=own, mask=mask)[:2]
 
 
 def _rms_norm_backward_fake(
-    grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, told: Tensor, *,
-    count: int, own: list[int], mask: list[bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    told: Tensor,
+    *,
+    count: int,
+    own: list[int],
+    mask: list[bool],
+) -> tuple[Tensor, Tensor]:
     return _norm_backward_fake(grad, x, mean, rstd, weight, told, count=count, own=own, mask=mask)[:2]
 
 
@@ -232,9 +264,17 @@ def _group_norm_sums_fake(
 
 
 def _group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, told: Tensor, *, groups: int,
-    count: int, mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    told: Tensor,
+    *,
+    groups: int,
+    count: int,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     of_group = mean[..., None, None], rstd[..., None, None]
     views = _grouped(grad, groups), _grouped(x, groups)
     weight = _by_channel(weight, groups)
@@ -243,9 +283,17 @@ def _group_norm_backward(
 
 
 def _group_norm_backward_fake(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, told: Tensor, *, groups: int,
-    count: int, mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    told: Tensor,
+    *,
+    groups: int,
+    count: int,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     return _norm_backward_fake(grad, x, mean, rstd, weight, told, count=count, own=dims, mask=mask)
 

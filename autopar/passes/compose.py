@@ -35,9 +35,11 @@ def compose(lowered: Lowered, graph: Graph) -> Lowered:
     lowered = fuse(lowered, graph)
     before = lowered.accumulate
     return replace(
-        lowered, forward=_composed(lowered.forward), backward=_composed(lowered.backward),
+        lowered,
+        forward=_composed(lowered.forward),
+        backward=_composed(lowered.backward),
         accumulate=None if before is None else _composed(before),
-    )  # fmt: skip
+    )
 
 
 def _composed(module: fx.GraphModule) -> fx.GraphModule:
@@ -140,9 +142,13 @@ def _adds_bias(product: fx.Node, reader: fx.Node) -> bool:
     first, bias = reader.args
     same = (_tensor(product), _tensor(bias))
     return (
-        first is product and len(_shape(bias)) == 1 and _shape(bias)[0] == _shape(product)[-1]
-        and same[0] is not None and same[1] is not None and same[0].meta.dtype == same[1].meta.dtype
-    )  # fmt: skip
+        first is product
+        and len(_shape(bias)) == 1
+        and _shape(bias)[0] == _shape(product)[-1]
+        and same[0] is not None
+        and same[1] is not None
+        and same[0].meta.dtype == same[1].meta.dtype
+    )
 
 
 def _place_with_bias(product: fx.Node, reader: fx.Node) -> fx.Node | None:

@@ -27,9 +27,10 @@ def fuse(lowered: Lowered, graph: Graph) -> Lowered:
         return lowered
     found, before = fusions(graph), lowered.accumulate
     made = replace(
-        lowered, backward=_fused(lowered.backward, graph, found),
+        lowered,
+        backward=_fused(lowered.backward, graph, found),
         accumulate=None if before is None else _fused(before, graph, found),
-    )  # fmt: skip
+    )
     forward = _without_unread(made)
     return replace(forward, forward=_fused(forward.forward, graph, found))
 
@@ -47,9 +48,10 @@ def _without_unread(lowered: Lowered) -> Lowered:
     first = len(lowered.results)
     forward.output(tuple(r for i, r in enumerate(results) if i - first not in unread))
     return replace(
-        lowered, forward=LazyGraphModule(lowered.forward, forward),
+        lowered,
+        forward=LazyGraphModule(lowered.forward, forward),
         saved=tuple(name for i, name in enumerate(lowered.saved) if i not in unread),
-    )  # fmt: skip
+    )
 
 
 def _fused(module: fx.GraphModule, captured: Graph, found: Sequence[Fusion]) -> fx.GraphModule:

@@ -21,6 +21,13 @@ def forward_only(lowered: Lowered) -> Lowered:
     nothing.placeholder("rank")
     nothing.output(())
     return replace(
-        lowered, forward=LazyGraphModule(lowered.forward, graph), backward=LazyGraphModule(lowered.backward, nothing),
-        saved=(), tangents=(), gradients=(), accumulators=(), accumulate=None, accumulated=(),
-    )  # fmt: skip
+        lowered,
+        forward=LazyGraphModule(lowered.forward, graph),
+        backward=LazyGraphModule(lowered.backward, nothing),
+        saved=(),
+        tangents=(),
+        gradients=(),
+        accumulators=(),
+        accumulate=None,
+        accumulated=(),
+    )

@@ -69,12 +69,15 @@ def _lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
         return tuple((output, program.tensors[name].spec) for output, name in pairs)
 
     return Lowered(
-        forward, backward, tuple((graph.input_of[op.node], op.writes[0].spec) for op in fed),
-        with_spec(results["forward"]), saved,
+        forward,
+        backward,
+        tuple((graph.input_of[op.node], op.writes[0].spec) for op in fed),
+        with_spec(results["forward"]),
+        saved,
         tuple((graph.input_of[op.node], op.writes[0].spec) for op in tangents),
         with_spec(results["backward"]),
         tuple((graph.input_of[op.node], op.writes[0].spec) for op in accumulators),
-    )  # fmt: skip
+    )
 
 
 def _phase(program: Program, name: str) -> Phase:
@@ -126,7 +129,7 @@ class _Builder:
 
     def _call(
         self, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, name: str | None = None
-    ) -> fx.Node:  # fmt: skip
+    ) -> fx.Node:
         """A call at the end of the graph. Arguments are set afterwards: fx then doesn't look for symbols in them, which
         takes longer than all the rest."""
         node = self.built.call_function(target, name=name)
@@ -265,11 +268,14 @@ class _Builder:
             name = f"{identifier(op.name)}_{h.operand}"
             launched = {
                 towards: self._call(
-                    spmd.shift, (self.rank, own), {"dim": h.dim, "axis": h.axis, "rows": rows, "towards": towards},
+                    spmd.shift,
+                    (self.rank, own),
+                    {"dim": h.dim, "axis": h.axis, "rows": rows, "towards": towards},
                     name=f"{name}_{side}_launched",
                 )
-                for towards, rows, side in ((1, h.before, "before"), (-1, h.after, "after")) if rows
-            }  # fmt: skip
+                for towards, rows, side in ((1, h.before, "before"), (-1, h.after, "after"))
+                if rows
+            }
             for towards, launch in launched.items():
                 side = "rows_before" if towards > 0 else "rows_after"
                 module = self.graph.by_name[op.node].module
@@ -300,9 +306,7 @@ class _Builder:
             for axis in reversed(told.axes):
                 length *= self.mesh.shape[axis]
                 along: dict[str, Any] = {"dim": 0, "axis": axis, "length": length}
-                launched = self._call(
-                    spmd.all_gather, (self.rank, stacked), along, name=f"{name_of}_summary_launched"
-                )
+                launched = self._call(spmd.all_gather, (self.rank, stacked), along, name=f"{name_of}_summary_launched")
                 launched.meta |= {"launches": "summaries", "module": made.meta["module"], "sent": next(inside, None)}
                 stacked = self._call(spmd.wait, (launched,), name=f"{name_of}_summaries")
                 stacked.meta["local"] = TensorMeta((length, *own.shape), own.dtype)
@@ -349,11 +353,13 @@ class _Builder:
 
 
 _OVERWRITING = {
-    aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor, aten.relu.default: aten.relu_.default,
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.relu.default: aten.relu_.default,
     aten.threshold_backward.default: aten.threshold_backward.grad_input,
     aten.gelu_backward.default: aten.gelu_backward.grad_input,
     aten.silu_backward.default: aten.silu_backward.grad_input,
-}  # fmt: skip
+}
 
 
 def _in_operand(

@@ -71,18 +71,21 @@ class Options:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise AutoparError(
                 "accumulation_steps is the number of backwards that make one step of the optimizer.",
-                found=repr(steps), hint="give a positive integer.",
-            )  # fmt: skip
+                found=repr(steps),
+                hint="give a positive integer.",
+            )
         if not _number(self.time_limit_s) > 0:
             raise AutoparError(
-                "time_limit is the seconds that the search may take.", found=repr(self.time_limit_s),
+                "time_limit is the seconds that the search may take.",
+                found=repr(self.time_limit_s),
                 hint="give a positive number.",
-            )  # fmt: skip
+            )
         if not 0 <= _number(self.gap) < 1:
             raise AutoparError(
-                "gap is the share by which a plan may cost more than the bound.", found=repr(self.gap),
+                "gap is the share by which a plan may cost more than the bound.",
+                found=repr(self.gap),
                 hint="give a number from 0 to below 1, such as 1e-3.",
-            )  # fmt: skip
+            )
         _check("device", self.device, "cpu", "cuda")
         _check("async_tensor_parallel", self.async_tensor_parallel, "auto", True, False, "always")
         _check("batch", self.batch, "global", "local")

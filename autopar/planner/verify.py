@@ -97,9 +97,14 @@ class _Verifier:
             tensor.spec.check(len(tensor.meta.shape), self.mesh, tensor.name)
         _require(op.phase == "backward" or all(self.phase[name] == "forward" for name in op.reads), f"{op.name}: phase")
         check = {
-            "input": self._input, "compute": self._compute, "redistribute": self._redistribute, "wait": self._wait,
-            "decomposed": self._decomposed, "offload": self._transfer, "fetch": self._transfer,
-        }  # fmt: skip
+            "input": self._input,
+            "compute": self._compute,
+            "redistribute": self._redistribute,
+            "wait": self._wait,
+            "decomposed": self._decomposed,
+            "offload": self._transfer,
+            "fetch": self._transfer,
+        }
         check[op.kind](op)
         on_host = op.kind == "offload"
         _require(all(t.host == on_host for t in op.writes), f"{op.name}: on the host")
@@ -183,8 +188,10 @@ class _Verifier:
         for step, name, tensor in zip(steps, op.reads, op.writes, strict=True):
             self._made(op, tensor, self.stands[name], self._after(op, step, name))
             alike = op.step is not None and (step.kind, step.axis, step.reduction) == (
-                op.step.kind, op.step.axis, op.step.reduction,
-            )  # fmt: skip
+                op.step.kind,
+                op.step.axis,
+                op.step.reduction,
+            )
             _require(alike and (not op.bucket or step.kind in BUCKETS), f"{op.name}: {step} in a bucket")
         _require(not op.in_place or (not op.bucket and steps[0].kind == "all_reduce"), f"{op.name}: in place")
 

@@ -94,6 +94,13 @@ def facts_from(data: Mapping[str, Any]) -> Facts:
 
 
 _PLAIN = (
-    "dtype", "peak_flops_per_s", "overlap", "samples", "tokens", "device", "description", "memory_bytes",
+    "dtype",
+    "peak_flops_per_s",
+    "overlap",
+    "samples",
+    "tokens",
+    "device",
+    "description",
+    "memory_bytes",
     "devices_per_node",
-)  # fmt: skip
+)

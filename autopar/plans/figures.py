@@ -11,9 +11,15 @@ from autopar.plans.report.charts import highest, memory_points, stream_blocks
 
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#999933", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#332288")
 SORTS: Mapping[str, str] = {
-    "forward": "#4477aa", "backward": "#228833", "all_gather": "#ccbb44", "reduce_scatter": "#ee6677",
-    "all_reduce": "#aa3377", "all_to_all": "#66ccee", "permute": "#999933", "host": "#bbbbbb",
-}  # fmt: skip
+    "forward": "#4477aa",
+    "backward": "#228833",
+    "all_gather": "#ccbb44",
+    "reduce_scatter": "#ee6677",
+    "all_reduce": "#aa3377",
+    "all_to_all": "#66ccee",
+    "permute": "#999933",
+    "host": "#bbbbbb",
+}
 
 
 def memory_figure(plan: PlanRecord) -> Any:

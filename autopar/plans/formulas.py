@@ -15,8 +15,11 @@ LONGEST = 1 << 16
 LARGEST_POWER = 64
 
 _INFIX: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _FUNCTIONS = ("ceiling", "floor", "Max", "Min", "Mod")
 
 

@@ -137,8 +137,13 @@ def action_text(actions: Mapping[str, int]) -> str:
 
 
 SHORT = {
-    "all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A", "permute": "PP", "slice": "",
-}  # fmt: skip
+    "all_gather": "AG",
+    "reduce_scatter": "RS",
+    "all_reduce": "AR",
+    "all_to_all": "A2A",
+    "permute": "PP",
+    "slice": "",
+}
 
 
 def collective_text(collectives: Mapping[str, int]) -> str:

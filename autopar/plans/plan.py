@@ -29,6 +29,7 @@ from autopar.sharding import ShardingSpec
 
 T = TypeVar("T")
 
+
 @dataclass(frozen=True)
 class Plan(PlanRecord):
     """A plan that can be asked, shown, written and run: ``PlanRecord`` has what it holds."""
@@ -166,8 +167,7 @@ class Plan(PlanRecord):
         if data.get("version") not in READABLE:
             raise PlanError(
                 "The plan was saved by another version of autopar.",
-                found=f"format version {data.get('version')!s:.40}, "
-                f"this one reads {' and '.join(map(str, READABLE))}",
+                found=f"format version {data.get('version')!s:.40}, this one reads {' and '.join(map(str, READABLE))}",
                 hint="plan again with this version, or install the one that saved it.",
             )
         plan = _undamaged(lambda: _plan_from(data), where)
@@ -230,30 +230,42 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
     mesh, options = data["mesh"], data["options"]
     _check_options(options)
     plan = Plan(
-        model=data["model"], graph_digest=data["graph_digest"],
+        model=data["model"],
+        graph_digest=data["graph_digest"],
         mesh=Mesh(tuple(entries(mesh["shape"])), tuple(entries(mesh["names"]))),
-        cluster=data["cluster"], program=program_from(data["program"]),
+        cluster=data["cluster"],
+        program=program_from(data["program"]),
         specs={k: ShardingSpec.parse(s) for k, s in data["specs"].items()},
         parameters=data["parameters"],
         activations={k: activation(*entries(a)) for k, a in data["activations"].items()},
-        objective=data["objective"], lower_bound=data["lower_bound"], step_time=data["step_time"],
-        peak_memory=data["peak_memory"], memory=data["memory"], source=data["source"], timings=data["timings"],
+        objective=data["objective"],
+        lower_bound=data["lower_bound"],
+        step_time=data["step_time"],
+        peak_memory=data["peak_memory"],
+        memory=data["memory"],
+        source=data["source"],
+        timings=data["timings"],
         kernels=data.get("kernels", {}),
-        options=options, solver=data["solver"], notices=tuple(entries(data["notices"])),
+        options=options,
+        solver=data["solver"],
+        notices=tuple(entries(data["notices"])),
         candidates=tuple((m, s) for m, s in map(entries, entries(data["candidates"]))),
         baselines=tuple(BaselineRecord(**b) for b in entries(data.get("baselines", []))),
         host_memory=data.get("host_memory", 0),
         facts=facts_from(data["facts"]) if data.get("facts") is not None else None,
-    )  # fmt: skip
+    )
     require(plan, Plan, "plan")
     return plan
 
 
 _OPTIONS: Mapping[str, Any] = {
-    "memory_budget_bytes": int | None, "batch": Literal["global", "local"],
-    "outputs": Literal["auto", "whole", "dtensor"], "mixed_precision": str | None,
-    "accumulation_steps": int, "constraints": Mapping[str, str],
-}  # fmt: skip
+    "memory_budget_bytes": int | None,
+    "batch": Literal["global", "local"],
+    "outputs": Literal["auto", "whole", "dtensor"],
+    "mixed_precision": str | None,
+    "accumulation_steps": int,
+    "constraints": Mapping[str, str],
+}
 """Those that a run under the plan takes over."""
 
 

@@ -95,8 +95,7 @@ class PlanRecord:
                 seconds = op.step_s or op.seconds
                 found.append(Collective(op.step.kind, tensors, op.step.axis, op.wire_bytes, seconds, op.phase))
             found += [
-                Collective(s.kind, (named(op.reads[s.operand]),), s.axis, s.bytes, s.seconds, op.phase)
-                for s in op.sent
+                Collective(s.kind, (named(op.reads[s.operand]),), s.axis, s.bytes, s.seconds, op.phase) for s in op.sent
             ]
         return tuple(found)
 
@@ -151,25 +150,38 @@ class PlanRecord:
 
     def _data(self) -> dict[str, Any]:
         return {
-            "format": "autopar-plan", "version": FORMAT_VERSION, "digest": self.digest,
-            "model": self.model, "graph_digest": self.graph_digest, "cluster": self.cluster,
+            "format": "autopar-plan",
+            "version": FORMAT_VERSION,
+            "digest": self.digest,
+            "model": self.model,
+            "graph_digest": self.graph_digest,
+            "cluster": self.cluster,
             "mesh": {"shape": list(self.mesh.shape), "names": list(self.mesh.names)},
             "program": program_to(self.program),
             "specs": {k: str(s) for k, s in self.specs.items()},
             "parameters": dict(self.parameters),
             "activations": {k: [a.action, str(a.spec), a.bytes] for k, a in self.activations.items()},
-            "objective": self.objective, "lower_bound": self.lower_bound, "step_time": self.step_time,
-            "peak_memory": self.peak_memory, "memory": dict(self.memory), "source": self.source,
+            "objective": self.objective,
+            "lower_bound": self.lower_bound,
+            "step_time": self.step_time,
+            "peak_memory": self.peak_memory,
+            "memory": dict(self.memory),
+            "source": self.source,
             "kernels": dict(self.kernels),
-            "timings": dict(self.timings), "options": dict(self.options), "solver": dict(self.solver),
-            "notices": list(self.notices), "candidates": [list(c) for c in self.candidates],
-            "baselines": [asdict(b) for b in self.baselines], "host_memory": self.host_memory,
+            "timings": dict(self.timings),
+            "options": dict(self.options),
+            "solver": dict(self.solver),
+            "notices": list(self.notices),
+            "candidates": [list(c) for c in self.candidates],
+            "baselines": [asdict(b) for b in self.baselines],
+            "host_memory": self.host_memory,
             "facts": None if self.facts is None else facts_to(self.facts),
-        }  # fmt: skip
+        }
 
 
 def replace_times(program: Program) -> Program:
     """The program without predicted seconds, which are no decision."""
+
     def timeless(op: Op) -> Op:
         return replace(op, seconds=0.0, launch_s=0.0, sent=tuple(replace(s, seconds=0.0) for s in op.sent))
 

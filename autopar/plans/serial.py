@@ -16,7 +16,8 @@ def program_to(program: Program) -> dict[str, Any]:
     return {
         "ops": [_op_to(op) for op in program.ops],
         "results": [[o.kind, o.name, o.value.node, o.value.index, tensor] for o, tensor in program.results],
-        "offloaded_optimizer": list(program.offloaded_optimizer), "state_transfer_s": program.state_transfer_s,
+        "offloaded_optimizer": list(program.offloaded_optimizer),
+        "state_transfer_s": program.state_transfer_s,
         "arrangement": None if program.arrangement is None else asdict(program.arrangement),
     }
 
@@ -34,16 +35,22 @@ def program_from(data: Mapping[str, Any]) -> Program:
 
 def _op_to(op: Op) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "name": op.name, "kind": op.kind, "node": op.node, "reads": list(op.reads), "phase": op.phase,
+        "name": op.name,
+        "kind": op.kind,
+        "node": op.node,
+        "reads": list(op.reads),
+        "phase": op.phase,
         "writes": [_tensor_to(t) for t in op.writes],
         "seconds": op.seconds,
-    }  # fmt: skip
+    }
     if op.strategy is not None:
         s = op.strategy
         data["strategy"] = {
-            "inputs": [str(i) for i in s.inputs], "outputs": [None if o is None else str(o) for o in s.outputs],
-            "axes": list(s.axes), "work": s.work,
-        }  # fmt: skip
+            "inputs": [str(i) for i in s.inputs],
+            "outputs": [None if o is None else str(o) for o in s.outputs],
+            "axes": list(s.axes),
+            "work": s.work,
+        }
     if op.step is not None:
         data |= {"step": _step_to(op.step), "wire_bytes": op.wire_bytes, "launch_s": op.launch_s}
     if op.bucket:
@@ -67,9 +74,13 @@ def _op_to(op: Op) -> dict[str, Any]:
 
 def _step_to(t: Step) -> dict[str, Any]:
     return {
-        "kind": t.kind, "axis": t.axis, "dim": t.dim, "to_dim": t.to_dim, "reduction": t.reduction,
+        "kind": t.kind,
+        "axis": t.axis,
+        "dim": t.dim,
+        "to_dim": t.to_dim,
+        "reduction": t.reduction,
         "axes": list(t.axes),
-    }  # fmt: skip
+    }
 
 
 def _step_from(data: Mapping[str, Any]) -> Step:
@@ -95,13 +106,26 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         for name, shape, dtype, spec, size, *host in map(entries, entries(data["writes"]))
     )
     return Op(
-        data["name"], data["kind"], data["node"], tuple(entries(data["reads"])), writes, data["phase"], strategy, step,
-        data["seconds"], data.get("wire_bytes", 0), data.get("alias", False),
-        data.get("launch_s", 0.0), tuple(map(_step_from, entries(data.get("bucket", [])))),
-        data.get("step_s", 0.0), data.get("operand", -1), tuple(entries(data.get("kernels", []))),
-        data.get("in_place", False), tuple(map(_halo_from, entries(data.get("halos", [])))),
+        data["name"],
+        data["kind"],
+        data["node"],
+        tuple(entries(data["reads"])),
+        writes,
+        data["phase"],
+        strategy,
+        step,
+        data["seconds"],
+        data.get("wire_bytes", 0),
+        data.get("alias", False),
+        data.get("launch_s", 0.0),
+        tuple(map(_step_from, entries(data.get("bucket", [])))),
+        data.get("step_s", 0.0),
+        data.get("operand", -1),
+        tuple(entries(data.get("kernels", []))),
+        data.get("in_place", False),
+        tuple(map(_halo_from, entries(data.get("halos", [])))),
         tuple(Sent(*s) for s in map(entries, entries(data.get("sent", [])))),
-    )  # fmt: skip
+    )
 
 
 def _halo_from(data: Sequence[Any]) -> Halo:

@@ -65,10 +65,18 @@ def _layers(plan: PlanRecord) -> list[str]:
         copies = f"x {row.count}" if row.count > 1 else ""
         weights = " ".join(dict.fromkeys(row.weights.values()))
         sent = collective_text(row.collectives)
-        body.append([
-            row.name, copies, weights, row.activation, action_text(row.actions), sent, seconds(row.seconds),
-            size(row.weight_bytes + row.held_bytes),
-        ])  # fmt: skip
+        body.append(
+            [
+                row.name,
+                copies,
+                weights,
+                row.activation,
+                action_text(row.actions),
+                sent,
+                seconds(row.seconds),
+                size(row.weight_bytes + row.held_bytes),
+            ]
+        )
     return _columns(["layer", "", "weights", "output", "for backward", "sends", "time", "bytes"], body)
 
 
@@ -78,10 +86,13 @@ def _parameters(plan: PlanRecord) -> list[list[str]]:
     for name, held in plan.parameters.items():
         found.setdefault((folded(name), str(plan.specs[name])), []).append((name, held))
     return [
-        [name if len(held) > 1 else held[0][0], spec,
-         size(sum(b for _, b in held)) + (f"  (x {len(held)})" if len(held) > 1 else "")]
+        [
+            name if len(held) > 1 else held[0][0],
+            spec,
+            size(sum(b for _, b in held)) + (f"  (x {len(held)})" if len(held) > 1 else ""),
+        ]
         for (name, spec), held in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def _on_host(plan: PlanRecord) -> str:

@@ -21,9 +21,21 @@ LARGEST = 2**63
 DEEPEST = 32
 """Objects and lists inside of each other, where any data may stand."""
 
-SIGNED = frozenset({
-    "axis", "dim", "to_dim", "operand", "windows", "fill", "objective", "lower_bound", "intervals", "history", "solver",
-})  # fmt: skip
+SIGNED = frozenset(
+    {
+        "axis",
+        "dim",
+        "to_dim",
+        "operand",
+        "windows",
+        "fill",
+        "objective",
+        "lower_bound",
+        "intervals",
+        "history",
+        "solver",
+    }
+)
 """Fields whose numbers may be negative: -1 stands for none, windows begin before the first row."""
 
 UNBOUNDED = frozenset({"fill", "objective", "lower_bound", "baselines", "solver"})

@@ -122,19 +122,25 @@ def _rounded(measured: Measured) -> Measured:
 
     collectives = tuple(
         replace(
-            c, curve=replace(c.curve, seconds=tuple(map(short, c.curve.seconds))), alpha_s=short(c.alpha_s),
-            beta_s_per_byte=short(c.beta_s_per_byte), error=round(c.error, DIGITS),
+            c,
+            curve=replace(c.curve, seconds=tuple(map(short, c.curve.seconds))),
+            alpha_s=short(c.alpha_s),
+            beta_s_per_byte=short(c.beta_s_per_byte),
+            error=round(c.error, DIGITS),
         )
         for c in measured.collectives
-    )  # fmt: skip
+    )
     kernels = tuple(
         replace(k, curve=replace(k.curve, seconds=tuple(map(short, k.curve.seconds))), error=round(k.error, DIGITS))
         for k in measured.kernels
     )
     return replace(
-        measured, collectives=collectives, kernels=kernels, call_s=short(measured.call_s),
+        measured,
+        collectives=collectives,
+        kernels=kernels,
+        call_s=short(measured.call_s),
         overlap=round(measured.overlap, 2),
-    )  # fmt: skip
+    )
 
 
 def _described(base: Cluster, measured: Measured, name: str, mesh: Mesh) -> Cluster:
@@ -147,11 +153,17 @@ def _described(base: Cluster, measured: Measured, name: str, mesh: Mesh) -> Clus
     inter, across_s = _link(base.inter_node, between, f"{backend}, between nodes", on_cpu)
     device = _device(base.device, measured, min(launch_s or across_s, across_s or launch_s))
     return replace(
-        base, name=name, device=device, intra_node=intra, inter_node=inter, measured=measured, oversubscribe=on_cpu,
+        base,
+        name=name,
+        device=device,
+        intra_node=intra,
+        inter_node=inter,
+        measured=measured,
+        oversubscribe=on_cpu,
         library="gloo" if on_cpu else "nccl",
         description=f"{SOURCE}: {processes} processes, {backend}, mesh {mesh}, torch {torch.__version__}",
         sources=(("devices_per_node", "processes that each node ran"),),
-    )  # fmt: skip
+    )
 
 
 def _link(link: Link, times: Sequence[CollectiveTimes], kind: str, on_cpu: bool) -> tuple[Link, float]:
@@ -170,10 +182,14 @@ def _link(link: Link, times: Sequence[CollectiveTimes], kind: str, on_cpu: bool)
     bandwidths = [passes[k] * (m - 1) / (m * beta) for k, (m, _, beta) in lines.items() if k in passes]
     sources = tuple((k, SOURCE) for k in ("latency_s", "bandwidth_bytes_per_s", "efficiency"))
     made = replace(
-        link, kind=kind if on_cpu else link.kind, latency_s=float(f"{step_s:.3g}"), efficiency=1.0,
-        bandwidth_bytes_per_s=float(f"{statistics.median(bandwidths):.3g}"), peer_bandwidth_bytes_per_s=None,
+        link,
+        kind=kind if on_cpu else link.kind,
+        latency_s=float(f"{step_s:.3g}"),
+        efficiency=1.0,
+        bandwidth_bytes_per_s=float(f"{statistics.median(bandwidths):.3g}"),
+        peer_bandwidth_bytes_per_s=None,
         sources=(*sources, *((k, t) for k, t in link.sources if k == "nics")),
-    )  # fmt: skip
+    )
     return made, float(f"{gather_s - (n - 1) * step_s:.3g}")
 
 

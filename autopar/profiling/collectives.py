@@ -129,7 +129,9 @@ def measured_overlap(rank: ProcessRank, axis: int, nbytes: int, watch: Stopwatch
     alone_s = watch.time(lambda: together(0)).seconds
     times = max(1, round(alone_s / watch.time(lambda: multiply(1)).seconds))
     # In turn, so that a busy spell of the machine falls on all three, and the fastest of each.
-    rounds = [[watch.once(f) for f in (lambda: together(0), lambda: multiply(times), lambda: together(times))]
-              for _ in range(ROUNDS)]  # fmt: skip
+    rounds = [
+        [watch.once(f) for f in (lambda: together(0), lambda: multiply(times), lambda: together(times))]
+        for _ in range(ROUNDS)
+    ]
     alone_s, compute_s, both_s = (min(taken) for taken in zip(*rounds, strict=True))
     return float(min(max((alone_s + compute_s - both_s) / min(alone_s, compute_s), 0.0), 1.0))

@@ -28,8 +28,11 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> Line:
     x, t = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
     lines = [_through((x[i], t[i]), (x[j], t[j])) for i, j in combinations(range(len(x)), 2) if x[i] != x[j]]
     least = float(t.min())
-    lines += [(least * share, max(float(s) - least * share, least * 1e-3) / b) for b, s in zip(x, t, strict=True)
-              for share in (0.5, 1.0)]  # fmt: skip
+    lines += [
+        (least * share, max(float(s) - least * share, least * 1e-3) / b)
+        for b, s in zip(x, t, strict=True)
+        for share in (0.5, 1.0)
+    ]
     alpha, beta = min((line for line in lines if min(line) > 0), key=lambda line: _deviation(line, x, t).sum())
     return Line(alpha, beta, float(np.median(_deviation((alpha, beta), x, t))))
 

@@ -62,9 +62,17 @@ def run_under_torchrun(processes: int, arguments: Sequence[str]) -> int:
             hint="leave out --nproc: under torchrun, autopar profile joins the job.",
         )
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={processes}",
-        "--master-addr=127.0.0.1", f"--master-port={_free_port()}", "-m", "autopar", *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={processes}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={_free_port()}",
+        "-m",
+        "autopar",
+        *arguments,
+    ]
     threads = str(max((os.cpu_count() or 1) // processes, 1))
     return subprocess.run(command, env={"OMP_NUM_THREADS": threads, **os.environ}, check=False).returncode
 

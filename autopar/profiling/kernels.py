@@ -226,10 +226,13 @@ def _attention_kernels(
     return (
         Kernel(kind, "flops", long, (16, 64, 256, 1024), other_amount=lambda n, size: row * n * size),
         Kernel(
-            kind + TRAFFIC, "bytes", short, SHORT_STREAMED,
+            kind + TRAFFIC,
+            "bytes",
+            short,
+            SHORT_STREAMED,
             other_amount=lambda size, _: flops * 4.0 * max(size // ROWS, 1) * ROWS * SHORT,
         ),
-    )  # fmt: skip
+    )
 
 
 KERNELS: tuple[Kernel, ...] = (

@@ -94,9 +94,13 @@ def _summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
         total = DTensor.from_local(
-            local, place.device_mesh, to_placements(spec, place.mesh, shape), run_check=False,
-            shape=torch.Size(shape), stride=stride,
-        )  # fmt: skip
+            local,
+            place.device_mesh,
+            to_placements(spec, place.mesh, shape),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
         return total.redistribute(place.device_mesh, parameter.placements).to(parameter.dtype)
 
 

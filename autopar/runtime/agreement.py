@@ -26,9 +26,11 @@ def this_rank() -> int:
 
 
 def together(
-    function: Callable[[], T], key: Callable[[T], object] | None = None, what: str = "graph",
+    function: Callable[[], T],
+    key: Callable[[T], object] | None = None,
+    what: str = "graph",
     hint: str = "build the same model, with the same inputs' shapes, on every rank.",
-) -> T:  # fmt: skip
+) -> T:
     """Run ``function`` on every rank; if it raises anywhere, every rank raises.
 
     Args:
@@ -145,9 +147,10 @@ def _disagreement(said: Sequence[dict[str, str]]) -> RankError:
     broken = next((rank for rank, each in enumerate(said) if "" in each), None)
     if broken is not None:
         return RankError(
-            f"Rank {broken} cannot make this call, so all ranks stop.", found=said[broken][""],
+            f"Rank {broken} cannot make this call, so all ranks stop.",
+            found=said[broken][""],
             hint="mend the error of that rank.",
-        )  # fmt: skip
+        )
     other = next(rank for rank, each in enumerate(said) if each != said[0])
     return RankError(
         f"Rank {other} calls the model with other inputs, or in another mode, than rank 0.",

@@ -33,10 +33,18 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     local = tensor.to_local().detach()
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False,
-        shape=tensor.shape, stride=tensor.stride(),
-    ).redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()  # fmt: skip
+    return (
+        DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        .redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        .to_local()
+    )
 
 
 def ask_before_full_tensor(device_mesh: DeviceMesh) -> None:

@@ -52,9 +52,7 @@ def refuse_unfit_state(named: Mapping[str, Tensor]) -> list[Optimizer]:
     return found
 
 
-def hand_over(
-    replaced: Sequence[tuple[str, Tensor, Tensor]], optimizers: Iterable[Optimizer], *, cast: bool
-) -> None:
+def hand_over(replaced: Sequence[tuple[str, Tensor, Tensor]], optimizers: Iterable[Optimizer], *, cast: bool) -> None:
     """Give ``optimizers`` the new parameters, with state and gradients cut as these are; who still asks an old one for
     its gradient is told so.
 
@@ -94,9 +92,10 @@ def _check(optimizer: Optimizer, what: str, value: Any, parameter: Tensor) -> No
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     if any(t.is_meta for t in tensors):
         raise AutoparError(
-            "The optimizer has state on the meta device, which has no values.", found=f"{what} in {kind}",
+            "The optimizer has state on the meta device, which has no values.",
+            found=f"{what} in {kind}",
             hint="make it after the model is parallel, of model.parameters().",
-        )  # fmt: skip
+        )
     strange = [t for t in tensors if t.numel() > 1 and (t is not value or t.shape != parameter.shape)]
     if strange:
         raise AutoparError(

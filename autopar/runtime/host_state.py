@@ -29,9 +29,17 @@ from autopar.spmd import HostTensor, Rank, arrived, fetch, host_memory, offload
 _optim = torch.optim
 
 ALONE = (
-    _optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad, _optim.RMSprop, _optim.NAdam, _optim.RAdam, _optim.Adamax,
-    _optim.Adadelta, _optim.ASGD,
-)  # fmt: skip
+    _optim.SGD,
+    _optim.Adam,
+    _optim.AdamW,
+    _optim.Adagrad,
+    _optim.RMSprop,
+    _optim.NAdam,
+    _optim.RAdam,
+    _optim.Adamax,
+    _optim.Adadelta,
+    _optim.ASGD,
+)
 """Optimizers whose step treats each parameter alone."""
 
 BLOCKWISE = ("Adam8bit", "AdamW8bit")

@@ -72,11 +72,18 @@ def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
 
 
 def prepare(
-    model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mesh, device_mesh: DeviceMesh,
-    coordinate: tuple[int, ...], device: torch.device, seed: int,
-    dtype_of: Callable[[Tensor], torch.dtype] = lambda t: t.dtype, *, initialize: bool = True,
+    model: nn.Module,
+    specs: Mapping[str, ShardingSpec],
+    mesh: Mesh,
+    device_mesh: DeviceMesh,
+    coordinate: tuple[int, ...],
+    device: torch.device,
+    seed: int,
+    dtype_of: Callable[[Tensor], torch.dtype] = lambda t: t.dtype,
+    *,
+    initialize: bool = True,
     only: Collection[str] | None = None,
-) -> list[Replacement]:  # fmt: skip
+) -> list[Replacement]:
     """Make this rank's shard of every parameter as a DTensor at its spec, and of every buffer a copy on ``device``.
 
     Tensors on the meta device are initialised as their modules do it, one at a time, from a seed of their own: the
@@ -156,18 +163,27 @@ def install(replacements: list[Replacement], optimizers: Sequence[Optimizer] = (
 
 
 def _parameter(
-    whole: Tensor, spec: ShardingSpec, mesh: Mesh, device_mesh: DeviceMesh, coordinate: tuple[int, ...],
-    device: torch.device, requires_grad: bool,
-) -> nn.Parameter:  # fmt: skip
+    whole: Tensor,
+    spec: ShardingSpec,
+    mesh: Mesh,
+    device_mesh: DeviceMesh,
+    coordinate: tuple[int, ...],
+    device: torch.device,
+    requires_grad: bool,
+) -> nn.Parameter:
     part = whole[spec.local_slices(tuple(whole.shape), mesh, coordinate)]
     # A parameter that stays whole keeps its memory; a shard must not hold the whole.
     copied = part.shape != whole.shape
     local = torch.empty_like(part, device=device) if part.is_meta else part.to(device, copy=copied).contiguous()
     stride = torch.empty(whole.shape, device="meta").stride()
     tensor = DTensor.from_local(
-        local, device_mesh, to_placements(spec, mesh, tuple(whole.shape)), run_check=False,
-        shape=whole.shape, stride=stride,
-    )  # fmt: skip
+        local,
+        device_mesh,
+        to_placements(spec, mesh, tuple(whole.shape)),
+        run_check=False,
+        shape=whole.shape,
+        stride=stride,
+    )
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     mark(parameter)
     return parameter

@@ -299,9 +299,11 @@ def _place(model: ParallelModule, asked: Asked) -> None:
     state, stored = model._autopar, tables(model)
     loose = {name: stored.tensor(name) for name in asked.loose}
     known = {
-        name: spec for program in state.programs for name, (spec, shape) in program.parameters.items()
+        name: spec
+        for program in state.programs
+        for name, (spec, shape) in program.parameters.items()
         if name in loose and tuple(loose[name].shape) == shape
-    }  # fmt: skip
+    }
     if all(name in known for name, tensor in loose.items() if isinstance(tensor, nn.Parameter)):
         state.place(model, asked.loose, known)
         return
@@ -337,10 +339,16 @@ def _called(
     given = _given(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
     host = _VariantHost(
-        model, StartingRank(state.rank, settle), state.mesh, state.device_mesh, state.local_batch,
-        functools.partial(_every_tangent, model, asked.key, variant), model._autopar_sums, state.clock,
+        model,
+        StartingRank(state.rank, settle),
+        state.mesh,
+        state.device_mesh,
+        state.local_batch,
+        functools.partial(_every_tangent, model, asked.key, variant),
+        model._autopar_sums,
+        state.clock,
         Marks(state.device),
-    )  # fmt: skip
+    )
     mutations: list[Any] = []
     if torch.is_grad_enabled():
         if state.clock.memory.wanted and state.device.type == "cpu" and not executable.compiled:
@@ -444,9 +452,10 @@ def _agreed_call(
 
     gradients = torch.is_grad_enabled()
     return same_call(
-        bound, lambda asked: state.number_of((asked.key, asked.number, asked.loose)),
+        bound,
+        lambda asked: state.number_of((asked.key, asked.number, asked.loose)),
         lambda asked: _described(model, asked, gradients),
-    )  # fmt: skip
+    )
 
 
 def _described(model: ParallelModule, asked: Asked, gradients: bool) -> dict[str, str]:

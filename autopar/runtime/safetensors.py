@@ -148,6 +148,7 @@ def _safetensors() -> Any:
         return importlib.import_module("safetensors")
     except ImportError:
         raise AutoparError(
-            "Reading safetensors needs the package safetensors.", found="it is not installed",
+            "Reading safetensors needs the package safetensors.",
+            found="it is not installed",
             hint="pip install safetensors",
-        ) from None  # fmt: skip
+        ) from None

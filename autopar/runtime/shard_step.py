@@ -54,9 +54,11 @@ def _applies(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     otherwise = any(group.get(mode) for group in optimizer.param_groups for mode in OTHERWISE)
     return (
-        step_below_hooks(optimizer) is not None and not otherwise and not any(map(is_away, parameters))
+        step_below_hooks(optimizer) is not None
+        and not otherwise
+        and not any(map(is_away, parameters))
         and any(map(is_marked, parameters))
-    )  # fmt: skip
+    )
 
 
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:

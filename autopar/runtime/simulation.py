@@ -61,10 +61,17 @@ def simulate_program(
 
 
 def _step(
-    lowered: Lowered, graph: Graph, mesh: Mesh, named: Mapping[tuple[str, str], Tensor], seed: int,
-    ranks: Sequence[LocalRank], meters: Sequence[MemoryMeter], accumulators: list[list[Tensor]], *,
+    lowered: Lowered,
+    graph: Graph,
+    mesh: Mesh,
+    named: Mapping[tuple[str, str], Tensor],
+    seed: int,
+    ranks: Sequence[LocalRank],
+    meters: Sequence[MemoryMeter],
+    accumulators: list[list[Tensor]],
+    *,
     counts: bool = True,
-) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:  # fmt: skip
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """Run one forward and backward of every rank. Returns the results of both.
 
     Args:
@@ -89,9 +96,7 @@ def _step(
         del sums, own
         # New values of buffers are written back after the forward: what the result tells of them is not held.
         wrote = [output.kind == "mutation" for output, _ in lowered.results]
-        results = [
-            tuple(v.clone() if m else v for v, m in zip(values[:n], wrote, strict=True)) for values in made
-        ]
+        results = [tuple(v.clone() if m else v for v, m in zip(values[:n], wrote, strict=True)) for values in made]
         del made
         gradients = run(lowered.backward, ranks, back, meters)
     del kept, tangents  # autograd holds the caller's gradients to the end
@@ -135,9 +140,12 @@ def _whole(ends: Results, values: Sequence[Sequence[Tensor]], graph: Graph, mesh
 
 
 def run(
-    module: fx.GraphModule, ranks: Sequence[LocalRank], inputs: list[list[Any]], meters: Sequence[MemoryMeter],
+    module: fx.GraphModule,
+    ranks: Sequence[LocalRank],
+    inputs: list[list[Any]],
+    meters: Sequence[MemoryMeter],
     watch: Callable[[fx.Node], None] = lambda _: None,
-) -> list[tuple[Any, ...]]:  # fmt: skip
+) -> list[tuple[Any, ...]]:
     """Run ``module(rank, *inputs)`` on every rank and return the results; the lists of ``inputs`` are emptied.
 
     Args:

@@ -119,8 +119,10 @@ def _tables(model: nn.Module) -> Tables:
     children, kept = tuple(m._modules for m in modules), tuple(_kept(modules))
     places = {
         f"{path}.{name}" if path else name: (table, name)
-        for path, module in walked for table in (module._parameters, module._buffers) for name in table
-    }  # fmt: skip
+        for path, module in walked
+        for table in (module._parameters, module._buffers)
+        for name in table
+    }
     return Tables(tuple(modules[1:]), children, kept, _values(children), _keys(kept), places)
 
 
@@ -130,7 +132,7 @@ def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layo
     said = [
         (path, first.setdefault(id(t), path), tuple(t.shape), t.placements if isinstance(t, DTensor) else None)
         for path, t in held
-    ]  # fmt: skip
+    ]
     loose = tuple(path for path, t in held if not is_placed(t))
     return Layout(tensors, hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest(), loose)
 

@@ -50,9 +50,11 @@ MOVES = 0.02
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVE = (
-    str(Path(_TORCH, "distributed", "")), str(Path(_OURS, "_torch", "")), __file__,
+    str(Path(_TORCH, "distributed", "")),
+    str(Path(_OURS, "_torch", "")),
+    __file__,
     str(Path(_OURS, "runtime", "agreement.py")),
-)  # fmt: skip
+)
 _READING = str(Path(_TORCH, "utils", "data")), str(bdb.__file__)
 _OF_ITS_OWN = str(subprocess.__file__), str(threading.__file__)
 _LIBRARIES = ("<", _OURS, _TORCH, str(Path(os.__file__).parent), *site.getsitepackages())

@@ -44,9 +44,13 @@ def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = 
 
 
 def smallest_choice(
-    problem: Problem, time_limit: float = 30.0, *, backend: str = "auto", known: Sequence[Sequence[int]] = (),
+    problem: Problem,
+    time_limit: float = 30.0,
+    *,
+    backend: str = "auto",
+    known: Sequence[Sequence[int]] = (),
     gap: float = CLOSE,
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     """A choice that ``minimum_limit`` is the peak usage of, to within ``gap``; none of the choices ``known`` has a
     smaller one.
 
@@ -71,7 +75,7 @@ def _is_allowed(problem: Problem, choice: Sequence[int]) -> bool:
 
 def _smallest(
     problem: Problem, time_limit: float, backend: str, known: Sequence[tuple[int, ...]], gap: float
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     """By prices of the times first, which need no integer program of the whole, then by that."""
     deadline = now() + time_limit
     problem = _only_forbidden(problem)
@@ -90,7 +94,7 @@ def _smallest(
 
 def _by_prices(
     problem: Problem, known: Sequence[tuple[int, ...]], seconds: float, backend: str, gap: float
-) -> tuple[tuple[int, ...], float]:  # fmt: skip
+) -> tuple[tuple[int, ...], float]:
     """(a choice of small peak, bytes that no choice's peak is below).
 
     For any shares that sum to one, the least mean usage under them is at most the least peak, and needs no limit to
@@ -108,9 +112,7 @@ def _by_prices(
     for _ in range(MOST_PRICINGS):
         scale = max((float(p.max()) for p in planes), default=1.0) or 1.0
         priced = with_usages_priced(problem, UsagePrices(table.times.astype(float), shares / scale))
-        found = solve(
-            priced, time_limit=max(deadline - now(), 0.5), backend=backend, gap=gap, warm_starts=choices[-2:]
-        )
+        found = solve(priced, time_limit=max(deadline - now(), 0.5), backend=backend, gap=gap, warm_starts=choices[-2:])
         choices.append(found.choice)
         planes.append(table.of(found.choice))
         if found.lower_bound * scale > bound:
@@ -192,9 +194,18 @@ def _model(problem: Problem, peak: float) -> Model:
     columns = np.array([column for row in rows for column in row], dtype=np.int64)
     values = np.array([value for row in rows for value in row.values()])
     return Model(
-        cost, allowed, np.arange(last + 1) < last, starts, columns, values, np.array(lower), np.array(upper), peak,
-        tuple(range(len(problem.costs))), first,
-    )  # fmt: skip
+        cost,
+        allowed,
+        np.arange(last + 1) < last,
+        starts,
+        columns,
+        values,
+        np.array(lower),
+        np.array(upper),
+        peak,
+        tuple(range(len(problem.costs))),
+        first,
+    )
 
 
 def _entries(problem: Problem) -> int:

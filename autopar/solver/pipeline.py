@@ -182,9 +182,15 @@ def _flat_is_worth_trying(incumbent: Incumbent) -> bool:
 
 
 def _solve_flat(
-    incumbent: Incumbent, backend: str, warm_starts: Sequence[Sequence[int]], size: dict[str, int], method: list[str],
-    *, exact: bool = True, pushes: Pushes | None = None,
-) -> None:  # fmt: skip
+    incumbent: Incumbent,
+    backend: str,
+    warm_starts: Sequence[Sequence[int]],
+    size: dict[str, int],
+    method: list[str],
+    *,
+    exact: bool = True,
+    pushes: Pushes | None = None,
+) -> None:
     """Every node on its own; without ``exact``, message passing alone. ``pushes``: messages to begin with, where the
     problem is reduced already."""
     try:
@@ -251,9 +257,14 @@ def _offer_projections(graph: Graph, incumbent: Incumbent, choices: Sequence[Seq
 
 
 def _pass_messages(
-    graph: Graph, incumbent: Incumbent, size: dict[str, int], method: list[str], *, exact: bool,
+    graph: Graph,
+    incumbent: Incumbent,
+    size: dict[str, int],
+    method: list[str],
+    *,
+    exact: bool,
     pushes: Pushes | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Message passing and reductions in turns, each for a share of the time left; whether anything is left to do."""
     share = 0.25 if exact else 0.9
     for _ in range(ROUNDS):

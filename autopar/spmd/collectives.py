@@ -218,9 +218,11 @@ def apply_step(rank: Rank, x: Tensor, step: Step, spec: ShardingSpec, global_sha
 
 
 def simulate(
-    function: Callable[..., Pending], ranks: Sequence[Rank], calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    function: Callable[..., Pending],
+    ranks: Sequence[Rank],
+    calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     meters: Sequence[Any] = (),
-) -> list[Pending]:  # fmt: skip
+) -> list[Pending]:
     """Launch a collective on every simulated rank of a mesh and exchange what they send.
 
     Args:

@@ -28,9 +28,16 @@ def shift(rank: Rank, x: Tensor, dim: int, axis: int, rows: int, towards: int) -
 
 
 def window(
-    rank: Rank, x: Tensor, before: Tensor | None, after: Tensor | None, dim: int, axis: int,
-    windows: Sequence[tuple[int, int]], n: int, fill: float,
-) -> Tensor:  # fmt: skip
+    rank: Rank,
+    x: Tensor,
+    before: Tensor | None,
+    after: Tensor | None,
+    dim: int,
+    axis: int,
+    windows: Sequence[tuple[int, int]],
+    n: int,
+    fill: float,
+) -> Tensor:
     """This rank's window, in one copy: its own rows ``x`` between those of its neighbours, padded beyond the dim's
     ends; ``x`` itself where that is all of it."""
     at, ways = rank.coordinate[axis], rank.mesh.shape[axis]

@@ -46,9 +46,17 @@ Ring: TypeAlias = Generator[Union[Send, Receive], Any, Any]
 
 
 def gather_product(
-    rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand: int, dim: int, axis: int, length: int,
+    rank: Rank,
+    x: Tensor,
+    w: Tensor,
+    *,
+    equation: str,
+    operand: int,
+    dim: int,
+    axis: int,
+    length: int,
     keep: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """``contract(x, w)`` where operand ``operand`` is this rank's shard of ``dim``, whose innermost cut is ``axis``.
 
     Args:
@@ -64,9 +72,7 @@ def gather_product(
     return _run(rank, _gathering(rank, x, w, equation, operand, dim, axis, length, keep=keep))
 
 
-def product_scatter(
-    rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand: int, dim: int, axis: int
-) -> Tensor:
+def product_scatter(rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand: int, dim: int, axis: int) -> Tensor:
     """This rank's chunk of the sum over ``axis`` of ``contract(x, w)``, cut where ``dim`` of an operand comes out."""
     group = rank.symmetric(axis)
     if group and operand == 0 and x.shape[dim] % rank.mesh.shape[axis] == 0:
@@ -78,9 +84,11 @@ def product_scatter(
 
 
 def simulate_product(
-    function: Callable[..., Any], ranks: Sequence[Rank], calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    function: Callable[..., Any],
+    ranks: Sequence[Rank],
+    calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     meters: Sequence[Any] = (),
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Run one of these functions on every simulated rank of a mesh, step by step; as ``spmd.simulate``."""
     rings = [PRODUCTS[function](rank, *args, **kwargs) for rank, (args, kwargs) in zip(ranks, calls, strict=True)]
     replies: list[Any] = [None] * len(rings)
@@ -115,9 +123,17 @@ def _replies(requests: Sequence[Send | Receive]) -> list[Tensor]:
 
 
 def _gathering(
-    rank: Rank, x: Tensor, w: Tensor, equation: str, operand: int, dim: int, axis: int, length: int, *,
+    rank: Rank,
+    x: Tensor,
+    w: Tensor,
+    equation: str,
+    operand: int,
+    dim: int,
+    axis: int,
+    length: int,
+    *,
     keep: bool = False,
-) -> Ring:  # fmt: skip
+) -> Ring:
     ways, here = rank.mesh.shape[axis], rank.coordinate[axis]
     block, other = (x, w) if operand == 0 else (w, x)
     out_dim = _out_dim(equation, operand, dim)
@@ -161,9 +177,7 @@ def _scattering(rank: Rank, x: Tensor, w: Tensor, equation: str, operand: int, d
     return total
 
 
-PRODUCTS: Mapping[Callable[..., Any], Callable[..., Ring]] = {
-    gather_product: _gathering, product_scatter: _scattering
-}  # fmt: skip
+PRODUCTS: Mapping[Callable[..., Any], Callable[..., Ring]] = {gather_product: _gathering, product_scatter: _scattering}
 """What each function does on a ring."""
 
 

@@ -211,8 +211,10 @@ def bind(equation: Equation, inputs: tuple[TensorMeta, ...], outputs: tuple[Tens
     fitted = [None if meta is None else _dims(term, meta.shape, equation) for term, meta in pairs]
     shapes = [() if meta is None else meta.shape for _, meta in pairs]
     try:
-        sizes = _sizes(dict(equation.stated), [(d, n) for f, s in zip(fitted, shapes, strict=True) if f is not None
-                                               for d, n in zip(f, s, strict=True)])  # fmt: skip
+        sizes = _sizes(
+            dict(equation.stated),
+            [(d, n) for f, s in zip(fitted, shapes, strict=True) if f is not None for d, n in zip(f, s, strict=True)],
+        )
     except _MisfitError as misfit:
         raise RuleError(
             f"The rule does not fit the shapes: {misfit}",

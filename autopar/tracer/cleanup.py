@@ -20,8 +20,11 @@ _ARITHMETIC = {
 }
 """The operand with which an op does nothing, and whether that holds of floats: to add zero makes -0 a 0."""
 _CHECKS = {
-    aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default, aten._linalg_check_errors.default,
-}  # fmt: skip
+    aten._assert_async.msg,
+    aten._assert_async.default,
+    aten._assert_scalar.default,
+    aten._linalg_check_errors.default,
+}
 """Of values, which only raise: taken as passed."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 

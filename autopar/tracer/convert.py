@@ -137,7 +137,7 @@ def _whose(file: str) -> tuple[bool, bool]:
 
 def to_ir(
     graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], name: str, *, has_loss: bool = True
-) -> ir.Graph:  # fmt: skip
+) -> ir.Graph:
     """Convert; placeholders and results get their meaning from ``inputs`` and ``outputs``."""
     nodes = []
     for node in graph.nodes:

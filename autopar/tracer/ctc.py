@@ -58,9 +58,14 @@ def _remembered_select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor | Sequence[int], target_lengths: Tensor | Sequence[int],
-    blank: int = 0, reduction: int = MEAN, zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int = MEAN,
+    zero_infinity: bool = False,
+) -> Tensor:
     """As ``torch.ctc_loss``."""
     frames, labels = (torch.as_tensor(lengths, dtype=torch.int64) for lengths in (input_lengths, target_lengths))
     if log_probs.dim() != 3:

@@ -14,9 +14,13 @@ from autopar.tracer.repeated import Run
 from autopar.tracer.skipping import HEAD, OPS, TAIL, Skipping
 
 _CONVERSIONS = {
-    torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.device, torch.ops.aten.to.other,
-    torch.ops.aten.contiguous.default, torch.ops.aten.type_as.default,
-}  # fmt: skip
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.dtype_layout,
+    torch.ops.aten.to.device,
+    torch.ops.aten.to.other,
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.type_as.default,
+}
 
 
 def cut(skipped: Skipping, graph: fx.Graph) -> bool:

@@ -58,9 +58,13 @@ def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float 
 
 
 def joint_directly(
-    flat: FlatModel, inputs: Sequence[Tensor], seed: Tensor, loss: int | None, differentiable: tuple[int, ...],
+    flat: FlatModel,
+    inputs: Sequence[Tensor],
+    seed: Tensor,
+    loss: int | None,
+    differentiable: tuple[int, ...],
     detached: Collection[int],
-) -> Joint:  # fmt: skip
+) -> Joint:
     """The joint graph of a model as it is written.
 
     Raises:

@@ -99,9 +99,7 @@ def _linear(module: Any, name: str, x: Tensor, ids: Tensor, autocast: bool) -> T
     """As the loop does it, whose products autocast knows, or in the weights' dtype, as the grouped product does."""
     weight: Tensor = getattr(module, name)
     dtype = (_autocast_dtype(weight) if autocast else None) or weight.dtype
-    made: Tensor = torch.ops.autopar.experts_mm(
-        x.to(dtype), weight.to(dtype), ids, transposed=not module.is_transposed
-    )
+    made: Tensor = torch.ops.autopar.experts_mm(x.to(dtype), weight.to(dtype), ids, transposed=not module.is_transposed)
     if not module.has_bias:
         return made
     made = made + functional.embedding(ids, getattr(module, f"{name}_bias"))

@@ -113,12 +113,24 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     flat.returned.left_out, findings = frozenset(), left.Findings()
     try:
         with (
-            masks_as_in_eager(call.names, cached=cached), functions.opaque(overridden),
-            refuse_python_random(lambda: flat(*call.tensors)), device_neutral_ops(), refused(),
-            without_tables(), averaged_by_count(), experts_by_token(), watched(overridden), packed_by_mask(),
-            clusters_of_all_samples(), covariances(), combinations_by_index(), masks_kept(),
-            _asked_of_tensors() as checks, skipping(model, runs) as skipped, without_hooks_left(),
-        ):  # fmt: skip
+            masks_as_in_eager(call.names, cached=cached),
+            functions.opaque(overridden),
+            refuse_python_random(lambda: flat(*call.tensors)),
+            device_neutral_ops(),
+            refused(),
+            without_tables(),
+            averaged_by_count(),
+            experts_by_token(),
+            watched(overridden),
+            packed_by_mask(),
+            clusters_of_all_samples(),
+            covariances(),
+            combinations_by_index(),
+            masks_kept(),
+            _asked_of_tensors() as checks,
+            skipping(model, runs) as skipped,
+            without_hooks_left(),
+        ):
             with kept(model):
                 program = _exported(flat, call)
             changes = flat.returned.changes or flat.returned.left
@@ -151,9 +163,16 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     notices = (*_notices(flat.returned, cached, checks, overridden), *_dense_gradients(program.graph))
     values = _output_values(program)
     return Exported(
-        program, values, returned, flat.returned.differentiable, notices, tuple(skipped.cut),
-        _changed(flat, findings.left), findings.left, findings.lost,
-    )  # fmt: skip
+        program,
+        values,
+        returned,
+        flat.returned.differentiable,
+        notices,
+        tuple(skipped.cut),
+        _changed(flat, findings.left),
+        findings.left,
+        findings.lost,
+    )
 
 
 @contextlib.contextmanager
@@ -181,8 +200,10 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     flat, overridden = FlatModel(model, call.structure), list[str]()
     try:
         with (
-            refuse_python_random(lambda: flat(*call.tensors)), watched(overridden), _asked_of_tensors() as checks,
-        ):  # fmt: skip
+            refuse_python_random(lambda: flat(*call.tensors)),
+            watched(overridden),
+            _asked_of_tensors() as checks,
+        ):
             flat.returned.left_out = frozenset()
             with kept(model):
                 findings = left.looked_through(flat, flat.returned, call.tensors, contextlib.nullcontext())
@@ -196,9 +217,17 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     assert flat.returned.structure is not None
     notices = _notices(flat.returned, cached, checks, overridden)
     return Exported(
-        None, values, flat.returned.structure, flat.returned.differentiable, tuple(notices), (),
-        _changed(flat, findings.left), findings.left, findings.lost, findings.unfit,
-    )  # fmt: skip
+        None,
+        values,
+        flat.returned.structure,
+        flat.returned.differentiable,
+        tuple(notices),
+        (),
+        _changed(flat, findings.left),
+        findings.left,
+        findings.lost,
+        findings.unfit,
+    )
 
 
 def _changed(flat: FlatModel, outputs: Sequence[Left]) -> tuple[AttributeKey, ...]:
@@ -275,7 +304,7 @@ def _dense_gradients(graph: fx.Graph) -> list[str]:
 
 def _refuse_state(
     program: torch.export.ExportedProgram, flat: FlatModel, call: Call, mode: FakeTensorMode, fixed: Sequence[Left]
-) -> None:  # fmt: skip
+) -> None:
     """What the forward changes in Python may be for show, or a cache of what is always the same: else the program of
     the second call is another.
 
@@ -325,8 +354,11 @@ def _located(error: CaptureError) -> AutoparError:
 
 
 def _notices(returned: LastCall, cached: bool, checks: Sequence[str], overridden: Sequence[str]) -> list[str]:
-    notices = [f"{name} {change.verb} in forward, and keeps its old value outside of it" for name, change in
-               returned.changes.items() if not left.is_part(name, returned.left)]  # fmt: skip
+    notices = [
+        f"{name} {change.verb} in forward, and keeps its old value outside of it"
+        for name, change in returned.changes.items()
+        if not left.is_part(name, returned.left)
+    ]
     if checks:
         notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")
     if overridden:

@@ -127,9 +127,13 @@ def trailing(target: Callable[..., Any], x: Flat, *args: Any, **kwargs: Any) -> 
 
 
 _DIM: dict[Callable[..., Any], int] = {
-    aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.slice.Tensor: 1,
-    aten.unsqueeze.default: 1, aten.sum.dim_IntList: 1,
-}  # fmt: skip
+    aten.chunk.default: 2,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.slice.Tensor: 1,
+    aten.unsqueeze.default: 1,
+    aten.sum.dim_IntList: 1,
+}
 """Ops along some dims that leave the others as they are, and which argument says along which."""
 
 

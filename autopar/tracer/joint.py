@@ -158,9 +158,15 @@ def _solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors:
 
 DECOMPOSITIONS: dict[Any, Any] = {
     **torch_decompositions(
-        aten.rot90.default, aten.block_diag.default, aten.addr.default, aten.renorm.default,
-        aten.channel_shuffle.default, aten.linalg_cross.default, aten.index_fill.int_Scalar,
-        aten.index_fill.int_Tensor, aten.affine_grid_generator.default,
+        aten.rot90.default,
+        aten.block_diag.default,
+        aten.addr.default,
+        aten.renorm.default,
+        aten.channel_shuffle.default,
+        aten.linalg_cross.default,
+        aten.index_fill.int_Scalar,
+        aten.index_fill.int_Tensor,
+        aten.affine_grid_generator.default,
     ),
     aten._conj.default: _conjugated,
     aten.diagonal_copy.default: _diagonal_copy,
@@ -170,14 +176,19 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten._linalg_det.default: _det,
     aten._linalg_slogdet.default: _slogdet,
     aten._linalg_solve_ex.default: _solve,
-}  # fmt: skip
+}
 """Ops that are taken apart into others, which have rules."""
 
 
 def joint_of(
-    program: torch.export.ExportedProgram, model: nn.Module, inputs: Sequence[torch.Tensor],
-    seed: torch.Tensor, loss: int | None, differentiable: tuple[int, ...], detached: Collection[int],
-) -> Joint:  # fmt: skip
+    program: torch.export.ExportedProgram,
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    seed: torch.Tensor,
+    loss: int | None,
+    differentiable: tuple[int, ...],
+    detached: Collection[int],
+) -> Joint:
     """Trace the joint graph. The backward is of the outputs that are not ``detached``."""
     module = Rewritten(program, model, detached)
     graph_module, ins, outs = joint_graph(module, (*inputs, seed), DECOMPOSITIONS)

@@ -79,8 +79,12 @@ def _definite(_: Any, value: Tensor) -> Tensor:
 
 
 def _cov(
-    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None  # noqa: A002
-) -> Tensor:  # fmt: skip
+    input: Tensor,  # noqa: A002
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
     """Of rows, whose columns are observations."""
     x = input.reshape(1, -1) if input.ndim < 2 else input
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())

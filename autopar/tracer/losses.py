@@ -22,9 +22,14 @@ MEAN, SUM = 1, 2
 
 @replaces(aten.cross_entropy_loss.default)
 def cross_entropy_loss(
-    tracer: Any, x: Operand, target: Operand, weight: Tensor | None = None,
-    reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
+    tracer: Any,
+    x: Operand,
+    target: Operand,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
     """Over classes that may be cut. Targets that are probabilities are left to torch."""
     if base_of(target).is_floating_point():
         return NotImplemented
@@ -105,9 +110,12 @@ def _averaged(loss: Any) -> Replacement:
 
 
 for _loss in (
-    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-    aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
-):  # fmt: skip
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+):
     REPLACEMENTS[_loss] = _averaged(_loss)
 
 

@@ -257,17 +257,34 @@ def _has_own_dtype(x: Tensor, first: Masked) -> bool:
 
 
 _ROW_BY_ROW = {
-    aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.embedding.default, aten.softmax.int,
-    aten.log_softmax.int, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.layer_norm.default,
+    aten.embedding.default,
+    aten.softmax.int,
+    aten.log_softmax.int,
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
     aten.unsqueeze.default,
-}  # fmt: skip
+}
 _VIEWS = {
-    aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.unsqueeze.default,
-}  # fmt: skip
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.unsqueeze.default,
+}
 _ALONG = {
-    aten.softmax.int: 1, aten.log_softmax.int: 1, aten.chunk.default: 2, aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.unsqueeze.default: 1,
-}  # fmt: skip
+    aten.softmax.int: 1,
+    aten.log_softmax.int: 1,
+    aten.chunk.default: 2,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.slice.Tensor: 1,
+    aten.unsqueeze.default: 1,
+}
 """Which of their arguments is the dim, where not the last."""
 
 
@@ -476,9 +493,14 @@ def _item(tracer: Any, items: Any, at: int) -> Any:
 
 
 def _cross_entropy(
-    tracer: Any, x: Any, target: Any, weight: Tensor | None = None,
-    reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
+    tracer: Any,
+    x: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
     """What was not chosen is ignored, as labels can say."""
     if not (is_masked(x) and is_masked(target) and x.is_beside(target)) or reduction not in (MEAN, SUM):
         return NotImplemented
@@ -507,9 +529,13 @@ def _loss_of_elements(loss: Any) -> Callable[..., Any]:
 
 
 _LOSSES = (
-    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
-)  # fmt: skip
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+)
 
 _OPS: dict[Any, Callable[..., Any]] = {
     aten.index_put_.default: put,

@@ -24,22 +24,35 @@ aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default}
 _MAY_COPY = {aten.reshape.default, aten.flatten.using_ints}
 _NO_OPS = {
-    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg,
-    aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default,
-}  # fmt: skip
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default,
+    aten.sym_constrain_range.default,
+}
 # Ops over the last dim only, and whole sums: the leading dims may stay apart.
 _LAST_DIM = {aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default}
 
 
 _SAME_SHAPE = {
-    aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.alias.default, aten.detach.default,
-}  # fmt: skip
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+}
 
 # Products that autocast runs in its lower dtype; what replaces them is no op that autocast knows.
 _AUTOCAST = {
-    aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
-    aten.baddbmm.default, aten.einsum.default, aten.scaled_dot_product_attention.default,
-}  # fmt: skip
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.einsum.default,
+    aten.scaled_dot_product_attention.default,
+}
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

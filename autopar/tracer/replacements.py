@@ -189,9 +189,16 @@ def attention(
         attn_mask = attn_mask.unsqueeze(0)
     place = {"site": tracer.next_site(), "global_shape": [b, h, s, k.shape[2]]} if dropout_p else {}
     out, _ = ops.attention(
-        q, k, v, attn_mask, tracer.seed if dropout_p else None,
-        is_causal=is_causal, scale=q.shape[-1] ** -0.5 if scale is None else scale, dropout_p=dropout_p, **place,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        attn_mask,
+        tracer.seed if dropout_p else None,
+        is_causal=is_causal,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        dropout_p=dropout_p,
+        **place,
+    )
     return out if len(shape) == 4 else out.squeeze(1)
 
 
@@ -204,9 +211,13 @@ def _attention_by_parts(tracer: Any, q: Any, k: Any, v: Any, bias: Any, dropout_
 
 @replaces(aten.embedding.default)
 def embedding(
-    tracer: Any, weight: torch.Tensor, indices: Operand, padding_idx: int = -1,
-    scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Any:  # fmt: skip
+    tracer: Any,
+    weight: torch.Tensor,
+    indices: Operand,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
     if scale_grad_by_freq:
         return aten.embedding.default(weight, materialize(indices), padding_idx, scale_grad_by_freq)
     return like(indices, ops.lookup(weight, base_of(indices), offset=0, padding_idx=padding_idx))
@@ -265,10 +276,17 @@ for _n in (1, 2, 3):
 
 @replaces(aten.embedding_bag.padding_idx)
 def embedding_bag(
-    tracer: Any, weight: torch.Tensor, indices: Operand, offsets: torch.Tensor, scale_grad_by_freq: bool = False,
-    mode: int = 0, sparse: bool = False, per_sample_weights: torch.Tensor | None = None,
-    include_last_offset: bool = False, padding_idx: int | None = None,
-) -> Any:  # fmt: skip
+    tracer: Any,
+    weight: torch.Tensor,
+    indices: Operand,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
     """Rows that are looked up and added bag by bag. Averages are divided by the bag's length, maxima left to torch."""
     flat, starts = materialize((indices, offsets))
     if mode == 2 or scale_grad_by_freq:
@@ -289,10 +307,17 @@ def embedding_bag(
 
 @replaces(aten.batch_norm.default)
 def batch_norm(
-    tracer: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
-    training: bool, momentum: float, eps: float, cudnn_enabled: bool,
-) -> Any:  # fmt: skip
+    tracer: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
     x, weight, bias = materialize((x, weight, bias))
     if not training:
         return _affine(x, weight, bias, running_mean, running_var, eps)
@@ -308,10 +333,17 @@ def batch_norm(
 
 @replaces(aten.instance_norm.default)
 def instance_norm(
-    tracer: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
-    use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
-) -> Any:  # fmt: skip
+    tracer: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
     """Each channel of a sample by itself: a group norm whose groups are the channels."""
     if running_mean is not None or running_var is not None or not use_input_stats:
         return NotImplemented

@@ -17,9 +17,23 @@ from autopar.errors import CaptureError
 
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast",
-    "all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "all_to_all",
+    "all_to_all_single",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "barrier",
+)
 
 
 @contextlib.contextmanager
@@ -34,7 +48,7 @@ def watched(overridden: list[str]) -> Iterator[None]:
         (torch.autograd, "backward", "calls backward", "return the loss, and call backward outside"),
         (torch, "manual_seed", "seeds torch's generator", "seed outside of forward"),
         (torch.random, "manual_seed", "seeds torch's generator", "seed outside of forward"),
-    ]  # fmt: skip
+    ]
     if dist.is_available():
         hint = "leave it out: the program's collectives are the plan's, and every sum is already over all ranks"
         refusals += [(dist, name, f"calls torch.distributed.{name}", hint) for name in _COLLECTIVES]

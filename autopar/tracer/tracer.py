@@ -93,9 +93,14 @@ class ColoTracer:
     """
 
     def __init__(
-        self, outputs: OutputsMode = "auto", *, every_tangent: bool = False,
-        stored_dtype: Callable[[torch.Tensor], torch.dtype] | None = None, whole: bool = False, trains: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        outputs: OutputsMode = "auto",
+        *,
+        every_tangent: bool = False,
+        stored_dtype: Callable[[torch.Tensor], torch.dtype] | None = None,
+        whole: bool = False,
+        trains: bool = True,
+    ) -> None:
         self.outputs = outputs
         self._every_tangent = every_tangent
         self._stored_dtype = stored_dtype
@@ -113,8 +118,12 @@ class ColoTracer:
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
         """As ``trace``, with the meaning of every input and output. The backward is captured under ``no_grad`` too."""
         with (
-            torch.enable_grad(), ambient_autocast(), functions.recorded(), compiled_when_called(), collected_later(),
-        ):  # fmt: skip
+            torch.enable_grad(),
+            ambient_autocast(),
+            functions.recorded(),
+            compiled_when_called(),
+            collected_later(),
+        ):
             return self._capture(model, meta_inputs)
 
     def _capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
@@ -152,11 +161,19 @@ class ColoTracer:
         graph = to_ir(graph_module.graph, ins, outs, type(model).__name__, has_loss=has_loss)
         reads = recorder.reads(exported.changed, equal_blocks(exported.cut))
         return Capture(
-            graph_module, graph, call, returned, loss, differentiable, joint.constants,
+            graph_module,
+            graph,
+            call,
+            returned,
+            loss,
+            differentiable,
+            joint.constants,
             (*_notices(returned, call, joint.outputs), *exported.notices),
             frozenset(p for p, d in zip(names, exported.differentiable, strict=True) if d),
-            guards=Guards.of(model, reads, recorder.known.conditions), left=exported.left, lost=exported.lost,
-        )  # fmt: skip
+            guards=Guards.of(model, reads, recorder.known.conditions),
+            left=exported.left,
+            lost=exported.lost,
+        )
 
     @staticmethod
     def _forward(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool) -> Exported:
@@ -168,7 +185,12 @@ class ColoTracer:
                 return run_once(model, call)
 
     def _joint(
-        self, model: nn.Module, copied: nn.Module, call: Call, mode: FakeTensorMode, seed: torch.Tensor,
+        self,
+        model: nn.Module,
+        copied: nn.Module,
+        call: Call,
+        mode: FakeTensorMode,
+        seed: torch.Tensor,
         exported: Exported,
     ) -> tuple[int | None, tuple[int, ...], Joint]:
         """Which output is the loss, which have tangents, and the forward with its backward."""
@@ -182,19 +204,22 @@ class ColoTracer:
                 if exported.program is None:
                     flat = FlatModel(copied, call.structure)
                     flat.returned.left_out = exported.left_out
-                    return loss, differentiable, joint_directly(
-                        flat, call.tensors, seed, loss, differentiable, detached
-                    )  # fmt: skip
-                return loss, differentiable, joint_of(
-                    exported.program, copied, call.tensors, seed, loss, differentiable, detached
-                )  # fmt: skip
+                    return (
+                        loss,
+                        differentiable,
+                        joint_directly(flat, call.tensors, seed, loss, differentiable, detached),
+                    )
+                return (
+                    loss,
+                    differentiable,
+                    joint_of(exported.program, copied, call.tensors, seed, loss, differentiable, detached),
+                )
         except Exception as error:
             if exported.cut:  # the user's error is the one that comes without skipping
                 raise IrregularError from error
             if isinstance(error, AutoparError):
                 raise
             raise _by_running(copied, call, mode, error) from error
-
 
     def _differentiable(self, exported: Exported, loss: int | None) -> tuple[tuple[int, ...], frozenset[int]]:
         """The outputs from which the backward starts, and those that are detached: what is left in attributes rarely is
@@ -229,9 +254,13 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _meanings(
-    module: fx.GraphModule, inputs: Sequence[JointInput], outputs: Sequence[JointOutput | None],
-    call: Call, names: Sequence[str], trainable: set[str],
-) -> tuple[fx.GraphModule, list[ir.Input], list[ir.Output]]:  # fmt: skip
+    module: fx.GraphModule,
+    inputs: Sequence[JointInput],
+    outputs: Sequence[JointOutput | None],
+    call: Call,
+    names: Sequence[str],
+    trainable: set[str],
+) -> tuple[fx.GraphModule, list[ir.Input], list[ir.Output]]:
     ins: list[ir.Input] = []
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     for node, meaning in zip(placeholders, inputs, strict=True):
@@ -273,7 +302,8 @@ def _refuse_changed(joint: Joint) -> None:
         raise CaptureError(
             f"The forward changes {output.target.removeprefix('constant.model.')} in place.",
             found="a tensor kept as a plain attribute" if is_constant else "a parameter",
-            hint="keep it with register_buffer." if is_constant
+            hint="keep it with register_buffer."
+            if is_constant
             else "change it outside of forward: an embedding without max_norm, its rows scaled after optimizer.step().",
         )
 
@@ -282,9 +312,7 @@ def _changes_input(meant: JointOutput) -> bool:
     return meant.kind == "mutation" and isinstance(meant.target, int)
 
 
-def _check_gradients(
-    outs: Sequence[ir.Output], ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]
-) -> None:
+def _check_gradients(outs: Sequence[ir.Output], ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]) -> None:
     """A missing gradient would train silently wrong: torch gives none for parameters it lost on the way."""
     if not any(o is not None and o.kind == "gradient" for o in outputs) and any(i.trainable for i in ins):
         raise CaptureError(

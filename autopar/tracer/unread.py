@@ -12,9 +12,18 @@ from torch.utils._pytree import tree_leaves
 from autopar.errors import CaptureError
 
 _ATTRIBUTES = (
-    "shape", "dtype", "layout", "ndim", "requires_grad", "is_sparse", "is_sparse_csr", "is_nested", "is_quantized",
-    "is_mkldnn", "is_meta",
-)  # fmt: skip
+    "shape",
+    "dtype",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_nested",
+    "is_quantized",
+    "is_mkldnn",
+    "is_meta",
+)
 _METHODS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex)
 _DESCRIBED = frozenset((*(getattr(Tensor, name).__get__ for name in _ATTRIBUTES), *_METHODS))
 """What says what a tensor is, and reads nothing of it."""

@@ -85,9 +85,14 @@ class AutoParallelPlugin:
         return parallel, MixedPrecisionOptimizer(optimizer, scaler, self.max_norm)
 
     def prepare_dataloader(
-        self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, seed: int = 1024, drop_last: bool = True,
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = True,
         **options: Any,
-    ) -> DataLoader[Any]:  # fmt: skip
+    ) -> DataLoader[Any]:
         """A loader of what this rank passes to the model.
 
         Args:
@@ -166,9 +171,14 @@ class Booster:
         return no_sync(model)
 
     def save_model(
-        self, model: nn.Module, checkpoint: files.PathLike, shard: bool = False, *, size_per_shard: int = 1024,
+        self,
+        model: nn.Module,
+        checkpoint: files.PathLike,
+        shard: bool = False,
+        *,
+        size_per_shard: int = 1024,
         prefix: str = "model",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See ``autopar.training.files.save_model``."""
         files.save_model(model, checkpoint, shard, size_per_shard=size_per_shard, prefix=prefix)
 
@@ -177,9 +187,14 @@ class Booster:
         files.load_model(model, checkpoint, strict)
 
     def save_optimizer(
-        self, optimizer: Optimizer, checkpoint: files.PathLike, shard: bool = False, *, size_per_shard: int = 1024,
+        self,
+        optimizer: Optimizer,
+        checkpoint: files.PathLike,
+        shard: bool = False,
+        *,
+        size_per_shard: int = 1024,
         prefix: str = "optimizer",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See ``autopar.training.files.save_optimizer``."""
         files.save_optimizer(optimizer, checkpoint, shard, size_per_shard=size_per_shard, prefix=prefix)
 

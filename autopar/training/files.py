@@ -94,9 +94,13 @@ def load_model(model: nn.Module, checkpoint: PathLike, strict: bool = True) -> N
 
 
 def save_optimizer(
-    optimizer: Optimizer, checkpoint: PathLike, shard: bool = False, *, size_per_shard: int = 1024,
+    optimizer: Optimizer,
+    checkpoint: PathLike,
+    shard: bool = False,
+    *,
+    size_per_shard: int = 1024,
     prefix: str = "optimizer",
-) -> None:  # fmt: skip
+) -> None:
     """Write ``optimizer.state_dict()`` with whole tensors; every rank must call it, and rank 0 writes.
 
     Args:
@@ -272,9 +276,10 @@ def _safetensors() -> Any:
         import safetensors.torch as library
     except ImportError:
         raise AutoparError(
-            "The package safetensors is not installed.", found="a name that ends in .safetensors, or shard=True",
+            "The package safetensors is not installed.",
+            found="a name that ends in .safetensors, or shard=True",
             hint="pip install safetensors, or save to a file with another name.",
-        ) from None  # fmt: skip
+        ) from None
     return library
 
 

@@ -62,9 +62,13 @@ def launch_from_torch(
 
 
 def launch_from_slurm(
-    host: str | None = None, port: int | None = None, backend: str | None = None, seed: int = 1024,
-    verbose: bool = True, timeout_s: float = TIMEOUT_S,
-) -> DistCoordinator:  # fmt: skip
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> DistCoordinator:
     """Join the job whose processes ``srun`` started.
 
     Args:
@@ -88,9 +92,13 @@ def launch_from_slurm(
 
 
 def launch_from_openmpi(
-    host: str | None = None, port: int | None = None, backend: str | None = None, seed: int = 1024,
-    verbose: bool = True, timeout_s: float = TIMEOUT_S,
-) -> DistCoordinator:  # fmt: skip
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> DistCoordinator:
     """Join the job whose processes Open MPI's ``mpirun`` started.
 
     Args:
@@ -214,9 +222,12 @@ def set_seed(seed: int) -> None:
 def _publish(place: Place) -> None:
     """What torch reads, whatever launcher started the job."""
     os.environ.update(
-        RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world_size),
-        MASTER_ADDR=place.host, MASTER_PORT=str(place.port),
-    )  # fmt: skip
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.local_rank),
+        WORLD_SIZE=str(place.world_size),
+        MASTER_ADDR=place.host,
+        MASTER_PORT=str(place.port),
+    )
 
 
 def _integer(name: str, launcher: str, start: str) -> int:

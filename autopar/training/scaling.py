@@ -24,9 +24,15 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self, device: str | None = None, init_scale: float = 2.0**16, growth_factor: float = 2.0,
-        backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True, process_group: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group

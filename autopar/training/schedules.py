@@ -141,10 +141,11 @@ class NonPipelineSchedule(BaseSchedule):
             return [value]
         leaves, structure = tree_flatten(value)
         cut = [
-            torch.tensor_split(x, count) if isinstance(x, Tensor) and x.ndim and len(x) == self.batch_size
+            torch.tensor_split(x, count)
+            if isinstance(x, Tensor) and x.ndim and len(x) == self.batch_size
             else [x] * count
             for x in leaves
-        ]  # fmt: skip
+        ]
         return [tree_unflatten([each[i] for each in cut], structure) for i in range(count)]
 
 

@@ -41,9 +41,15 @@ def gpt2(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
     import transformers
 
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=128, n_head=4, vocab_size=512, n_positions=128, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        n_layer=layers,
+        n_embd=128,
+        n_head=4,
+        vocab_size=512,
+        n_positions=128,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
     ids = torch.randint(512, (8, 128))
@@ -54,9 +60,15 @@ def llama(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=352, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=512, max_position_embeddings=128, use_cache=False,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=128,
+        use_cache=False,
+    )
     ids = torch.randint(512, (8, 128))
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 

@@ -47,9 +47,13 @@ class Case:
 
     def options(self, budget: float | None = None, search: str = "joint") -> Options:
         return Options(
-            None if budget is None else int(budget), "sgd", aliases=canonical_names(self.model),
-            time_limit_s=self.time_limit_s, search=search, device=self.cluster.device.kind,
-        )  # fmt: skip
+            None if budget is None else int(budget),
+            "sgd",
+            aliases=canonical_names(self.model),
+            time_limit_s=self.time_limit_s,
+            search=search,
+            device=self.cluster.device.kind,
+        )
 
     def planned(self, budget: float | None = None) -> Planned:
         return planner.plan_graph(self.capture.graph, ONE, self.cluster, self.options(budget), compare=False)
@@ -159,5 +163,10 @@ def rotor(case: Case) -> Iterator[Kept]:
 
 
 RULES: Mapping[str, Callable[[Case], Iterator[Kept]]] = {
-    "none": none, "blocks": blocks, "selective": selective, "sqrt": sqrt, "torch": torch_budget, "rotor": rotor,
-}  # fmt: skip
+    "none": none,
+    "blocks": blocks,
+    "selective": selective,
+    "sqrt": sqrt,
+    "torch": torch_budget,
+    "rotor": rotor,
+}

@@ -70,7 +70,12 @@ def compiled(case: Case) -> list[Record]:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 step(model)
         held = sum(size for at, size in saved.items() if at not in own)
-        rows.append({
-            "model": case.name, "share": share, "measured_s": statistics.median(taken), "saved_bytes": held,
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": case.name,
+                "share": share,
+                "measured_s": statistics.median(taken),
+                "saved_bytes": held,
+            }
+        )
     return rows

@@ -1,6 +1,6 @@
 """Mixed precision: the plan's own autocast, torch's autocast around the call, and torch's GradScaler.
 
-    torchrun --nproc-per-node 2 examples/integrations/amp.py
+torchrun --nproc-per-node 2 examples/integrations/amp.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint: saved under one plan, loaded under another, and into the plain model; safetensors too.
 
-    torchrun --nproc-per-node 2 examples/integrations/checkpoints.py
+torchrun --nproc-per-node 2 examples/integrations/checkpoints.py
 """
 
 from __future__ import annotations

@@ -21,9 +21,18 @@ import autopar
 
 def build_model() -> nn.Module:
     config = GPT2Config(
-        vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=96,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
     return model

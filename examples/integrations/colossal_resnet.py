@@ -19,9 +19,13 @@ IMAGES = (8, 3, 32, 32)
 
 def build_model() -> nn.Module:
     config = ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=10,
+        embedding_size=16,
+        hidden_sizes=[16, 32],
+        depths=[2, 2],
+        layer_type="basic",
+        num_labels=10,
         downsample_in_first_stage=False,
-    )  # fmt: skip
+    )
     return ResNetForImageClassification(config)
 
 
@@ -40,8 +44,10 @@ def main(shares: tuple[float, ...] = (1.0, 0.9, 0.8), *, time_limit: float = 20.
         found = autopar.simulate(model, inputs, plan=plan)
         again = sum(a.action == "recompute" for a in plan.activations.values())
         loss = float(found.outputs.loss)
-        print(f"{budget:12,} {plan.peak_memory:12,} {found.peak_memory:12,} {again:6} {plan.step_time * 1e3:6.2f} ms  "
-              f"{loss:.6f}")  # fmt: skip
+        print(
+            f"{budget:12,} {plan.peak_memory:12,} {found.peak_memory:12,} {again:6} {plan.step_time * 1e3:6.2f} ms  "
+            f"{loss:.6f}"
+        )
         rows.append((budget, plan.peak_memory, found.peak_memory, loss))
     return rows
 

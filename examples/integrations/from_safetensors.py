@@ -23,9 +23,13 @@ TOKENS = 16
 def write_small_model(folder: str) -> None:
     """In files of at most 40 kB, as large models come in many."""
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="40kB")
 

@@ -38,9 +38,18 @@ class Counting(Dataset):
 
 def build_model() -> nn.Module:
     config = GPT2Config(
-        vocab_size=48, n_positions=TOKENS, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=48,
+        n_positions=TOKENS,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
     return model
@@ -53,11 +62,22 @@ def metrics(found: EvalPrediction) -> dict[str, float]:
 
 def main(folder: str, steps: int = 6, resume: str | None = None) -> dict[str, list[float]]:
     arguments = TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=LOCAL_BATCH, per_device_eval_batch_size=LOCAL_BATCH,
-        learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2,
-        load_best_model_at_end=True, metric_for_best_model="accuracy", report_to=[],
-        use_cpu=not torch.cuda.is_available(), disable_tqdm=True, seed=0,
-    )  # fmt: skip
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=LOCAL_BATCH,
+        per_device_eval_batch_size=LOCAL_BATCH,
+        learning_rate=1e-2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        seed=0,
+    )
     torch.manual_seed(0)
     ids = torch.empty(LOCAL_BATCH, TOKENS, dtype=torch.long)
     model = autopar.autoparallelize(build_model(), {"input_ids": ids, "labels": ids}, batch="local", cluster="cpu-2")

@@ -31,9 +31,7 @@ class Net(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if not hasattr(self.network, "plan"):
-            self.network = autopar.autoparallelize(
-                self.network, torch.empty(32, 32), batch="local", cluster="cpu-2"
-            )
+            self.network = autopar.autoparallelize(self.network, torch.empty(32, 32), batch="local", cluster="cpu-2")
 
     def training_step(self, batch, index):
         x, y = batch
@@ -55,10 +53,16 @@ def main(folder: str, epochs: int = 2, resume: str | None = None) -> tuple[list[
     lightning.seed_everything(0, verbose=False)
     best = ModelCheckpoint(monitor="accuracy", mode="max", save_last=True)
     trainer = lightning.Trainer(
-        strategy=AutoparStrategy(), accelerator="auto", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        max_epochs=epochs, default_root_dir=folder, logger=False, callbacks=[best], enable_progress_bar=False,
+        strategy=AutoparStrategy(),
+        accelerator="auto",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        max_epochs=epochs,
+        default_root_dir=folder,
+        logger=False,
+        callbacks=[best],
+        enable_progress_bar=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     net = Net()
     loaders = DataLoader(data(), batch_size=32), DataLoader(data(), batch_size=32)
     trainer.fit(net, *loaders, ckpt_path=resume)

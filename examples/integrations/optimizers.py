@@ -1,6 +1,6 @@
 """Ordinary optimizers of torch.optim on parallel parameters, fused ones, and one that keeps its state in 8 bits.
 
-    torchrun --nproc-per-node 2 examples/integrations/optimizers.py
+torchrun --nproc-per-node 2 examples/integrations/optimizers.py
 """
 
 from __future__ import annotations
@@ -60,13 +60,16 @@ class Adam8bit(optim.Optimizer):
 
 
 OPTIMIZERS = {
-    "sgd": functools.partial(optim.SGD, lr=0.1, momentum=0.9), "adam": functools.partial(optim.Adam, lr=1e-2),
+    "sgd": functools.partial(optim.SGD, lr=0.1, momentum=0.9),
+    "adam": functools.partial(optim.Adam, lr=1e-2),
     "adamw, fused": functools.partial(optim.AdamW, lr=1e-2, fused=True),
     "adamw, foreach": functools.partial(optim.AdamW, lr=1e-2, foreach=True),
-    "adagrad": functools.partial(optim.Adagrad, lr=1e-1), "rmsprop": functools.partial(optim.RMSprop, lr=1e-3),
-    "nadam": functools.partial(optim.NAdam, lr=1e-2), "radam": functools.partial(optim.RAdam, lr=1e-2),
+    "adagrad": functools.partial(optim.Adagrad, lr=1e-1),
+    "rmsprop": functools.partial(optim.RMSprop, lr=1e-3),
+    "nadam": functools.partial(optim.NAdam, lr=1e-2),
+    "radam": functools.partial(optim.RAdam, lr=1e-2),
     "adam, 8 bits": functools.partial(Adam8bit, lr=1e-2),
-}  # fmt: skip
+}
 
 
 def train(make, model: nn.Module, steps: int) -> list[float]:

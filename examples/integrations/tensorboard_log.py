@@ -1,7 +1,7 @@
 """TensorBoard: rank 0 writes losses, measured and predicted step times, and the plan itself.
 
-    torchrun --nproc-per-node 2 examples/integrations/tensorboard_log.py --folder runs
-    tensorboard --logdir runs
+torchrun --nproc-per-node 2 examples/integrations/tensorboard_log.py --folder runs
+tensorboard --logdir runs
 """
 
 from __future__ import annotations

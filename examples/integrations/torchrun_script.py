@@ -1,6 +1,6 @@
 """An ordinary training script under torchrun: one line makes the model parallel, the loop stays as it is.
 
-    torchrun --nproc-per-node 2 examples/integrations/torchrun_script.py --steps 20
+torchrun --nproc-per-node 2 examples/integrations/torchrun_script.py --steps 20
 """
 
 from __future__ import annotations

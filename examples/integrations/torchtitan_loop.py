@@ -1,15 +1,15 @@
 """A training loop in the manner of torchtitan, with FSDP2 replaced: one call instead of one a module.
 
-    torchrun --nproc-per-node 2 examples/integrations/torchtitan_loop.py
+torchrun --nproc-per-node 2 examples/integrations/torchtitan_loop.py
 
-    before                                          now
-    mesh = init_device_mesh("cuda", (dp, tp), ...)  mesh={"dp": dp, "tp": tp}
-    parallelize_module(model, mesh["tp"], plan)     |
-    for layer in model.layers:                      | model = autopar.autoparallelize(model, batch, ...)
-        checkpoint_wrapper(layer)                   |
-        fully_shard(layer, mesh=mesh["dp"])         |
-    fully_shard(model, mesh=mesh["dp"])             |
-    model.to_empty(device="cuda"); init_weights()   | (a model on the meta device is initialised shard by shard)
+before                                          now
+mesh = init_device_mesh("cuda", (dp, tp), ...)  mesh={"dp": dp, "tp": tp}
+parallelize_module(model, mesh["tp"], plan)     |
+for layer in model.layers:                      | model = autopar.autoparallelize(model, batch, ...)
+    checkpoint_wrapper(layer)                   |
+    fully_shard(layer, mesh=mesh["dp"])         |
+fully_shard(model, mesh=mesh["dp"])             |
+model.to_empty(device="cuda"); init_weights()   | (a model on the meta device is initialised shard by shard)
 """
 
 from __future__ import annotations

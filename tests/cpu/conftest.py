@@ -9,9 +9,23 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONG = (
-    "kernels_in_plans", "memory", "models", "capture_repeated", "baselines", "transients", "capture_models", "experts",
-    "kernels", "linear_nll", "rules_exact", "cut_dims", "memory_laws", "fewer_layers", "bad_input", "half_precision",
-)  # fmt: skip
+    "kernels_in_plans",
+    "memory",
+    "models",
+    "capture_repeated",
+    "baselines",
+    "transients",
+    "capture_models",
+    "experts",
+    "kernels",
+    "linear_nll",
+    "rules_exact",
+    "cut_dims",
+    "memory_laws",
+    "fewer_layers",
+    "bad_input",
+    "half_precision",
+)
 """Files that take longest. They go first, behind the tests that start ranks: a core that is left alone with one at the
 end waits for it."""
 

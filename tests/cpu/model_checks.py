@@ -95,10 +95,15 @@ def cluster_where_sharding_pays() -> Cluster:
     """Slow devices with fast links: what no small model meets on real hardware, its cheapest plan being one replica."""
     base = Cluster.load("dgx-h100")
     device = dataclasses.replace(
-        base.device, name="a CPU that plays a slow GPU", launch_latency_s=1e-9, collective_launch_latency_s=1e-9,
+        base.device,
+        name="a CPU that plays a slow GPU",
+        launch_latency_s=1e-9,
+        collective_launch_latency_s=1e-9,
         memory_bytes_per_s=1e9,
-        peak_flops_per_s=(("float32", 1e9),), matmul_ramp_s=1e-9, memory_ramp_s=1e-9,
-    )  # fmt: skip
+        peak_flops_per_s=(("float32", 1e9),),
+        matmul_ramp_s=1e-9,
+        memory_ramp_s=1e-9,
+    )
     link = dataclasses.replace(base.intra_node, latency_s=1e-9)
     return dataclasses.replace(base, device=device, intra_node=link)
 
@@ -116,18 +121,25 @@ class Ran:
 
 
 def run(
-    of: Subject, mesh: tuple[int, ...], constraints: Mapping[str, str] | None = None, search: str = "joint",
-    seed: int = 0, cluster: Cluster | None = None,
-) -> Ran:  # fmt: skip
+    of: Subject,
+    mesh: tuple[int, ...],
+    constraints: Mapping[str, str] | None = None,
+    search: str = "joint",
+    seed: int = 0,
+    cluster: Cluster | None = None,
+) -> Ran:
     """Plan and simulate. Fails where an op has no rule."""
     planned, lowered = plan(of, mesh, constraints, search, cluster)
     return Ran(planned, simulate(lowered, of, mesh, seed))
 
 
 def plan(
-    of: Subject, mesh: tuple[int, ...], constraints: Mapping[str, str] | None = None, search: str = "joint",
+    of: Subject,
+    mesh: tuple[int, ...],
+    constraints: Mapping[str, str] | None = None,
+    search: str = "joint",
     cluster: Cluster | None = None,
-) -> tuple[planner.Planned, Lowered]:  # fmt: skip
+) -> tuple[planner.Planned, Lowered]:
     """Plan and lower. Fails where an op has no rule."""
     on = Mesh(mesh)
     options = planner.Options(

@@ -20,6 +20,22 @@ from tests.cpu.rule_simulation import Sample
 
 KINDS: dict[str, Callable[[], Iterator[Sample]]] = {
     f.__name__: f
-    for f in (contraction, pointwise, views, reductions, creation, normalization, convolution, resampling, indexing,
-              linear_algebra, losses, contractions, experts, attention, positional, batch_norm)
-}  # fmt: skip
+    for f in (
+        contraction,
+        pointwise,
+        views,
+        reductions,
+        creation,
+        normalization,
+        convolution,
+        resampling,
+        indexing,
+        linear_algebra,
+        losses,
+        contractions,
+        experts,
+        attention,
+        positional,
+        batch_norm,
+    )
+}

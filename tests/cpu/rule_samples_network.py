@@ -161,9 +161,16 @@ def convolution() -> Iterator[Sample]:
 def slides() -> Iterator[Sample]:
     """Kernels along a dim that is cut: with halos, without, and where rows of the result and of x do not match."""
     cases: list[tuple[int, int, int, int, int]] = [  # rows, kernel, stride, padding, dilation
-        (6, 1, 1, 0, 1), (8, 2, 2, 0, 1), (9, 3, 1, 1, 1), (12, 3, 2, 1, 1), (13, 5, 2, 2, 1), (12, 3, 1, 2, 2),
-        (9, 3, 1, 0, 1), (12, 1, 2, 0, 1), (11, 4, 3, 1, 1),
-    ]  # fmt: skip
+        (6, 1, 1, 0, 1),
+        (8, 2, 2, 0, 1),
+        (9, 3, 1, 1, 1),
+        (12, 3, 2, 1, 1),
+        (13, 5, 2, 2, 1),
+        (12, 3, 1, 2, 2),
+        (9, 3, 1, 0, 1),
+        (12, 1, 2, 0, 1),
+        (11, 4, 3, 1, 1),
+    ]
     for rows, kernel, stride, padding, dilation in cases:
         i, w, b = x(2, 3, rows, 3), x(4, 3, kernel, 2), x(4)
         options = ([stride, 1], [padding, 1], [dilation, 1], False, [0, 0], 1)
@@ -182,10 +189,15 @@ def spaces() -> Iterator[Sample]:
     """Several dims of space cut at once, transposed convolutions, volumes."""
     cases: list[tuple[tuple[int, ...], int, int, int, bool, int]] = [
         # space, kernel, stride, padding, transposed, output padding
-        ((9, 8), 3, 1, 1, False, 0), ((9, 12), 3, 2, 1, False, 0), ((6, 7), 3, 1, 1, True, 0),
-        ((6, 5), 4, 2, 1, True, 0), ((7, 6), 3, 2, 1, True, 1), ((6,), 2, 2, 0, True, 0),
-        ((8, 4, 6), 3, 1, 1, False, 0), ((6, 4, 4), 3, 2, 1, True, 1),
-    ]  # fmt: skip
+        ((9, 8), 3, 1, 1, False, 0),
+        ((9, 12), 3, 2, 1, False, 0),
+        ((6, 7), 3, 1, 1, True, 0),
+        ((6, 5), 4, 2, 1, True, 0),
+        ((7, 6), 3, 2, 1, True, 1),
+        ((6,), 2, 2, 0, True, 0),
+        ((8, 4, 6), 3, 1, 1, False, 0),
+        ((6, 4, 4), 3, 2, 1, True, 1),
+    ]
     for space, kernel, stride, padding, transposed, more in cases:
         n = len(space)
         i, w, b = x(2, 2, *space), x(2, 2, *[kernel] * n), x(2)

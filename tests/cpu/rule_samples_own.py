@@ -42,9 +42,13 @@ def experts() -> Iterator[Sample]:
             for matrices, transposed in (((3, k, n), False), ((3, n, k), True)):
                 yield sample(autopar.experts_mm.default, x(*lead, k), x(*matrices), ids, transposed=transposed)
                 yield sample(
-                    autopar.experts_mm_weight.default, x(*lead, k), x(*ids.shape, n), ids, experts=3,
+                    autopar.experts_mm_weight.default,
+                    x(*lead, k),
+                    x(*ids.shape, n),
+                    ids,
+                    experts=3,
                     transposed=transposed,
-                )  # fmt: skip
+                )
 
 
 def attention() -> Iterator[Sample]:
@@ -150,9 +154,7 @@ def positional() -> Iterator[Sample]:
 def linear_losses(target: Tensor) -> Iterator[Sample]:
     hidden, table = x(4, 2, 3), x(7, 3)
     smoothed, weights = {"own": 0.75, "each": 0.25 / 7}, (x(4, 2), x(7))
-    for bias, options, weighted in (
-        (None, {}, ()), (x(7), smoothed, ()), (None, {}, weights), (x(7), {}, weights)
-    ):  # fmt: skip
+    for bias, options, weighted in ((None, {}, ()), (x(7), smoothed, ()), (None, {}, weights), (x(7), {}, weights)):
         ignored = {"ignore_index": -100, **options}
         forward = sample(autopar.linear_nll.default, hidden, table, bias, target, *weighted, **ignored)
         yield forward

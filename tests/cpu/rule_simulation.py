@@ -277,7 +277,9 @@ REFERENCES = {
     **{
         f"aten._scaled_dot_product_{name}{suffix}.default": of(kind)
         for name, kind in (
-            ("flash_attention", "flash"), ("efficient_attention", "efficient"), ("cudnn_attention", "cudnn"),
+            ("flash_attention", "flash"),
+            ("efficient_attention", "efficient"),
+            ("cudnn_attention", "cudnn"),
             ("fused_attention_overrideable", "overrideable"),
         )
         for suffix, of in (("", attention_of), ("_backward", attention_backward_of))

@@ -158,9 +158,7 @@ QUICK = [("mlp", (3,), 1), ("llama", (2, 2), 0), ("t5", (4,), 1)]
 SLOW = [(n, m, s) for n in ("gpt2", "llama", "t5", "vit", "bert") for m in ((2,), (4,), (3,), (2, 2)) for s in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "seed"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)]
-)
+@pytest.mark.parametrize(("name", "mesh", "seed"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)])
 def test_a_random_plan_whose_products_are_decomposed_is_exact(name, mesh, seed) -> None:
     ran = run(name, mesh, f"random:{seed}")
     assert decomposed(ran.planned.program)
@@ -198,9 +196,13 @@ class Block(nn.Module):
 
 
 SEQUENCE_PARALLEL = {
-    "input:input": "RS0R", "output:0": "RS0R", "*.up.weight": "S0R", "*.down.weight": "RS0", "*.norm": "RS0R",
+    "input:input": "RS0R",
+    "output:0": "RS0R",
+    "*.up.weight": "S0R",
+    "*.down.weight": "RS0",
+    "*.norm": "RS0R",
     "*.up": "RRS0",
-}  # fmt: skip
+}
 WEIGHTS_CUT = {k: v for k, v in SEQUENCE_PARALLEL.items() if k != "*.up"}
 
 
@@ -210,9 +212,14 @@ def plan(wanted, cluster: str | Cluster = "dgx-h100", *, pairs: bool = True, tok
         model = nn.Sequential(*(Block(4096) for _ in range(2))).bfloat16()
         x = torch.empty(1, tokens, 4096, dtype=torch.bfloat16)
     return autopar.plan(
-        model, x, mesh=(8,), cluster=cluster, outputs="dtensor", async_tensor_parallel=wanted,
+        model,
+        x,
+        mesh=(8,),
+        cluster=cluster,
+        outputs="dtensor",
+        async_tensor_parallel=wanted,
         constraints=SEQUENCE_PARALLEL if pairs else WEIGHTS_CUT,
-    )  # fmt: skip
+    )
 
 
 def test_the_solver_takes_them_where_they_are_shorter() -> None:
@@ -245,9 +252,7 @@ def test_no_product_is_decomposed_beside_a_gradient_on_its_way_to_the_optimizer(
     with torch.device("meta"):
         model = Block(4096).bfloat16()
         x = torch.empty(32, 1024, 4096, dtype=torch.bfloat16, requires_grad=True)
-    ddp = autopar.plan(
-        model, x, mesh=(4, 8), cluster="dgx-h100", search="baseline:DDP", async_tensor_parallel="always"
-    )
+    ddp = autopar.plan(model, x, mesh=(4, 8), cluster="dgx-h100", search="baseline:DDP", async_tensor_parallel="always")
     kinds = [op.step.kind for op in ddp.program.ops if op.is_collective]
     assert "reduce_scatter" in kinds
     assert not decomposed(ddp.program)

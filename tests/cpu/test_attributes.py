@@ -79,7 +79,7 @@ PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
     "deque": (lambda m, h: m.recent.append(h.mean()), lambda m: list(m.recent)),
     "dict": (lambda m, h: m.cache.update(attention=h), lambda m: [m.cache["attention"], torch.tensor(m.cache["kept"])]),
     "of a layer of torch": (lambda m, h: setattr(m.inner.linear, "out", h), lambda m: m.inner.linear.out),
-}  # fmt: skip
+}
 
 
 def whole(value: Any) -> list[Tensor]:
@@ -123,8 +123,10 @@ def test_what_is_left_alone_is_no_part_of_the_backward():
     before = [i.name for i, _ in model._autopar.programs[0].executable.tangents]
     assert before == ["0"]
     assert {n for n in model.plan.specs if n.startswith("output:")} == {
-        "output:0", "output:self.last", "output:self.inner.attention"
-    }  # fmt: skip
+        "output:0",
+        "output:self.last",
+        "output:self.inner.attention",
+    }
     model(X).sum().backward()
     assert len(model._autopar.programs) == 1
 
@@ -156,9 +158,13 @@ class Penalised(nn.Module):
         return out.square().mean()
 
 
-@pytest.mark.parametrize(("kind", "loss"), [
-    (Classes, lambda m: [m(X), m.loss][1]), (Penalised, lambda m: m(X) + m.penalty),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        (Classes, lambda m: [m(X), m.loss][1]),
+        (Penalised, lambda m: m(X) + m.penalty),
+    ],
+)
 def test_a_loss_may_be_left_there(kind: Callable[[], nn.Module], loss: Callable[[Any], Tensor]):
     reference, model = parallel(kind())
     for module in (reference, model):

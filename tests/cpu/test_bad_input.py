@@ -355,9 +355,20 @@ def test_names_of_solvers_are_written_in_any_case() -> None:
     assert asked[0].digest == asked[1].digest and asked[0].options["solver"] == "cbc"
 
 
-@pytest.mark.parametrize("wrong", [dict(time_limit=None), dict(time_limit="1"), dict(gap=None), dict(search=None),
-                                   dict(time_limit=0), dict(time_limit=-1.0), dict(time_limit=float("nan")),
-                                   dict(gap=-0.1), dict(gap=1.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(time_limit=None),
+        dict(time_limit="1"),
+        dict(gap=None),
+        dict(search=None),
+        dict(time_limit=0),
+        dict(time_limit=-1.0),
+        dict(time_limit=float("nan")),
+        dict(gap=-0.1),
+        dict(gap=1.0),
+    ],
+)
 def test_a_search_that_cannot_be_is_refused(wrong) -> None:
     with pytest.raises(AutoparError, match=next(iter(wrong))):
         autopar.plan(torch.nn.Linear(2, 2), torch.empty(2, 2), mesh=(2,), cluster="dgx-h100", **wrong)

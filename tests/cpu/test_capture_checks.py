@@ -39,10 +39,7 @@ def with_options(m: Any, x: Tensor) -> Tensor:
 
 
 def not_all(m: Any, x: Tensor) -> Tensor:
-    if (
-        m.strict
-        and not torch.isfinite(x).all()
-    ):  # fmt: skip
+    if m.strict and not torch.isfinite(x).all():
         raise ValueError("not finite")
     return m.lin(x)
 
@@ -64,8 +61,11 @@ def test_a_check_that_only_raises_passes_and_is_a_notice(body: Callable[[Any, Te
     found = captured(Checked(body), torch.randn(4, 4))
     assert any(n.startswith("checks of values are taken as passed: test_capture_checks.py:") for n in found.notices)
     assert {n.packet for n in found.graph.nodes if n.phase == "forward"} <= {
-        "placeholder", "autopar.contract", "aten.add", "autopar.lookup",
-    }  # fmt: skip
+        "placeholder",
+        "autopar.contract",
+        "aten.add",
+        "autopar.lookup",
+    }
 
 
 def otherwise(m: Any, x: Tensor) -> Tensor:

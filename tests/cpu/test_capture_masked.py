@@ -178,11 +178,27 @@ def through_layers(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
 
 
 FORMS = (
-    scaled, columns, by_parameters, from_another, masks_written_out, rows_in_order, rows_behind_other_dims, in_a_copy,
-    seen_otherwise, along_dims, selected_rows,
-    without_a_gradient_elsewhere, in_place_between, under_no_grad, nothing_chosen, averaged, selected, classified,
-    regressed, through_layers,
-)  # fmt: skip
+    scaled,
+    columns,
+    by_parameters,
+    from_another,
+    masks_written_out,
+    rows_in_order,
+    rows_behind_other_dims,
+    in_a_copy,
+    seen_otherwise,
+    along_dims,
+    selected_rows,
+    without_a_gradient_elsewhere,
+    in_place_between,
+    under_no_grad,
+    nothing_chosen,
+    averaged,
+    selected,
+    classified,
+    regressed,
+    through_layers,
+)
 
 
 @pytest.mark.parametrize("body", FORMS, ids=lambda b: b.__name__)
@@ -354,9 +370,18 @@ def added_in_order(m: Any, h: Tensor, x: Tensor, labels: Tensor) -> Tensor:
 
 
 LEFT = (
-    a_view_changed, added_in_order, other_masks, changed_between, read_and_changed, sorted_values, softmax_over,
-    counted, returned, rows_of_it, mixed_by_a_product,
-)  # fmt: skip
+    a_view_changed,
+    added_in_order,
+    other_masks,
+    changed_between,
+    read_and_changed,
+    sorted_values,
+    softmax_over,
+    counted,
+    returned,
+    rows_of_it,
+    mixed_by_a_product,
+)
 
 
 @pytest.mark.parametrize("body", LEFT, ids=lambda b: b.__name__)

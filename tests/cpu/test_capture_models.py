@@ -223,9 +223,15 @@ def test_transformer_encoder_layer(norm_first: bool) -> None:
 
 @pytest.mark.parametrize(
     ("causal", "padded"),
-    [(None, True), (True, False), *(pytest.param(*c, marks=pytest.mark.slow)
-                                    for c in [(None, False), (True, True), (False, True), (False, False)])],
-)  # fmt: skip
+    [
+        (None, True),
+        (True, False),
+        *(
+            pytest.param(*c, marks=pytest.mark.slow)
+            for c in [(None, False), (True, True), (False, True), (False, False)]
+        ),
+    ],
+)
 def test_transformer_encoder_with_a_mask(causal: bool | None, padded: bool) -> None:
     """Torch looks at a mask's values, unless it is told, only to choose a kernel."""
 
@@ -266,9 +272,15 @@ def test_encoder_layer_with_dropout_has_no_matrix_of_scores() -> None:
 
 def llama(**more: Any) -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=32, max_position_embeddings=16, **more,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        max_position_embeddings=16,
+        **more,
+    )
     return transformers.LlamaForCausalLM(config)
 
 

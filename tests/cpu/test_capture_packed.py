@@ -93,7 +93,7 @@ def by_a_list(m: Any, x: Tensor, n: Tensor) -> Any:
         (nn.GRU(WIDTH, 3), by_a_list),
     ],
     ids=["layers", "gru", "data", "states", "sequences", "list"],
-)  # fmt: skip
+)
 def test_packed_sequences(layer: nn.Module, body: Callable[..., Any]) -> None:
     assert_simulates(model(layer, body), batch(), time_limit=5)
 

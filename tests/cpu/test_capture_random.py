@@ -54,10 +54,12 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "dropout1d": (lambda x: functional.dropout1d((x + 1)[:, None], 0.25)[:, 0], 1, math.sqrt(1 / 3)),
     "alpha_dropout": (lambda x: functional.alpha_dropout(torch.randn_like(x), 0.2, training=True), 0, 1),
     "feature_alpha_dropout": (
-        lambda x: functional.feature_alpha_dropout(torch.randn_like(x)[:, None], 0.2, training=True)[:, 0], 0, 1,
+        lambda x: functional.feature_alpha_dropout(torch.randn_like(x)[:, None], 0.2, training=True)[:, 0],
+        0,
+        1,
     ),
     "rrelu": (lambda x: functional.rrelu(x - 8, 0.25, 0.75, training=True), -4, 8 / 2 / math.sqrt(12)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DRAWS)

@@ -95,9 +95,25 @@ def raises(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "body", [branch, item, to_list, to_numpy, formatted, loop, selected, unique, python_random, numpy_random, hook,
-             packs, chooses, wrong_shape, raises],
-)  # fmt: skip
+    "body",
+    [
+        branch,
+        item,
+        to_list,
+        to_numpy,
+        formatted,
+        loop,
+        selected,
+        unique,
+        python_random,
+        numpy_random,
+        hook,
+        packs,
+        chooses,
+        wrong_shape,
+        raises,
+    ],
+)
 def test_the_line_is_named(body: Callable[[Any, Tensor], Any]) -> None:
     model = Refused(body)
     states = random.getstate(), np.random.get_state()[1].tolist()
@@ -229,10 +245,11 @@ GRAPH = (torch.randn(5, 4), torch.tensor([[0, 1, 2, 2], [1, 2, 2, 4]]))
 @pytest.mark.parametrize(
     ("edges_of", "hint"),
     [
-        (with_self_loops, "add_self_loops=False"), (chosen_in_the_layer, "weight of zero"),
+        (with_self_loops, "add_self_loops=False"),
+        (chosen_in_the_layer, "weight of zero"),
         (nodes_counted, "num_nodes=x.shape[0]"),
     ],
-)  # fmt: skip
+)
 def test_what_a_graph_convolution_reads_from_its_edges_says_how_to_do_without(edges_of: Any, hint: str) -> None:
     with refused(CaptureError, HERE, hint):
         captured(GraphConvolution(edges_of), GRAPH)

@@ -19,6 +19,7 @@ LAYERS, WIDTH = 9, 8
 PARTLY = 5
 """How many blocks of a run are captured."""
 
+
 def note(number: int) -> None:
     """Count how often each block's own Python ran, by its number, where a capture does not look: other names of this
     file it puts back."""
@@ -68,8 +69,10 @@ def same(model: nn.Module, inputs: Any, *, ran: int | None, **options: Any) -> C
     assert made.graph_module.code == whole.graph_module.code
     assert [m.shape for m in _values(made)] == [m.shape for m in _values(whole)]
     assert (made.notices, made.differentiable, made.requires_grad) == (
-        whole.notices, whole.differentiable, whole.requires_grad,
-    )  # fmt: skip
+        whole.notices,
+        whole.differentiable,
+        whole.requires_grad,
+    )
     return made
 
 
@@ -316,12 +319,19 @@ def _in_parallel(model: Stack, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "written",
     [
-        _every_second_scaled, _one_left_out, _twice, _between, _skips, _in_parallel,
-        *(pytest.param(f, marks=pytest.mark.slow, id=f.__name__[1:])
-          for f in (_one_of_another_kind, _backwards, _every_state, _an_early_state, _cache)),
+        _every_second_scaled,
+        _one_left_out,
+        _twice,
+        _between,
+        _skips,
+        _in_parallel,
+        *(
+            pytest.param(f, marks=pytest.mark.slow, id=f.__name__[1:])
+            for f in (_one_of_another_kind, _backwards, _every_state, _an_early_state, _cache)
+        ),
     ],
     ids=lambda f: f.__name__[1:],
-)  # fmt: skip
+)
 def test_models_that_do_not_chain_their_blocks(written: Callable[[Stack, Tensor], Any]) -> None:
     same(_forward(written), X, ran=None)
 
@@ -355,6 +365,6 @@ SMALL = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hi
             marks=SLOW,
         ),
     ],
-)  # fmt: skip
+)
 def test_models_of_hugging_face(model: str, config: Any) -> None:
     same(getattr(transformers, model)(config), IDS, ran=None)

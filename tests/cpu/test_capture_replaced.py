@@ -197,7 +197,6 @@ LABELS = torch.tensor([[0, 3, -1, 1, 1], [2, 1, 4, 0, -1], [-1, 0, 0, 0, 0], [1,
 """Of several classes each; those after the first -1 do not count."""
 
 
-
 def _of_one_number(s: Tensor) -> Tensor:
     """Which has a dim 0 for every op that asks for a dim."""
     chosen = s.topk(1, 0)[0] * s.sort(0)[0] + s.cumsum(0) + s.index_select(0, torch.tensor([0]))

@@ -222,9 +222,10 @@ HOOKS: dict[str, tuple[Callable[[Two], Any], tuple[str, ...]]] = {
     "looks at values": (lambda m: m.one.register_forward_hook(looks), ("hook on one returns nothing", "looks at")),
     "changes gradients": (lambda m: m.two.register_full_backward_hook(doubles), ("module two", "autograd.Function")),
     "before the backward": (
-        lambda m: m.two.register_full_backward_pre_hook(lambda module, made: made), ("module two", "gradients"),
+        lambda m: m.two.register_full_backward_pre_hook(lambda module, made: made),
+        ("module two", "gradients"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOOKS)

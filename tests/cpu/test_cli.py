@@ -75,10 +75,19 @@ def test_a_saved_plan_is_no_model(capsys, tmp_path):
 
 def test_plan_builds_a_hugging_face_model_of_a_config_without_allocating_it(capsys, tmp_path):
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
-    }))  # fmt: skip
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 64,
+            }
+        )
+    )
     sizes = ["--batch", "4x16", "--layers", "1", "--budget", "1GiB"]
     assert main(["plan", str(config), *sizes, "--mesh", "2", "--cluster", "cpu-2"]) == 0
     text = capsys.readouterr().out

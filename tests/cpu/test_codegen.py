@@ -240,8 +240,10 @@ def test_calls_are_those_that_a_person_writes() -> None:
     for call in (
         "F.conv2d(x, down_weight, stride=2, padding=[1, 2])",
         "F.conv_transpose2d(down, up_weight, up_bias, stride=2, dilation=2, groups=2, output_padding=1)",
-        "F.conv1d(reshape, along_weight, along_bias)", "[0, 1], value=2.0)", ".amax(1, keepdim=True)",
-    ):  # fmt: skip
+        "F.conv1d(reshape, along_weight, along_bias)",
+        "[0, 1], value=2.0)",
+        ".amax(1, keepdim=True)",
+    ):
         assert call in forward
     assert "_, d_down_weight, _ = aten.convolution_backward" in backward
     model.zero_grad()

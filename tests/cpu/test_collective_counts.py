@@ -110,9 +110,15 @@ class Layer(nn.Module):
 
 
 HEADS_AND_FEATURES_CUT = {
-    "*.qkv.weight": "S0R", "*.qkv.bias": "S0", "*.up.weight": "S0R", "*.up.bias": "S0", "*.o.weight": "RS0",
-    "*.o.bias": "R", "*.down.weight": "RS0", "*.down.bias": "R",
-}  # fmt: skip
+    "*.qkv.weight": "S0R",
+    "*.qkv.bias": "S0",
+    "*.up.weight": "S0R",
+    "*.up.bias": "S0",
+    "*.o.weight": "RS0",
+    "*.o.bias": "R",
+    "*.down.weight": "RS0",
+    "*.down.bias": "R",
+}
 
 
 @pytest.mark.parametrize(("before", "expected"), [(False, 4 * 2 - 1), (True, 8)])
@@ -151,8 +157,12 @@ def gradients_of_normalised(model: nn.Module, x: Tensor) -> list[str]:
 def test_launches_name_parameters_and_gradients_as_users_do() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     plan = autopar.plan(
-        model, torch.empty(4096, 64), mesh=(4,), cluster="dgx-h100", search="baseline:ZeRO-3",
-    )  # fmt: skip
+        model,
+        torch.empty(4096, 64),
+        mesh=(4,),
+        cluster="dgx-h100",
+        search="baseline:ZeRO-3",
+    )
     again = autopar.Plan.from_json(plan.to_json())
     for one in (plan, again):
         carried = {phase: {t for c in one.collectives if c.phase == phase for t in c.tensors} for phase in PHASES}

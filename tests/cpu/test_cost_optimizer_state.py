@@ -19,14 +19,32 @@ SHAPES = {
     "the largest first": [(128, 96), (64, 96), (10,)],
 }
 CASES = [
-    ("AdamW", {}), ("Adam", {}), ("Adam", {"amsgrad": True, "weight_decay": 0.1}), ("NAdam", {"weight_decay": 0.1}),
-    ("NAdam", {}), ("RAdam", {"weight_decay": 0.1}), ("RAdam", {}), ("Adamax", {"weight_decay": 0.1}), ("Adamax", {}),
-    ("Adadelta", {"weight_decay": 0.1}), ("Adadelta", {}), ("Adagrad", {"weight_decay": 0.1}), ("Adagrad", {}),
-    ("ASGD", {"weight_decay": 0.1}), ("ASGD", {}), ("RMSprop", {"weight_decay": 0.1}), ("RMSprop", {}),
-    ("RMSprop", {"centered": True, "momentum": 0.9}), ("SGD", {"weight_decay": 0.1}), ("SGD", {}),
-    ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}), ("Rprop", {}),
-    ("Adafactor", {}), ("Muon", {}),
-]  # fmt: skip
+    ("AdamW", {}),
+    ("Adam", {}),
+    ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ("NAdam", {"weight_decay": 0.1}),
+    ("NAdam", {}),
+    ("RAdam", {"weight_decay": 0.1}),
+    ("RAdam", {}),
+    ("Adamax", {"weight_decay": 0.1}),
+    ("Adamax", {}),
+    ("Adadelta", {"weight_decay": 0.1}),
+    ("Adadelta", {}),
+    ("Adagrad", {"weight_decay": 0.1}),
+    ("Adagrad", {}),
+    ("ASGD", {"weight_decay": 0.1}),
+    ("ASGD", {}),
+    ("RMSprop", {"weight_decay": 0.1}),
+    ("RMSprop", {}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("SGD", {"weight_decay": 0.1}),
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("Rprop", {}),
+    ("Adafactor", {}),
+    ("Muon", {}),
+]
 BOUNDED = {"Muon": 1.4}
 """Optimizers whose steps are bounded, by how much; the others' are exact but for scalars."""
 SCALARS = 1024
@@ -79,9 +97,11 @@ def test_an_optimizer_as_users_give_it_keeps_its_options(mode):
     params = [nn.Parameter(torch.zeros(10))]
     chosen = {"foreach": False} if mode == "for-loop" else {mode: True}
     for given in (
-        optim.SGD(params, momentum=0.9, weight_decay=0.1, **chosen), optim.Adam(params, amsgrad=True, **chosen),
-        optim.RMSprop(params, momentum=0.9, centered=True, foreach=mode == "foreach"), optim.AdamW(params),
-    ):  # fmt: skip
+        optim.SGD(params, momentum=0.9, weight_decay=0.1, **chosen),
+        optim.Adam(params, amsgrad=True, **chosen),
+        optim.RMSprop(params, momentum=0.9, centered=True, foreach=mode == "foreach"),
+        optim.AdamW(params),
+    ):
         name = as_optimizer(given)
         assert optimizer_state_bytes(name, 10, "float32") == optimizer_state_bytes(given, 10, "float32")
         assert optimizer_step_bytes(name, [10, 20], "float32") == optimizer_step_bytes(given, [10, 20], "float32")

@@ -75,9 +75,7 @@ def test_any_order_that_is_made_is_exact(name, mesh, seed, monkeypatch) -> None:
     kept = autopar.simulate(model, inputs, plan=plan, seed=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidates, "deferred", lambda program, graph: program.ops)
-        other = autopar.plan(
-            model, inputs, mesh=mesh, cluster=cluster_where_sharding_pays(), search=f"random:{seed}"
-        )
+        other = autopar.plan(model, inputs, mesh=mesh, cluster=cluster_where_sharding_pays(), search=f"random:{seed}")
     expected = autopar.simulate(model, inputs, plan=other, seed=3)
     assert plan.specs == other.specs
     for parameter, gradient in expected.grads.items():

@@ -19,9 +19,16 @@ from tests.cpu.rule_samples import KINDS
 from tests.cpu.rule_simulation import Sample, find_op
 
 RANDOM = torch.Tag.nondeterministic_seeded
-OTHERWISE = MAYBE_VIEWS | DENSE | {
-    "aten.as_strided", "aten.as_strided_scatter", "aten._grouped_mm", "aten.native_layer_norm_backward",
-}  # fmt: skip
+OTHERWISE = (
+    MAYBE_VIEWS
+    | DENSE
+    | {
+        "aten.as_strided",
+        "aten.as_strided_scatter",
+        "aten._grouped_mm",
+        "aten.native_layer_norm_backward",
+    }
+)
 """What is called by another name or with copies; ops of strides; a kernel that refuses what is not aligned; one that
 reads its forward's statistics so, which nothing turns round."""
 

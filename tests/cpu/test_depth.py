@@ -27,10 +27,15 @@ from autopar.tracer import ColoTracer
 def llama(layers: int) -> torch.nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=4096,
         )
-    )  # fmt: skip
+    )
 
 
 def gpt2(layers: int) -> torch.nn.Module:

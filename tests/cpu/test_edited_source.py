@@ -150,10 +150,12 @@ def test_a_file_that_is_no_program_is_refused(case, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(("    return (\n", "    return (\n        x,\n"), "results instead of"),
-     (("pow_.sum([0, 1])", "pow_.sum([0, 1]).double()"), "float64[] instead of float32[]")],
+    [
+        (("    return (\n", "    return (\n        x,\n"), "results instead of"),
+        (("pow_.sum([0, 1])", "pow_.sum([0, 1]).double()"), "float64[] instead of float32[]"),
+    ],
     ids=["another result", "another dtype"],
-)  # fmt: skip
+)
 def test_results_that_the_step_cannot_use_are_told(change, said, tmp_path) -> None:
     model, x = parallel(tmp_path / "step.py", change)
     with pytest.raises(PlanError, match="does not return what the plan's program returns") as raised:

@@ -34,9 +34,11 @@ LENGTH = 16
 MODELS = ("gpt2", "llama", "t5", "mixtral")
 SLOW = pytest.mark.slow
 CASES = [
-    ("gpt2", (4,)), ("llama", (4,)), ("mixtral", (4,)),
+    ("gpt2", (4,)),
+    ("llama", (4,)),
+    ("mixtral", (4,)),
     *(pytest.param(*case, marks=SLOW) for case in [("t5", (4,)), *((name, (2, 2)) for name in MODELS)]),
-]  # fmt: skip
+]
 
 
 def model(name: str, layers: int) -> torch.nn.Module:

@@ -25,9 +25,18 @@ from tests.cpu.model_checks import Promoted, Ran, Subject, assert_equal, eager, 
 OPS = torch.ops.autopar
 EXPERTS, CHOSEN, HIDDEN = 4, 2, 16
 SIZES = dict(
-    hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-    vocab_size=24, max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
-)  # fmt: skip
+    hidden_size=HIDDEN,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=24,
+    max_position_embeddings=16,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    use_cache=False,
+)
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": dict(SIZES, num_local_experts=3, num_experts_per_tok=CHOSEN, output_router_logits=True),
     "Qwen3Moe": dict(SIZES, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=16, head_dim=8),
@@ -48,11 +57,21 @@ class Alone(nn.Module):
     def __init__(self, kind: str, implementation: str) -> None:
         super().__init__()
         config = SimpleNamespace(
-            hidden_size=HIDDEN, moe_hidden_size=HIDDEN, moe_latent_size=None, intermediate_size=32,
-            moe_intermediate_size=32, num_local_experts=EXPERTS, moe_num_experts=EXPERTS, n_routed_experts=EXPERTS,
-            hidden_act="silu", mlp_hidden_act="silu", swiglu_alpha=1.7, swiglu_limit=7.0, post_norm_eps=1e-5,
+            hidden_size=HIDDEN,
+            moe_hidden_size=HIDDEN,
+            moe_latent_size=None,
+            intermediate_size=32,
+            moe_intermediate_size=32,
+            num_local_experts=EXPERTS,
+            moe_num_experts=EXPERTS,
+            n_routed_experts=EXPERTS,
+            hidden_act="silu",
+            mlp_hidden_act="silu",
+            swiglu_alpha=1.7,
+            swiglu_limit=7.0,
+            post_norm_eps=1e-5,
             _experts_implementation=implementation,
-        )  # fmt: skip
+        )
         module, name = KINDS[kind]
         found = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
         self.experts = getattr(found, name)(config)
@@ -109,15 +128,17 @@ def cut(name: str, over: dict[str, int]) -> dict[str, str]:
 
 
 CUTS = [
-    ((2,), {"batch": 0}), ((2,), {"experts": 0}), ((2,), {"columns": 0}),
-    ((2, 2), {"batch": 0, "experts": 1}), ((2, 2), {"batch": 0, "columns": 1}), ((2, 2), {"experts": 0, "columns": 1}),
-]  # fmt: skip
+    ((2,), {"batch": 0}),
+    ((2,), {"experts": 0}),
+    ((2,), {"columns": 0}),
+    ((2, 2), {"batch": 0, "experts": 1}),
+    ((2, 2), {"batch": 0, "columns": 1}),
+    ((2, 2), {"experts": 0, "columns": 1}),
+]
 
 
 @pytest.mark.parametrize(("mesh", "over"), CUTS, ids=str)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "Qwen3Moe" else n for n in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "Qwen3Moe" else n for n in MODELS])
 def test_a_model_cut_by_tokens_and_by_experts_equals_one_device(
     name: str, mesh: tuple[int, ...], over: dict[str, int]
 ) -> None:
@@ -158,10 +179,14 @@ def test_plans_of_every_kind_equal_one_device(name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
-    [("eager", torch.float64, 1e-9), ("grouped_mm", torch.float32, 1e-5), ("eager", torch.bfloat16, 3e-2),
-     ("grouped_mm", torch.bfloat16, 3e-2)],
+    [
+        ("eager", torch.float64, 1e-9),
+        ("grouped_mm", torch.float32, 1e-5),
+        ("eager", torch.bfloat16, 3e-2),
+        ("grouped_mm", torch.bfloat16, 3e-2),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_kind_of_experts_is_what_it_was(
     kind: str, implementation: str, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -325,16 +350,25 @@ def test_rows_of_no_expert_are_zeros_by_the_kernel_as_by_the_loop(monkeypatch: p
 def test_at_the_scale_of_a_cluster_tokens_are_cut_and_not_gathered() -> None:
     """Where products take their time, each device keeps its tokens, and gathers matrices at most."""
     config = transformers.MixtralConfig(
-        hidden_size=2048, intermediate_size=7168, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
-        vocab_size=1024, use_cache=False,
-    )  # fmt: skip
+        hidden_size=2048,
+        intermediate_size=7168,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=1024,
+        use_cache=False,
+    )
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config).bfloat16()
         ids = torch.empty(256, 2048, dtype=torch.long)
     plan = autopar.plan(
-        model, {"input_ids": ids, "labels": ids}, mesh=(8, 8), cluster="dgx-h100", time_limit=20.0,
+        model,
+        {"input_ids": ids, "labels": ids},
+        mesh=(8, 8),
+        cluster="dgx-h100",
+        time_limit=20.0,
         memory_budget="40GiB",
-    )  # fmt: skip
+    )
     tokens, mesh = 256 * 2048, Mesh((8, 8))
     made = [op for op in plan.program.ops if op.kind == "compute" and op.node.startswith("experts_mm")]
     products_of_rows = [op.writes[0] for op in made if "weight" not in op.node]

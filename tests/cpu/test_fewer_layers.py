@@ -32,14 +32,21 @@ from autopar.tracer import ColoTracer
 MODELS = {
     "gpt2": lambda n: GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=n, n_head=8, n_positions=256)),
     "llama": lambda n: LlamaForCausalLM(
-        LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=n, num_attention_heads=32,
-                    num_key_value_heads=8, vocab_size=32000)
+        LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=n,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=32000,
+        )
     ),
     "t5": lambda n: T5ForConditionalGeneration(
-        T5Config(d_model=256, d_kv=32, d_ff=1024, num_layers=n, num_decoder_layers=n, num_heads=8,
-                 decoder_start_token_id=0)
+        T5Config(
+            d_model=256, d_kv=32, d_ff=1024, num_layers=n, num_decoder_layers=n, num_heads=8, decoder_start_token_id=0
+        )
     ),
-}  # fmt: skip
+}
 DEPTH = {"gpt2": 8, "llama": 22, "t5": 8}
 
 

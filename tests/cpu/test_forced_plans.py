@@ -39,9 +39,7 @@ def in_quick_run(name, form, mesh, dtype):
 
 @pytest.mark.parametrize(
     ("name", "form", "mesh", "dtype"),
-    [
-        pytest.param(*c, id="-".join(map(str, c)), marks=[] if in_quick_run(*c) else [pytest.mark.slow]) for c in CASES
-    ],
+    [pytest.param(*c, id="-".join(map(str, c)), marks=[] if in_quick_run(*c) else [pytest.mark.slow]) for c in CASES],
 )
 def test_the_forced_step_equals_one_device(name, form, mesh, dtype) -> None:
     of = subject(name, dtype)
@@ -60,10 +58,15 @@ def test_the_forced_step_equals_one_device(name, form, mesh, dtype) -> None:
 def test_megatron_by_globs_through_the_public_interface() -> None:
     model, inputs = ZOO["gpt2"].made(torch.float32)
     constraints = {
-        "transformer.h.*.attn.c_attn.weight": "RS1", "transformer.h.*.attn.c_proj.weight": "S1R",
-        "transformer.h.*.mlp.c_fc.weight": "RS1", "transformer.h.*.mlp.c_proj.weight": "S1R",
-        "transformer.wte.weight": "S1R", "transformer.h.*.mlp": "S0RR", "input:*": "S0R", "output:logits": "S0RS1",
-    }  # fmt: skip
+        "transformer.h.*.attn.c_attn.weight": "RS1",
+        "transformer.h.*.attn.c_proj.weight": "S1R",
+        "transformer.h.*.mlp.c_fc.weight": "RS1",
+        "transformer.h.*.mlp.c_proj.weight": "S1R",
+        "transformer.wte.weight": "S1R",
+        "transformer.h.*.mlp": "S0RR",
+        "input:*": "S0R",
+        "output:logits": "S0RS1",
+    }
     plan = autopar.plan(model, inputs, mesh={"dp": 2, "tp": 2}, cluster="dgx-h100", constraints=constraints)
     result = autopar.simulate(model, inputs, plan=plan)
     found = Reference({"loss": result.outputs.loss, "logits": result.outputs.logits}, result.grads, result.buffers)

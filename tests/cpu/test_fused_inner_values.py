@@ -61,8 +61,11 @@ def test_a_plan_gives_no_ops_to_a_kernel_where_a_value_between_them_is_read_else
     prices = Prices(Mesh((2,)), cluster("cuda"))
     tensors = inner_tensors(name, dtype)
     assert tensors
-    whole = {op.name for op in marked(with_reader(made, made.results[0][1], False), graph, prices, "|again").ops
-             if op.kernels}  # fmt: skip
+    whole = {
+        op.name
+        for op in marked(with_reader(made, made.results[0][1], False), graph, prices, "|again").ops
+        if op.kernels
+    }
     for first, tensor in tensors:
         kernel = next(f for f in fusions(graph) if f.nodes[0] == first)
         ops = marked(with_reader(made, tensor, False), graph, prices, "|again").ops
@@ -74,8 +77,10 @@ def test_what_is_read_beside_a_kernel_is_computed_beside_it(name, dtype) -> None
     """Also of programs that are not planned so."""
     of, mesh = subject(name, dtype), Mesh((2,))
     made, graph = program_of(name, dtype), of.capture.graph
-    fused = {kernel: calls(passes.compose(passes.lower(made, graph, mesh), graph), kernel)
-             for kernel in ("add_norm", "norm_backward")}  # fmt: skip
+    fused = {
+        kernel: calls(passes.compose(passes.lower(made, graph, mesh), graph), kernel)
+        for kernel in ("add_norm", "norm_backward")
+    }
     for _, tensor in inner_tensors(name, dtype):
         composed = passes.compose(passes.lower(with_reader(made, tensor, True), graph, mesh), graph)
         assert {kernel: calls(composed, kernel) for kernel in fused} == fused

@@ -282,9 +282,13 @@ def test_modules_that_are_not_registered_are_constants_that_are_watched() -> Non
 
 def test_adapters_that_are_merged_or_disabled_are_no_longer_added() -> None:
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         vocab_size=32,
-    )  # fmt: skip
+    )
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0)
     plain = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
     for name, parameter in plain.named_parameters():

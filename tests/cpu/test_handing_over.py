@@ -82,10 +82,13 @@ def test_a_gradient_that_is_there_counts_in_the_next_step(plan: autopar.Plan):
     torch.testing.assert_close(model.layer.weight.grad.full_tensor(), reference.layer.weight.grad)
 
 
-@pytest.mark.parametrize("use", [
-    lambda held: torch.nn.utils.clip_grad_norm_(held, 1.0),
-    lambda held: [p.sub_(0.1 * p.grad) for p in held if p.grad is not None],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda held: torch.nn.utils.clip_grad_norm_(held, 1.0),
+        lambda held: [p.sub_(0.1 * p.grad) for p in held if p.grad is not None],
+    ],
+)
 def test_who_asks_an_old_parameter_for_its_gradient_is_told(plan: autopar.Plan, use: Callable[[Any], Any]):
     model = Net()
     held = list(model.parameters())

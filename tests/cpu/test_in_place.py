@@ -84,10 +84,12 @@ def test_a_summand_is_overwritten_only_where_it_ends(kind, forward) -> None:
 @pytest.mark.parametrize(
     ("kind", "written"),
     [
-        ("relu", [".relu_()", "threshold_backward.grad_input("]), ("gelu", ["gelu_backward.grad_input("]),
-        ("silu", ["silu_backward.grad_input("]), ("gated", ["silu_backward.grad_input(", ".mul_("]),
+        ("relu", [".relu_()", "threshold_backward.grad_input("]),
+        ("gelu", ["gelu_backward.grad_input("]),
+        ("silu", ["silu_backward.grad_input("]),
+        ("gated", ["silu_backward.grad_input(", ".mul_("]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("mesh", [(1,), (2,)])
 def test_an_activation_is_made_in_what_ends_with_it(kind, written, mesh) -> None:
     torch.manual_seed(0)

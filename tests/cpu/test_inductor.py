@@ -44,7 +44,9 @@ def examples() -> dict[str, tuple[object, tuple[object, ...], dict[str, object]]
         "contract, nothing summed": (ops.contract, (x, torch.randn(7, 5), "abk,kb->akb"), {}),
         "attention": (ops.attention, (q, k[:, :2], v[:, :2], mask, None), plain),
         "attention_backward": (
-            ops.attention_backward, (grad, q, k[:, :2], v[:, :2], None, out, sums, None), plain,
+            ops.attention_backward,
+            (grad, q, k[:, :2], v[:, :2], None, out, sums, None),
+            plain,
         ),
         "sumexp": (ops.sumexp, (x, x.amax(-1)), {}),
         "rescaled": (ops.rescaled, (lse, x[..., 0], x[..., 1]), {}),
@@ -202,9 +204,12 @@ def test_under_a_budget_too(action) -> None:
     near, cluster = autopar.plan(model, inputs, mesh=(1,)), Cluster.load("cpu-2")
     far = replace(cluster, host=replace(cluster.host, bandwidth_bytes_per_s=1.0))  # nothing goes to the host
     plan = autopar.plan(
-        model, inputs, mesh=(1,), cluster=cluster if action == "offload" else far,
+        model,
+        inputs,
+        mesh=(1,),
+        cluster=cluster if action == "offload" else far,
         memory_budget=int(0.85 * near.peak_memory),
-    )  # fmt: skip
+    )
     assert action in {record.action for record in plan.activations.values()}
     equals_eager(model, inputs, plan)
 

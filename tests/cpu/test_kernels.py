@@ -45,10 +45,11 @@ def _interpreted() -> None:
     ("shape", "dtype"),
     [
         pytest.param(shape, dtype, marks=[pytest.mark.slow] * (len(shape) == 4 and dtype in ALIKE))
-        for shape in [(1,), (7,), (5, 3), (3, 1, 5), (2, 3, 4, 5)] for dtype in [*FLOATS, *WHOLE_NUMBERS]
+        for shape in [(1,), (7,), (5, 3), (3, 1, 5), (2, 3, 4, 5)]
+        for dtype in [*FLOATS, *WHOLE_NUMBERS]
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_packing_is_stacking_of_padded_chunks_and_unpacking_undoes_it(dtype, shape) -> None:
     x = torch.randint(0, 100, shape).to(dtype)
     for dim in range(len(shape)):
@@ -114,13 +115,17 @@ def test_every_configuration_gives_the_same(name) -> None:
     lse, target = torch.logsumexp(x, -1), torch.tensor([3, -100, 39, 0, 7])
     rstd, loss = torch.rand(5, 1, generator=generator), {"ignore_index": -100, "offset": 0}
     args, kwargs = {
-        "pack": ((x, 1, 3), {}), "unpack": ((x.view(5, 8, 5), 0, 38), {}), "lookup": ((x, index), {"offset": 0}),
-        "lookup_backward": ((x, index), {"rows": 8, "offset": 1}), "statistics": ((x,), {}),
-        "sumexp": ((x, x.amax(-1)), {}), "nll": ((x, lse, target), loss),
+        "pack": ((x, 1, 3), {}),
+        "unpack": ((x.view(5, 8, 5), 0, 38), {}),
+        "lookup": ((x, index), {"offset": 0}),
+        "lookup_backward": ((x, index), {"rows": 8, "offset": 1}),
+        "statistics": ((x,), {}),
+        "sumexp": ((x, x.amax(-1)), {}),
+        "nll": ((x, lse, target), loss),
         "nll_backward": ((lse, x, lse, target), loss),
         "add_norm": ((x, x, x[0], x[1]), {"eps": 1e-5, "centred": True, "results": ["total", "out"]}),
         "norm_backward": ((x, x, rstd, rstd, x[0], x), {"results": ["input_gradient", "weight_gradient"]}),
-    }[name]  # fmt: skip
+    }[name]
     results = []
     for config in KERNELS[name].configs:
         found = KERNELS[name].launch(*args, **kwargs, **config)

@@ -155,11 +155,19 @@ def test_a_cut_vocabulary_is_read_once_for_its_statistics() -> None:
 @pytest.mark.parametrize(
     ("name", "search"),
     [
-        ("llama", "random:1"), ("gpt2", "random+recompute:3"),
-        *(pytest.param(*c, marks=pytest.mark.slow)
-          for c in [("gpt2", "random:1"), ("gpt2", "random:2"), ("llama", "random:2"), ("llama", "random+recompute:3")])
+        ("llama", "random:1"),
+        ("gpt2", "random+recompute:3"),
+        *(
+            pytest.param(*c, marks=pytest.mark.slow)
+            for c in [
+                ("gpt2", "random:1"),
+                ("gpt2", "random:2"),
+                ("llama", "random:2"),
+                ("llama", "random+recompute:3"),
+            ]
+        ),
     ],
-)  # fmt: skip
+)
 def test_any_plan_with_fused_ops_is_exact(name, search) -> None:
     """Where a redistribution stands between the ops of a kernel they run, and cost, one by one."""
     of = subject(name, torch.float32)

@@ -93,11 +93,15 @@ def test_a_contraction_copies_what_is_predicted(equation, data) -> None:
 def test_a_reshape_of_what_lies_across_is_no_view_of_it() -> None:
     shapes = {"x": (2, 3, 8), "heads": (2, 3, 4, 2), "across": (2, 4, 3, 2), "flat": (2, 24)}
     made = {name: (TensorMeta(shape, "float32"),) for name, shape in shapes.items()}
-    graph = Graph((
-        Node("x", "placeholder", (), outputs=made["x"]),
-        Node("heads", "aten.view.default", (Value("x"), (2, 3, 4, 2)), outputs=made["heads"]),
-        Node("across", "aten.transpose.int", (Value("heads"), 1, 2), outputs=made["across"]),
-        Node("flat", "aten.view.default", (Value("across"), (2, 24)), outputs=made["flat"]),
-    ), (), ())  # fmt: skip
+    graph = Graph(
+        (
+            Node("x", "placeholder", (), outputs=made["x"]),
+            Node("heads", "aten.view.default", (Value("x"), (2, 3, 4, 2)), outputs=made["heads"]),
+            Node("across", "aten.transpose.int", (Value("heads"), 1, 2), outputs=made["across"]),
+            Node("flat", "aten.view.default", (Value("across"), (2, 24)), outputs=made["flat"]),
+        ),
+        (),
+        (),
+    )
     assert views_of(graph, whole=True) == {"heads", "across"}
     assert views_of(graph, whole=False) == {"heads", "across", "flat"}

@@ -119,9 +119,9 @@ def test_classes_with_weights_and_smoothed_labels_are_torchs(cuts, small_chunks)
     weight[:9], target[0, :2], target[1, 2:9] = 0, 4, -100
     grad, leaves = torch.randn(3, 11, **double), [t.clone().requires_grad_() for t in (x, table, bias)]
     options = {"weight": weight, "label_smoothing": smoothing, "reduction": "none"}
-    expected = functional.cross_entropy(
-        functional.linear(*leaves).view(-1, 700), target.view(-1), **options
-    ).view(3, 11)
+    expected = functional.cross_entropy(functional.linear(*leaves).view(-1, 700), target.view(-1), **options).view(
+        3, 11
+    )
     counted = target != -100
     own = weight[target.where(counted, 0)] * (1 - smoothing)
     row = (own + weight.sum() * smoothing / 700).where(counted, 0)
@@ -134,11 +134,15 @@ def test_classes_with_weights_and_smoothed_labels_are_torchs(cuts, small_chunks)
     loss, lse = OPS.linear_nll_of_parts(torch.stack(told), target, **ignored)
     torch.testing.assert_close(loss * row, expected.detach(), rtol=1e-12, atol=1e-12)
     every = ignored | {"mask": [True] * 3}
-    dx, dw, db = zip(*(
-        OPS.linear_nll_backward(
-            grad * row, x, table[p], bias[p], lse, target, share, classes[p], offset=p.start, **every
-        ) for p in parts
-    ), strict=True)  # fmt: skip
+    dx, dw, db = zip(
+        *(
+            OPS.linear_nll_backward(
+                grad * row, x, table[p], bias[p], lse, target, share, classes[p], offset=p.start, **every
+            )
+            for p in parts
+        ),
+        strict=True,
+    )
     found = (sum(dx), torch.cat(dw), torch.cat(db))
     for a, b in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -216,9 +220,7 @@ class Language(nn.Module):
         logits = self.logits(tokens).float() if self.head.weight.dtype is torch.bfloat16 else self.logits(tokens)
         if self.shift:
             logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
-        return functional.cross_entropy(
-            logits.view(-1, CLASSES), labels.view(-1), label_smoothing=self.smoothing
-        )
+        return functional.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), label_smoothing=self.smoothing)
 
 
 class ByChannels(Language):
@@ -268,17 +270,28 @@ def subject(model: nn.Module, inputs: dict[str, Tensor] | None = None) -> Subjec
 
 
 MODELS = {
-    "plain": Language, "shifted": partial(Language, shift=True), "biased": partial(Language, bias=True),
-    "tied": partial(Language, tied=True), "smoothed": partial(Language, bias=True, smoothing=0.1),
-    "shifted and biased": partial(Language, shift=True, bias=True), "by channels": ByChannels, "weighted": Weighted,
-    "weighted sum": partial(Weighted, reduction="sum"), "weighted rows": partial(Weighted, reduction="none"),
+    "plain": Language,
+    "shifted": partial(Language, shift=True),
+    "biased": partial(Language, bias=True),
+    "tied": partial(Language, tied=True),
+    "smoothed": partial(Language, bias=True, smoothing=0.1),
+    "shifted and biased": partial(Language, shift=True, bias=True),
+    "by channels": ByChannels,
+    "weighted": Weighted,
+    "weighted sum": partial(Weighted, reduction="sum"),
+    "weighted rows": partial(Weighted, reduction="none"),
     **{f"weighted and smoothed, {r}": partial(Weighted, reduction=r, smoothing=0.1) for r in ("mean", "sum", "none")},
     "weighted and smoothed without a bias": partial(Weighted, smoothing=0.1, bias=False),
-}  # fmt: skip
+}
 
 
-QUICK = [("plain", (2, 2)), ("shifted and biased", (3,)), ("tied", (2,)), ("by channels", (3,)),
-         *((name, (2,)) for name in MODELS if "weighted" in name)]  # fmt: skip
+QUICK = [
+    ("plain", (2, 2)),
+    ("shifted and biased", (3,)),
+    ("tied", (2,)),
+    ("by channels", (3,)),
+    *((name, (2,)) for name in MODELS if "weighted" in name),
+]
 EVERY = [(name, mesh) for mesh in [(2,), (3,), (2, 2)] for name in MODELS]
 
 
@@ -317,9 +330,7 @@ def test_a_frozen_table_has_no_gradient(small_chunks) -> None:
         torch.testing.assert_close(result.grads[name], gradient)
 
 
-@pytest.mark.parametrize(
-    "model", [WithLogits(), Regularized()], ids=["output", "regularized"]
-)
+@pytest.mark.parametrize("model", [WithLogits(), Regularized()], ids=["output", "regularized"])
 def test_logits_that_somebody_else_reads_stay(model) -> None:
     graph = subject(model).capture.graph
     assert in_chunks(graph, 1) is graph
@@ -442,11 +453,16 @@ SMOOTHED = partial(Language, shift=True, bias=True, smoothing=0.1)
 
 @pytest.mark.parametrize(
     ("backend", "build"),
-    [("eager", SMOOTHED), pytest.param("inductor", SMOOTHED, marks=pytest.mark.slow),
-     ("eager", Weighted), ("eager", ByChannels), ("eager", partial(Weighted, smoothing=0.1)),
-     pytest.param("inductor", partial(Weighted, smoothing=0.1), marks=pytest.mark.slow)],
+    [
+        ("eager", SMOOTHED),
+        pytest.param("inductor", SMOOTHED, marks=pytest.mark.slow),
+        ("eager", Weighted),
+        ("eager", ByChannels),
+        ("eager", partial(Weighted, smoothing=0.1)),
+        pytest.param("inductor", partial(Weighted, smoothing=0.1), marks=pytest.mark.slow),
+    ],
     ids=["eager", "inductor", "weighted", "by channels", "weighted, smoothed", "weighted, smoothed, inductor"],
-)  # fmt: skip
+)
 def test_it_trains_like_the_model_as_it_was(backend, build, small_chunks) -> None:
     torch.manual_seed(0)
     model = build()

@@ -36,9 +36,12 @@ OPTIMIZERS = {
     "adam amsgrad foreach": lambda p: torch.optim.Adam(p, amsgrad=True, foreach=True),
 }
 QUICK = {
-    ("mlp", (2, 2), "adamw"), ("cnn", (2, 2), "adamw fused"), ("mlp", (2,), "sgd momentum"), ("gpt2", (1,), "adamw"),
+    ("mlp", (2, 2), "adamw"),
+    ("cnn", (2, 2), "adamw fused"),
+    ("mlp", (2,), "sgd momentum"),
+    ("gpt2", (1,), "adamw"),
     ("mlp", (2,), "adafactor"),
-}  # fmt: skip
+}
 CASES = [(name, mesh, optimizer) for name in ZOO for mesh in [(1,), (2,), (2, 2)] for optimizer in OPTIMIZERS]
 
 

@@ -364,9 +364,18 @@ class _Model(torch.nn.Module):
         b, s, _ = x.shape
         q, k, v = OPS.contract(x, self.qkv, "bsk,nk->bsn").view(b, s, 3, 2, 8).permute(2, 0, 3, 1, 4)
         y, _ = OPS.attention(
-            q, k, v, None, seed, is_causal=True, scale=0.3, dropout_p=0.1, site=1,
-            global_shape=[b, 2, s, s], offset=[0, 0, 0, 0],
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            None,
+            seed,
+            is_causal=True,
+            scale=0.3,
+            dropout_p=0.1,
+            site=1,
+            global_shape=[b, 2, s, s],
+            offset=[0, 0, 0, 0],
+        )
         logits = OPS.contract(y.transpose(1, 2).reshape(b, s, 16), self.table, "bsk,nk->bsn")
         m = logits.detach().amax(-1)
         return OPS.nll(logits, m + OPS.sumexp(logits, m).log(), index, ignore_index=-100, offset=0).mean()

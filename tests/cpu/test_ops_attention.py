@@ -234,12 +234,23 @@ def test_backward_on_a_shard_of_the_keys_takes_the_lse_of_all_of_them(path, p):
     q, k, v = (x.detach() for x in operands)
     parts = [
         OPS.attention_backward(
-            grad, q, k[:, :, start : start + 4], v[:, :, start : start + 4], None, out.detach(), lse,
-            torch.tensor(11), is_causal=True, scale=0.3, dropout_p=p, site=5, global_shape=shape,
+            grad,
+            q,
+            k[:, :, start : start + 4],
+            v[:, :, start : start + 4],
+            None,
+            out.detach(),
+            lse,
+            torch.tensor(11),
+            is_causal=True,
+            scale=0.3,
+            dropout_p=p,
+            site=5,
+            global_shape=shape,
             offset=[0, 0, 0, start],
         )
         for start in (0, 4)
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(parts[0][0] + parts[1][0], dq, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(torch.cat([part[1] for part in parts], 2), dk, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(torch.cat([part[2] for part in parts], 2), dv, rtol=1e-10, atol=1e-11)
@@ -281,9 +292,22 @@ def test_a_gpus_flash_kernel_is_called_as_torch_declares_it(g):
     assert all(x.is_contiguous() for x in (out, lse, *gradients))
     names = [a.name for a in torch.ops.aten._scaled_dot_product_flash_attention_backward.default._schema.arguments]
     assert names == [
-        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
-        "dropout_p", "is_causal", "philox_seed", "philox_offset", "scale",
-    ]  # fmt: skip
+        "grad_out",
+        "query",
+        "key",
+        "value",
+        "out",
+        "logsumexp",
+        "cum_seq_q",
+        "cum_seq_k",
+        "max_q",
+        "max_k",
+        "dropout_p",
+        "is_causal",
+        "philox_seed",
+        "philox_offset",
+        "scale",
+    ]
 
 
 def test_a_gpus_flash_kernel_takes_half_precision_only():

@@ -32,9 +32,7 @@ def test_the_shards_losses_and_gradients_are_torchs(cuts, ignore_index, block, s
     target[1, 2:] = ignore_index
     whole = x.clone().requires_grad_()
     rows = whole.view(-1, 11), target.view(-1)
-    expected = functional.cross_entropy(
-        *rows, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
-    )
+    expected = functional.cross_entropy(*rows, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing)
     shards = [x[..., a:b].clone().requires_grad_() for a, b in itertools.pairwise(cuts)]
     found = _loss(shards, cuts[:-1], target, ignore_index, own=1 - smoothing, each=smoothing / 11)
     weight = torch.randn(4, 6, dtype=torch.float64)

@@ -74,7 +74,7 @@ LOSS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str | None]] = {
     "first inside": (lambda f, s: ((s, f), f), None),
     "called loss, of each sample": (lambda f, s: {"loss": (f * s).sum(-1), "scale": s}, None),
     "no scalar": (lambda f, s: (f, f * s), None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("where", LOSS)

@@ -24,9 +24,14 @@ SIZES = dict(vocab_size=64, bos_token_id=1, eos_token_id=2)
 
 def llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=16, **SIZES,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        **SIZES,
+    )
     return transformers.LlamaForCausalLM(config)
 
 

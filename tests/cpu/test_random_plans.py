@@ -18,9 +18,7 @@ def mesh_of(seed):
 
 
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=[] if s < QUICK else [pytest.mark.slow]) for s in range(ALL)]
-)
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < QUICK else [pytest.mark.slow]) for s in range(ALL)])
 def test_a_random_plan_is_exact(name, seed) -> None:
     dtype = ZOO[name].dtypes[-1]
     of = subject(name, dtype)

@@ -20,9 +20,7 @@ from tests.cpu.test_plan_views import CUT, IDS, Net
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return autopar.plan(
-        Net(), IDS, mesh={"dp": 2, "tp": 8}, cluster="dgx-h100", constraints=CUT, memory_budget="1GiB"
-    )
+    return autopar.plan(Net(), IDS, mesh={"dp": 2, "tp": 8}, cluster="dgx-h100", constraints=CUT, memory_budget="1GiB")
 
 
 class Reader(HTMLParser):

@@ -62,7 +62,7 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
 
 def rows_and_held(
     d: Decisions, choice: Sequence[int], prices: Prices, options: Options
-) -> tuple[dict[float, float], dict[float, int]]:  # fmt: skip
+) -> tuple[dict[float, float], dict[float, int]]:
     """Bytes at every place, as the rows of ``choice`` say, and as its program holds them."""
     program = schedule(d, choice, prices)
     held = held_at(program, d.graph, profile(program, d.graph, d.mesh, options).timeline)

@@ -14,9 +14,10 @@ from autopar.solver import clock
 from tests.baseline_laws import captured
 
 CASES = [
-    ("mlp", (2, 2), 0.5, 1.0), ("gpt2", (2,), 0.5, 2.0),
+    ("mlp", (2, 2), 0.5, 1.0),
+    ("gpt2", (2,), 0.5, 2.0),
     pytest.param("outside", (2, 2), 0.6, 1.0, marks=pytest.mark.slow),
-]  # fmt: skip
+]
 """Model, mesh, a budget as a share of the free plan's peak, and seconds, which are too few."""
 
 PACES = (40.0, 140.0)

@@ -62,7 +62,7 @@ def test_every_spec_that_has_placements_is_cut_by_dtensor_as_by_its_spec(mesh, s
             expected = whole[spec.local_slices(shape, mesh, coordinate)]
             assert torch.equal(cut_by_dtensor(whole, placements, mesh, coordinate), expected), str(spec)
         said += 1
-    assert said >= 3 ** mesh.ndim, "each axis cuts dim 0, dim 1 or nothing"
+    assert said >= 3**mesh.ndim, "each axis cuts dim 0, dim 1 or nothing"
 
 
 def test_another_order_needs_the_shape():

@@ -104,9 +104,7 @@ def check_pairs(mesh: Mesh, shape: Sequence[int], pairs) -> None:
         assert_shards(shards, scatter(whole, dst.without_partial(), mesh), f"{path} of {shape} on {mesh}")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "shape"), [(Mesh(m), s) for m, shapes in EXHAUSTIVE for s in shapes], ids=str
-)
+@pytest.mark.parametrize(("mesh", "shape"), [(Mesh(m), s) for m, shapes in EXHAUSTIVE for s in shapes], ids=str)
 def test_every_pair_of_specs(mesh, shape):
     torch.manual_seed(0)
     specs = reachable(ShardingSpec.replicated(len(shape)), mesh)
@@ -169,9 +167,20 @@ STEPS = [
     ("S0S1", Step("permute", 0, axes=(0, 1))),
 ]
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16,
-]  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.uint16,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

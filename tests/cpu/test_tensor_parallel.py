@@ -63,8 +63,12 @@ MODES = {
     ),
 }
 GLOBAL = {
-    "up.weight": (1024, 256), "down.weight": (256, 1024), "input:x": (16, 256), "up": (16, 1024), "down": (16, 256),
-}  # fmt: skip
+    "up.weight": (1024, 256),
+    "down.weight": (256, 1024),
+    "input:x": (16, 256),
+    "up": (16, 1024),
+    "down": (16, 256),
+}
 NAMES = {"W1": "up.weight", "W2": "down.weight", "input": "input:x", "after 1": "up", "after 2": "down"}
 
 

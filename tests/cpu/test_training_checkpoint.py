@@ -144,9 +144,12 @@ def test_every_kind_of_schedule_is_read_again(tmp_path: Path, kind: str):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         constant = [schedules.ConstantLR(optimizer), schedules.StepLR(optimizer, 1)] if kind == "SequentialLR" else []
         arguments = {
-            "MultiStepLR": ([2, 3],), "LambdaLR": (lambda step: 1 / (1 + step),), "SequentialLR": (constant, [2]),
-            "ReduceLROnPlateau": (), "CosineAnnealingWarmRestarts": (3,),
-        }[kind]  # fmt: skip
+            "MultiStepLR": ([2, 3],),
+            "LambdaLR": (lambda step: 1 / (1 + step),),
+            "SequentialLR": (constant, [2]),
+            "ReduceLROnPlateau": (),
+            "CosineAnnealingWarmRestarts": (3,),
+        }[kind]
         return model, optimizer, getattr(schedules, kind)(optimizer, *arguments)
 
     def rates(optimizer, schedule):

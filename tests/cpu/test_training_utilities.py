@@ -142,9 +142,12 @@ def test_a_plan_of_whole_batches_has_no_sampler():
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 SLURM = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"}
 OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29512",
+}
 LAUNCHES = [("torch", TORCHRUN), ("slurm", SLURM), ("openmpi", OPENMPI)]
 MISSING = [(kind, variables, name) for kind, variables in LAUNCHES for name in variables]
 

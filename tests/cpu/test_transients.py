@@ -32,25 +32,65 @@ MESHES = [Mesh((2,)), Mesh((3,)), Mesh((2, 2))]
 
 # Integers, flags and scalars by the dozen are bounded, not followed; and what random bits are made of.
 BOUNDED = {
-    f"autopar.{n}" for n in (
-        "attention", "attention_backward", "batch_norm", "batch_norm_backward_input", "ctc", "dropout",
-        "interpolate_part", "interpolate_part_backward", "linalg_det", "linalg_slogdet", "linalg_solve",
-        "linear_nll", "linear_nll_backward", "lookup",
-        "lookup_backward", "nll", "nll_backward", "uniform",
+    f"autopar.{n}"
+    for n in (
+        "attention",
+        "attention_backward",
+        "batch_norm",
+        "batch_norm_backward_input",
+        "ctc",
+        "dropout",
+        "interpolate_part",
+        "interpolate_part_backward",
+        "linalg_det",
+        "linalg_slogdet",
+        "linalg_solve",
+        "linear_nll",
+        "linear_nll_backward",
+        "lookup",
+        "lookup_backward",
+        "nll",
+        "nll_backward",
+        "uniform",
     )
-}  # fmt: skip
+}
 
 # Composites of torch, of which a capture has the parts; ops that make scalars of eight bytes or offsets of their own;
 # those that run as Python here since CPUs have no kernel.
 TAKEN_APART = {
-    *(f"aten.{n}" for n in (
-        "argsort", "binary_cross_entropy", "broadcast_to", "conj", "imag", "isfinite", "matmul", "mse_loss", "positive",
-        "real", "resolve_conj", "resolve_neg", "smooth_l1_loss", "soft_margin_loss", "view_copy", "reshape",
-        "hann_window", "hamming_window", "blackman_window", "bartlett_window", "kaiser_window",
-        "where", "_embedding_bag", "_fused_rms_norm", "_fused_rms_norm_backward",
-    )),
-    "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward",
-}  # fmt: skip
+    *(
+        f"aten.{n}"
+        for n in (
+            "argsort",
+            "binary_cross_entropy",
+            "broadcast_to",
+            "conj",
+            "imag",
+            "isfinite",
+            "matmul",
+            "mse_loss",
+            "positive",
+            "real",
+            "resolve_conj",
+            "resolve_neg",
+            "smooth_l1_loss",
+            "soft_margin_loss",
+            "view_copy",
+            "reshape",
+            "hann_window",
+            "hamming_window",
+            "blackman_window",
+            "bartlett_window",
+            "kaiser_window",
+            "where",
+            "_embedding_bag",
+            "_fused_rms_norm",
+            "_fused_rms_norm_backward",
+        )
+    ),
+    "transformers.grouped_mm_fallback",
+    "transformers.grouped_mm_fallback_backward",
+}
 
 
 def metered(call: Call, own: Sequence[Tensor], heard: Sequence[Tensor], mesh: Mesh, rank: tuple[int, ...]) -> int:

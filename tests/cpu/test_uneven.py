@@ -51,7 +51,7 @@ COLUMNS = {f"{name}.{part}": spec for name in "qkv" for part, spec in (("weight"
         ((2, 4), 3, {"embed.weight": "S1R", **{n: s.replace("0", "1") for n, s in COLUMNS.items()}}),
         ((4,), 5, {"embed.weight": "RS0", **COLUMNS, "out.weight": "RS0"}),
     ],
-)  # fmt: skip
+)
 @captured_once()
 def test_uneven_shards_give_what_one_device_gives(mesh, batch, constraints) -> None:
     model, batch_ids = Uneven().double(), ids(batch)

@@ -30,12 +30,39 @@ from autopar.training.files import read_plain
 MARKER = "AUTOPAR_TEST_MARKER"
 CODE = f"__import__('os').environ.update({MARKER}='1')"
 TEXTS_WITH_CODE = (
-    CODE, f'"""\n{CODE}\n"""', f"x\n{CODE}\n", f'"); {CODE}; ("', f"x\r{CODE}", f"a\u2028{CODE}", "\ud800",
-)  # fmt: skip
+    CODE,
+    f'"""\n{CODE}\n"""',
+    f"x\n{CODE}\n",
+    f'"); {CODE}; ("',
+    f"x\r{CODE}",
+    f"a\u2028{CODE}",
+    "\ud800",
+)
 ODD = (
-    None, True, -1, 0, 1, 3, 10**30, 1e308, -0.5, math.inf, math.nan, "", "R", "S0", "S0R", "forward", "float32",
-    "all_gather", [], {}, [[]], {"a": 1}, *TEXTS_WITH_CODE,
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    10**30,
+    1e308,
+    -0.5,
+    math.inf,
+    math.nan,
+    "",
+    "R",
+    "S0",
+    "S0R",
+    "forward",
+    "float32",
+    "all_gather",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    *TEXTS_WITH_CODE,
+)
 
 
 class Net(nn.Module):
@@ -210,7 +237,9 @@ def test_every_text_of_a_plan_may_hold_code(tmp_path) -> None:
 
 
 FILES = {
-    "nothing": "", "half": planned, "list": "[1]",
+    "nothing": "",
+    "half": planned,
+    "list": "[1]",
     "deep": '{"format": "autopar-plan", "version": 2, "x": ' + "[" * 100_000,
     "deep options": lambda: json.dumps(json.loads(planned().to_json()) | {"options": None}).replace(
         '"options": null', '"options": {"a": ' + '{"a": ' * 900 + "1" + "}" * 901
@@ -218,7 +247,7 @@ FILES = {
     "twins": lambda: planned().to_json().replace('"model": "Net"', '"model": "Net", "model": "Other"'),
     "nan": lambda: planned().to_json().replace(f'"step_time": {planned().step_time!r}', '"step_time": NaN'),
     "digits": lambda: planned().to_json().replace('"version": 2', '"version": 2, "x": ' + "9" * 5000),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -251,7 +280,7 @@ CHANGES = {
     "instead": lambda s: CODE,
     "an import": lambda s: s.replace("import torch\n", "import torch\nimport this  # registers torch.ops.a.b\n", 1),
     "another name": lambda s: s.replace("    inputs.clear()\n", "    inputs.clear()\n    spmd = torch\n", 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -277,10 +306,13 @@ def test_an_edited_source_runs_where_its_file_is_given(tmp_path) -> None:
 
 
 ASKED: dict[str, dict[str, Any]] = {
-    "plainly": {}, "local": {"batch": "local"}, "accumulated": {"accumulation_steps": 2},
+    "plainly": {},
+    "local": {"batch": "local"},
+    "accumulated": {"accumulation_steps": 2},
     "bf16": {"mixed_precision": "bf16"},
-    "ranged": {"dynamic_shapes": {"ids": {0: ("batch", 2, 8)}}}, "dtensor": {"outputs": "dtensor"},
-}  # fmt: skip
+    "ranged": {"dynamic_shapes": {"ids": {0: ("batch", 2, 8)}}},
+    "dtensor": {"outputs": "dtensor"},
+}
 
 
 @pytest.mark.parametrize("name", [*ASKED, "without values"])

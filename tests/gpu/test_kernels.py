@@ -94,9 +94,7 @@ def test_losses_in_chunks_of_classes(dtype) -> None:
     loss, lse = ops.linear_nll(x, table, None, target, **options)
     forward = torch.cuda.max_memory_allocated() - before
     assert forward < 1.2 * CHUNK * x.itemsize
-    found = ops.linear_nll_backward(
-        grad, x, table, None, lse, target, offset=0, mask=[True, True, False], **options
-    )
+    found = ops.linear_nll_backward(grad, x, table, None, lse, target, offset=0, mask=[True, True, False], **options)
     assert_near(loss.to(dtype), wanted.detach(), times=4)
     for a, b in zip(found, torch.autograd.grad(wanted, leaves, grad.double()), strict=False):
         assert_near(a, b, times=4)
@@ -122,9 +120,13 @@ def test_attention_by_the_flash_kernel(dtype, g, causal) -> None:
     exact = [x.detach().double().requires_grad_() for x in operands]
     assert _torch.flash_takes(operands[0]) and not _torch.flash_takes(exact[0])
     options = {
-        "is_causal": causal, "scale": 0.125, "dropout_p": 0.0, "site": 1, "global_shape": [2, 8, 100, 100],
+        "is_causal": causal,
+        "scale": 0.125,
+        "dropout_p": 0.0,
+        "site": 1,
+        "global_shape": [2, 8, 100, 100],
         "offset": [0, 0, 0, 0],
-    }  # fmt: skip
+    }
     found, lse = torch.ops.autopar.attention(*operands, None, None, **options)
     expected, wanted = torch.ops.autopar.attention(*exact, None, None, **options)
     assert_near(found.detach(), expected.detach(), times=2)

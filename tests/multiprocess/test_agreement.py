@@ -65,9 +65,10 @@ def _ahead() -> list[str]:
         return launch(self, *args)
 
     with (
-        patch.object(spmd, "section", begins), patch.object(Agreement, "settle", settles),
+        patch.object(spmd, "section", begins),
+        patch.object(Agreement, "settle", settles),
         patch.object(ProcessRank, "launch", launches),
-    ):  # fmt: skip
+    ):
         if dist.get_rank() == 1:
             store.wait(["rank 0 computes"], dt.timedelta(seconds=60))
         loss = model(rows(8)).sum()

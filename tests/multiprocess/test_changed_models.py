@@ -36,9 +36,7 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 def _pair() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = Model()
-    parallel = autopar.autoparallelize(
-        copy.deepcopy(plain), X, mesh=(2,), constraints=CUT, time_limit=2
-    )
+    parallel = autopar.autoparallelize(copy.deepcopy(plain), X, mesh=(2,), constraints=CUT, time_limit=2)
     return parallel, plain
 
 

@@ -33,9 +33,16 @@ def torchrun(script: Path, processes: int, *arguments: str) -> subprocess.Comple
     (folder / "sitecustomize.py").write_text(WITHOUT_AUTOPAR)
     env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-        "--master-port", str(free_port()), str(script), *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--master-port",
+        str(free_port()),
+        str(script),
+        *arguments,
+    ]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -99,9 +106,18 @@ def imports(script: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "processes", "budget"),
-    [("resnet", 2, 1.0), ("cnn", 2, 0.85), ("llama", 3, 1.0), ("bert", 2, 0.8), ("mixtral", 2, 1.0), ("t5", 2, 1.0),
-     ("vit", 2, 1.0), ("mlp", 2, 1.0), ("outside", 2, 1.0)],
-)  # fmt: skip
+    [
+        ("resnet", 2, 1.0),
+        ("cnn", 2, 0.85),
+        ("llama", 3, 1.0),
+        ("bert", 2, 0.8),
+        ("mixtral", 2, 1.0),
+        ("t5", 2, 1.0),
+        ("vit", 2, 1.0),
+        ("mlp", 2, 1.0),
+        ("outside", 2, 1.0),
+    ],
+)
 def test_other_models_uneven_shards_recomputation_and_offloading(name, processes, budget, tmp_path):
     checked(name, processes, tmp_path, budget)
 

@@ -50,7 +50,7 @@ def _evaluated(batch: str) -> dict[str, Any]:
     shown = _samples(8) if batch == "global" else _of_rank(_samples(8))
     model = autopar.autoparallelize(
         copy.deepcopy(reference), shown, mesh=(2,), batch=batch, constraints=CUT, cluster="cpu-2", time_limit=2
-    )  # fmt: skip
+    )
     found: dict[str, Any] = {"DTensors in training": isinstance(model(**shown)["logits"], DTensor), "worst": 0.0}
     model.eval()
     rows = []
@@ -59,9 +59,11 @@ def _evaluated(batch: str) -> dict[str, Any]:
         with torch.no_grad():
             out, wanted = model(**(whole if batch == "global" else _of_rank(whole))), reference(**whole)
         found["DTensors"] = any(isinstance(t, DTensor) for t in out.values())
-        wanted = wanted if batch == "global" else {**_of_rank(wanted | {"loss": torch.zeros(2)}), **{
-            name: wanted[name] for name in ("loss", "table")
-        }}  # fmt: skip
+        wanted = (
+            wanted
+            if batch == "global"
+            else {**_of_rank(wanted | {"loss": torch.zeros(2)}), **{name: wanted[name] for name in ("loss", "table")}}
+        )
         found["worst"] = max(found["worst"], *(distance(out[name], wanted[name]) for name in wanted))
         rows.append(out["logits"].argmax(-1).numpy())
     found["rows"] = sum(map(len, rows))
@@ -77,9 +79,12 @@ def test_outputs_of_an_evaluation_are_plain_tensors_of_the_samples_that_the_rank
     for found in pool.run(_evaluated, batch):
         assert found["worst"] < 1e-5
         assert found == {
-            "DTensors in training": True, "DTensors": False, "rows": rows, "a DTensor without labels": False,
+            "DTensors in training": True,
+            "DTensors": False,
+            "rows": rows,
+            "a DTensor without labels": False,
             "worst": found["worst"],
-        }  # fmt: skip
+        }
 
 
 def _warned(*, alike: bool) -> list[str]:

@@ -78,9 +78,12 @@ def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
     off = {n: float((compiled[n] - t).abs().max() / t.abs().max().clamp_min(1e-3)) for n, t in eager.items()}
     program = plan.program
     return {
-        "fetched": sum(op.kind == "fetch" for op in program.ops), "worst": max(off.values()), "compared": len(off),
-        "again": sum(op.name.endswith(AGAIN) for op in program.ops), "on the host": plan.host_memory,
-    }  # fmt: skip
+        "fetched": sum(op.kind == "fetch" for op in program.ops),
+        "worst": max(off.values()),
+        "compared": len(off),
+        "again": sum(op.name.endswith(AGAIN) for op in program.ops),
+        "on the host": plan.host_memory,
+    }
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])

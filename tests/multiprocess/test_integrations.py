@@ -124,10 +124,13 @@ def test_the_slurm_script_starts_torchrun_with_what_slurm_says(tmp_path):
 @pytest.mark.parametrize(
     ("script", "libraries"),
     [
-        ("torchrun_script", ()), ("checkpoints", ()), ("from_safetensors", ("transformers",)), ("compiled_parts", ()),
+        ("torchrun_script", ()),
+        ("checkpoints", ()),
+        ("from_safetensors", ("transformers",)),
+        ("compiled_parts", ()),
         ("colossal_gpt", ("transformers",)),
     ],
-)  # fmt: skip
+)
 def test_examples_run_under_torchrun(script, libraries):
     needs(*libraries)
     said = run(f"integrations/{script}.py", torchrun=2)

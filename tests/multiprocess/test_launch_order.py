@@ -16,9 +16,12 @@ pytestmark = pytest.mark.multiprocess
 
 QUICK = [("llama", (4,), "baseline:ZeRO-3"), ("gpt2", (2, 2), "random:1"), ("resnet", (2, 2), "random:3")]
 SLOW = [
-    ("llama", (2, 2), "baseline:FSDP x TP+SP"), ("resnet", (4,), "baseline:DDP"), ("gpt2", (2, 2), "baseline:HSDP"),
-    ("llama", (4,), "random:2"), ("gpt2", (4,), "random:4"),
-]  # fmt: skip
+    ("llama", (2, 2), "baseline:FSDP x TP+SP"),
+    ("resnet", (4,), "baseline:DDP"),
+    ("gpt2", (2, 2), "baseline:HSDP"),
+    ("llama", (4,), "random:2"),
+    ("gpt2", (4,), "random:4"),
+]
 SEARCHES = [*QUICK, *(pytest.param(*s, marks=pytest.mark.slow) for s in SLOW)]
 """Of different models, meshes and plans. Vocabularies of 66 and heads of 3 cut no axis evenly: shards are padded."""
 

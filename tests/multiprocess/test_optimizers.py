@@ -40,10 +40,17 @@ def _error_of(action: Any) -> str:
 
 
 OPTIMIZERS = {
-    "SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"lr": 0.1}, "AdamW": {"lr": 0.1}, "Adagrad": {"lr": 0.1},
-    "RMSprop": {"lr": 0.01}, "NAdam": {"lr": 0.1}, "RAdam": {"lr": 0.1}, "Adamax": {"lr": 0.1},
-    "Adadelta": {"lr": 1.0}, "ASGD": {"lr": 0.1},
-}  # fmt: skip
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {"lr": 0.1},
+    "AdamW": {"lr": 0.1},
+    "Adagrad": {"lr": 0.1},
+    "RMSprop": {"lr": 0.01},
+    "NAdam": {"lr": 0.1},
+    "RAdam": {"lr": 0.1},
+    "Adamax": {"lr": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "ASGD": {"lr": 0.1},
+}
 
 
 class Lion(torch.optim.Optimizer):
@@ -114,8 +121,12 @@ def _unfit() -> dict[str, str]:
     model(x).sum().backward()
     before = {k: whole(v).clone() for k, v in model.state_dict().items()}
     kinds = {
-        "Adafactor": {}, "Rprop": {}, "LBFGS": {}, "SGD": {"fused": True, "lr": 0.1}, "Adagrad": {"fused": True},
-    }  # fmt: skip
+        "Adafactor": {},
+        "Rprop": {},
+        "LBFGS": {},
+        "SGD": {"fused": True, "lr": 0.1},
+        "Adagrad": {"fused": True},
+    }
     found = {}
     for name, kwargs in kinds.items():
         optimizer = getattr(torch.optim, name)(model.parameters(), **kwargs)
@@ -226,9 +237,13 @@ def test_a_checkpoint_with_state_on_the_host_continues_under_another_plan(pool: 
 
 
 MADE_BEFORE: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 0.1}, "Adam": {"lr": 0.1, "fused": True},
-    "Adagrad": {"lr": 0.1}, "NAdam": {"lr": 0.1}, "ASGD": {"lr": 0.1, "foreach": True},
-}  # fmt: skip
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "AdamW": {"lr": 0.1},
+    "Adam": {"lr": 0.1, "fused": True},
+    "Adagrad": {"lr": 0.1},
+    "NAdam": {"lr": 0.1},
+    "ASGD": {"lr": 0.1, "foreach": True},
+}
 
 
 class Scaled(Mlp):
@@ -261,9 +276,7 @@ def _made_before(steps: int) -> dict[str, float]:
     for name, options in MADE_BEFORE.items():
         models = [copy.deepcopy(start) for _ in range(2)]
         optimizers: list[Any] = [getattr(torch.optim, name)(m.parameters(), **options) for m in models]
-        loops = [
-            (m, o, torch.optim.lr_scheduler.StepLR(o, 1, 0.9), x) for m, o in zip(models, optimizers, strict=True)
-        ]
+        loops = [(m, o, torch.optim.lr_scheduler.StepLR(o, 1, 0.9), x) for m, o in zip(models, optimizers, strict=True)]
         for loop in loops * steps:
             _steps(*loop)
             loop[0](x).square().mean().backward()

@@ -125,8 +125,15 @@ def test_master_weights_are_saved_and_loaded_with_the_optimizer(pool: RankPool, 
 
 def _planned(policy: Any, **options: Any) -> autopar.Plan:
     torch.manual_seed(0)
-    return autopar.plan(Mlp(), torch.randn(16, 8), mesh=(2,), constraints=CUT_BATCH, cluster="dgx-h100",
-                        mixed_precision=policy, **options)  # fmt: skip
+    return autopar.plan(
+        Mlp(),
+        torch.randn(16, 8),
+        mesh=(2,),
+        constraints=CUT_BATCH,
+        cluster="dgx-h100",
+        mixed_precision=policy,
+        **options,
+    )
 
 
 def test_the_plan_counts_the_dtypes_that_are_used() -> None:
@@ -144,9 +151,14 @@ def test_gradients_are_reduced_in_the_dtype_asked_for(reduce, dtype) -> None:
     with torch.device("meta"):
         model, x = nn.Linear(1024, 1024, bias=False), torch.empty(2**17, 1024)
     plan = autopar.plan(
-        model, x, mesh=(8,), cluster="dgx-h100", constraints={"weight": "RR"}, outputs="dtensor",
+        model,
+        x,
+        mesh=(8,),
+        cluster="dgx-h100",
+        constraints={"weight": "RR"},
+        outputs="dtensor",
         mixed_precision=dict(parameter="bf16", reduce=reduce),
-    )  # fmt: skip
+    )
     reduced = [op for op in plan.program.collectives if op.phase == "backward"]
     assert [op.step.kind for op in reduced] == ["all_reduce"]
     assert {t.meta.dtype for op in reduced for t in op.writes} == {dtype}

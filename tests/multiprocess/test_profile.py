@@ -44,8 +44,10 @@ def test_the_command_launches_its_processes_and_writes_a_file(tmp_path):
     file = tmp_path / "two.toml"
     done = subprocess.run(
         [sys.executable, "-m", "autopar", "profile", str(file), "--nproc", "2", "--backend", "gloo", "--quick"],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     assert "all_reduce" in done.stdout
     assert Cluster.load(file).name == "two"

@@ -29,9 +29,14 @@ def _parallel(**options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     return autopar.autoparallelize(
-        model, torch.randn(8, 8), mesh=(2,), cluster="cpu-2", constraints={"0.weight": "S0R", "2.weight": "RR"},
-        time_limit=2, **options,
-    )  # fmt: skip
+        model,
+        torch.randn(8, 8),
+        mesh=(2,),
+        cluster="cpu-2",
+        constraints={"0.weight": "S0R", "2.weight": "RR"},
+        time_limit=2,
+        **options,
+    )
 
 
 def _alone(folder: str) -> tuple[dict[str, str], float]:

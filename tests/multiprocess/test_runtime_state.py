@@ -342,9 +342,11 @@ def _failed(case: str) -> dict[str, Any]:
     makers = {"meta": lambda: Bare("meta"), "capture": Branching, "graphs": lambda: Mlp() if rank else Bare()}
     model = makers.get(case, Bare)()
     options: dict[str, Any] = {
-        "budget": {"memory_budget": 100}, "constraint": {"constraints": {"nothing": "S0"}}, "mesh": {"mesh": (3,)},
+        "budget": {"memory_budget": 100},
+        "constraint": {"constraints": {"nothing": "S0"}},
+        "mesh": {"mesh": (3,)},
         "one rank": {"constraints": {"layer.weight": "S0R"}},
-    }.get(case, {})  # fmt: skip
+    }.get(case, {})
     inputs = (x[:, :4],) if case == "one rank" and rank == 1 else (x,)
     tensors, values, kind = dict(model.named_parameters()), copy.deepcopy(model.state_dict()), type(model)
     try:
@@ -357,10 +359,14 @@ def _failed(case: str) -> dict[str, Any]:
 
 
 CASES = {
-    "budget": (InfeasibleError, InfeasibleError), "constraint": (AutoparError, AutoparError),
-    "mesh": (AutoparError, AutoparError), "meta": (AutoparError, AutoparError),
-    "capture": (AutoparError, AutoparError), "graphs": (RankError, RankError), "one rank": (RankError, AutoparError),
-}  # fmt: skip
+    "budget": (InfeasibleError, InfeasibleError),
+    "constraint": (AutoparError, AutoparError),
+    "mesh": (AutoparError, AutoparError),
+    "meta": (AutoparError, AutoparError),
+    "capture": (AutoparError, AutoparError),
+    "graphs": (RankError, RankError),
+    "one rank": (RankError, AutoparError),
+}
 
 
 def test_after_an_error_every_rank_has_it_and_the_model_is_as_it_was(pool: RankPool):

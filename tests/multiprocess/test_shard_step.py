@@ -53,8 +53,10 @@ def trained(make: Any) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]
     states = [{k: whole(v) for k, v in optimizer.state[p].items()} for p in model.parameters()]
     as_cut = all(
         isinstance(v, DTensor) and v.placements == p.placements
-        for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor) and v.ndim
-    )  # fmt: skip
+        for p in model.parameters()
+        for v in optimizer.state[p].values()
+        if isinstance(v, torch.Tensor) and v.ndim
+    )
     return [whole(p).detach() for p in model.parameters()], states, as_cut and any(map(is_cut, model.parameters()))
 
 

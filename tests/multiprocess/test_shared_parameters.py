@@ -100,9 +100,11 @@ def _refused() -> list[str]:
     second = WithHead(encoder, 5)
     plan = autopar.plan(WithHead(Encoder(), 5), x, mesh=(2,), constraints={"encoder.up.weight": "RS0"}, **QUICK)
     wrong: list[dict[str, Any]] = [
-        {"mesh": (1, 2)}, {"constraints": {"encoder.up.weight": "RS0"}}, {"plan": plan},
+        {"mesh": (1, 2)},
+        {"constraints": {"encoder.up.weight": "RS0"}},
+        {"plan": plan},
         {"mixed_precision": autopar.MixedPrecision(parameter="bfloat16")},
-    ]  # fmt: skip
+    ]
     for options in wrong:
         try:
             autopar.autoparallelize(second, x, **QUICK, **options)

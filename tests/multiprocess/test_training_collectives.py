@@ -38,9 +38,13 @@ pytestmark = pytest.mark.multiprocess
 
 S, R = Shard, Replicate()
 PLACED = [
-    ((5, 3), (S(0), R)), ((3, 4), (S(0), S(0))),
-    ((4, 7), (R, S(1))), ((6,), (R, R)), ((4, 6), (S(1), S(0))), ((), (R, R)),
-]  # fmt: skip
+    ((5, 3), (S(0), R)),
+    ((3, 4), (S(0), S(0))),
+    ((4, 7), (R, S(1))),
+    ((6,), (R, R)),
+    ((4, 6), (S(1), S(0))),
+    ((), (R, R)),
+]
 """Shapes and placements on a 2 x 2 mesh: uneven, with an empty shard, replicated over one axis, and over both."""
 
 
@@ -92,9 +96,11 @@ def _clipped(p: float, max_norm: float, partial: bool) -> dict[str, float]:
     expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, p)
     plain = type(norm) is torch.Tensor and norm.ndim == 0
     return {
-        "norm": float((norm - expected).abs() / expected), "gradients": error(cut, whole),
-        "collectives": reduced.call_count, "plain": plain,
-    }  # fmt: skip
+        "norm": float((norm - expected).abs() / expected),
+        "gradients": error(cut, whole),
+        "collectives": reduced.call_count,
+        "plain": plain,
+    }
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, float("inf")])
@@ -234,11 +240,15 @@ def _utilities(folder: str) -> dict[str, Any]:
         seen = path.exists()
     coordinator.block_all()
     return {
-        "sum": all_reduce_sum(x.clone()).tolist(), "mean": all_reduce_mean(x.clone()).tolist(),
-        "gathered": [t.tolist() for t in gathered], "first": is_rank_0(), "seen": seen,
-        "master": coordinator.is_master(), "last": coordinator.is_last_process(),
+        "sum": all_reduce_sum(x.clone()).tolist(),
+        "mean": all_reduce_mean(x.clone()).tolist(),
+        "gathered": [t.tolist() for t in gathered],
+        "first": is_rank_0(),
+        "seen": seen,
+        "master": coordinator.is_master(),
+        "last": coordinator.is_last_process(),
         "only": coordinator.on_master_only()(lambda: "done")(),
-    }  # fmt: skip
+    }
 
 
 def test_utilities_on_four_ranks(four: RankPool):

@@ -112,8 +112,10 @@ def _exchanged_inside() -> dict[str, Any]:
     """Random plans in which ops exchange rows, or summaries, with other ranks: what they give, beside one device."""
     found: dict[str, Any] = {"permute": 0, "all_gather": 0, "worst": 0.0}
     cases: list[tuple[type[torch.nn.Module], torch.Tensor]] = [
-        (Sliding, image(33, 2)), (Resizing, image(16)), (Norms, torch.arange(240).double().sin().view(2, 6, 4, 5)),
-    ]  # fmt: skip
+        (Sliding, image(33, 2)),
+        (Resizing, image(16)),
+        (Norms, torch.arange(240).double().sin().view(2, 6, 4, 5)),
+    ]
     for seed, (kind, x) in enumerate(cases * 2):
         models = []
         for _ in range(2):

@@ -47,9 +47,7 @@ def _goes_to_one_device_and_back(path: str) -> dict[str, Any]:
     torch.manual_seed(0)
     ids = torch.arange(8)
     plain = Tied()
-    model = autopar.autoparallelize(
-        copy.deepcopy(plain), ids, mesh=(2,), constraints={"table.weight": "S0R"}, **QUICK
-    )  # fmt: skip
+    model = autopar.autoparallelize(copy.deepcopy(plain), ids, mesh=(2,), constraints={"table.weight": "S0R"}, **QUICK)
     model.to("cpu").to(torch.float32)  # as frameworks do
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     for each, optimizer in zip((model, plain), optimizers, strict=True):
@@ -91,9 +89,7 @@ def _saved_as_pretrained(folder: str) -> float:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model: Any = autopar.autoparallelize(
-        gpt2(n_layer=1), tokens(4), mesh=(2,), constraints=SHARDED["gpt2"], **QUICK
-    )  # fmt: skip
+    model: Any = autopar.autoparallelize(gpt2(n_layer=1), tokens(4), mesh=(2,), constraints=SHARDED["gpt2"], **QUICK)
     model.save_pretrained(folder)
     kind = type(model).__name__
     read = AutoModelForCausalLM.from_pretrained(folder)
@@ -112,9 +108,7 @@ def test_save_pretrained_writes_whole_tensors_under_the_models_own_name(pool: Ra
 
 
 def _not_writable(folder: str) -> str:
-    model: Any = autopar.autoparallelize(
-        gpt2(n_layer=1), tokens(4), mesh=(2,), constraints=SHARDED["gpt2"], **QUICK
-    )  # fmt: skip
+    model: Any = autopar.autoparallelize(gpt2(n_layer=1), tokens(4), mesh=(2,), constraints=SHARDED["gpt2"], **QUICK)
     try:
         model.save_pretrained(f"{folder}/file/inside")
     except (OSError, RankError) as error:

@@ -69,12 +69,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 
 SHARDED: dict[str, dict[str, str]] = {
     "gpt2": {
-        "transformer.wte.weight": "S0R", "*.c_attn.weight": "RS0", "*.c_proj.weight": "S0R", "*.c_fc.weight": "RS0",
+        "transformer.wte.weight": "S0R",
+        "*.c_attn.weight": "RS0",
+        "*.c_proj.weight": "S0R",
+        "*.c_fc.weight": "RS0",
     },
     "llama": {"*_proj.weight": "S0R", "model.embed_tokens.weight": "RS0"},
     "resnet": {"*.convolution.weight": "S0RRR", "input:pixel_values": "S0RRR"},
     "mlp": {"up.weight": "S0R", "up.bias": "S0", "down.weight": "RS0"},
-}  # fmt: skip
+}
 """Constraints that cut parameters over axis 0, thirteen rows among them."""
 
 
@@ -112,8 +115,9 @@ def gradient_distance(model: nn.Module, reference: nn.Module) -> float:
     largest = max(float(r.grad.abs().max()) for _, r in pairs if r.grad is not None)
     return max(
         float((whole(p.grad) - r.grad).abs().max()) / max(float(r.grad.abs().max()), 1e-3 * largest)
-        for p, r in pairs if r.grad is not None
-    )  # fmt: skip
+        for p, r in pairs
+        if r.grad is not None
+    )
 
 
 def state_distance(model: nn.Module, reference: nn.Module) -> float:

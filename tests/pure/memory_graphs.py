@@ -43,9 +43,7 @@ def chain(length: int) -> Graph:
     state takes while a forward step makes the next.
     """
     nodes = [Node("a0", "placeholder", outputs=(tensor(1),))]
-    nodes += [
-        Node(f"a{i}", "test.step.default", (Value(f"a{i - 1}"),), outputs=(tensor(1),)) for i in range(1, length)
-    ]
+    nodes += [Node(f"a{i}", "test.step.default", (Value(f"a{i - 1}"),), outputs=(tensor(1),)) for i in range(1, length)]
     nodes.append(Node("loss", "test.step.default", (Value(f"a{length - 1}"),), outputs=(SCALAR,)))
     nodes.append(Node("tangent", "placeholder", outputs=(SCALAR,), phase="backward"))
     gradient = "tangent"
@@ -54,9 +52,11 @@ def chain(length: int) -> Graph:
         gradient = f"g{i}"
         nodes.append(Node(gradient, "test.back.default", reads, outputs=(tensor(0.5),), phase="backward"))
     return Graph(
-        tuple(nodes), (Input("a0", "input", "x"), Input("tangent", "tangent", "loss")),
-        (Output(Value("loss"), "output", "loss"), Output(Value("g0"), "gradient", "input:x")), "chain",
-    )  # fmt: skip
+        tuple(nodes),
+        (Input("a0", "input", "x"), Input("tangent", "tangent", "loss")),
+        (Output(Value("loss"), "output", "loss"), Output(Value("g0"), "gradient", "input:x")),
+        "chain",
+    )
 
 
 @st.composite
@@ -83,6 +83,8 @@ def steps(draw: st.DrawFn, most: int = 8) -> Graph:
         )
         gradient = f"b{i}"
     return Graph(
-        tuple(nodes), (Input("x", "input", "x"), Input("tangent", "tangent", "loss")),
-        (Output(Value("loss"), "output", "loss"), Output(Value(gradient), "gradient", "input:x")), "steps",
-    )  # fmt: skip
+        tuple(nodes),
+        (Input("x", "input", "x"), Input("tangent", "tangent", "loss")),
+        (Output(Value("loss"), "output", "loss"), Output(Value(gradient), "gradient", "input:x")),
+        "steps",
+    )

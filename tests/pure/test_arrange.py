@@ -25,10 +25,12 @@ MESH = Mesh((2, 2))
 PRICES = Prices(MESH, Cluster.load("dgx-h100").sized(4))
 WHOLE, CUT, SUMS = (ShardingSpec.parse(s) for s in ("R", "S0", "R P0 P1"))
 FORMS = [
-    (Step("all_gather", 0, 0), WHOLE), (Step("reduce_scatter", 0, 0), ShardingSpec.parse("S0 P1")),
-    (Step("all_reduce", 0), ShardingSpec.parse("R P1")), (Step("all_reduce", 1), ShardingSpec.parse("R P0")),
+    (Step("all_gather", 0, 0), WHOLE),
+    (Step("reduce_scatter", 0, 0), ShardingSpec.parse("S0 P1")),
+    (Step("all_reduce", 0), ShardingSpec.parse("R P1")),
+    (Step("all_reduce", 1), ShardingSpec.parse("R P0")),
     (Step("all_to_all", 1, 0, 0), CUT),
-]  # fmt: skip
+]
 """Steps and the specs of their results; what they are taken from does not matter here."""
 
 
@@ -43,9 +45,17 @@ def collective(name, source, form, phase):
     size = max(written.bytes, source.bytes)
     costs = PRICES.collectives
     return Op(
-        name, "redistribute", name, (source.name,), (written,), phase, step=step, wire_bytes=size,
-        seconds=costs.seconds(step.kind, size, step.axis), launch_s=costs.seconds(step.kind, 0, step.axis),
-    )  # fmt: skip
+        name,
+        "redistribute",
+        name,
+        (source.name,),
+        (written,),
+        phase,
+        step=step,
+        wire_bytes=size,
+        seconds=costs.seconds(step.kind, size, step.axis),
+        launch_s=costs.seconds(step.kind, 0, step.axis),
+    )
 
 
 @st.composite

@@ -17,9 +17,14 @@ GAP = 1e-3
 
 def candidate(name: str, cost: float, step_s: float) -> Candidate:
     return Candidate(
-        name, cast("Any", None), Solution((), cost, 0.0, proven=False), Program((), ()), MemoryProfile((1,), 0, {}),
-        Timeline((), step_s, step_s, 0.0), step_s,
-    )  # fmt: skip
+        name,
+        cast("Any", None),
+        Solution((), cost, 0.0, proven=False),
+        Program((), ()),
+        MemoryProfile((1,), 0, {}),
+        Timeline((), step_s, step_s, 0.0),
+        step_s,
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,16 @@ every_cluster = pytest.mark.parametrize("name", builtin_clusters())
 
 def test_the_built_in_clusters_are_these():
     assert builtin_clusters() == (
-        "cpu-2", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200", "gb200-nvl72", "l40s-pcie", "mi300x", "p3.16xlarge"
-    )  # fmt: skip
+        "cpu-2",
+        "dgx-a100",
+        "dgx-b200",
+        "dgx-h100",
+        "dgx-h200",
+        "gb200-nvl72",
+        "l40s-pcie",
+        "mi300x",
+        "p3.16xlarge",
+    )
 
 
 @every_cluster

@@ -32,9 +32,11 @@ def linear() -> Graph:
         Node("add", "aten.add.Tensor", (v("mm"), v("bias")), outputs=(tensor(8, 16),), module="layer"),
     )
     inputs = (
-        Input("weight", "parameter", "layer.weight", trainable=True), Input("bias", "parameter", "layer.bias"),
-        Input("table", "parameter", "embed.weight"), Input("ids", "input", "ids"),
-    )  # fmt: skip
+        Input("weight", "parameter", "layer.weight", trainable=True),
+        Input("bias", "parameter", "layer.bias"),
+        Input("table", "parameter", "embed.weight"),
+        Input("ids", "input", "ids"),
+    )
     return Graph(nodes, inputs, (Output(v("add"), "output", "0"),))
 
 

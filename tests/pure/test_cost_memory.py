@@ -20,11 +20,23 @@ from autopar.errors import AutoparError
 @pytest.mark.parametrize(
     ("optimizer", "float32", "bfloat16"),
     [
-        ("adamw", 8, 4), ("Adam", 8, 4), ("nadam", 8, 4), ("RAdam", 8, 4), ("adamax", 8, 4),
-        ("sgd", 0, 0), ("sgd momentum", 4, 2), ("sgd_momentum", 4, 2), ("adagrad", 4, 2), ("rmsprop", 4, 2),
-        ("lion", 4, 2), ("muon", 4, 2), (8, 8, 8), (2.5, 2.5, 2.5), (0, 0, 0),
+        ("adamw", 8, 4),
+        ("Adam", 8, 4),
+        ("nadam", 8, 4),
+        ("RAdam", 8, 4),
+        ("adamax", 8, 4),
+        ("sgd", 0, 0),
+        ("sgd momentum", 4, 2),
+        ("sgd_momentum", 4, 2),
+        ("adagrad", 4, 2),
+        ("rmsprop", 4, 2),
+        ("lion", 4, 2),
+        ("muon", 4, 2),
+        (8, 8, 8),
+        (2.5, 2.5, 2.5),
+        (0, 0, 0),
     ],
-)  # fmt: skip
+)
 def test_state_follows_the_dtype_of_the_parameter(optimizer, float32, bfloat16):
     assert optimizer_state_bytes(optimizer, 1000, "float32") == 1000 * float32
     assert optimizer_state_bytes(optimizer, 1000, "bfloat16") == 1000 * bfloat16

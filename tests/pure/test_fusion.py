@@ -29,8 +29,13 @@ X = node("x", "placeholder")
 
 
 def test_a_chain_reads_its_input_and_writes_its_result_once():
-    g = graph(X, node("a", "aten.tanh.default", "x"), node("b", "aten.exp.default", "a"),
-              node("c", "aten.mul.Tensor", "b", "x"), results=["c"])  # fmt: skip
+    g = graph(
+        X,
+        node("a", "aten.tanh.default", "x"),
+        node("b", "aten.exp.default", "a"),
+        node("c", "aten.mul.Tensor", "b", "x"),
+        results=["c"],
+    )
     assert borders(g) == {
         "a": Border(frozenset({0}), frozenset(), leads=True),
         "b": Border(frozenset(), frozenset(), leads=False),
@@ -39,8 +44,13 @@ def test_a_chain_reads_its_input_and_writes_its_result_once():
 
 
 def test_a_contraction_parts_two_groups_even_where_another_path_joins_them():
-    g = graph(X, node("a", "aten.tanh.default", "x"), node("m", "aten.mm.default", "a", "x"),
-              node("b", "aten.add.Tensor", "m", "a"), results=["b"])  # fmt: skip
+    g = graph(
+        X,
+        node("a", "aten.tanh.default", "x"),
+        node("m", "aten.mm.default", "a", "x"),
+        node("b", "aten.add.Tensor", "m", "a"),
+        results=["b"],
+    )
     found = borders(g)
     assert "m" not in found
     assert found["a"] == Border(frozenset({0}), frozenset({0}), leads=True)
@@ -48,15 +58,25 @@ def test_a_contraction_parts_two_groups_even_where_another_path_joins_them():
 
 
 def test_a_view_inside_a_chain_costs_nothing():
-    g = graph(X, node("a", "aten.tanh.default", "x"), node("v", "aten.transpose.int", "a", 0, 1),
-              node("b", "aten.exp.default", "v"), results=["b"])  # fmt: skip
+    g = graph(
+        X,
+        node("a", "aten.tanh.default", "x"),
+        node("v", "aten.transpose.int", "a", 0, 1),
+        node("b", "aten.exp.default", "v"),
+        results=["b"],
+    )
     assert borders(g)["b"] == Border(frozenset(), frozenset({0}), leads=False)
     assert borders(g)["a"].writes == frozenset()
 
 
 def test_what_the_backward_reads_is_written_and_read_again():
-    g = graph(X, node("a", "aten.tanh.default", "x"), node("b", "aten.exp.default", "a"),
-              node("c", "aten.neg.default", "a", phase="backward"), results=["b", "c"])  # fmt: skip
+    g = graph(
+        X,
+        node("a", "aten.tanh.default", "x"),
+        node("b", "aten.exp.default", "a"),
+        node("c", "aten.neg.default", "a", phase="backward"),
+        results=["b", "c"],
+    )
     found = borders(g)
     assert found["a"].writes == {0}
     assert found["c"] == Border(frozenset({0}), frozenset({0}), leads=True)

@@ -61,9 +61,16 @@ def test_pooling_keeps_what_already_rises_and_the_mean_of_logarithms(pairs):
 
 @pytest.mark.parametrize(
     ("amounts", "seconds"),
-    [((), ()), ((1.0,), (1.0, 2.0)), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0)),
-     ((0.0, 1.0), (1.0, 2.0)), ((1.0,), (math.inf,))],
-)  # fmt: skip
+    [
+        ((), ()),
+        ((1.0,), (1.0, 2.0)),
+        ((2.0, 1.0), (1.0, 2.0)),
+        ((1.0, 1.0), (1.0, 2.0)),
+        ((1.0, 2.0), (2.0, 1.0)),
+        ((0.0, 1.0), (1.0, 2.0)),
+        ((1.0,), (math.inf,)),
+    ],
+)
 def test_points_that_are_no_curve_are_refused(amounts, seconds):
     with pytest.raises(MeshError, match="a right pair of lines"):
         Curve(amounts, seconds)
@@ -102,8 +109,9 @@ def test_a_broken_measurement_names_the_key_and_shows_a_right_line(right, wrong,
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"overlap": 1.5}, {"call_s": -1.0}, {"call_s": math.nan}],
-)  # fmt: skip
+    "wrong",
+    [{"overlap": 1.5}, {"call_s": -1.0}, {"call_s": math.nan}],
+)
 def test_figures_made_in_code_are_checked(wrong):
     with pytest.raises(MeshError, match="overlap lies between 0 and 1"):
         Measured(**wrong)
@@ -131,8 +139,9 @@ def test_more_bytes_never_take_less_where_measured(x, y):
     low, high = sorted((x, y))
     assert 0 < costs.seconds("all_reduce", low, 0) <= costs.seconds("all_reduce", high, 0) * (1 + 1e-12)
     assert costs.seconds_array("all_reduce", np.array([x, y]), 0).tolist() == [
-        costs.seconds("all_reduce", x, 0), costs.seconds("all_reduce", y, 0)
-    ]  # fmt: skip
+        costs.seconds("all_reduce", x, 0),
+        costs.seconds("all_reduce", y, 0),
+    ]
 
 
 def test_measured_kernels_go_before_the_roofline():

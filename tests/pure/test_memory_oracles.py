@@ -56,9 +56,7 @@ def every_way(graph):
     search = CheckpointSearch(Objective(d, Prices(mesh, device())), options, [None] * len(d.variables))
     assert search.rules is not None
     values = search.rules.storages
-    choices = {
-        search.rules.choosing(kept) for count in range(len(values) + 1) for kept in combinations(values, count)
-    }
+    choices = {search.rules.choosing(kept) for count in range(len(values) + 1) for kept in combinations(values, count)}
     return [(search.measured(c)[1].peak_bytes, search.objective.seconds(c)) for c in choices]
 
 

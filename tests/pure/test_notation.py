@@ -57,9 +57,20 @@ def test_a_result_can_be_independent_of_a_factor() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["m k, k n", "m -> n -> k", "m k) -> m", "(m k -> m", "[m -> m", "m+k -> m", "m m -> m", "... ... -> ...",
-     "(m=2 k) (m=3 n) -> m", "P0 -> P0", "2 -> 1"],
-)  # fmt: skip
+    [
+        "m k, k n",
+        "m -> n -> k",
+        "m k) -> m",
+        "(m k -> m",
+        "[m -> m",
+        "m+k -> m",
+        "m m -> m",
+        "... ... -> ...",
+        "(m=2 k) (m=3 n) -> m",
+        "P0 -> P0",
+        "2 -> 1",
+    ],
+)
 def test_what_cannot_be_read_is_refused_with_the_text(text: str) -> None:
     with pytest.raises(RuleError) as error:
         parse(text)

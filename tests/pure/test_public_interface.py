@@ -48,8 +48,15 @@ def positional(found: ast.FunctionDef) -> list[str]:
 
 def test_names() -> None:
     assert set(autopar.__all__) >= {
-        "AutoparError", "Cluster", "ColoTracer", "Plan", "autoparallelize", "plan", "register_rule", "simulate",
-    }  # fmt: skip
+        "AutoparError",
+        "Cluster",
+        "ColoTracer",
+        "Plan",
+        "autoparallelize",
+        "plan",
+        "register_rule",
+        "simulate",
+    }
     assert set(dir(autopar)) == set(autopar.__all__)
 
 
@@ -96,8 +103,16 @@ def test_register_rule() -> None:
 
 def test_a_plan_answers() -> None:
     fields = {
-        "objective", "lower_bound", "step_time", "peak_memory", "memory", "specs", "activations", "source", "timings",
-    }  # fmt: skip
+        "objective",
+        "lower_bound",
+        "step_time",
+        "peak_memory",
+        "memory",
+        "specs",
+        "activations",
+        "source",
+        "timings",
+    }
     assert fields <= set(Plan.__dataclass_fields__)
     assert all(hasattr(Plan, name) for name in ("gap", "collectives", "explain", "diff", "save", "load"))
 

@@ -95,8 +95,10 @@ def test_the_last_ranks_hold_less_or_nothing():
 
 def test_two_axes_on_one_dim_cut_in_their_order():
     mesh = Mesh((2, 3))
-    starts = {text: [parse(text).local_slices((6,), mesh, mesh.coordinate(r))[0].start for r in range(6)]
-              for text in ("S01", "S10")}  # fmt: skip
+    starts = {
+        text: [parse(text).local_slices((6,), mesh, mesh.coordinate(r))[0].start for r in range(6)]
+        for text in ("S01", "S10")
+    }
     assert starts == {"S01": [0, 1, 2, 3, 4, 5], "S10": [0, 2, 4, 1, 3, 5]}
 
 
@@ -156,10 +158,16 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused():
 
 @pytest.mark.parametrize(
     "step",
-    [Step("slice", 1, 2), Step("all_gather", 0, 7), Step("all_gather", 0), Step("reduce_scatter", 1, 2),
-     Step("all_to_all", 0, 0, 2), Step("permute", 0, 3, axes=(0, 1))],
+    [
+        Step("slice", 1, 2),
+        Step("all_gather", 0, 7),
+        Step("all_gather", 0),
+        Step("reduce_scatter", 1, 2),
+        Step("all_to_all", 0, 0, 2),
+        Step("permute", 0, 3, axes=(0, 1)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_step_on_a_dim_that_is_not_there_is_refused(step):
     with pytest.raises(SpecError, match="the tensor has 2 dims") as error:
         step.apply(parse("S0R P1"))

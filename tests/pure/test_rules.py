@@ -167,8 +167,19 @@ def test_an_op_without_a_rule_is_replicated_and_the_line_that_adds_one_is_shown(
 def test_flops_count_a_multiply_add_as_two() -> None:
     assert flops(*MM) == 2 * 4 * 8 * 6
     assert flops(*call("aten.relu.default", tensor(4), out=(tensor(4),))) == 0
-    conv = call("aten.convolution.default", tensor(2, 3, 8, 8), tensor(5, 3, 3, 3), None, (1, 1), (1, 1), (1, 1), False,
-                (0, 0), 1, out=(tensor(2, 5, 8, 8),))  # fmt: skip
+    conv = call(
+        "aten.convolution.default",
+        tensor(2, 3, 8, 8),
+        tensor(5, 3, 3, 3),
+        None,
+        (1, 1),
+        (1, 1),
+        (1, 1),
+        False,
+        (0, 0),
+        1,
+        out=(tensor(2, 5, 8, 8),),
+    )
     assert flops(*conv) == 2 * (2 * 8 * 8) * 5 * (3 * 3 * 3)
     options: dict[str, Arg] = {"is_causal": True, "offset": (0, 0, 0, 0)}
     q, out = tensor(2, 4, 8, 16), (tensor(2, 4, 8, 16), tensor(2, 4, 8))
@@ -193,8 +204,9 @@ def test_where_ranks_differ_a_local_length_stands() -> None:
 
 
 def test_a_cut_vocabulary_knows_its_first_row() -> None:
-    node, metas = call("autopar.lookup.default", tensor(10, 4), tensor(3, dtype="int64"), out=(tensor(3, 4),), offset=0,
-                       padding_idx=-1)  # fmt: skip
+    node, metas = call(
+        "autopar.lookup.default", tensor(10, 4), tensor(3, dtype="int64"), out=(tensor(3, 4),), offset=0, padding_idx=-1
+    )
     rows = next(s for s in strategies(node, metas, Mesh((2,))) if str(s.inputs[0]) == "S0R")
     assert str(rows) == "S0R, R -> RR P0"
     assert dict(localize(node, rows, metas, Mesh((2,)))[2])["offset"] == LocalOffset(10, (0,))

@@ -91,9 +91,10 @@ def test_with_one_more_row_and_node_the_next_begins_where_the_last_ended() -> No
 
     problem = knapsack(12, 25.0, 0.25)
     more = replace(
-        problem, costs=(*problem.costs, np.array([0.0, 1.0])),
+        problem,
+        costs=(*problem.costs, np.array([0.0, 1.0])),
         usages=(*problem.usages, Usage(len(problem.costs), np.array([3.0, 0.0]), 1, 2)),
-    )  # fmt: skip
+    )
     last, model = (build(Graph(p), 1.0) for p in (problem, more))
     ended = highs.solve_relaxation(last, 60.0)
     assert ended is not None

@@ -27,9 +27,14 @@ from autopar.solver.reduce.reductions import drop_forbidden
 
 
 def chain(
-    random: np.random.Generator, copies: int, *, width: int = 2, options: int = 3, hub: bool = False,
+    random: np.random.Generator,
+    copies: int,
+    *,
+    width: int = 2,
+    options: int = 3,
+    hub: bool = False,
     limit: float = math.inf,
-) -> Problem:  # fmt: skip
+) -> Problem:
     """Equal blocks in a row with seams in both directions, a head and a tail, and perhaps a node that all read."""
 
     def matrix() -> np.ndarray:
@@ -220,7 +225,6 @@ class TestBound:
             bound += count * (optimum(part) + offset)
         assert bound <= flat_optimum(problem) + 1e-6
         assert bound >= 0.9 * flat_optimum(problem)
-
 
     def test_what_is_cheap_once_on_the_way_into_a_run_is_not_counted_out(self) -> None:
         """Blocks that stay as they are cost 1 each; the first few, which end elsewhere than they began, nothing."""

@@ -144,9 +144,11 @@ def test_odd_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     forbidden = 10**18
     fine = {
         "nodes": {"intervals": [[0, 1], [3, 3], [0, 2]], "costs": [[3, 2], [5, 1], [4]], "usages": [[1, 9], [], [0]]},
-        "edges": {"nodes": [[0, 1], [0, 1], [1, 0], [0, 0]],
-                  "costs": [[1, 2, 3, 4], [forbidden, 0, 0, 0], [1, 0, 0, 1], [0, 7, 7, 1]]},
-    }  # fmt: skip
+        "edges": {
+            "nodes": [[0, 1], [0, 1], [1, 0], [0, 0]],
+            "costs": [[1, 2, 3, 4], [forbidden, 0, 0, 0], [1, 0, 0, 1], [0, 7, 7, 1]],
+        },
+    }
     none = {**fine, "usage_limit": 0}
     paths = [tmp_path / "fine.json", tmp_path / "none.json"]
     for path, problem in zip(paths, (fine, none), strict=True):
@@ -189,8 +191,10 @@ print(solve(problem, gap=0.0, backend="highs").objective)
 
 def test_a_back_end_that_nobody_knows() -> None:
     with pytest.raises(SolverError, match="NO_SUCH_SOLVER"):
-        solve(Problem((np.zeros(2),), (Edge(0, 0, np.zeros((2, 2))),), (Usage(0, np.zeros(2), 0, 1),)),
-              backend="NO_SUCH_SOLVER")  # fmt: skip
+        solve(
+            Problem((np.zeros(2),), (Edge(0, 0, np.zeros((2, 2))),), (Usage(0, np.zeros(2), 0, 1),)),
+            backend="NO_SUCH_SOLVER",
+        )
 
 
 def test_the_clock_can_be_hurried() -> None:
@@ -200,8 +204,9 @@ def test_the_clock_can_be_hurried() -> None:
 def changed(change: Callable[[dict[str, Any]], Any]) -> str:
     instance = {
         "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1], [2, 3]], "usages": [[1], [2, 1]]},
-        "edges": {"nodes": [[0, 1]], "costs": [[1, 2]]}, "usage_limit": 3,
-    }  # fmt: skip
+        "edges": {"nodes": [[0, 1]], "costs": [[1, 2]]},
+        "usage_limit": 3,
+    }
     change(instance)
     return json.dumps({"problem": instance})
 

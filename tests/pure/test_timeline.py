@@ -103,9 +103,16 @@ def test_what_is_under_way_when_the_forward_ends_is_waited_for():
 
 def test_copies_run_one_after_the_other_beside_what_is_computed_and_communicated():
     program = Program(
-        (op("a", 1), op("x", 3, "a", kind="offload"), op("y", 3, kind="offload"), op("g", 4, kind="redistribute"),
-         op("b", 6), op("c", 1, ["g", "y"])), (),
-    )  # fmt: skip
+        (
+            op("a", 1),
+            op("x", 3, "a", kind="offload"),
+            op("y", 3, kind="offload"),
+            op("g", 4, kind="redistribute"),
+            op("b", 6),
+            op("c", 1, ["g", "y"]),
+        ),
+        (),
+    )
     assert simulate_streams(program).seconds == 1 + 6 + 1
     assert simulate_streams(program).transfer_s == 6
 
@@ -113,7 +120,14 @@ def test_copies_run_one_after_the_other_beside_what_is_computed_and_communicated
 def test_a_wait_stands_still_until_the_copy_is_done_while_collectives_go_on():
     wait = Op("w", "wait", "a", ("a", "x"), (), "forward")
     program = Program(
-        (op("a", 1), op("x", 3, "a", kind="offload"), op("g", 2, kind="redistribute"), op("b", 1), wait,
-         op("c", 1, "g")), (),
-    )  # fmt: skip
+        (
+            op("a", 1),
+            op("x", 3, "a", kind="offload"),
+            op("g", 2, kind="redistribute"),
+            op("b", 1),
+            wait,
+            op("c", 1, "g"),
+        ),
+        (),
+    )
     assert simulate_streams(program).seconds == 1 + 3 + 1

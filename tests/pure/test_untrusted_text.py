@@ -35,9 +35,29 @@ seconds = [2e-5, 6e-5]
 """
 LINES = (Cluster.load("dgx-h100").to_toml() + MEASURED).splitlines()
 ODD = (
-    "nan", "-1", "0", "1e999", "9" * 400, "9" * 5000, "true", '""', '"\\u007f\\u0000"', '"\U0001f600\\n[device]"',
-    "[]", "[[1]]", "{}", "[nan, 1]", "1979-05-27", '"""', "0x10", "[" * 3000, '"all_reduce"', "2.5", "1e-320", "1e308",
-)  # fmt: skip
+    "nan",
+    "-1",
+    "0",
+    "1e999",
+    "9" * 400,
+    "9" * 5000,
+    "true",
+    '""',
+    '"\\u007f\\u0000"',
+    '"\U0001f600\\n[device]"',
+    "[]",
+    "[[1]]",
+    "{}",
+    "[nan, 1]",
+    "1979-05-27",
+    '"""',
+    "0x10",
+    "[" * 3000,
+    '"all_reduce"',
+    "2.5",
+    "1e-320",
+    "1e308",
+)
 
 
 @st.composite
@@ -111,7 +131,7 @@ def product() -> Graph:
         Node("w", "placeholder", outputs=(TensorMeta((8, 4), f),)),
         Node("x", "placeholder", outputs=(TensorMeta((2, 8), f),)),
         Node("mm", "aten.mm.default", (v("x"), v("w")), outputs=(TensorMeta((2, 4), f),), module="layer"),
-    )  # fmt: skip
+    )
     inputs = (Input("w", "parameter", "layer.weight", trainable=True), Input("x", "input", "x"))
     return Graph(nodes, inputs, (Output(v("mm"), "output", "0"),))
 
@@ -134,10 +154,27 @@ def test_constraints_are_specs_that_fit_or_an_error(constraints) -> None:
 
 
 BAD_FORMULAS = (
-    "__import__('os').getpid()", "batch.__class__", "().__class__", "9**9**9", "batch**9999", "2**64", "f'{batch}'",
-    "other", "[batch]", "lambda: 1", "(" * 500, "-" * 100_000 + "1", "1.5", "True", "ceiling()", "Max(key=batch)",
-    "x" * 100_000, "\0", "batch if batch else 1", "(1 + 1)**9",
-)  # fmt: skip
+    "__import__('os').getpid()",
+    "batch.__class__",
+    "().__class__",
+    "9**9**9",
+    "batch**9999",
+    "2**64",
+    "f'{batch}'",
+    "other",
+    "[batch]",
+    "lambda: 1",
+    "(" * 500,
+    "-" * 100_000 + "1",
+    "1.5",
+    "True",
+    "ceiling()",
+    "Max(key=batch)",
+    "x" * 100_000,
+    "\0",
+    "batch if batch else 1",
+    "(1 + 1)**9",
+)
 
 
 @pytest.mark.parametrize("text", BAD_FORMULAS)

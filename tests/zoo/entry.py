@@ -60,9 +60,16 @@ class Entry:
 
 
 def hugging_face(
-    name: str, family: str, model: str, inputs: Callable[[], Inputs], *, quick: bool = False,
-    dtype: torch.dtype = torch.float64, config: str = "", **sizes: object,
-) -> Entry:  # fmt: skip
+    name: str,
+    family: str,
+    model: str,
+    inputs: Callable[[], Inputs],
+    *,
+    quick: bool = False,
+    dtype: torch.dtype = torch.float64,
+    config: str = "",
+    **sizes: object,
+) -> Entry:
     """A model of transformers by the name of its class; its configuration is ``sizes`` without dropout."""
     stem = config or next(model[: -len(s)] for s in _HEADS if model.endswith(s))
 
@@ -79,10 +86,22 @@ def hugging_face(
 
 
 _HEADS = (
-    "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForImageClassification", "ForCTC",
-    "ForSequenceClassification", "ForAudioClassification", "ForSemanticSegmentation", "ForPreTraining", "Model",
-    "ForDepthEstimation", "ForMaskedImageModeling", "ForQuestionAnswering", "ForObjectDetection",
-)  # fmt: skip
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForConditionalGeneration",
+    "ForImageClassification",
+    "ForCTC",
+    "ForSequenceClassification",
+    "ForAudioClassification",
+    "ForSemanticSegmentation",
+    "ForPreTraining",
+    "Model",
+    "ForDepthEstimation",
+    "ForMaskedImageModeling",
+    "ForQuestionAnswering",
+    "ForObjectDetection",
+)
 
 
 def _configurations(config: transformers.PretrainedConfig) -> Iterable[transformers.PretrainedConfig]:

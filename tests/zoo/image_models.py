@@ -103,18 +103,27 @@ IMAGES = [
     transformer("deit3", "deit3_small_patch16_224", 16, **PLAIN),
     transformer("beit", "beit_base_patch16_224", 16, **PLAIN),
     transformer("cait", "cait_xxs24_224", 16, **PLAIN, depth_token_only=1),
-    transformer("swin", "swin_tiny_patch4_window7_224", img_size=32, patch_size=4, embed_dim=16, depths=(2, 1),
-                num_heads=(2, 4), window_size=4),
+    transformer(
+        "swin",
+        "swin_tiny_patch4_window7_224",
+        img_size=32,
+        patch_size=4,
+        embed_dim=16,
+        depths=(2, 1),
+        num_heads=(2, 4),
+        window_size=4,
+    ),
     transformer("xcit", "xcit_nano_12_p16_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4),
     transformer("davit", "davit_tiny", depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4)),
     transformer("mixer", "mlp_mixer.MlpMixer", 16, **MIXER),
     Entry("timm_gmlp", "timm, transformer", lambda: gated_mixer(**MIXER, mlp_ratio=6), images(16)),
-    mixed("levit", "levit_128s", 64, img_size=64, embed_dim=(16, 24, 32), num_heads=(2, 3, 4), depth=(1, 1, 1),
-          key_dim=8),
+    mixed(
+        "levit", "levit_128s", 64, img_size=64, embed_dim=(16, 24, 32), num_heads=(2, 3, 4), depth=(1, 1, 1), key_dim=8
+    ),
     mixed("coatnet", "coatnet_nano_rw_224", img_size=32, embed_dim=(32,) * 4, depths=(1, 1, 1, 1), stem_width=8),
     mixed("maxvit", "maxvit_rmlp_pico_rw_256", img_size=32, embed_dim=(32, 32), depths=(1, 1), stem_width=8),
     mixed("pvt_v2", "pvt_v2_b0", 64, depths=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16), num_heads=(1, 1, 2, 2)),
     mixed("edgenext", "edgenext_xx_small", 64, depths=(1, 1, 2, 1), dims=(8, 16, 16, 16)),
     mixed("visformer", "visformer_tiny", img_size=32, embed_dim=32, depth=1),
     mixed("metaformer", "metaformer.MetaFormer", depths=(1, 1), dims=(8, 12)),
-]  # fmt: skip
+]

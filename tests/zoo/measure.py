@@ -90,11 +90,12 @@ def coverage(graph: ir.Graph) -> Coverage:
     made = {n.name: sum(m.bytes for m in n.outputs if m) for n in computed if n.phase == "forward"}
     cut = {n.name for n in computed if _can_be_cut(graph, n)}
     return Coverage(
-        len(computed), len({n.op for n in computed}),
+        len(computed),
+        len({n.op for n in computed}),
         tuple(sorted({n.packet for n in computed if find_rule(n) is None})),
         sum(w for n, w in work.items() if n in cut) / max(1.0, sum(work.values())),
         sum(b for n, b in made.items() if n in cut) / max(1, sum(made.values())),
-    )  # fmt: skip
+    )
 
 
 def _work(graph: ir.Graph, node: ir.Node) -> float:

@@ -182,13 +182,19 @@ def rows() -> Inputs:
 
 
 def noised() -> Inputs:
-    return {"image": torch.randn(BATCH, 1, 8, 8), "time": torch.randint(0, 10, (BATCH,)),
-            "noise": torch.randn(BATCH, 1, 8, 8)}  # fmt: skip
+    return {
+        "image": torch.randn(BATCH, 1, 8, 8),
+        "time": torch.randint(0, 10, (BATCH,)),
+        "noise": torch.randn(BATCH, 1, 8, 8),
+    }
 
 
 def boxes() -> Inputs:
-    return {"image": torch.randn(BATCH, 3, 8, 8), "boxes": torch.rand(BATCH, 3, 4),
-            "labels": torch.randint(1, 3, (BATCH, 3))}  # fmt: skip
+    return {
+        "image": torch.randn(BATCH, 3, 8, 8),
+        "boxes": torch.rand(BATCH, 3, 4),
+        "labels": torch.randint(1, 3, (BATCH, 3)),
+    }
 
 
 def tags() -> Inputs:
@@ -196,8 +202,13 @@ def tags() -> Inputs:
 
 
 def steps() -> Inputs:
-    return {"seen": torch.randn(BATCH, WIDTH), "action": torch.randint(0, 3, (BATCH,)),
-            "before": -torch.rand(BATCH) - 1, "advantage": torch.randn(BATCH), "gain": torch.randn(BATCH)}  # fmt: skip
+    return {
+        "seen": torch.randn(BATCH, WIDTH),
+        "action": torch.randint(0, 3, (BATCH,)),
+        "before": -torch.rand(BATCH) - 1,
+        "advantage": torch.randn(BATCH),
+        "gain": torch.randn(BATCH),
+    }
 
 
 def patches() -> Inputs:

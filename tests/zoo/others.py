@@ -50,17 +50,22 @@ class UNet(nn.Module):
         super().__init__()
         self.down = nn.ModuleList([self.block(3, width), self.block(width, 2 * width)])
         self.middle = self.block(2 * width, 4 * width)
-        self.up = nn.ModuleList([nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.Upsample(scale_factor=2,
-                                 mode="bilinear")])  # fmt: skip
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear")]
+        )
         self.merge = nn.ModuleList([self.block(4 * width, 2 * width), self.block(3 * width, width)])
         self.head = nn.Conv2d(width, classes, 1)
 
     @staticmethod
     def block(i: int, o: int) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.SiLU(),
-            nn.Conv2d(o, o, 3, padding=1), nn.InstanceNorm2d(o, affine=True), nn.SiLU(),
-        )  # fmt: skip
+            nn.Conv2d(i, o, 3, padding=1),
+            nn.GroupNorm(4, o),
+            nn.SiLU(),
+            nn.Conv2d(o, o, 3, padding=1),
+            nn.InstanceNorm2d(o, affine=True),
+            nn.SiLU(),
+        )
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
         x, skipped = pixel_values, []
@@ -80,12 +85,13 @@ class AdversarialStep(nn.Module):
     def __init__(self, noise: int = 6, width: int = 24) -> None:
         super().__init__()
         self.generator = nn.Sequential(
-            nn.ConvTranspose2d(noise, width, 4), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.ConvTranspose2d(width, 3, 4, 2, 1), nn.Tanh(),
-        )  # fmt: skip
-        self.discriminator = nn.Sequential(
-            nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(width, 1, 4)
-        )  # fmt: skip
+            nn.ConvTranspose2d(noise, width, 4),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, 3, 4, 2, 1),
+            nn.Tanh(),
+        )
+        self.discriminator = nn.Sequential(nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(width, 1, 4))
 
     def forward(self, real: Tensor, noise: Tensor) -> Tensor:
         made = self.generator(noise[:, :, None, None])
@@ -179,15 +185,20 @@ def samples() -> Inputs:
 
 
 def graph(nodes: int = 16, edges: int = 40) -> Inputs:
-    return {"x": torch.randn(nodes, 12), "edges": torch.randint(0, nodes, (2, edges)),
-            "labels": torch.randint(0, 5, (nodes,))}  # fmt: skip
+    return {
+        "x": torch.randn(nodes, 12),
+        "edges": torch.randint(0, nodes, (2, edges)),
+        "labels": torch.randint(0, 5, (nodes,)),
+    }
 
 
 def clicks() -> Inputs:
     return {
-        "dense": torch.randn(BATCH, 13), "user": torch.randint(0, 500, (BATCH,)),
-        "categories": torch.randint(0, 48, (BATCH, 3, SEQUENCE)), "clicked": torch.randint(0, 2, (BATCH,)).double(),
-    }  # fmt: skip
+        "dense": torch.randn(BATCH, 13),
+        "user": torch.randint(0, 500, (BATCH,)),
+        "categories": torch.randint(0, 48, (BATCH, 3, SEQUENCE)),
+        "clicked": torch.randint(0, 2, (BATCH,)).double(),
+    }
 
 
 def points() -> Inputs:

@@ -33,9 +33,12 @@ def page(records: Sequence[Record], refused: Sequence[tuple[str, str]]) -> str:
     """The page as Markdown; ``refused`` are models that give an error, with what it says."""
     meshes = [named(m) for m in MESHES]
     text = TOP.format(
-        meshes=f"{', '.join(meshes[:-1])} and {meshes[-1]}", tolerance="1e-9", least=LEAST, plans=len(meshes),
+        meshes=f"{', '.join(meshes[:-1])} and {meshes[-1]}",
+        tolerance="1e-9",
+        least=LEAST,
+        plans=len(meshes),
         largest=meshes[-1],
-    )  # fmt: skip
+    )
     well = sum(r.is_well for r in records)
     parts = [f"{text}{well} of {len(records)} models are equal to one device on every mesh.\n"]
     families = dict.fromkeys(r.family for r in records)

@@ -52,15 +52,25 @@ def other(name: str, build: Callable[[], nn.Module], inputs: Callable[[], Inputs
 
 REFUSED = [
     Refused(
-        hugging_face("vilt", "refused", "ViltForQuestionAnswering", voted, **TEXT, image_size=12, patch_size=4,
-                     num_labels=CLASSES),
+        hugging_face(
+            "vilt",
+            "refused",
+            "ViltForQuestionAnswering",
+            voted,
+            **TEXT,
+            image_size=12,
+            patch_size=4,
+            num_labels=CLASSES,
+        ),
         "it reads the sizes of images from their masks, so that shapes depend on values",
         ("modeling_vilt.py", "values of a tensor"),
     ),
     Refused(
-        other("timm_convit", lambda: create("convit_tiny", img_size=32, embed_dim=32, depth=2, num_heads=4,
-                                            local_up_to_layer=1),
-              lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.zeros(BATCH, dtype=torch.int64)}),
+        other(
+            "timm_convit",
+            lambda: create("convit_tiny", img_size=32, embed_dim=32, depth=2, num_heads=4, local_up_to_layer=1),
+            lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.zeros(BATCH, dtype=torch.int64)},
+        ),
         "its first forward gives a buffer another shape",
         ("rel_indices", "final shape"),
     ),
@@ -69,4 +79,4 @@ REFUSED = [
         "a loop whose end depends on values",
         ("while (left > 0).any()", "values of a tensor"),
     ),
-]  # fmt: skip
+]

@@ -38,14 +38,22 @@ def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, o
     dtype = max(work, key=lambda d: (work[d], d), default="float32")
     samples, tokens = _batch(graph)
     return Facts(
-        nodes=nodes, names=_names(graph), shapes=_shapes(graph),
+        nodes=nodes,
+        names=_names(graph),
+        shapes=_shapes(graph),
         intervals=tuple((at.get(i.op, -1), i.stream, i.start_s, i.end_s) for i in planned.timeline.intervals),
-        history=history(program, graph, mesh, options), dtype=dtype,
-        peak_flops_per_s=cluster.device.peak(dtype), overlap=Prices(mesh, cluster).overlap,
-        samples=samples, tokens=tokens, device=cluster.device.name, description=cluster.description,
-        memory_bytes=cluster.device.memory_bytes, devices_per_node=cluster.devices_per_node,
+        history=history(program, graph, mesh, options),
+        dtype=dtype,
+        peak_flops_per_s=cluster.device.peak(dtype),
+        overlap=Prices(mesh, cluster).overlap,
+        samples=samples,
+        tokens=tokens,
+        device=cluster.device.name,
+        description=cluster.description,
+        memory_bytes=cluster.device.memory_bytes,
+        devices_per_node=cluster.devices_per_node,
         axes=_axes(mesh, cluster, program),
-    )  # fmt: skip
+    )
 
 
 def _names(graph: Graph) -> dict[str, str]:
@@ -87,11 +95,15 @@ def _axes(mesh: Mesh, cluster: Cluster, program: Program) -> tuple[AxisFacts, ..
         largest[key] = max(largest.get(key, 0), op.wire_bytes)
     return tuple(
         AxisFacts(
-            name, link.ranks_per_node, link.nodes, _finite(link.intra_bytes_per_s), _finite(link.inter_bytes_per_s),
+            name,
+            link.ranks_per_node,
+            link.nodes,
+            _finite(link.intra_bytes_per_s),
+            _finite(link.inter_bytes_per_s),
             {k: costs.algorithm(cast("CollectiveKind", k), n, axis) for (at, k), n in largest.items() if at == axis},
         )
         for axis, (name, link) in enumerate(zip(mesh.names, costs.links, strict=True))
-    )  # fmt: skip
+    )
 
 
 def _finite(rate: float) -> float:

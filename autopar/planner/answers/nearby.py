@@ -34,7 +34,7 @@ ROUNDS = 4
 
 def near(
     planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, limit_s: float
-) -> Planned | None:  # fmt: skip
+) -> Planned | None:
     """The best plan under ``options.constraints`` that differs from ``planned`` only near them; None where none fits.
 
     Args:
@@ -55,9 +55,13 @@ def near(
             solution = Solution(choice, objective.seconds(choice), 0.0, proven=False, method="near another plan")
             found = Candidate.of("near", d, solution, program, prices, options)
             return replace(
-                planned, program=found.program, decisions=d, solution=solution, memory=found.memory,
+                planned,
+                program=found.program,
+                decisions=d,
+                solution=solution,
+                memory=found.memory,
                 timeline=found.timeline,
-            )  # fmt: skip
+            )
         if not rows.tighten(choice, program, memory.timeline, budget):
             return None
     return None

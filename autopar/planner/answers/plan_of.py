@@ -21,9 +21,14 @@ from autopar.sharding import ShardingSpec
 
 
 def make_plan(
-    planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, source: str,
+    planned: Planned,
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    source: str,
     notices: tuple[str, ...],
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Gather decisions and predictions under the names that users know."""
     program = planned.program
     made: dict[str, ShardingSpec] = {name: t.spec for name, t in program.tensors.items()}
@@ -60,17 +65,29 @@ def make_plan(
             specs.setdefault(node.name, made[node.name])
     s = planned.solution
     return Plan(
-        model=graph.name, graph_digest=graph.digest, mesh=mesh, cluster=cluster.name, program=program,
-        specs=specs, parameters=parameters, activations=_activations(planned), objective=s.objective,
-        lower_bound=min(s.lower_bound, s.objective), step_time=planned.timeline.seconds,
-        peak_memory=planned.memory.peak_bytes, memory=planned.memory.by_kind, source=source,
-        timings=planned.timings, options=_options(options),
+        model=graph.name,
+        graph_digest=graph.digest,
+        mesh=mesh,
+        cluster=cluster.name,
+        program=program,
+        specs=specs,
+        parameters=parameters,
+        activations=_activations(planned),
+        objective=s.objective,
+        lower_bound=min(s.lower_bound, s.objective),
+        step_time=planned.timeline.seconds,
+        peak_memory=planned.memory.peak_bytes,
+        memory=planned.memory.by_kind,
+        source=source,
+        timings=planned.timings,
+        options=_options(options),
         solver={"method": s.method, "proven": s.proven, "seconds": s.seconds, **s.size},
-        notices=(*notices, *planned.notices), baselines=planned.baselines,
+        notices=(*notices, *planned.notices),
+        baselines=planned.baselines,
         host_memory=program.host_bytes + _state_on_host(program, graph, mesh, options),
         facts=gather_facts(planned, graph, mesh, cluster, replace(options, device=cluster.device.kind)),
         _explain=_explainer(planned, graph, mesh, cluster, options),
-    )  # fmt: skip
+    )
 
 
 def _state_on_host(program: Program, graph: Graph, mesh: Mesh, options: Options) -> int:
@@ -120,12 +137,18 @@ def _activations(planned: Planned) -> dict[str, Activation]:
 
 def _options(options: Options) -> dict[str, Any]:
     return {
-        "memory_budget_bytes": options.memory_budget_bytes, "optimizer": options.optimizer, "batch": options.batch,
-        "outputs": options.outputs, "constraints": dict(options.constraints), "time_limit_s": options.time_limit_s,
-        "solver": options.solver, "gap": options.gap, "mixed_precision": options.mixed_precision,
+        "memory_budget_bytes": options.memory_budget_bytes,
+        "optimizer": options.optimizer,
+        "batch": options.batch,
+        "outputs": options.outputs,
+        "constraints": dict(options.constraints),
+        "time_limit_s": options.time_limit_s,
+        "solver": options.solver,
+        "gap": options.gap,
+        "mixed_precision": options.mixed_precision,
         "async_tensor_parallel": options.async_tensor_parallel,
         "accumulation_steps": options.accumulation_steps,
-    }  # fmt: skip
+    }
 
 
 def _explainer(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Callable[[str], str]:

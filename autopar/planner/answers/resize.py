@@ -51,9 +51,13 @@ def _made(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[Tensor
 
 
 def _possible(
-    op: Op, graph: Graph, made: Sequence[TensorMeta], metas: dict[str, TensorMeta], specs: dict[str, ShardingSpec],
+    op: Op,
+    graph: Graph,
+    made: Sequence[TensorMeta],
+    metas: dict[str, TensorMeta],
+    specs: dict[str, ShardingSpec],
     mesh: Mesh,
-) -> bool:  # fmt: skip
+) -> bool:
     steps = op.bucket or ((op.step,) if op.step is not None else ())
     moved = zip(steps, op.reads, strict=False)
     if op.kind == "redistribute" and not all(t.fits(specs[name], metas[name].shape, mesh) for t, name in moved):

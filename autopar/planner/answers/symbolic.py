@@ -161,9 +161,12 @@ def _flops(graph: Graph, lengths: Mapping[tuple[str, int], Lengths], symbols: Ma
 
 
 def _evaluated(
-    node: Node, graph: Graph, lengths: Mapping[tuple[str, int], Lengths], sizes: Sizes,
+    node: Node,
+    graph: Graph,
+    lengths: Mapping[tuple[str, int], Lengths],
+    sizes: Sizes,
     symbols: Mapping[str, sympy.Symbol],
-) -> float:  # fmt: skip
+) -> float:
     at = {symbols[n]: size for n, size in sizes.items()}
 
     def resized(name: str, index: int, meta: TensorMeta | None) -> TensorMeta | None:
@@ -186,9 +189,11 @@ def _interpolated(points: Sequence[tuple[int, ...]], values: Sequence[int], symb
 
 
 def _along(
-    known: Mapping[tuple[int, ...], int], prefix: tuple[int, ...], symbols: Sequence[sympy.Symbol],
+    known: Mapping[tuple[int, ...], int],
+    prefix: tuple[int, ...],
+    symbols: Sequence[sympy.Symbol],
     interpolate: Callable[..., Any],
-) -> Any:  # fmt: skip
+) -> Any:
     if len(prefix) == len(symbols):
         return known[prefix]
     ends = sorted({p[len(prefix)] for p in known})

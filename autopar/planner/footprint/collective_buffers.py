@@ -17,8 +17,14 @@ from autopar.planner.footprint.layouts import Layout, contiguous, with_length
 from autopar.sharding import ShardingSpec, Step
 
 REDUCED_BYTES = {
-    "bool": 4, "int16": 4, "uint16": 4, "uint32": 8, "uint64": 8, "float8_e4m3fn": 4, "float8_e5m2": 4,
-}  # fmt: skip
+    "bool": 4,
+    "int16": 4,
+    "uint16": 4,
+    "uint32": 8,
+    "uint64": 8,
+    "float8_e4m3fn": 4,
+    "float8_e5m2": 4,
+}
 """Of an element while it is reduced, for dtypes that backends cannot reduce."""
 
 
@@ -44,9 +50,11 @@ class Packing:
 def packing(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
     """What ``step`` holds; ``x`` is the rank's shard, ``after`` the shape of the one that it holds then."""
     kinds = {
-        "all_gather": _all_gather, "all_to_all": _all_to_all, "all_reduce": _all_reduce,
+        "all_gather": _all_gather,
+        "all_to_all": _all_to_all,
+        "all_reduce": _all_reduce,
         "reduce_scatter": _reduce_scatter,
-    }  # fmt: skip
+    }
     if step.kind in kinds:
         return kinds[step.kind](step, meta, mesh, x, after)
     size = x.numel * meta.itemsize
@@ -70,9 +78,12 @@ class BucketPacking:
 
 
 def bucket_packing(
-    steps: Sequence[Step], metas: Sequence[TensorMeta], mesh: Mesh, shards: Sequence[Layout],
+    steps: Sequence[Step],
+    metas: Sequence[TensorMeta],
+    mesh: Mesh,
+    shards: Sequence[Layout],
     after: Sequence[tuple[int, ...]],
-) -> BucketPacking:  # fmt: skip
+) -> BucketPacking:
     """What a bucket holds, whose tensors have one dtype, a floating-point one; shards and shapes as in ``packing``."""
     each = [_in_bucket(*one) for one in zip(steps, metas, [mesh] * len(steps), shards, after, strict=True)]
     sent = sum(one.sent for one in each)

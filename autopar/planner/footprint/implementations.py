@@ -106,9 +106,7 @@ def _compute_dtype(node: Node, metas: Sequence[TensorMeta]) -> str:
     return metas[1 if node.packet.endswith("nll_backward") else 0].dtype
 
 
-def passes_beside(
-    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh
-) -> tuple[float, ...]:
+def passes_beside(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
     """Bytes of each pass that an op makes one after the other beside its product, on every device."""
     if node.packet in CHUNKED:
         return _chunked(node, option, metas, mesh)
@@ -152,5 +150,7 @@ def packing_kernels(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mes
 
 
 PACKS: Mapping[str, tuple[str, ...]] = {
-    "all_to_all": ("pack", "unpack"), "all_gather": ("unpack",), "reduce_scatter": ("pack",)
-}  # fmt: skip
+    "all_to_all": ("pack", "unpack"),
+    "all_gather": ("unpack",),
+    "reduce_scatter": ("pack",),
+}

@@ -20,14 +20,26 @@ MAYBE_VIEWS = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten
 """Lowered to ``reshape``: a view where strides allow it, else a copy."""
 
 DENSE = frozenset(
-    f"aten.{op}" for op in (
-        "native_group_norm", "native_group_norm_backward", "view_as_complex", "isin",
-        "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
-        "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "nll_loss2d_backward",
-        "_pdist_forward", "_pdist_backward", "_weight_norm_interface", "_weight_norm_interface_backward",
-        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    f"aten.{op}"
+    for op in (
+        "native_group_norm",
+        "native_group_norm_backward",
+        "view_as_complex",
+        "isin",
+        "adaptive_max_pool3d_backward",
+        "fractional_max_pool2d_backward",
+        "fractional_max_pool3d_backward",
+        "max_pool3d_with_indices",
+        "max_pool3d_with_indices_backward",
+        "nll_loss2d_backward",
+        "_pdist_forward",
+        "_pdist_backward",
+        "_weight_norm_interface",
+        "_weight_norm_interface_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
     )
-)  # fmt: skip
+)
 """Kernels that read memory as that of contiguous operands, or refuse others. Autograd makes copies for them, which
 capture drops as it drops all; they are given copies here too, of operands that are not contiguous."""
 
@@ -226,5 +238,3 @@ def _broadcast(x: Layout, shape: tuple[int, ...]) -> Layout:
     new = len(shape) - len(x.shape)
     old = (0 if n == 1 != m else s for n, s, m in zip(x.shape, x.strides, shape[new:], strict=True))
     return Layout(shape, (*(0 for _ in range(new)), *old))
-
-

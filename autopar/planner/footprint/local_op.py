@@ -101,9 +101,14 @@ def windowed(x: Layout, h: Halo, at: Sequence[int]) -> Window:
 
 
 def local_op(
-    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str,
-    layouts: Sequence[Layout] | None = None, at: Sequence[int] = (),
-) -> LocalOp:  # fmt: skip
+    node: Node,
+    option: Strategy,
+    metas: Sequence[TensorMeta],
+    mesh: Mesh,
+    device: str,
+    layouts: Sequence[Layout] | None = None,
+    at: Sequence[int] = (),
+) -> LocalOp:
     """``node`` on the rank at coordinate ``at``, or on the first. ``layouts``: of its operands, contiguous where not
     given."""
     where = tuple(at) if any(at) else None
@@ -111,10 +116,15 @@ def local_op(
     given = layouts if layouts is not None else [contiguous(tuple(s)) for s in shapes]
     made = [(m, s) for m, s in zip(node.outputs, option.outputs, strict=True) if m is not None and s is not None]
     return LocalOp(
-        node, tuple(metas), tuple((x, m.itemsize) for x, m in zip(given, metas, strict=True)),
+        node,
+        tuple(metas),
+        tuple((x, m.itemsize) for x, m in zip(given, metas, strict=True)),
         tuple((contiguous(tuple(s.local_shape(m.shape, mesh, where))), m.itemsize) for m, s in made),
-        device, option, mesh, where or (0,) * mesh.ndim,
-    )  # fmt: skip
+        device,
+        option,
+        mesh,
+        where or (0,) * mesh.ndim,
+    )
 
 
 Formulas = Mapping[str, Callable[[LocalOp], int]]

@@ -14,11 +14,32 @@ from autopar.sharding import ShardingSpec, Strategy
 VIEWS = frozenset(
     f"aten.{n}"
     for n in (
-        "view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
-        "select", "split", "split_with_sizes", "unbind", "alias", "detach", "diagonal", "as_strided", "movedim",
-        "unfold", "unsafe_split", "unsafe_split_with_sizes", "view_as_real", "view_as_complex", "_conj",
+        "view",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "alias",
+        "detach",
+        "diagonal",
+        "as_strided",
+        "movedim",
+        "unfold",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+        "view_as_real",
+        "view_as_complex",
+        "_conj",
     )
-)  # fmt: skip
+)
 """Ops whose result shares the memory of their operand."""
 
 GATHERS = frozenset(
@@ -55,9 +76,13 @@ def local_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh) -> int:
 
 
 def bytes_moved(
-    node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh,
-    reads: Collection[int] | None = None, writes: Collection[int] | None = None,
-) -> float:  # fmt: skip
+    node: Node,
+    option: Strategy,
+    metas: Sequence[TensorMeta],
+    mesh: Mesh,
+    reads: Collection[int] | None = None,
+    writes: Collection[int] | None = None,
+) -> float:
     """Bytes that the op reads and writes on the fullest rank.
 
     Args:

@@ -7,26 +7,53 @@ from autopar.planner.footprint.layouts import MAYBE_VIEWS
 from autopar.planner.footprint.op_work import VIEWS
 from autopar.program import Op
 
-MAKES_NEW = frozenset({
-    "aten.add", "autopar.contract", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.sum", "aten.convolution",
-    "aten.convolution_backward", "aten.native_layer_norm_backward", "aten.embedding_dense_backward",
-    "autopar.experts_mm", "autopar.experts_mm_weight",
-})  # fmt: skip
+MAKES_NEW = frozenset(
+    {
+        "aten.add",
+        "autopar.contract",
+        "aten.mm",
+        "aten.bmm",
+        "aten.addmm",
+        "aten.baddbmm",
+        "aten.sum",
+        "aten.convolution",
+        "aten.convolution_backward",
+        "aten.native_layer_norm_backward",
+        "aten.embedding_dense_backward",
+        "autopar.experts_mm",
+        "autopar.experts_mm_weight",
+    }
+)
 """Ops whose results are never views."""
 
 
 OVERWRITABLE = MAKES_NEW | {
-    "aten.mul", "aten.sub", "aten.div", "aten.relu", "aten.threshold_backward", "aten.native_layer_norm",
-    "aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_backward", "aten.max_pool2d_with_indices_backward",
-    "autopar.dropout", "autopar.batch_norm", "autopar.batch_norm_backward_input",
-}  # fmt: skip
+    "aten.mul",
+    "aten.sub",
+    "aten.div",
+    "aten.relu",
+    "aten.threshold_backward",
+    "aten.native_layer_norm",
+    "aten.gelu",
+    "aten.gelu_backward",
+    "aten.silu",
+    "aten.silu_backward",
+    "aten.max_pool2d_with_indices_backward",
+    "autopar.dropout",
+    "autopar.batch_norm",
+    "autopar.batch_norm_backward_input",
+}
 """Those whose results are added to others, or are what an activation is of."""
 
 
 OVERWRITING = {
-    "aten.add.Tensor": 2, "aten.mul.Tensor": 2, "aten.relu.default": 1, "aten.threshold_backward.default": 1,
-    "aten.gelu_backward.default": 1, "aten.silu_backward.default": 1,
-}  # fmt: skip
+    "aten.add.Tensor": 2,
+    "aten.mul.Tensor": 2,
+    "aten.relu.default": 1,
+    "aten.threshold_backward.default": 1,
+    "aten.gelu_backward.default": 1,
+    "aten.silu_backward.default": 1,
+}
 """Ops that can be made in one of their first so many operands."""
 
 

@@ -62,8 +62,9 @@ def state_bytes(
     together = optimizer_mode(options.optimizer, options.device) == "foreach"
     step = (
         optimizer_step_bytes(options.optimizer, [numel], meta.dtype, master_dtype=master, shapes=[shape])
-        if together else 0
-    )  # fmt: skip
+        if together
+        else 0
+    )
     step += numel * ITEMSIZE[master] if master else 0
     return StateBytes(held, state, held, step)
 
@@ -88,7 +89,7 @@ def step_bytes(
 
 def moved_state_bytes(
     meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, options: Options, at: Sequence[int] = ()
-) -> int:  # fmt: skip
+) -> int:
     """Of a parameter's optimizer state what the host can keep: all but the counters."""
     held = state_bytes(meta, spec, mesh, True, options, at).optimizer
     return held - optimizer_scalar_bytes(options.optimizer)
@@ -99,10 +100,12 @@ def chunk_bytes(
 ) -> int:
     """The most that parameters whose optimizer state the host keeps bring to the rank at ``at``, or to the fullest,
     while they step."""
-    return largest_chunk_bytes([
-        (
-            math.prod(_shard(meta, spec, mesh, at)) * meta.itemsize,
-            moved_state_bytes(meta, spec, mesh, options, at) + step_bytes([(meta, spec)], mesh, options, at),
-        )
-        for meta, spec in parameters
-    ])  # fmt: skip
+    return largest_chunk_bytes(
+        [
+            (
+                math.prod(_shard(meta, spec, mesh, at)) * meta.itemsize,
+                moved_state_bytes(meta, spec, mesh, options, at) + step_bytes([(meta, spec)], mesh, options, at),
+            )
+            for meta, spec in parameters
+        ]
+    )

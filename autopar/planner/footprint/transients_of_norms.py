@@ -12,14 +12,22 @@ _NORM, _NORM_BACKWARD, _SCAN, _SOFTMAX = (0, 1, 1, 2), (3, 2, 3, 3.5), (0, 1, 1,
 
 COPIES: Mapping[str, tuple[float, float, float, float]] = {
     **dict.fromkeys(("aten._softmax", "aten._log_softmax", "aten._safe_softmax"), _SOFTMAX),
-    "aten._softmax_backward_data": (1, 0, 2, 2), "aten._log_softmax_backward_data": (0, 1, 1, 2.5),
+    "aten._softmax_backward_data": (1, 0, 2, 2),
+    "aten._log_softmax_backward_data": (0, 1, 1, 2.5),
     **dict.fromkeys(("aten.cumsum", "aten.cumprod", "aten.logcumsumexp"), _SCAN),
     **dict.fromkeys(("aten.var", "aten.std", "aten.var_mean", "aten.std_mean"), (0, 0, 1, 0)),
-    "aten.native_layer_norm": _NORM, "aten.native_group_norm": _NORM, "aten._fused_rms_norm": _SOFTMAX,
-    **dict.fromkeys((
-        "aten.native_layer_norm_backward", "aten.native_group_norm_backward", "aten._fused_rms_norm_backward",
-    ), _NORM_BACKWARD),
-}  # fmt: skip
+    "aten.native_layer_norm": _NORM,
+    "aten.native_group_norm": _NORM,
+    "aten._fused_rms_norm": _SOFTMAX,
+    **dict.fromkeys(
+        (
+            "aten.native_layer_norm_backward",
+            "aten.native_group_norm_backward",
+            "aten._fused_rms_norm_backward",
+        ),
+        _NORM_BACKWARD,
+    ),
+}
 """Of ops along a dim that is cut: copies of the largest operand in the accumulation dtype that are held at once while
 ranks make their summaries, and beside the results while they finish the op with those of all; then the same of operands
 in half precision."""

@@ -29,7 +29,7 @@ def _convolution_part_backward(op: LocalOp) -> int:
     rows = [
         (grad.shape[d] - 1) * given["stride"][d - 2] + given["dilation"][d - 2] * (weight.shape[d] - 1) + 1
         for d in dims
-    ]  # fmt: skip
+    ]
     return _beside_gradient(op, _resized(x, dims, rows) * size, op.nbytes(op.results[0]))
 
 
@@ -64,7 +64,7 @@ def _convolution_transposed_part(op: LocalOp) -> int:
     rows = [
         (n - 1) * stride - 2 * padding + dilation * (k - 1) + more + 1
         for n, k, stride, padding, dilation, more in zip(x.shape[2:], weight.shape[2:], *each, strict=True)
-    ]  # fmt: skip
+    ]
     wide = math.prod((*made.shape[:2], *rows))
     return wide * size if wide != made.numel else 0
 

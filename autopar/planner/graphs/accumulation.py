@@ -39,9 +39,15 @@ def _widened(graph: Graph, dtype: str) -> Graph:
         made, meta = graph.by_name[output.value.node], graph.meta(output.value)
         if is_gradient(output) and meta.dtype != dtype and meta.dtype in FLOATS:
             cast = Node(
-                _unused(f"{made.name}_{dtype}", taken), "aten._to_copy.default", (output.value,),
-                (("dtype", f"torch.{dtype}"),), (TensorMeta(meta.shape, dtype),), "backward", made.module, made.source,
-            )  # fmt: skip
+                _unused(f"{made.name}_{dtype}", taken),
+                "aten._to_copy.default",
+                (output.value,),
+                (("dtype", f"torch.{dtype}"),),
+                (TensorMeta(meta.shape, dtype),),
+                "backward",
+                made.module,
+                made.source,
+            )
             after.setdefault(made.name, []).append(cast)
             output = replace(output, value=Value(cast.name))
         outputs.append(output)
@@ -64,13 +70,20 @@ def _accumulating(graph: Graph) -> Graph:
         total = _unused(f"{owner[output.name]}_total", taken)
         meta = graph.meta(output.value)
         inputs.append(Input(name, "accumulator", output.name))
-        after.setdefault(gradient.name, []).extend([
-            Node(name, "placeholder", outputs=(meta,), phase="backward"),
-            Node(
-                total, "aten.add.Tensor", (Value(name), output.value), outputs=(meta,), phase="backward",
-                module=gradient.module, source=gradient.source,
-            ),
-        ])  # fmt: skip
+        after.setdefault(gradient.name, []).extend(
+            [
+                Node(name, "placeholder", outputs=(meta,), phase="backward"),
+                Node(
+                    total,
+                    "aten.add.Tensor",
+                    (Value(name), output.value),
+                    outputs=(meta,),
+                    phase="backward",
+                    module=gradient.module,
+                    source=gradient.source,
+                ),
+            ]
+        )
         outputs.append(Output(Value(total), output.kind, output.name))
     nodes = tuple(n for node in graph.nodes for n in (node, *after.get(node.name, ())))
     return replace(graph, nodes=nodes, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -95,8 +108,6 @@ def widened(graph: Graph, dtype: str | None) -> frozenset[Value]:
     return frozenset(found)
 
 
-
-
 def is_gradient(output: Output) -> bool:
     """Whether a result is the gradient of a parameter."""
     return output.kind == "gradient" and not output.name.startswith("input:")
@@ -114,8 +125,9 @@ def totals(graph: Graph) -> dict[str, tuple[Value, Value]]:
     meanings = (graph.input_of[n.name] for n in graph.nodes if n.op == "placeholder")
     return {
         i.name: (Value(i.node), Value(graph.consumers[Value(i.node)][0][0].name))
-        for i in meanings if i.kind == "accumulator"
-    }  # fmt: skip
+        for i in meanings
+        if i.kind == "accumulator"
+    }
 
 
 def without_delivery(program: Program, graph: Graph) -> Program:

@@ -80,10 +80,12 @@ class _Finder:
         same = add.inputs[1] == Value(largest.name) and largest.inputs[0] == total.inputs[0] == scores
         same = same and backward.inputs[1:] == nll.inputs and backward.kwargs == nll.kwargs
         inside = (
-            self.are_all(scores, largest, total, nll, backward) and self.are_all(Value(largest.name), total, add)
-            and self.are_all(Value(total.name), log) and self.are_all(Value(log.name), add)
+            self.are_all(scores, largest, total, nll, backward)
+            and self.are_all(Value(largest.name), total, add)
+            and self.are_all(Value(total.name), log)
+            and self.are_all(Value(log.name), add)
             and self.are_all(lse, nll, backward)
-        )  # fmt: skip
+        )
         if not same or not inside:
             return None
         slices, made = self._slices(scores)
@@ -187,22 +189,32 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     rows, x_meta = graph.meta(Value(loss.nll.name)), (moved[x.node].outputs[0] if moved else graph.meta(x))
     target, *weights = loss.nll.inputs[2:]
     forward = Node(
-        _unused("linear_nll", names), "autopar.linear_nll.default", (x, table, loss.bias, target, *weights),
-        tuple(k for k in loss.nll.kwargs if k[0] != "offset"), (rows, rows), loss.nll.phase,
-        loss.product.module, loss.product.source,
-    )  # fmt: skip
+        _unused("linear_nll", names),
+        "autopar.linear_nll.default",
+        (x, table, loss.bias, target, *weights),
+        tuple(k for k in loss.nll.kwargs if k[0] != "offset"),
+        (rows, rows),
+        loss.nll.phase,
+        loss.product.module,
+        loss.product.source,
+    )
     lse = Value(forward.name, 1)
     of_x, of_table, of_bias = loss.gradients
     made = (
-        x_meta if of_x is not None else None, None if of_table is None else of_table.outputs[0],
+        x_meta if of_x is not None else None,
+        None if of_table is None else of_table.outputs[0],
         None if of_bias is None else of_bias.outputs[0],
-    )  # fmt: skip
+    )
     backward = Node(
-        _unused("linear_nll_backward", names | {forward.name}), "autopar.linear_nll_backward.default",
+        _unused("linear_nll_backward", names | {forward.name}),
+        "autopar.linear_nll_backward.default",
         (loss.backward.inputs[0], x, table, loss.bias, lse, target, *weights),
-        (*loss.backward.kwargs, ("mask", tuple(m is not None for m in made))), made, loss.backward.phase,
-        loss.product.module, loss.product.source,
-    )  # fmt: skip
+        (*loss.backward.kwargs, ("mask", tuple(m is not None for m in made))),
+        made,
+        loss.backward.phase,
+        loss.product.module,
+        loss.product.source,
+    )
     given = Value(backward.name)
     for node in loss.unsliced if of_x is not None else ():
         moved[node.name] = _reshaped(node, given, width)
@@ -213,8 +225,9 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     placed = moved | {loss.nll.name: forward, loss.backward.name: backward}
     nodes = tuple(
         placed[n.name] if n.name in placed else _reading(n, instead)
-        for n in graph.nodes if n.name in placed or n.name not in loss.nodes
-    )  # fmt: skip
+        for n in graph.nodes
+        if n.name in placed or n.name not in loss.nodes
+    )
     outputs = tuple(replace(o, value=instead.get(o.value, o.value)) for o in graph.outputs)
     return replace(graph, nodes=nodes, outputs=outputs)
 

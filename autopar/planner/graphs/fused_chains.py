@@ -23,10 +23,18 @@ from autopar.strategies import find_rule
 REDUCTIONS = frozenset(
     f"aten.{n}" for n in ("sum", "mean", "amax", "amin", "var", "var_mean", "std", "prod", "any", "all", "logsumexp")
 ) | {
-    "aten._softmax", "aten._log_softmax", "aten._softmax_backward_data", "aten._log_softmax_backward_data",
-    "aten.native_layer_norm", "aten.native_layer_norm_backward", "autopar.sumexp", "autopar.batch_var_mean",
-    "autopar.batch_norm", "autopar.batch_norm_backward_reduce", "autopar.batch_norm_backward_input",
-}  # fmt: skip
+    "aten._softmax",
+    "aten._log_softmax",
+    "aten._softmax_backward_data",
+    "aten._log_softmax_backward_data",
+    "aten.native_layer_norm",
+    "aten.native_layer_norm_backward",
+    "autopar.sumexp",
+    "autopar.batch_var_mean",
+    "autopar.batch_norm",
+    "autopar.batch_norm_backward_reduce",
+    "autopar.batch_norm_backward_input",
+}
 """What Inductor fuses besides pointwise ops."""
 
 

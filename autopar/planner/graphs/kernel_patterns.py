@@ -92,11 +92,13 @@ class _Finder:
     def found(self) -> Iterator[Fusion]:
         makers = {
             "autopar.sumexp": self._statistics,
-            "aten.native_layer_norm": self._norm, "aten._fused_rms_norm": self._norm,
+            "aten.native_layer_norm": self._norm,
+            "aten._fused_rms_norm": self._norm,
             "aten.native_layer_norm_backward": self._norm_backward,
-            "aten._fused_rms_norm_backward": self._norm_backward, "aten.rsqrt": self._written_out,
+            "aten._fused_rms_norm_backward": self._norm_backward,
+            "aten.rsqrt": self._written_out,
             "aten.pow": self._written_out_backward,
-        }  # fmt: skip
+        }
         for node in self.graph.nodes:
             make = makers.get(node.packet)
             fusion = make(node) if make is not None else None

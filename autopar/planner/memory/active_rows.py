@@ -108,7 +108,7 @@ class Rows:
 
     def tighten(
         self, choice: Sequence[int], program: Program, timeline: Sequence[int], budget: float, *, alone: bool = False
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Rows for the moments at which ``program`` is over ``budget``; whether any row is new or tighter. With
         ``alone`` what rows do not see is set aside for the option behind it alone."""
         changed = False
@@ -181,9 +181,10 @@ def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: floa
     held = held_at(program, graph, timeline)
     sizes = [at.bytes for at in held.values()]
     found = [
-        (place, at) for i, (place, at) in enumerate(held.items())
+        (place, at)
+        for i, (place, at) in enumerate(held.items())
         if at.bytes > budget and at.bytes >= max(sizes[max(i - 1, 0) : i + 2])
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda peak: -peak[1].bytes)
 
 

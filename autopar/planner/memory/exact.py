@@ -87,9 +87,7 @@ def _most(last: MemoryProfile, program: Program, before: MemoryProfile, other: P
     return MemoryProfile(tuple(timeline), places[before.peak_at], before.by_kind)
 
 
-def history(
-    program: Program, graph: Graph, mesh: Mesh, options: Options
-) -> dict[str, tuple[tuple[int, int], ...]]:
+def history(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dict[str, tuple[tuple[int, int], ...]]:
     """For each kind of memory, ``(position, bytes)`` from which op of the program on how much is held of it: at each
     position what is held at the fullest moment there."""
     fullest: dict[int, dict[str, int]] = {}

@@ -148,12 +148,19 @@ class Exact:
             free = self.tied and node.name in d.views
             specs = [o.inputs[0] if o.inputs and not free else None for o in v.options]
             sizes = tuple(float(local_bytes(meta, s, d.mesh)) if s is not None else 0.0 for s in specs)
-            held.append(_Held(
-                d.index[hold_key(v.value)], v.value, at[node.name], v.actions, sizes,
-                tuple(sorted(at[n.name] for n in readers if n.phase == "backward")),
-                tuple(sorted({at[n.name] for n in readers if rerun_key(n.name) in d.index})),
-                order.get(node.inputs[0]) if free else None, ends.get(v.value, -1),
-            ))  # fmt: skip
+            held.append(
+                _Held(
+                    d.index[hold_key(v.value)],
+                    v.value,
+                    at[node.name],
+                    v.actions,
+                    sizes,
+                    tuple(sorted(at[n.name] for n in readers if n.phase == "backward")),
+                    tuple(sorted({at[n.name] for n in readers if rerun_key(n.name) in d.index})),
+                    order.get(node.inputs[0]) if free else None,
+                    ends.get(v.value, -1),
+                )
+            )
         return tuple(held)
 
     @cached_property
@@ -409,7 +416,7 @@ class _Row:
 
     def _join(
         self, u: int, v: int, left: Sequence[_Left], right: Sequence[_Right], fits: Callable[[_Left, _Right], bool]
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert self.grown is not None
         table = [[fits(a, b) for b in right] for a in left]
         if not all(map(all, table)):

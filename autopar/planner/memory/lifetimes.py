@@ -60,9 +60,13 @@ def lives_of(d: Decisions, *, holds: bool = True) -> Lives:
     }
     forward = _through_views(d, _last_reads(graph, at, "forward", given))
     return Lives(
-        at, forward, {v: (first[v], last[v]) for v in first}, reads,
-        {o.value for o in graph.outputs if is_gradient(o)}, _handed(d, holds=holds),
-    )  # fmt: skip
+        at,
+        forward,
+        {v: (first[v], last[v]) for v in first},
+        reads,
+        {o.value for o in graph.outputs if is_gradient(o)},
+        _handed(d, holds=holds),
+    )
 
 
 def takes_over(d: Decisions, copy: Variable) -> bool:

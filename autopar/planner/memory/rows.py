@@ -97,9 +97,7 @@ def _while_running(d: Decisions, options: Options, place: float, time: int) -> l
     return [Usage(at, np.array(held, dtype=np.float64), time, time + 1)] if any(held) else []
 
 
-def static_usages(
-    d: Decisions, options: Options, place: float, time: int, *, holds: bool, tied: bool
-) -> list[Usage]:  # fmt: skip
+def static_usages(d: Decisions, options: Options, place: float, time: int, *, holds: bool, tied: bool) -> list[Usage]:
     """What every option holds at one place among the graph's nodes, as time ``time``.
 
     Args:
@@ -135,9 +133,12 @@ class _Sizes:
         return self._of(meta, options, position, spec_read)
 
     def _of(
-        self, meta: TensorMeta, options: tuple[Strategy, ...], at: int,
+        self,
+        meta: TensorMeta,
+        options: tuple[Strategy, ...],
+        at: int,
         spec_of: Callable[[Strategy, int], ShardingSpec | None],
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         options = self.d.shared(options)
         key = id(options), at, meta, spec_of
         if key not in self.known:
@@ -156,9 +157,7 @@ class _Sizes:
         return self.known[key]
 
 
-def _held(
-    sizes: _Sizes, v: Variable, lives: Lives, made: Mapping[str, _Made]
-) -> Iterator[tuple[Array, float, float]]:  # fmt: skip
+def _held(sizes: _Sizes, v: Variable, lives: Lives, made: Mapping[str, _Made]) -> Iterator[tuple[Array, float, float]]:
     """(bytes of each option, first place, last place) of what a variable holds."""
     d, options = sizes.d, sizes.options
     end = len(d.graph.nodes)

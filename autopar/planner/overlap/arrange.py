@@ -138,9 +138,13 @@ class Extrapolation:
 
 
 def arrange(
-    program: Program, prices: Prices, profiled: Callable[[Program], MemoryProfile], budget: float, deadline: float,
+    program: Program,
+    prices: Prices,
+    profiled: Callable[[Program], MemoryProfile],
+    budget: float,
+    deadline: float,
     tried: Tried | None = None,
-) -> Arranged:  # fmt: skip
+) -> Arranged:
     """The arrangement of ``program`` with the shortest step whose peak is within ``budget``, or at most as it was.
 
     Args:

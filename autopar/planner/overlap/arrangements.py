@@ -391,10 +391,17 @@ class Ways:
         steps = tuple(op.step for op in ops if op.step is not None)
         seconds, launch_s, size = self._cost(members)
         return replace(
-            first, name=f"{first.name}|{len(ops)} together", bucket=steps, in_place=False, kernels=(),
-            reads=tuple(name for op in ops for name in op.reads), writes=tuple(t for op in ops for t in op.writes),
-            seconds=seconds, wire_bytes=size, launch_s=launch_s,
-        )  # fmt: skip
+            first,
+            name=f"{first.name}|{len(ops)} together",
+            bucket=steps,
+            in_place=False,
+            kernels=(),
+            reads=tuple(name for op in ops for name in op.reads),
+            writes=tuple(t for op in ops for t in op.writes),
+            seconds=seconds,
+            wire_bytes=size,
+            launch_s=launch_s,
+        )
 
     def _cost_s(self, members: Sequence[SchedulableCollective]) -> float:
         return members[0].op.seconds if len(members) == 1 else self._cost(members)[0]

@@ -14,9 +14,14 @@ from collections.abc import Iterator, Sequence
 from autopar.ir import Graph
 from autopar.program import Op, Program
 
-PRODUCTS = frozenset({
-    "autopar.contract", "aten.convolution_backward", "autopar.attention_backward", "autopar.experts_mm",
-})  # fmt: skip
+PRODUCTS = frozenset(
+    {
+        "autopar.contract",
+        "aten.convolution_backward",
+        "autopar.attention_backward",
+        "autopar.experts_mm",
+    }
+)
 """Ops by which the chain is known: a reduced gradient that is only cast or added to another is at its end."""
 
 
@@ -102,4 +107,3 @@ def _stands(op: Op) -> bool:
 
 def _overwrites(op: Op) -> bool:
     return op.in_place and op.kind == "compute"
-

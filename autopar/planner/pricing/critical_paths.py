@@ -200,10 +200,12 @@ def buckets(cut: Sections, axes: int) -> list[Bucket]:
     works: tuple[Work, ...] = ("gather", "compute", "wait", "reduce")
     return [
         Bucket(work, phase, s, axis)
-        for phase in cut.starts for work in works for s in range(cut.count(phase))
+        for phase in cut.starts
+        for work in works
+        for s in range(cut.count(phase))
         for axis in range(axes if work in HIDING else 1)
         if (work, phase) != ("reduce", "forward")
-    ]  # fmt: skip
+    ]
 
 
 def groups(cut: Sections, axes: int, accumulation_steps: int) -> list[Group]:

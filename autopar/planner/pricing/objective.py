@@ -201,9 +201,7 @@ class Objective:
 
     # The sums.
 
-    def problem(
-        self, usages: tuple[Usage, ...] = (), limit: float = math.inf, weights: Array | None = None
-    ) -> Problem:
+    def problem(self, usages: tuple[Usage, ...] = (), limit: float = math.inf, weights: Array | None = None) -> Problem:
         """The sum for ``weights`` of the paths, or for those to begin with."""
         asked = self.weights if weights is None else weights
         key = asked.tobytes()
@@ -297,9 +295,15 @@ class Objective:
     # The minimum.
 
     def minimize(
-        self, asked: Problem, solve: Solve, gap: float, known: Sequence[Sequence[int]] = (), most: int = MOST_SOLVES,
-        late: Callable[[], bool] = lambda: False, bound: float = -math.inf,
-    ) -> Solution:  # fmt: skip
+        self,
+        asked: Problem,
+        solve: Solve,
+        gap: float,
+        known: Sequence[Sequence[int]] = (),
+        most: int = MOST_SOLVES,
+        late: Callable[[], bool] = lambda: False,
+        bound: float = -math.inf,
+    ) -> Solution:
         """The best choice under F within ``asked``'s usages and limit, with a bound on F.
 
         Args:

@@ -150,16 +150,29 @@ class Decomposition:
         return (reader, h.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
 
     def _gathers(
-        self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array, reader: Variable,
+        self,
+        graph: Graph,
+        source: Variable,
+        target: Variable,
+        h: Use,
+        cost: Array,
+        reader: Variable,
         position: int,
-    ) -> Array | None:  # fmt: skip
+    ) -> Array | None:
         """What each pair of options gains; of a copy what its first reader gains in any of its options."""
         node = reader.node
         assert node is not None
         key = (
-            id(source.options), h.out, id(target.options), h.position, h.meta, id(reader.options), position,
-            equation(node), node.outputs,
-        )  # fmt: skip
+            id(source.options),
+            h.out,
+            id(target.options),
+            h.position,
+            h.meta,
+            id(reader.options),
+            position,
+            equation(node),
+            node.outputs,
+        )
         if key in self._gains:
             return self._gains[key][0]
         rows = _places([spec_made(o, h.out) for o in source.options])
@@ -186,9 +199,7 @@ class Decomposition:
                     gains[rows[before], column] = gained
         return self._keep(key, gains, source.options, target.options, reader.options)
 
-    def _scatters(
-        self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array
-    ) -> Array | None:  # fmt: skip
+    def _scatters(self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array) -> Array | None:
         """What each pair of options gains where ``source`` is a contraction whose sum is scattered."""
         node = source.node
         if node is None or source.kind != "op" or terms(node) is None:
@@ -323,9 +334,16 @@ class _Pairs:
         metas = tuple(self.graph.meta(v) for v in node.inputs)
         pair = Pair(node, metas, product.strategy, collective.step, operand, before.spec, before.meta)
         return replace(
-            product, kind="decomposed", reads=reads, writes=writes, step=collective.step, operand=operand,
-            seconds=self.prices.seconds(pair), wire_bytes=collective.wire_bytes, step_s=collective.seconds,
-        )  # fmt: skip
+            product,
+            kind="decomposed",
+            reads=reads,
+            writes=writes,
+            step=collective.step,
+            operand=operand,
+            seconds=self.prices.seconds(pair),
+            wire_bytes=collective.wire_bytes,
+            step_s=collective.seconds,
+        )
 
 
 def reachable(cluster: Cluster, collectives: CollectiveCosts) -> Iterator[int]:

@@ -316,9 +316,12 @@ class Prices:
         return sum(s.seconds for s in sent) + len(sizes) * launch_s + moved * s_per_byte
 
     def pairs(
-        self, meta: TensorMeta, sources: tuple[ShardingSpec, ...], targets: tuple[ShardingSpec, ...],
+        self,
+        meta: TensorMeta,
+        sources: tuple[ShardingSpec, ...],
+        targets: tuple[ShardingSpec, ...],
         costs: CollectiveCosts | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Seconds of the cheapest redistribution between each pair of specs of a tensor.
 
         Args:
@@ -363,9 +366,16 @@ class Prices:
 
     def _shared_edge(self, source: Variable, target: Variable, h: Use) -> Array:
         key = (
-            id(source.options), h.out, id(target.options), h.position, h.meta, h.kept, target.kept, h.rerun,
+            id(source.options),
+            h.out,
+            id(target.options),
+            h.position,
+            h.meta,
+            h.kept,
+            target.kept,
+            h.rerun,
             target.actions,
-        )  # fmt: skip
+        )
         if key not in self._edges:
             # The options are held too: an identity in a key is never another's.
             self._edges[key] = self._edge(source, target, h), source.options, target.options
@@ -429,6 +439,7 @@ def _shape_args(node: Node) -> tuple[object, ...]:
 
 def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) -> tuple[Array, ...]:
     """Seconds of every option of every variable, those of ops times the variable's weight."""
+
     def of(v: Variable, weight: float) -> Array:
         if v.kind == "op" and v.node:
             return prices.weighted(prices.node_seconds(d.graph, v.node, v.options), weight)
@@ -458,9 +469,12 @@ def edges(
 
 
 def handed(
-    d: Decisions, prices: Prices, h: Use, weight: tuple[str, tuple[float, ...]] | None = None,
+    d: Decisions,
+    prices: Prices,
+    h: Use,
+    weight: tuple[str, tuple[float, ...]] | None = None,
     launched: float = 1.0,
-) -> Array:  # fmt: skip
+) -> Array:
     """Seconds of one handover times its weight, as of ``edges``; of a reduction's launch the share ``launched``."""
     work, counted = weight or ("wait", (1.0,))
     if work == "wait":

@@ -42,10 +42,12 @@ def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
     """Seconds of transfers, out and back, of each option of a hold variable."""
     assert v.value is not None
     meta = d.graph.meta(v.value)
-    return np.array([
-        2 * transfer_seconds(host, local_bytes(meta, o.inputs[0], d.mesh)) if a == "offload" else 0.0
-        for o, a in zip(v.options, v.actions, strict=True)
-    ])  # fmt: skip
+    return np.array(
+        [
+            2 * transfer_seconds(host, local_bytes(meta, o.inputs[0], d.mesh)) if a == "offload" else 0.0
+            for o, a in zip(v.options, v.actions, strict=True)
+        ]
+    )
 
 
 def state_seconds(away: Sequence[int], host: Link) -> Array:
@@ -56,7 +58,7 @@ def state_seconds(away: Sequence[int], host: Link) -> Array:
 
 def host_usages(
     d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = PARTS
-) -> tuple[Usage, ...]:  # fmt: skip
+) -> tuple[Usage, ...]:
     """Rows at ``time`` and after that let all that is offloaded hide: what is made in the last part of the forward is
     copied by its end, for several such parts. What comes back has the backward, which is longer.
 

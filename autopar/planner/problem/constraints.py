@@ -89,9 +89,7 @@ def _parsed(pattern: str, text: str) -> ShardingSpec:
         ) from None
 
 
-def _meant(
-    graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str
-) -> dict[str, ShardingSpec]:  # fmt: skip
+def _meant(graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str) -> dict[str, ShardingSpec]:
     """What a constraint says of each name that it covers."""
     styled = is_style(text)
     spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)

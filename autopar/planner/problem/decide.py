@@ -42,9 +42,12 @@ from autopar.strategies import strategies
 def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
     """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
     d = Decisions(
-        graph, mesh, recomputes=recompute, accumulation_steps=options.accumulation_steps,
+        graph,
+        mesh,
+        recomputes=recompute,
+        accumulation_steps=options.accumulation_steps,
         widened=widened(graph, options.dtype_of("reduce")),
-    )  # fmt: skip
+    )
     ways: dict[int, tuple[Strategy, ...]] = {}
     least_away = _least_away(graph)
     for node in graph.nodes:
@@ -190,9 +193,13 @@ def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
 
 
 def _hand_over(
-    d: Decisions, value: Value, meta: TensorMeta, forced: Forced, stored: Mapping[Value, Sequence[tuple[int, int]]],
+    d: Decisions,
+    value: Value,
+    meta: TensorMeta,
+    forced: Forced,
+    stored: Mapping[Value, Sequence[tuple[int, int]]],
     held: bool,
-) -> None:  # fmt: skip
+) -> None:
     source, out = d.index[value.node], value.index
     if value in forced.values:
         spec = forced.values[value]
@@ -236,9 +243,16 @@ def _stored(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
 
 
 def _attach(
-    d: Decisions, value: Value, phase: Phase, source: int, out: int,
-    readers: list[tuple[int, int]], meta: TensorMeta, gathered: tuple[int, int] | None = None, always: bool = False,
-) -> tuple[int, int] | None:  # fmt: skip
+    d: Decisions,
+    value: Value,
+    phase: Phase,
+    source: int,
+    out: int,
+    readers: list[tuple[int, int]],
+    meta: TensorMeta,
+    gathered: tuple[int, int] | None = None,
+    always: bool = False,
+) -> tuple[int, int] | None:
     """Hand ``value`` to its readers of one phase, by a copy when they are several. Returns where it is then found:
     (variable, operand position or -1 for a copy's result)."""
     if not readers:
@@ -259,6 +273,17 @@ def _attach(
 
 
 __all__ = [
-    "Decisions", "Use", "Variable", "batch_size", "copy_key", "decide", "forced_key", "given_whole", "hold_key",
-    "output_key", "rerun_key", "spec_made", "spec_read",
-]  # fmt: skip
+    "Decisions",
+    "Use",
+    "Variable",
+    "batch_size",
+    "copy_key",
+    "decide",
+    "forced_key",
+    "given_whole",
+    "hold_key",
+    "output_key",
+    "rerun_key",
+    "spec_made",
+    "spec_read",
+]

@@ -65,9 +65,12 @@ def with_fewer_layers(d: Decisions, runs: Sequence[Run], layers: int) -> FewerLa
     if (place < 0).any():
         return None
     fewer = replace(
-        d, graph=graph, variables=[d.variables[i] for i in kept], handovers=[],
+        d,
+        graph=graph,
+        variables=[d.variables[i] for i in kept],
+        handovers=[],
         index={d.variables[i].key: place for place, i in enumerate(kept)},
-    )  # fmt: skip
+    )
     return FewerLayers(fewer, np.array(kept), place, layers, depth)
 
 

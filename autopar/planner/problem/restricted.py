@@ -19,9 +19,13 @@ Kept = Sequence[npt.NDArray[np.int64]]
 
 
 def solve_sliced(
-    problem: Problem, kept: Kept, time_limit: float, backend: str, gap: float,
+    problem: Problem,
+    kept: Kept,
+    time_limit: float,
+    backend: str,
+    gap: float,
     folding: Folding,
-) -> tuple[int, ...] | None:  # fmt: skip
+) -> tuple[int, ...] | None:
     """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
     if not all(map(len, kept)):
         return None

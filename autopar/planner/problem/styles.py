@@ -66,7 +66,12 @@ def _axes(named: Sequence[str], text: str, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _dim(
-    style: str, shape: tuple[int, ...], axes: tuple[int, ...], mesh: Mesh, graph: Graph, parameter: str | None,
+    style: str,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    mesh: Mesh,
+    graph: Graph,
+    parameter: str | None,
     module: str,
 ) -> int | None:
     if style == "shard":

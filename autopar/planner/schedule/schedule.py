@@ -164,15 +164,17 @@ class _Scheduler:
             )
             metas = tuple(self.graph.meta(v) for v in node.inputs)
             way = _Way(
-                seconds, node.packet in VIEWS and bool(node.inputs), (kernel,) if kernel else (), results,
-                halos(node, strategy, metas, self.mesh) or (), self.prices.sent(node, metas, strategy),
-            )  # fmt: skip
+                seconds,
+                node.packet in VIEWS and bool(node.inputs),
+                (kernel,) if kernel else (),
+                results,
+                halos(node, strategy, metas, self.mesh) or (),
+                self.prices.sent(node, metas, strategy),
+            )
             self.prices.ways[key] = way, self.graph, strategy
         return way
 
-    def _run(
-        self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, way: _Way, mark: str
-    ) -> None:  # fmt: skip
+    def _run(self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, way: _Way, mark: str) -> None:
         """Emit an op; its results are then there in ``phase`` and, until they are held otherwise, in the backward."""
         writes = []
         for i, meta, spec, nbytes in way.results:
@@ -189,11 +191,20 @@ class _Scheduler:
         placeholder = node.op == "placeholder"
         self.ops.append(
             Op(
-                f"{node.name}{mark}", "input" if placeholder else "compute", node.name, reads, tuple(writes), phase,
-                strategy=None if placeholder else strategy, seconds=way.seconds, alias=way.alias,
-                kernels=way.kernels, halos=way.halos, sent=way.sent,
+                f"{node.name}{mark}",
+                "input" if placeholder else "compute",
+                node.name,
+                reads,
+                tuple(writes),
+                phase,
+                strategy=None if placeholder else strategy,
+                seconds=way.seconds,
+                alias=way.alias,
+                kernels=way.kernels,
+                halos=way.halos,
+                sent=way.sent,
             )
-        )  # fmt: skip
+        )
 
     def _take_over(self, value: Value, phase: Phase) -> None:
         """A copy from which all read is made at once: what it is made of need not stay."""
@@ -226,7 +237,7 @@ class _Scheduler:
 
     def _transfer(
         self, kind: Literal["offload", "fetch"], value: Value, source: str, name: str, spec: ShardingSpec, phase: Phase
-    ) -> LocalTensor:  # fmt: skip
+    ) -> LocalTensor:
         """Emit a copy to or from the host."""
         tensor = replace(self._tensor(name, self.graph.meta(value), spec), host=kind == "offload")
         seconds = transfer_seconds(self.prices.cluster.host, tensor.bytes)
@@ -349,9 +360,15 @@ class _Scheduler:
         yield from map(taking, path.specs, path.steps, path.specs[1:])
 
     def _step(
-        self, value: Value, meta: TensorMeta, source: str, before: ShardingSpec, step: Step, after: ShardingSpec,
+        self,
+        value: Value,
+        meta: TensorMeta,
+        source: str,
+        before: ShardingSpec,
+        step: Step,
+        after: ShardingSpec,
         phase: Phase,
-    ) -> str:  # fmt: skip
+    ) -> str:
         name = _redistributed(value, after, phase)
         if name in self.redistributed:  # before a constraint took the value there and back
             name += SECOND
@@ -361,12 +378,19 @@ class _Scheduler:
         seconds, launch_s = self.prices.step_seconds(step, before, meta)
         self.ops.append(
             Op(
-                name, "redistribute", value.node, (source,), (self._tensor(name, meta, after),), phase, step=step,
-                seconds=seconds, wire_bytes=0 if step.kind == "slice" else costs.sent(step.kind, priced),
+                name,
+                "redistribute",
+                value.node,
+                (source,),
+                (self._tensor(name, meta, after),),
+                phase,
+                step=step,
+                seconds=seconds,
+                wire_bytes=0 if step.kind == "slice" else costs.sent(step.kind, priced),
                 launch_s=launch_s,
                 kernels=packing_kernels(step, after, meta, self.mesh, self.prices.cluster.device.kind),
             )
-        )  # fmt: skip
+        )
         return name
 
     def _tensor(self, name: str, meta: TensorMeta, spec: ShardingSpec) -> LocalTensor:

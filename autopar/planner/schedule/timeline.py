@@ -92,9 +92,12 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
     for event in events:
         work[event.use].append(event.seconds)
     return Timeline(
-        tuple(streams.intervals or ()), streams.now_s, sum(work["compute"] + work["both"]), sum(work["launch"]),
+        tuple(streams.intervals or ()),
+        streams.now_s,
+        sum(work["compute"] + work["both"]),
+        sum(work["launch"]),
         sum(work["copy"]) + program.state_transfer_s,
-    )  # fmt: skip
+    )
 
 
 def simulated_seconds(events: Iterable[Event], overlap: float) -> float:

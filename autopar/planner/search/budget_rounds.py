@@ -77,9 +77,13 @@ class BudgetRounds(Rounds):
         return baseline.fits(NEARLY_FITS * self.budget) and baseline.candidate.memory.peak_bytes <= self.budget
 
     def within_budget(
-        self, deadline: float, share: float = 1.0, rows: Rows | None = None, warm: Sequence[int] | None = None,
+        self,
+        deadline: float,
+        share: float = 1.0,
+        rows: Rows | None = None,
+        warm: Sequence[int] | None = None,
         alone: bool = False,
-    ) -> Result | None:  # fmt: skip
+    ) -> Result | None:
         """While the exact liveness is over the budget its moments become rows, with room for what rows do not see
         (redistributed copies and what an op holds while it runs); or with the shardings of the first choice, where
         another round could not be better by more than the gap, or there is no time for one. None where nothing was

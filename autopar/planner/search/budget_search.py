@@ -283,7 +283,7 @@ class BudgetSearch(BudgetRounds):
 
     def _leanest(
         self, checkpoints: CheckpointSearch, deadline: float, begin: Sequence[int] | None
-    ) -> tuple[Result, bool]:  # fmt: skip
+    ) -> tuple[Result, bool]:
         """Where no round found what fits: what does by simple rules or by rows, else what holds the least; and whether
         the time was up before that was all. Small problems are searched exactly, to the byte, from ``begin`` on."""
         whole, small = self.decisions.mesh.size == 1, len(self.decisions.variables) <= SMALLEST_MOST
@@ -318,7 +318,7 @@ class BudgetSearch(BudgetRounds):
 
     def _smallest(
         self, deadline: float, still: Open, begin: Sequence[int] | None = None, hideable_s: float = math.inf
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """The plan of the smallest peak that was found; where it fits the budget, the cheapest plan near it that does.
 
         The way to it knows neither the budget nor what was tried before, so a budget that an error names works.
@@ -349,7 +349,7 @@ class BudgetSearch(BudgetRounds):
 
     def _infeasible(
         self, smallest: Result, *, late: bool, barred: bool = False, first_s: float = math.nan
-    ) -> InfeasibleError:  # fmt: skip
+    ) -> InfeasibleError:
         """``first_s``: when a first plan might be there."""
         leanest = min(self.baselines, key=lambda r: r.estimated_peak_bytes, default=None)
         least = math.inf if leanest is None else leanest.peak_bytes
@@ -366,6 +366,7 @@ class BudgetSearch(BudgetRounds):
             f"memory_budget={math.ceil(least)}; {more}"
             + ('search="joint" also shards for the budget.' if two_stage else "more ranks need less each."),
         )
+
 
 def _text(size: float) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -69,9 +69,14 @@ class Candidate:
 
     @staticmethod
     def of(
-        name: str, d: Decisions, solution: Solution, program: Program, prices: Prices, options: Options,
+        name: str,
+        d: Decisions,
+        solution: Solution,
+        program: Program,
+        prices: Prices,
+        options: Options,
         tried: Tried | None = None,
-    ) -> Candidate:  # fmt: skip
+    ) -> Candidate:
         """A scheduled solution with its collectives arranged for the budget, and what nothing waits for deferred.
 
         Args:
@@ -120,9 +125,13 @@ class Candidate:
     def record(self, budget: float) -> BaselineRecord:
         """The figures that a comparison shows."""
         return BaselineRecord(
-            self.name, self.solution.objective, self.timeline.seconds, sum(op.wire_bytes for op in self.program.ops),
-            self.memory.peak_bytes, self.memory.peak_bytes <= budget,
-        )  # fmt: skip
+            self.name,
+            self.solution.objective,
+            self.timeline.seconds,
+            sum(op.wire_bytes for op in self.program.ops),
+            self.memory.peak_bytes,
+            self.memory.peak_bytes <= budget,
+        )
 
 
 def _arranged_by(options: Options) -> float:
@@ -258,9 +267,12 @@ def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
         return ((n - 1) * of(before) + of(last)) / n
 
     return replace(
-        last, seconds=mean(lambda t: t.seconds), compute_s=mean(lambda t: t.compute_s),
-        communication_s=mean(lambda t: t.communication_s), transfer_s=mean(lambda t: t.transfer_s),
-    )  # fmt: skip
+        last,
+        seconds=mean(lambda t: t.seconds),
+        compute_s=mean(lambda t: t.compute_s),
+        communication_s=mean(lambda t: t.communication_s),
+        transfer_s=mean(lambda t: t.transfer_s),
+    )
 
 
 def baseline_candidates(objective: Objective, options: Options, only: str | None = None) -> list[BaselineCandidate]:

@@ -35,7 +35,7 @@ def scheduled(
 
 def fitted(
     program: Program, memory: MemoryProfile, graph: Graph, mesh: Mesh, options: Options, budget: float
-) -> tuple[Program, MemoryProfile]:  # fmt: skip
+) -> tuple[Program, MemoryProfile]:
     """``program``, whose exact memory is ``memory``, and its own, with transfers that give way to ``budget`` bytes
     where they must. What can be written over its operands stays so: they change nothing about that."""
     for _ in range(ROUNDS):
@@ -68,9 +68,8 @@ def _given_way(program: Program, timeline: Sequence[int], budget: float) -> Prog
     read = program.first_read
     begun = {op.writes[0].name: at for at, op in enumerate(program.ops) if op.kind == "offload"}
     places = {
-        at: place for at, op in enumerate(program.ops)
-        if (place := _place(at, op, over, read, begun)) is not None
-    }  # fmt: skip
+        at: place for at, op in enumerate(program.ops) if (place := _place(at, op, over, read, begun)) is not None
+    }
     return replace(program, ops=tuple(_moved(program.ops, places))) if places else None
 
 
@@ -90,6 +89,4 @@ def _moved(ops: Sequence[Op], places: dict[int, int]) -> list[Op]:
     arriving: dict[int, list[Op]] = {}
     for at, place in places.items():
         arriving.setdefault(place, []).append(ops[at])
-    return [
-        each for at, op in enumerate(ops) for each in (*arriving.get(at, ()), *(() if at in places else (op,)))
-    ]  # fmt: skip
+    return [each for at, op in enumerate(ops) for each in (*arriving.get(at, ()), *(() if at in places else (op,)))]

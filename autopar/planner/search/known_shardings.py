@@ -32,9 +32,14 @@ more than their first rows say; what fits in a tenth less costs up to 1.1% more.
 
 
 def kept_as_sharded(
-    rounds: Rounds, keeping: Objective, choices: Sequence[Sequence[int]], until: float, *, first: bool = False,
+    rounds: Rounds,
+    keeping: Objective,
+    choices: Sequence[Sequence[int]],
+    until: float,
+    *,
+    first: bool = False,
     gap: float = GAP,
-) -> Result | None:  # fmt: skip
+) -> Result | None:
     """The best that is found to keep, recompute and offload with the shardings of each of ``choices``: what the joint
     search begins with, and what there is where its time is too short.
 
@@ -85,9 +90,16 @@ def kept_anew(rounds: Rounds, rows: Rows, result: Result, until: float) -> Resul
 
 
 def fitting(
-    rounds: Rounds, rows: Rows, still: Open, until: float, *, most: int = ROUNDS, gap: float = GAP, level: bool = False,
+    rounds: Rounds,
+    rows: Rows,
+    still: Open,
+    until: float,
+    *,
+    most: int = ROUNDS,
+    gap: float = GAP,
+    level: bool = False,
     folding: Folding = fold,
-) -> Result | None:  # fmt: skip
+) -> Result | None:
     """The best choice among options that are ``still`` open, with ``rows`` for what its program holds over the budget,
     ``level`` ones for fewer rounds, until it fits; None where none was found that does in ``most`` rounds."""
     for _ in range(most):
@@ -108,7 +120,7 @@ def fitting(
 
 def among(
     rounds: Rounds, asked: Problem, still: Open, seconds: float, gap: float = GAP, folding: Folding = fold
-) -> tuple[int, ...] | None:  # fmt: skip
+) -> tuple[int, ...] | None:
     """The best choice among options that are ``still`` open; None where there is none or time is out."""
     every = [np.arange(len(c)) for c in asked.costs]
     kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]

@@ -63,9 +63,7 @@ def _is_choice(rounds: Rounds, choice: Sequence[int]) -> bool:
 
 def _key(rounds: Rounds) -> str:
     """Of all that says which choices there are, and, by the link to the host, whether what they offload hides."""
-    asked = replace(
-        rounds.options, memory_budget_bytes=None, time_limit_s=1.0, gap=0.0, solver="auto", compare=False
-    )
+    asked = replace(rounds.options, memory_budget_bytes=None, time_limit_s=1.0, gap=0.0, solver="auto", compare=False)
     key = rounds.graph.digest, rounds.decisions.mesh, rounds.prices.cluster.host, asked
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 

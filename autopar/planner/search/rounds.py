@@ -100,7 +100,7 @@ class Rounds:
 
     def once(
         self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None, gap: float = 0.0
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """``gap``: how good the choice has to be, where that is less than what is asked of a plan."""
         start = time.perf_counter()
         asked = self.problem(rows, limit)
@@ -132,7 +132,7 @@ class Rounds:
 
     def _choose(
         self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None, gap: float
-    ) -> Solution:  # fmt: skip
+    ) -> Solution:
         kind, _, seed = self.options.search.partition(":")
         if kind.startswith("random"):
             return random_solution(asked, int(seed))
@@ -144,10 +144,17 @@ class Rounds:
                 problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
             left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
             found = solve(
-                problem, time_limit=max(left_s, 1.0), backend=self.options.solver,
-                gap=gap, warm_starts=begin, usage_prices=self.prices_of_memory, basis=self.basis,
-                folding=self.objective.fold, progress=self._say_gap, refuses=refuses,
-            )  # fmt: skip
+                problem,
+                time_limit=max(left_s, 1.0),
+                backend=self.options.solver,
+                gap=gap,
+                warm_starts=begin,
+                usage_prices=self.prices_of_memory,
+                basis=self.basis,
+                folding=self.objective.fold,
+                progress=self._say_gap,
+                refuses=refuses,
+            )
             self.prices_of_memory, self.basis, self.weighted_s = found.usage_prices, found.basis, found.objective
             return replace(found, choice=rows.own(found.choice)) if rows else found
 

@@ -55,9 +55,15 @@ class Planned:
 
 @collected_later()
 def plan_graph(
-    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None, *,
-    compare: bool = True, over_budget: Callable[[float], float] | None = None,
-) -> Planned:  # fmt: skip
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    progress: Progress | None = None,
+    *,
+    compare: bool = True,
+    over_budget: Callable[[float], float] | None = None,
+) -> Planned:
     """Plan ``graph`` on ``mesh``; with ``compare`` beside those baselines that may be better, or, with
     ``options.compare``, beside all. Where the free optimum is over the budget, ``over_budget`` is called with the
     search's deadline, and gives the one that holds from then on.
@@ -68,15 +74,26 @@ def plan_graph(
     """
     with limited(options.time_limit_s):
         return _planned(
-            graph, mesh, cluster, replace(options, device=cluster.device.kind), progress or (lambda _: None),
-            compare=compare, over_budget=over_budget or (lambda deadline: deadline),
-        )  # fmt: skip
+            graph,
+            mesh,
+            cluster,
+            replace(options, device=cluster.device.kind),
+            progress or (lambda _: None),
+            compare=compare,
+            over_budget=over_budget or (lambda deadline: deadline),
+        )
 
 
 def _planned(
-    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, say: Progress, *, compare: bool,
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    say: Progress,
+    *,
+    compare: bool,
     over_budget: Callable[[float], float],
-) -> Planned:  # fmt: skip
+) -> Planned:
     started, began = time.perf_counter(), now()
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     notices = warn_of_missing_rules(graph)
@@ -87,10 +104,15 @@ def _planned(
     say("build")
     objective = Objective(decisions, Prices(mesh, cluster, options.backend, options.decomposed))
     search = _Search(
-        graph, objective, options, budget_bytes(cluster, options), say,
+        graph,
+        objective,
+        options,
+        budget_bytes(cluster, options),
+        say,
         with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
-        over_budget=over_budget, began=began,
-    )  # fmt: skip
+        over_budget=over_budget,
+        began=began,
+    )
     objective.problem()
     search.timings["build"] = time.perf_counter() - listed
     say("baselines")
@@ -103,9 +125,15 @@ def _planned(
     search.timings["strategies"] = listed - started
     looked_at = [r for r in compared if options.compare or "candidate" in vars(r)]
     return Planned(
-        best.program, best.decisions, best.solution, best.memory, best.timeline, search.timings, notices,
+        best.program,
+        best.decisions,
+        best.solution,
+        best.memory,
+        best.timeline,
+        search.timings,
+        notices,
         tuple(r.candidate.record(search.budget) for r in looked_at),
-    )  # fmt: skip
+    )
 
 
 HOPELESS = (1.02, 1.1)

@@ -53,9 +53,7 @@ ROUGH_ALONE = _Pass(2, renewed=True, smaller=0.01, gap=GAP, cost_gap=0.0)
 EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
 
 
-def of_smallest_peak(
-    rounds: Rounds, rows: Rows, deadline: float, begin: Sequence[int] | None
-) -> tuple[Result, Rows]:  # fmt: skip
+def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float, begin: Sequence[int] | None) -> tuple[Result, Rows]:
     """From ``begin``, or else from the baseline of the smallest peak, on: the choice of the rows' smallest peak, then
     rows for what its program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of
     small problems from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside
@@ -117,9 +115,7 @@ def _tighten(rows: Rows, found: Result, best: Result, how: _Pass) -> bool:
     return rows.tighten(found.solution.choice, found.program, timeline, _aim(best, how), alone=True)
 
 
-def _near_smallest(
-    rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass
-) -> Result | None:  # fmt: skip
+def _near_smallest(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> Result | None:
     """The cheapest choice whose rows are hardly higher than they have to be; None where these are too high, to the
     byte."""
     known = () if best is None else (best.solution.choice,)
@@ -146,7 +142,11 @@ def seconds_for(deadline: float) -> float:
 
 
 def smallest_rows(
-    rounds: Rounds, rows: Rows, known: Sequence[Sequence[int]], seconds: float, limit: float = math.inf,
+    rounds: Rounds,
+    rows: Rows,
+    known: Sequence[Sequence[int]],
+    seconds: float,
+    limit: float = math.inf,
     gap: float = GAP,
 ) -> tuple[Problem, tuple[int, ...]]:
     """The problem with ``rows``, and its choice of the smallest peak, states and all."""

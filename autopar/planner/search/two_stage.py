@@ -245,9 +245,12 @@ class CheckpointSearch:
         def best_of(problem: Problem, more: Sequence[Sequence[int]]) -> Solution:
             extended = asked if problem is base else self._asked(moments, limit, problem)
             found = solve(
-                extended, time_limit=max(deadline - now(), 1.0), backend=self.options.solver,
-                gap=self.options.gap, warm_starts=(*(self.exact.states(m, moments) for m in more), *warm),
-            )  # fmt: skip
+                extended,
+                time_limit=max(deadline - now(), 1.0),
+                backend=self.options.solver,
+                gap=self.options.gap,
+                warm_starts=(*(self.exact.states(m, moments) for m in more), *warm),
+            )
             return replace(found, choice=found.choice[:plain])
 
         base = self.objective.problem((), limit)

@@ -80,11 +80,20 @@ def memory_chart(plan: PlanRecord) -> str:
     budget = tag("line", x1=0, x2=WIDTH, y1=f"{line:.1f}", y2=f"{line:.1f}", class_="budget") if in_sight else ""
     data = json.dumps({"t": [p.at_s for p in points], "k": {k: [p.held[k] for p in points] for k in kinds}})
     svg = tag(
-        "svg", *areas, budget, tag("line", x1=0, x2=0, y1=0, y2=HEIGHT, class_="cursor"),
-        viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}", preserveAspectRatio="none", class_="chart", tabindex=0, role="img",
-        aria_label="memory over time; arrow keys move the cursor", data_memory=data, data_step=plan.step_time,
+        "svg",
+        *areas,
+        budget,
+        tag("line", x1=0, x2=0, y1=0, y2=HEIGHT, class_="cursor"),
+        viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}",
+        preserveAspectRatio="none",
+        class_="chart",
+        tabindex=0,
+        role="img",
+        aria_label="memory over time; arrow keys move the cursor",
+        data_memory=data,
+        data_step=plan.step_time,
         data_tail=TAIL,
-    )  # fmt: skip
+    )
     legend = [tag("li", tag("i", class_=f"key k{i}"), escape(kind)) for i, kind in enumerate(kinds)]
     far = "" if in_sight else ", far above"
     legend += [tag("li", tag("i", class_="key budgetkey"), f"budget {size(plan.budget)}{far}")] if plan.budget else []
@@ -154,9 +163,12 @@ def _joined(blocks: Sequence[Block], short: float) -> Iterator[Block]:
     held: Block | None = None
     count = 1
     for block in blocks:
-        if held and block.sort == held.sort and block.start_s - held.end_s < short and block.end_s - held.start_s < (
-            2 * short if count > 1 else short
-        ):  # fmt: skip
+        if (
+            held
+            and block.sort == held.sort
+            and block.start_s - held.end_s < short
+            and block.end_s - held.start_s < (2 * short if count > 1 else short)
+        ):
             count += 1
             held = Block(held.start_s, block.end_s, held.sort, "")
             continue
@@ -186,14 +198,26 @@ def timeline_chart(plan: PlanRecord) -> str:
         drawn.append(tag("text", escape(stream), x=2, y=top - 3, class_="lane"))
         for b in lanes[stream]:
             width = max((b.end_s - b.start_s) * scale, 0.3)
-            drawn.append(tag(
-                "rect", x=f"{b.start_s * scale:.2f}", y=top, width=f"{width:.2f}", height=LANE - 18,
-                class_=f"b {b.sort}", data_f=b.text,
-            ))  # fmt: skip
+            drawn.append(
+                tag(
+                    "rect",
+                    x=f"{b.start_s * scale:.2f}",
+                    y=top,
+                    width=f"{width:.2f}",
+                    height=LANE - 18,
+                    class_=f"b {b.sort}",
+                    data_f=b.text,
+                )
+            )
     svg = tag(
-        "svg", *drawn, viewBox=f"0 0 {WIDTH:.0f} {len(order) * LANE}", class_="timeline", tabindex=0, role="img",
+        "svg",
+        *drawn,
+        viewBox=f"0 0 {WIDTH:.0f} {len(order) * LANE}",
+        class_="timeline",
+        tabindex=0,
+        role="img",
         aria_label="what each stream does; arrow keys go from op to op",
-    )  # fmt: skip
+    )
     legend = [tag("li", tag("i", class_=f"key b {sort}"), escape(sort)) for sort in sorts]
     scroller = tag("div", svg, class_="scroll")
     return tag("ul", *legend, class_="legend") + scroller + tag("p", "", class_="said", role="status")

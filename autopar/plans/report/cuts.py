@@ -28,10 +28,18 @@ def picture(spec: ShardingSpec, mesh: Mesh, shape: Sequence[int] = ()) -> str:
     kind = "cut partial" if spec.partial else "cut"
     said = describe(spec, mesh, shape)
     return tag(
-        "svg", tag("title", escape(said)), tag("rect", x=1, y=1, width=w, height=h, class_="all"), own,
-        tag("path", d="".join(ruled), class_="rule"), class_=kind, viewBox=f"0 0 {WIDTH} {HEIGHT}", width=WIDTH,
-        height=HEIGHT, role="img", aria_label=said,
-    )  # fmt: skip
+        "svg",
+        tag("title", escape(said)),
+        tag("rect", x=1, y=1, width=w, height=h, class_="all"),
+        own,
+        tag("path", d="".join(ruled), class_="rule"),
+        class_=kind,
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        width=WIDTH,
+        height=HEIGHT,
+        role="img",
+        aria_label=said,
+    )
 
 
 def describe(spec: ShardingSpec, mesh: Mesh, shape: Sequence[int] = ()) -> str:

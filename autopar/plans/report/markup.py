@@ -26,9 +26,13 @@ def rows(head: Iterable[str], body: Iterable[Iterable[str]], caption: str) -> st
     top = tag("thead", tag("tr", *(tag("th", h, scope="col") for h in head)))
     lines = (tag("tr", *(tag("td", cell) for cell in line)) for line in body)
     return tag(
-        "div", tag("table", tag("caption", caption), top, tag("tbody", *lines)), class_="scroll", tabindex=0,
-        role="region", aria_label=caption,
-    )  # fmt: skip
+        "div",
+        tag("table", tag("caption", caption), top, tag("tbody", *lines)),
+        class_="scroll",
+        tabindex=0,
+        role="region",
+        aria_label=caption,
+    )
 
 
 def section(name: str, title: str, *content: str) -> str:

@@ -21,11 +21,15 @@ def mesh_figure(plan: PlanRecord) -> str:
         boxes.append(tag("p", f"… and {nodes - NODES:,} nodes more", class_="more"))
     buttons = [
         tag(
-            "button", escape(f"axis {name}: {size} ranks"), type="button", class_="axis", aria_pressed="false",
+            "button",
+            escape(f"axis {name}: {size} ranks"),
+            type="button",
+            class_="axis",
+            aria_pressed="false",
             data_ranks=" ".join(str(r) for r in mesh.group(0, axis) if r < NODES * per_node),
         )
         for axis, (name, size) in enumerate(zip(mesh.names, mesh.shape, strict=True))
-    ]  # fmt: skip
+    ]
     said = tag("p", f"{mesh.size:,} devices on {nodes:,} node{'s' * (nodes > 1)}. Mark the group of rank 0 along: ")
     return said + tag("div", *buttons, class_="axes") + tag("div", *boxes, class_="nodes") + _links(plan)
 

@@ -15,33 +15,53 @@ from autopar.plans.report.tree import model_tree
 from autopar.plans.table import seconds, size
 
 SECTIONS = {
-    "mesh": "Mesh", "model": "Model", "memory": "Memory over time", "timeline": "Timeline",
-    "collectives": "Collectives", "baselines": "Beside known ways", "planning": "Planning",
-}  # fmt: skip
+    "mesh": "Mesh",
+    "model": "Model",
+    "memory": "Memory over time",
+    "timeline": "Timeline",
+    "collectives": "Collectives",
+    "baselines": "Beside known ways",
+    "planning": "Planning",
+}
 
 
 def page(plan: PlanRecord) -> str:
     """The whole file; style and script are inside, and nothing is fetched."""
     body = {
-        "mesh": mesh_figure(plan), "model": model_tree(plan) if plan.facts else _no_facts(),
+        "mesh": mesh_figure(plan),
+        "model": model_tree(plan) if plan.facts else _no_facts(),
         "memory": memory_chart(plan) if plan.facts and plan.facts.history else _no_facts(),
         "timeline": timeline_chart(plan) if plan.facts else _no_facts(),
-        "collectives": _collectives(plan), "baselines": _baselines(plan), "planning": _planning(plan),
-    }  # fmt: skip
+        "collectives": _collectives(plan),
+        "baselines": _baselines(plan),
+        "planning": _planning(plan),
+    }
     links = tag("nav", *(tag("a", title, href=f"#{name}") for name, title in SECTIONS.items()), aria_label="sections")
     title = f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}"
     toggle = tag("button", "light or dark", type="button", id="theme")
     head = tag("header", tag("h1", escape(title)), toggle, _cards(plan), links)
     parts = [section(name, SECTIONS[name], content) for name, content in body.items()]
-    foot = tag("footer", f"Predictions of autopar's cost models for plan {plan.digest}; point at a number, or tab to "
-               "it, to see where it comes from.")  # fmt: skip
-    return "\n".join([
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        tag("title", escape(title)), tag("style", _resource("style.css")), "</head><body>",
-        head, tag("main", *parts), foot, tag("div", id="tip", role="tooltip", hidden="hidden"),
-        f"<script>{_resource('script.js')}</script>", "</body></html>",
-    ])  # fmt: skip
+    foot = tag(
+        "footer",
+        f"Predictions of autopar's cost models for plan {plan.digest}; point at a number, or tab to "
+        "it, to see where it comes from.",
+    )
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            tag("title", escape(title)),
+            tag("style", _resource("style.css")),
+            "</head><body>",
+            head,
+            tag("main", *parts),
+            foot,
+            tag("div", id="tip", role="tooltip", hidden="hidden"),
+            f"<script>{_resource('script.js')}</script>",
+            "</body></html>",
+        ]
+    )
 
 
 def _resource(name: str) -> str:
@@ -108,11 +128,14 @@ def _collective(plan: PlanRecord, axis: int, kind: str, phase: str, found: list[
     algorithm = plan.facts.axes[axis].algorithms.get(kind, "") if plan.facts else ""
     how = "each launch: latency + bytes / bandwidth of the fastest algorithm for its size; the sum of all launches"
     return [
-        escape(kind), phase, number(f"{len(found):,}", "launches in a step"),
+        escape(kind),
+        phase,
+        number(f"{len(found):,}", "launches in a step"),
         number(size(sent), "sum of the messages: gathered size of an all-gather, local size of any other"),
-        number(seconds(took), how), number(f"{sent / took / 1e9:.3g} GB/s" if took else "", "bytes / time"),
+        number(seconds(took), how),
+        number(f"{sent / took / 1e9:.3g} GB/s" if took else "", "bytes / time"),
         number(algorithm, "the fastest of the library's algorithms for the largest message of this kind"),
-    ]  # fmt: skip
+    ]
 
 
 def _baselines(plan: PlanRecord) -> str:
@@ -120,8 +143,12 @@ def _baselines(plan: PlanRecord) -> str:
     if not plan.baselines:
         return tag("p", "No known way was worth measuring; plan with compare=True to see all.")
     slowest = max([plan.step_time, *(b.step_time for b in plan.baselines)]) or 1.0
-    own = [_bar(plan.step_time / slowest, "this plan"), number(seconds(plan.step_time), "simulated"),
-           number(size(plan.peak_memory), "largest sum of live bytes"), "1.00 ×"]  # fmt: skip
+    own = [
+        _bar(plan.step_time / slowest, "this plan"),
+        number(seconds(plan.step_time), "simulated"),
+        number(size(plan.peak_memory), "largest sum of live bytes"),
+        "1.00 ×",
+    ]
     ordered = sorted(plan.baselines, key=lambda b: b.step_time)
     body = [own, *(_baseline(plan, b, slowest) for b in ordered)]
     return rows(["way", "step time", "peak memory", "against the plan"], body, "the same model, mesh and prices")
@@ -132,8 +159,12 @@ def _baseline(plan: PlanRecord, b: BaselineRecord, slowest: float) -> list[str]:
     how = f"{seconds(b.step_time)} / {seconds(plan.step_time)}"
     verdict = number(f"{ratio:.2f} ×", how) + ("" if b.fits else " " + tag("em", "over the budget"))
     cost = f"simulated as the plan was; its cost in the integer program is {seconds(b.objective)}"
-    return [_bar(b.step_time / slowest, b.name), number(seconds(b.step_time), cost),
-            number(size(b.peak_memory), "largest sum of live bytes"), verdict]  # fmt: skip
+    return [
+        _bar(b.step_time / slowest, b.name),
+        number(seconds(b.step_time), cost),
+        number(size(b.peak_memory), "largest sum of live bytes"),
+        verdict,
+    ]
 
 
 def _bar(share: float, name: str) -> str:
@@ -141,8 +172,9 @@ def _bar(share: float, name: str) -> str:
 
 
 def _planning(plan: PlanRecord) -> str:
-    body = [[escape(stage), number(seconds(s), "wall clock while the plan was made")] for stage, s in
-            plan.timings.items()]  # fmt: skip
+    body = [
+        [escape(stage), number(seconds(s), "wall clock while the plan was made")] for stage, s in plan.timings.items()
+    ]
     asked = ", ".join(f"{k}={v}" for k, v in plan.options.items() if v not in (None, {}, ""))
     notes = "".join(tag("li", escape(n)) for n in plan.notices)
     return (

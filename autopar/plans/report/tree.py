@@ -132,10 +132,14 @@ def _details(plan: PlanRecord, module: Module) -> str:
         said = describe(plan.specs[name], plan.mesh, shape)
         held = plan.parameters[name]
         local = list(plan.specs[name].local_shape(shape, plan.mesh)) if len(shape) == plan.specs[name].ndim else "?"
-        body.append([
-            escape(attribute), f"{dtype}{list(shape)}", number(spec, said),
-            number(size(held), f"local shape {local} x bytes of {dtype} = {held:,} B"),
-        ])  # fmt: skip
+        body.append(
+            [
+                escape(attribute),
+                f"{dtype}{list(shape)}",
+                number(spec, said),
+                number(size(held), f"local shape {local} x bytes of {dtype} = {held:,} B"),
+            ]
+        )
     listed = rows(["weight", "whole", "spec", "a device"], body, "weights") if body else ""
     notes = []
     if own.activation:

@@ -64,8 +64,9 @@ class Bounds:
         _ascend(
             lambda forward: dual.sweep(forward=forward, decode=False).lower_bound,
             lambda: incumbent.seconds() > deadline,
-            lambda bound: 0.01 * TELLING * incumbent.gap * abs(bound), lambda _: False,
-        )  # fmt: skip
+            lambda bound: 0.01 * TELLING * incumbent.gap * abs(bound),
+            lambda _: False,
+        )
         self.pieces = Pieces(self.relaxation, (pieces, dual))
 
     def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
@@ -87,9 +88,12 @@ class Bounds:
 
         try:
             best = _ascend(
-                lambda forward: pieces.sweep(forward=forward), lambda: incumbent.seconds() > deadline, enough, told,
+                lambda forward: pieces.sweep(forward=forward),
+                lambda: incumbent.seconds() > deadline,
+                enough,
+                told,
                 leave_out,
-            )  # fmt: skip
+            )
         except InfeasibleError:
             best = most
         # Choices that cost more than the best one may have been left out.
@@ -172,9 +176,12 @@ def _without(graph: Graph, marginals: dict[int, np.ndarray], most: float, late: 
 
 
 def _ascend(
-    sweep: Callable[[bool], float], late: Callable[[], bool], enough: Callable[[float], float],
-    told: Callable[[float], bool], between: Callable[[], None] = lambda: None,
-) -> float:  # fmt: skip
+    sweep: Callable[[bool], float],
+    late: Callable[[], bool],
+    enough: Callable[[float], float],
+    told: Callable[[float], bool],
+    between: Callable[[], None] = lambda: None,
+) -> float:
     """Sweep to and fro until the bound rises no more by what is enough, tells enough, or it is late; the bound."""
     last = best = -math.inf
     for count in range(MAX_SWEEPS):

@@ -102,9 +102,13 @@ class _Folding:
     """The tied problem, its best choice so far, and the bound."""
 
     def __init__(
-        self, incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int],
+        self,
+        incumbent: Incumbent,
+        tied: Tied,
+        solve_part: SolvePart,
+        size: dict[str, int],
         seeds: Sequence[Sequence[int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.seeds = seeds
         self.incumbent = incumbent
         self.parts = tied.parts

@@ -106,9 +106,7 @@ class Mixing:
                 if found is not None:
                     yield found, self._seam(least / count, first=first)
 
-    def _mixed(
-        self, low: IndexArray, high: IndexArray, ends: IndexArray, share: float, *, first: bool
-    ) -> IndexArray:  # fmt: skip
+    def _mixed(self, low: IndexArray, high: IndexArray, ends: IndexArray, share: float, *, first: bool) -> IndexArray:
         mixed: IndexArray = ends.copy()
         for block in self.parts.blocks:
             taken = round(share * block.count)

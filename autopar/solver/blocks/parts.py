@@ -95,9 +95,14 @@ class _Apart:
         return Parts(self.problem, ends, self.explicit, tuple(blocks))
 
     def _block(
-        self, index: int, rows: IndexArray, margin: int, near: Sequence[Edge], end_costs: list[Array],
+        self,
+        index: int,
+        rows: IndexArray,
+        margin: int,
+        near: Sequence[Edge],
+        end_costs: list[Array],
         end_edges: list[Edge],
-    ) -> Block:  # fmt: skip
+    ) -> Block:
         """The block, read off the second copy; ghosts behind the run are added to the ends."""
         copies = self.copies[index]
         before, after = rows[margin - 1], rows[len(rows) - margin]
@@ -197,7 +202,9 @@ def tie(parts: Parts) -> Tied:
         edges += [Edge(int(place[e.u]), int(place[e.v]), scaled[id(e.cost)]) for e in block.problem.edges]
         usages += [Usage(int(place[u.node]), block.count * u.option, u.start, u.end) for u in block.problem.usages]
         places.append(place)
-    edges = [Edge(int(ends[e.u]) if e.u < len(ends) else e.u, int(ends[e.v]) if e.v < len(ends) else e.v, e.cost)
-             for e in edges]  # fmt: skip
+    edges = [
+        Edge(int(ends[e.u]) if e.u < len(ends) else e.u, int(ends[e.v]) if e.v < len(ends) else e.v, e.cost)
+        for e in edges
+    ]
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit, trusted=True)
     return Tied(parts, problem, ends, tuple(places))

@@ -102,15 +102,23 @@ class Pieces:
         seams, outer = [], []
         for r, block in enumerate(self.relaxation.parts.blocks):
             prices = self.prices.seams[r], self.prices.outer[r]
-            seams.append(tuple(
-                price + _meet([self._end(0, before), self._end(r + 1, column)],
-                              [self._end(0, behind), self._end(r + 1, ghost)], len(price))
-                for (column, ghost, before, behind), price in zip(block.seams, prices[0], strict=True)
-            ))  # fmt: skip
-            outer.append(tuple(
-                price + _meet([self._end(0, node, float(block.count))], [self._end(r + 1, ghost)], len(price))
-                for (ghost, node), price in zip(block.outer, prices[1], strict=True)
-            ))  # fmt: skip
+            seams.append(
+                tuple(
+                    price
+                    + _meet(
+                        [self._end(0, before), self._end(r + 1, column)],
+                        [self._end(0, behind), self._end(r + 1, ghost)],
+                        len(price),
+                    )
+                    for (column, ghost, before, behind), price in zip(block.seams, prices[0], strict=True)
+                )
+            )
+            outer.append(
+                tuple(
+                    price + _meet([self._end(0, node, float(block.count))], [self._end(r + 1, ghost)], len(price))
+                    for (ghost, node), price in zip(block.outer, prices[1], strict=True)
+                )
+            )
         self.prices = Prices(tuple(seams), tuple(outer))
 
     def _end(self, piece: int, node: int, rate: float = 1.0) -> _End:

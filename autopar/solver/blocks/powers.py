@@ -102,7 +102,7 @@ class _Plan:
 
 def contract(
     parts: Parts, ends: Graph, blocks: Sequence[Graph], most: float, late: Late | None = None
-) -> Optimum | None:  # fmt: skip
+) -> Optimum | None:
     """The optimum of the parts, whose graphs still have every seam and outer node; None where that is too much work
     (``most`` element operations) or got late.
 
@@ -163,9 +163,7 @@ def _share_at_ends(parts: Parts, ends: Graph, blocks: Sequence[Graph]) -> None:
     _until_none_goes(share, parts, ends, blocks)
 
 
-def _until_none_goes(
-    share: Callable[[Block, Graph], None], parts: Parts, ends: Graph, blocks: Sequence[Graph]
-) -> None:  # fmt: skip
+def _until_none_goes(share: Callable[[Block, Graph], None], parts: Parts, ends: Graph, blocks: Sequence[Graph]) -> None:
     left = -1
     while left != (left := sum(graph.size()[1] for graph in (ends, *blocks))):
         for block, graph in zip(parts.blocks, blocks, strict=True):

@@ -197,12 +197,15 @@ class Relaxation:
         home = coupled.places[0]
         for block, graph, place in zip(self.parts.blocks, self.blocks, coupled.places[1:], strict=True):
             tied = _Messages(dual, graph, place, block.count)
-            seams.append(tuple(
-                -tied.spread(column, coupled.ties[place[column], place[ghost]]) for column, ghost, _, _ in block.seams
-            ))  # fmt: skip
-            outer.append(tuple(
-                tied.spread(ghost, coupled.ties[home[node], place[ghost]]) for ghost, node in block.outer
-            ))  # fmt: skip
+            seams.append(
+                tuple(
+                    -tied.spread(column, coupled.ties[place[column], place[ghost]])
+                    for column, ghost, _, _ in block.seams
+                )
+            )
+            outer.append(
+                tuple(tied.spread(ghost, coupled.ties[home[node], place[ghost]]) for ghost, node in block.outer)
+            )
         return Prices(tuple(seams), tuple(outer))
 
     def priced_ends(self, prices: Prices) -> tuple[Problem, float]:

@@ -140,9 +140,7 @@ def _grow(network: _Network, seeds: Iterable[tuple[int, int]]) -> dict[int, int]
     return shift
 
 
-def _common_pairs(
-    here: Sequence[tuple[int, int, int]], there: Sequence[tuple[int, int, int]]
-) -> list[tuple[int, int]]:
+def _common_pairs(here: Sequence[tuple[int, int, int]], there: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Neighbours over edges of one kind, where both nodes have as many of the kind."""
     groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     for side, entries in enumerate((here, there)):
@@ -237,8 +235,12 @@ def _runs_in_window(network: _Network, window: _Component, first: int, last: int
     looks = [_row(network, window, place, row) for row in range(first, last)]
     runs = []
     for start, end in _stretches(looks):
-        rows = np.array([[chain[row - b] for b, chain in zip(window.begins, window.orbits, strict=True)]
-                         for row in range(first + start, first + end)])  # fmt: skip
+        rows = np.array(
+            [
+                [chain[row - b] for b, chain in zip(window.begins, window.orbits, strict=True)]
+                for row in range(first + start, first + end)
+            ]
+        )
         runs.append(Run(rows))
     return runs
 

@@ -27,9 +27,14 @@ MANY = 0.3
 
 
 def search_from(
-    graph: Graph, choice: dict[int, int], incumbent: Incumbent, found_by: str, *, pairs: bool = True,
+    graph: Graph,
+    choice: dict[int, int],
+    incumbent: Incumbent,
+    found_by: str,
+    *,
+    pairs: bool = True,
     until: float = math.inf,
-) -> bool:  # fmt: skip
+) -> bool:
     """Improve a choice by local search, no later than ``until`` (seconds since the start), and offer it."""
     search = Search(graph, choice)
     search.descend(lambda: min(incumbent.seconds_left(), until - incumbent.seconds()), pairs=pairs)
@@ -37,9 +42,15 @@ def search_from(
 
 
 def ascend(
-    graph: Graph, incumbent: Incumbent, sweeps: int, prices: Array | None, deadline: float, *,
-    choice_only: bool = False, start: Pushes | None = None,
-) -> Dual:  # fmt: skip
+    graph: Graph,
+    incumbent: Incumbent,
+    sweeps: int,
+    prices: Array | None,
+    deadline: float,
+    *,
+    choice_only: bool = False,
+    start: Pushes | None = None,
+) -> Dual:
     """Sweep until the bound stalls, the gap closes or the clock (seconds since the start) reaches the deadline.
 
     Options that every better choice avoids are removed from the graph on the way, when they are many, and at the end.
@@ -54,9 +65,10 @@ def ascend(
     for count in range(sweeps):
         looks = count % 8 == 1 or (count < 8 and count % 2 == 1)
         result = dual.sweep(
-            forward=count % 2 == 1, decode=looks or bool(len(graph.limits)),
+            forward=count % 2 == 1,
+            decode=looks or bool(len(graph.limits)),
             late=lambda: incumbent.seconds() > deadline,
-        )  # fmt: skip
+        )
         incumbent.raise_bound(result.lower_bound)
         if not result.marginals:
             break

@@ -24,7 +24,7 @@ DEARER = 2.0
 
 def frugal_choice(
     problem: Problem, first: Sequence[int], cost: float, late: Callable[[], bool]
-) -> tuple[int, ...] | None:  # fmt: skip
+) -> tuple[int, ...] | None:
     """A choice within the limit, found from ``first``, which is not and costs ``cost``; None where none was."""
     table = UsageTable(problem)
     if not len(table.times) or not problem.limit > 0:

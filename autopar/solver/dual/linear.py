@@ -136,9 +136,7 @@ def _pass_messages(graph: Graph, incumbent: Incumbent, deadline: float) -> dict[
     }
 
 
-def solve_relaxed(
-    graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations = ()
-) -> Relaxed | None:  # fmt: skip
+def solve_relaxed(graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations = ()) -> Relaxed | None:
     """The linear program of ``graph``; None where it did not end in time. The incumbent has its prices of the limit
     then, and its basis.
 
@@ -160,7 +158,7 @@ def solve_relaxed(
 
 def _solve_whole(
     graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations, magnitude: float
-) -> Relaxed | None:  # fmt: skip
+) -> Relaxed | None:
     plain = build(graph, magnitude)
     model = coupled(plain, graph, equations)
     found = highs.solve_relaxation(model, deadline - incumbent.seconds(), incumbent.basis)
@@ -170,11 +168,12 @@ def _solve_whole(
     spans = list(zip(model.nodes, model.first[:-1], model.first[1:], strict=True))
     optimum = found.objective * model.scale + graph.offset
     return Relaxed(
-        optimum, optimum,
+        optimum,
+        optimum,
         {node: found.values[start:end] for node, start, end in spans},
         {node: np.maximum(found.reduced_costs[start:end], 0.0) * model.scale for node, start, end in spans},
         prices_of(graph, plain, found),
-    )  # fmt: skip
+    )
 
 
 def _round(graph: Graph, found: Relaxed, incumbent: Incumbent, deadline: float) -> None:

@@ -130,9 +130,7 @@ def _nearest(one: Marginals, other: Marginals) -> dict[int, Array]:
     return {node: np.minimum(far, other[node]) for node, far in one.items()}
 
 
-def _of_nearest(
-    graph: Graph, distance: Marginals, used: Mapping[int, npt.NDArray[np.bool_]], share: float
-) -> Graph:  # fmt: skip
+def _of_nearest(graph: Graph, distance: Marginals, used: Mapping[int, npt.NDArray[np.bool_]], share: float) -> Graph:
     """With the nearest ``share`` of options, those that were used, and all of protected nodes."""
     reach = np.quantile(np.concatenate(list(distance.values())), min(share, 1.0), method="lower")
     part = graph.copy()

@@ -179,6 +179,7 @@ class Search:
 
     def descend(self, seconds_left: Callable[[], float], *, pairs: bool = True, rounds: int = 20) -> None:
         """Moves of one node, then of two, until none helps."""
+
         def late() -> bool:
             return seconds_left() < 0
 

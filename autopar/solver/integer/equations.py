@@ -25,8 +25,9 @@ def coupled(model: Model, graph: Graph, equations: Equations) -> Model:
     for option, terms in _rows(graph, equations):
         entries = [
             (start_of[node] + int(np.searchsorted(graph.options[node], option)), weight)
-            for node, weight in terms if option in graph.options[node]
-        ]  # fmt: skip
+            for node, weight in terms
+            if option in graph.options[node]
+        ]
         columns.append(np.array([c for c, _ in entries], dtype=np.int64))
         values.append(np.array([w for _, w in entries]))
         end += len(entries)
@@ -34,9 +35,13 @@ def coupled(model: Model, graph: Graph, equations: Equations) -> Model:
         rows += 1
     zeros = np.zeros(rows)
     return replace(
-        model, starts=np.concatenate(starts), columns=np.concatenate(columns), values=np.concatenate(values),
-        row_lower=np.concatenate([model.row_lower, zeros]), row_upper=np.concatenate([model.row_upper, zeros]),
-    )  # fmt: skip
+        model,
+        starts=np.concatenate(starts),
+        columns=np.concatenate(columns),
+        values=np.concatenate(values),
+        row_lower=np.concatenate([model.row_lower, zeros]),
+        row_upper=np.concatenate([model.row_upper, zeros]),
+    )
 
 
 def paid(graph: Graph, part: Graph, equations: Equations, duals: Array) -> Graph:

@@ -80,9 +80,16 @@ def network_of(matrix: Array) -> Network:
     arc[tails, ends] = np.arange(len(tails))
     at_first, at_second = np.argsort(first), np.argsort(second)
     return Network(
-        count, tails, ends, direct[tails, ends], at_first[rows.number], heads[at_second][columns.number],
-        paid[at_second][columns.number], via, arc,
-    )  # fmt: skip
+        count,
+        tails,
+        ends,
+        direct[tails, ends],
+        at_first[rows.number],
+        heads[at_second][columns.number],
+        paid[at_second][columns.number],
+        via,
+        arc,
+    )
 
 
 def _merged(matrix: Array) -> list[tuple[int, int]]:

@@ -68,7 +68,7 @@ def sizes_of(graph: Graph) -> dict[int, int]:
 
 def find_order(
     scopes: Iterable[Collection[int]], sizes: Mapping[int, int], kept: Collection[int] = (), most: float = math.inf
-) -> Order:  # fmt: skip
+) -> Order:
     """An order in which tables stay small: always the node that makes the smallest one. One that would need more than
     ``most`` elements is not looked for to its end, and said to need infinitely many."""
     around: dict[int, set[int]] = {node: set() for node in sizes}
@@ -109,9 +109,12 @@ def find_order(
 
 
 def eliminate_all(
-    factors: Sequence[Factor], sizes: Mapping[int, int], order: Order, kept: Sequence[int] = (),
+    factors: Sequence[Factor],
+    sizes: Mapping[int, int],
+    order: Order,
+    kept: Sequence[int] = (),
     late: Late | None = None,
-) -> Eliminated | None:  # fmt: skip
+) -> Eliminated | None:
     """Every node of ``order`` leaves; None where it got late on the way."""
     of: dict[int, list[Factor]] = {node: [] for node in sizes}
     constant = 0.0

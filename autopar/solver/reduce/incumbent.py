@@ -23,9 +23,13 @@ class Incumbent:
     """Offers that are worse are ignored, so that nothing found is ever lost."""
 
     def __init__(
-        self, problem: Problem, time_limit: float, gap: float, progress: Callable[[TraceEntry], None] | None,
+        self,
+        problem: Problem,
+        time_limit: float,
+        gap: float,
+        progress: Callable[[TraceEntry], None] | None,
         refuses: Refuses | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.problem = problem
         self.gap = gap
         self.choice: tuple[int, ...] | None = None

@@ -189,6 +189,8 @@ def _torchs_flops(node: Node, metas: Metas) -> float:
 
 for _name in VARIANTS:
     rule(
-        f"aten._scaled_dot_product_{_name}", _torchs_own, linear=GRADIENT if "backward" in _name else (),
+        f"aten._scaled_dot_product_{_name}",
+        _torchs_own,
+        linear=GRADIENT if "backward" in _name else (),
         flops=_torchs_flops,
-    )  # fmt: skip
+    )

@@ -207,8 +207,12 @@ def _told_of_batch(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> 
     meta = result(node)
     told = TensorMeta((2, *spec.local_shape(meta.shape, mesh)), meta.dtype)
     args = (
-        TOLD, local_counts(strategy, metas, dims, mesh), 0.0, False, local_shape(meta.shape, spec, mesh),
+        TOLD,
+        local_counts(strategy, metas, dims, mesh),
+        0.0,
+        False,
+        local_shape(meta.shape, spec, mesh),
         torch_dtype(meta.dtype),
-    )  # fmt: skip
+    )
     finish = ("autopar.var_mean_of_moments.default", args, ())
     return Combine(("autopar.batch_moments.default", (Operand(0),), ()), (told,), axes, finish)

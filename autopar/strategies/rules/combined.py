@@ -112,9 +112,13 @@ def _variance(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combi
     told = TensorMeta((2, *kept(strategy, metas[0], dims, mesh)), wide(metas[0].dtype))
     correction = node.kwarg("correction", 1)
     args = (
-        TOLD, local_counts(strategy, metas, dims, mesh), float(cast(float, 1 if correction is None else correction)),
-        "std" in node.packet, local_shape(result(node).shape, spec, mesh), torch_dtype(result(node).dtype),
-    )  # fmt: skip
+        TOLD,
+        local_counts(strategy, metas, dims, mesh),
+        float(cast(float, 1 if correction is None else correction)),
+        "std" in node.packet,
+        local_shape(result(node).shape, spec, mesh),
+        torch_dtype(result(node).dtype),
+    )
     op = "autopar.variance_of_moments.default" if len(node.outputs) == 1 else "autopar.var_mean_of_moments.default"
     return Combine(("autopar.moments.default", (Operand(0), dims), ()), (told,), axes, (op, args, ()))
 

@@ -112,11 +112,20 @@ def _along(
 ) -> list[_Along] | None:
     """Every dim of space that is cut; None where such cuts are not listed."""
     cuts = space_cuts(spec, x.shape, SPACE)
-    return None if cuts is None else [
-        _Along(d, a, _slide(node, weight, d, backward=backward), own_rows(x.shape[d], mesh.shape[a]),
-               own_rows(y.shape[d], mesh.shape[a]))
-        for d, a in cuts
-    ]  # fmt: skip
+    return (
+        None
+        if cuts is None
+        else [
+            _Along(
+                d,
+                a,
+                _slide(node, weight, d, backward=backward),
+                own_rows(x.shape[d], mesh.shape[a]),
+                own_rows(y.shape[d], mesh.shape[a]),
+            )
+            for d, a in cuts
+        ]
+    )
 
 
 def _result(node: Node) -> TensorMeta:
@@ -195,10 +204,15 @@ def _lower_convolution(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh)
     made = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in _read(c, transposed=True)] for c in along]
     first, size = _own(along, made, [c.y for c in along])
     kwargs: dict[str, LocalArg] = {
-        "stride": _each(node, 3, n), "padding": padding, "dilation": _each(node, 5, n),
-        "output_padding": _without_padding(_each(node, 7, n), along), "groups": local,
-        "dims": tuple(c.dim for c in along), "first": first, "size": size,
-    }  # fmt: skip
+        "stride": _each(node, 3, n),
+        "padding": padding,
+        "dilation": _each(node, 5, n),
+        "output_padding": _without_padding(_each(node, 7, n), along),
+        "groups": local,
+        "dims": tuple(c.dim for c in along),
+        "first": first,
+        "size": size,
+    }
     return "autopar.convolution_transposed_part.default", node.args[:3], tuple(kwargs.items())
 
 
@@ -225,11 +239,18 @@ def _lower_part_backward(node: Node, along: list[_Along], n: int, groups: LocalA
         reached = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in w] for c, w in zip(along, windows_, strict=True)]
         first, size = _own(along, reached, [c.x for c in along])
     kwargs: dict[str, LocalArg] = {
-        "bias_sizes": sizes, "stride": _each(node, 4, n), "padding": _without_padding(_each(node, 5, n), along),
-        "dilation": _each(node, 6, n), "groups": groups, "mask": node.args[10],
-        "dims": tuple(c.dim for c in along), "first": first, "size": size, "made_first": made_first,
+        "bias_sizes": sizes,
+        "stride": _each(node, 4, n),
+        "padding": _without_padding(_each(node, 5, n), along),
+        "dilation": _each(node, 6, n),
+        "groups": groups,
+        "mask": node.args[10],
+        "dims": tuple(c.dim for c in along),
+        "first": first,
+        "size": size,
+        "made_first": made_first,
         "made_size": made_size,
-    }  # fmt: skip
+    }
     if transposed:
         kwargs["output_padding"] = _without_padding(_each(node, 8, n), along)
     op = "autopar.convolution_transposed_part_backward" if transposed else "autopar.convolution_part_backward"

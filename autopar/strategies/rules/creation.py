@@ -17,9 +17,24 @@ for _op in (aten.full, aten.zeros, aten.ones, aten.empty.memory_format, aten._ef
 
 rule("placeholder", "-> ...")
 
-for _op in (aten.arange, aten.scalar_tensor, aten.rand, aten.randn, aten.randint, aten.randperm, aten.eye,
-            aten.linspace, aten.logspace, aten.hann_window, aten.hamming_window, aten.blackman_window,
-            aten.bartlett_window, aten.kaiser_window, aten.tril_indices, aten.triu_indices):  # fmt: skip
+for _op in (
+    aten.arange,
+    aten.scalar_tensor,
+    aten.rand,
+    aten.randn,
+    aten.randint,
+    aten.randperm,
+    aten.eye,
+    aten.linspace,
+    aten.logspace,
+    aten.hann_window,
+    aten.hamming_window,
+    aten.blackman_window,
+    aten.bartlett_window,
+    aten.kaiser_window,
+    aten.tril_indices,
+    aten.triu_indices,
+):
     rule(_op, replicated)
 
 
@@ -52,6 +67,5 @@ def _lower_new_empty_strided(node: Node, strategy: Strategy, metas: Metas, mesh:
     return "aten.new_empty.default", (node.args[0], local_shape(result.shape, spec, mesh)), node.kwargs
 
 
-for _op in (aten.bernoulli, aten.rand_like, aten.randn_like, aten.randint_like, aten.multinomial,
-            aten.native_dropout):  # fmt: skip
+for _op in (aten.bernoulli, aten.rand_like, aten.randn_like, aten.randint_like, aten.multinomial, aten.native_dropout):
     rule(_op, replicated)

@@ -17,9 +17,13 @@ from autopar.strategies.localize import local_shapes
 from autopar.strategies.registry import LocalArg, LocalCall, Metas, find_rule, lowering, rule, windows
 
 KINDS = {
-    "upsample_nearest": "nearest", "_upsample_nearest_exact": "nearest_exact", "upsample_linear": "linear",
-    "upsample_bilinear": "linear", "upsample_trilinear": "linear", "upsample_bicubic": "cubic",
-}  # fmt: skip
+    "upsample_nearest": "nearest",
+    "_upsample_nearest_exact": "nearest_exact",
+    "upsample_linear": "linear",
+    "upsample_bilinear": "linear",
+    "upsample_trilinear": "linear",
+    "upsample_bicubic": "cubic",
+}
 SLACK = 2e-3
 """Of a place, by which rounding could move it to the next row."""
 
@@ -77,8 +81,10 @@ def _windows_along(resize: _Resize, i: int, ways: int, *, backward: bool) -> lis
     n, out = resize.n[i], resize.out[i]
     reach = _reach(resize.kind, resize.align, resize.scales[i], n, out)
     if not backward:
-        return [(min(reach[r][0] for r in range(a, b)), max(reach[r][1] for r in range(a, b)))
-                for a, b in own_rows(out, ways)]  # fmt: skip
+        return [
+            (min(reach[r][0] for r in range(a, b)), max(reach[r][1] for r in range(a, b)))
+            for a, b in own_rows(out, ways)
+        ]
     needed = []
     for a, b in own_rows(n, ways):
         rows = [r for r, (low, high) in enumerate(reach) if low < b and high > a]
@@ -123,9 +129,15 @@ def _lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCal
         size[h.dim - 2] = LocalChoice(tuple(b - a for a, b in rows), h.axis)
     start, first = (own, windows_) if backward else (windows_, own)
     kwargs: dict[str, LocalArg] = {
-        "kind": resize.kind, "align": resize.align, "scales": resize.scales, "n": resize.n, "out": resize.out,
-        "start": tuple(start), "first": tuple(first), "size": tuple(size),
-    }  # fmt: skip
+        "kind": resize.kind,
+        "align": resize.align,
+        "scales": resize.scales,
+        "n": resize.n,
+        "out": resize.out,
+        "start": tuple(start),
+        "first": tuple(first),
+        "size": tuple(size),
+    }
     return f"autopar.interpolate_part{'_backward' if backward else ''}.default", node.args[:1], tuple(kwargs.items())
 
 

@@ -32,8 +32,12 @@ def _compared_backward(position: int) -> Notation:
 
 for _op in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
     rule(_op, _compared(2))
-for _op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward,
-            aten.soft_margin_loss_backward):  # fmt: skip
+for _op in (
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss_backward,
+    aten.soft_margin_loss_backward,
+):
     rule(_op, _compared_backward(3), linear=((0,),))
 
 

@@ -136,8 +136,11 @@ def _combined_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> 
     eps = arg(node, 4 if layer else 3, None, "eps")
     finish: tuple[Any, ...] = (Operand(0), TOLD, _vector(node, 2), *([_vector(node, 3)] if layer else []))
     # Without an epsilon RMS norm takes the dtype's own.
-    options = (("counts", local_counts(strategy, metas, dims, mesh)), *([] if layer else [("dtype", _dtype(node, 1))]),
-               ("eps", EPSILON[metas[0].dtype] if eps is None else eps))  # fmt: skip
+    options = (
+        ("counts", local_counts(strategy, metas, dims, mesh)),
+        *([] if layer else [("dtype", _dtype(node, 1))]),
+        ("eps", EPSILON[metas[0].dtype] if eps is None else eps),
+    )
     op = f"autopar.{'layer' if layer else 'rms'}_norm_of_moments.default"
     summary = ("autopar.moments.default", (Operand(0), tuple(dims)), ())
     return Combine(summary, _told(strategy, metas, dims, mesh), axes, (op, finish, options))

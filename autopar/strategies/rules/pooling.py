@@ -163,10 +163,14 @@ def _maximum(n: int) -> None:
         of = {h.dim: h.windows for h in halos}
         kernel, stride, _ = kind.geometry(node)
         kwargs: dict[str, LocalArg] = {
-            "kernel": kernel, "stride": stride, "padding": _padding(kind, node, shape, cuts),
-            "dilation": kind.dilations(node), "ceil": kind.ceils(node),
-            "starts": _starts(n, shape, cuts, lambda dim, axis: of[dim]), "whole": shape[len(shape) - n :],
-        }  # fmt: skip
+            "kernel": kernel,
+            "stride": stride,
+            "padding": _padding(kind, node, shape, cuts),
+            "dilation": kind.dilations(node),
+            "ceil": kind.ceils(node),
+            "starts": _starts(n, shape, cuts, lambda dim, axis: of[dim]),
+            "whole": shape[len(shape) - n :],
+        }
         return "autopar.max_pool_part.default", node.args[:1], tuple(kwargs.items())
 
     @lowering(back)
@@ -207,10 +211,14 @@ def _average(n: int) -> None:
             return node.op, (node.args[0], kernel, stride, padding, *node.args[4:]), node.kwargs
         rows = [own_rows(result.shape[dim], mesh.shape[axis]) for dim, axis in cuts]
         kwargs: dict[str, LocalArg] = {
-            "kernel": kernel, "stride": stride, "padding": padding, "ceil": kind.ceils(node),
-            "include": kind.includes(node), "dims": tuple(dim for dim, _ in cuts),
+            "kernel": kernel,
+            "stride": stride,
+            "padding": padding,
+            "ceil": kind.ceils(node),
+            "include": kind.includes(node),
+            "dims": tuple(dim for dim, _ in cuts),
             **_counting(kind, node, metas[0], cuts, rows),
-        }  # fmt: skip
+        }
         return "autopar.avg_pool_part.default", node.args[:1], tuple(kwargs.items())
 
     @lowering(back)
@@ -223,11 +231,16 @@ def _average(n: int) -> None:
         rows = [_into(kind_back, node, metas, dim, axis, mesh) for dim, axis in cuts]
         none: dict[str, LocalArg] = {"pads": (), "starts": (), "whole": ()}
         kwargs: dict[str, LocalArg] = {
-            "kernel": kernel, "stride": stride, "padding": _padding(kind_back, node, shape, cuts),
-            "ceil": kind_back.ceils(node), "include": kind_back.includes(node), "divisor": arg(node, 7),
-            "dims": tuple(dim for dim, _ in cuts), "first": firsts,
+            "kernel": kernel,
+            "stride": stride,
+            "padding": _padding(kind_back, node, shape, cuts),
+            "ceil": kind_back.ceils(node),
+            "include": kind_back.includes(node),
+            "divisor": arg(node, 7),
+            "dims": tuple(dim for dim, _ in cuts),
+            "first": firsts,
             **(none if kind_back.counts_all(node) else _counting(kind_back, node, metas[1], cuts, rows)),
-        }  # fmt: skip
+        }
         return "autopar.avg_pool_part_backward.default", node.args[:2], tuple(kwargs.items())
 
 
@@ -257,4 +270,3 @@ def _first(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mes
 for _n in (2, 3):
     _maximum(_n)
     _average(_n)
-

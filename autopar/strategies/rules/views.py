@@ -237,6 +237,8 @@ def _unfold_backward(node: Node, metas: Metas) -> str:
 
 _view(aten.slice_backward, _slice_backward, arg1=0)
 _view(aten.select_backward, _select_backward, arg1=0)
+
+
 def _diagonal_embedded(node: Node, metas: Metas) -> str:
     dims = names(len(_result(node).shape))
     pair = [dim_arg(node, 2, len(dims), -2, "dim1"), dim_arg(node, 3, len(dims), -1, "dim2")]
