@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autopar.comparison import compare
     from autopar.errors import AutoparError
     from autopar.mesh import Cluster
+    from autopar.plan_options import PlanOptions
     from autopar.plans import Plan
     from autopar.precision import MixedPrecision
     from autopar.runtime.safetensors import load_safetensors
@@ -27,6 +28,7 @@ _HOMES = {
     "ColoTracer": "tracer",
     "MixedPrecision": "precision",
     "Plan": "plans",
+    "PlanOptions": "plan_options",
     "autoparallelize": "api",
     "compare": "comparison",
     "launch_from_openmpi": "training.launch",
@@ -44,6 +46,7 @@ __all__ = [
     "ColoTracer",
     "MixedPrecision",
     "Plan",
+    "PlanOptions",
     "autoparallelize",
     "compare",
     "launch_from_openmpi",

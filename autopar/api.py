@@ -6,20 +6,21 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from autopar import codegen
-from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
+from autopar.arguments import as_cluster, as_mesh
 from autopar.assembly import assembled
 from autopar.emission import ready
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh
+from autopar.plan_options import PlanOptions, lists_options, planner_options
 from autopar.planner import Options
-from autopar.planner.ranges import as_ranges
 from autopar.planning import (
     MeshLike,
     as_planned,
@@ -33,14 +34,12 @@ from autopar.planning import (
     world_of,
 )
 from autopar.plans import Plan
-from autopar.precision import as_precision, stored_dtype
-from autopar.ranged import shapes_of
+from autopar.precision import stored_dtype
 from autopar.runtime.agreement import decided_by_first, together, world_size
 from autopar.runtime.launch import ensure_process_group
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.runtime.waiting import roll_call
-from autopar.solver import solver_name
 from autopar.structure import is_dense
 from autopar.tracer import Capture
 from autopar.tracer.calls import Call, bind
@@ -48,77 +47,50 @@ from autopar.tracer.hooks import lost_parameter_hooks
 from autopar.tracer.tracer import as_call
 
 
+@lists_options
 def plan(
     model: nn.Module,
     meta_inputs: Any,
     mesh: MeshLike = None,
     cluster: str | Path | Cluster | None = None,
-    memory_budget: int | str | None = None,
-    optimizer: Any = "adamw",
-    mixed_precision: Any = None,
-    batch: Literal["global", "local"] = "global",
-    outputs: Literal["auto", "whole", "dtensor"] = "auto",
-    constraints: Mapping[str, str] | None = None,
-    backend: str = "eager",
-    time_limit: float = 60.0,
     *,
-    accumulation_steps: int = 1,
-    dynamic_shapes: Any = None,
-    async_tensor_parallel: bool | Literal["auto", "always"] = "auto",
-    solver: str = "auto",
-    gap: float = 1e-3,
-    search: str = "joint",
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Plan how ``model`` trains on a cluster; needs no process group and no GPU, and allocates nothing.
 
-    Args: as ``autoparallelize``; ``solver`` is ``"cbc"``, ``"highs"`` or another that PuLP knows, ``gap`` the
-        relative gap at which it may stop, ``compare`` measures all baselines, also those that cannot be better,
-        ``progress`` is told each stage.
+    Args:
+        meta_inputs, mesh, cluster: as for ``autoparallelize``. Without a mesh the job has as many ranks as the process
+            group, or else as the cluster has devices.
+        compare: schedule and measure every baseline, also those that cannot be better than the plan.
+        progress: is called with the name of each stage of the search.
+        options: see ``autopar.PlanOptions``.
 
     Raises:
         CaptureError, MeshError, ConstraintError, InfeasibleError: see there.
     """
     _check_module(model)
-    _check_backend(backend)
+    call = bind(model, *as_call(meta_inputs))
+    wanted = dataclasses.replace(planner_options(model, call, options), compare=compare)
     hardware = as_cluster(cluster)
     size = world_of(mesh, hardware)
-    options = Options(
-        as_bytes(memory_budget),
-        as_optimizer(optimizer),
-        batch,
-        outputs,
-        as_constraints(constraints),
-        canonical_names(model),
-        time_limit,
-        solver_name(solver),
-        gap,
-        search,
-        backend=backend,
-        compare=compare,
-        mixed_precision=as_precision(mixed_precision),
-        accumulation_steps=accumulation_steps,
-        async_tensor_parallel=async_tensor_parallel,
-    )
     started = time.perf_counter()
     if progress is not None:
         progress("capture")
-    call = bind(model, *as_call(meta_inputs))
-    options = dataclasses.replace(options, ranges=as_ranges(dynamic_shapes, shapes_of(call)))
-    capture = capture_model(model, call, options, size)
+    capture = capture_model(model, call, wanted, size)
     mesh = mesh_of_shared(model, mesh)
-    options = with_shared(model, capture, mesh, options, None)
+    wanted = with_shared(model, capture, mesh, wanted, None)
     found = functools.partial(
         planned_on_meshes,
         mesh=mesh,
         cluster=hardware,
         size=size,
-        options=options,
+        options=wanted,
         captured_s=time.perf_counter() - started,
         progress=progress,
     )
-    return planned_over_range(found, model, call, capture, options, size)
+    return planned_over_range(found, model, call, capture, wanted, size)
 
 
 def _check_module(model: object) -> None:
@@ -136,70 +108,36 @@ def _loaded(plan: Plan | str | Path) -> Plan:
     return Plan.load(plan)
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in ("eager", "inductor"):
-        hint = 'use backend="eager" or backend="inductor".'
-        raise PlanError(f"There is no backend {backend!r}.", found=repr(backend), hint=hint)
-
-
+@lists_options
 def autoparallelize(
     model: nn.Module,
     meta_inputs: Any,
     mesh: MeshLike = None,
     cluster: str | Path | Cluster | None = None,
-    memory_budget: int | str | None = None,
-    optimizer: Any = "adamw",
-    mixed_precision: Any = None,
-    batch: Literal["global", "local"] = "global",
-    outputs: Literal["auto", "whole", "dtensor"] = "auto",
-    constraints: Mapping[str, str] | None = None,
-    plan: Plan | str | Path | None = None,
-    backend: str = "eager",
-    time_limit: float = 60.0,
     *,
+    plan: Plan | str | Path | None = None,
     source: str | Path | None = None,
-    accumulation_steps: int = 1,
-    dynamic_shapes: Any = None,
-    async_tensor_parallel: bool | Literal["auto", "always"] = "auto",
-    solver: str = "auto",
-    gap: float = 1e-3,
-    search: str = "joint",
     initialize: bool = True,
     progress: Callable[[str], None] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> nn.Module:
     """Make ``model`` train on the cluster: the same object, with DTensor parameters and the planned program as forward.
 
-    Args:
-        meta_inputs: a tensor, a tuple (positional) or a dict (by keyword) of tensors; values do not matter.
-        mesh: None (chosen), ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or a torch DeviceMesh; its size is the world's.
-        cluster: None (what this process sees), a name such as ``"dgx-h100"``, a file, or a ``Cluster``.
-        memory_budget: bytes, or text such as ``"60GiB"``, for everything on one device; None is its memory.
-        optimizer: whose state the budget must hold: a name, a ``torch.optim`` class, or bytes per element.
-        mixed_precision: ``"bf16"`` or ``"fp16"``: every call runs as under autocast, and the parameters are the master
-            weights. An ``autopar.MixedPrecision`` also says in what parameters are stored and gradients reduced.
-        batch: ``"global"`` when every rank passes the whole batch, ``"local"`` when it passes its slice of dim 0.
-        outputs: ``"whole"`` tensors, ``"dtensor"``, or ``"auto"``: beside a scalar loss, others are DTensors, but
-            under ``torch.no_grad()`` plain tensors as metrics take them: whole, or with local batches this rank's. A
-            scalar is the loss that is called so, stands first in a tuple or dataclass, or is the only output.
-        constraints: specs by glob over parameters, ``input:`` and ``output:`` names, modules and nodes.
-        plan: a Plan or the path of a saved one, to run without a search.
-        source: with a plan, the path of its program as someone has edited it: what ``plan.emit`` or ``plan.source``
-            gave. It runs instead, and can be stepped through in its file.
-        backend: ``"eager"``, or ``"inductor"``: forward and backward are compiled at their first call, collectives
-            included.
-        accumulation_steps: backwards that make one step of the optimizer. Their gradients add up, and appear with the
-            last of them; the plan decides whether each is reduced at once or all are in the end.
-        dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
-            max=64)}}``. One plan serves the whole range, without another search; ``plan.symbolic`` has its formulas.
-        async_tensor_parallel: products may run in parts, each beside a message of the gather that feeds them or of the
-            scatter that follows: ``"auto"`` where that is predicted to be shorter, between GPUs that NVLink joins;
-            True also over other links, by a ring of messages; False nowhere; ``"always"`` wherever they can.
-        time_limit: seconds for the search, kept to within two. Where a budget binds and a deep model's first plan would
-            come later, an error says how much time to give.
-        initialize: whether parameters on the meta device get values as their modules set them; False leaves their
-            shards empty, for a checkpoint or ``autopar.load_safetensors`` to fill.
+    Optimizers of ``model`` that exist already step its DTensors from now on, with the state that they have.
 
-    Optimizers of ``model`` that are there step its DTensors from now on, with the state that they have.
+    Args:
+        meta_inputs: a tensor, a tuple (positional) or a dict (by keyword) of tensors; their values do not matter.
+        mesh: ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or a torch DeviceMesh of as many ranks as the job has; None, the
+            default, lets the search choose.
+        cluster: a name such as ``"dgx-h100"``, a file of ``autopar profile``, or a ``Cluster``; None, the default, is
+            what this process sees.
+        plan: a Plan, or the path of a saved one, to run without a search.
+        source: with a plan, the path of its program as someone has edited it: what ``plan.emit`` or ``plan.source``
+            gave. The edited program runs instead and can be stepped through in its file.
+        initialize: whether parameters on the meta device get the values that their modules' ``reset_parameters`` sets;
+            False leaves their shards empty, for a checkpoint or ``autopar.load_safetensors`` to fill.
+        progress: is called with the name of each stage of the search.
+        options: see ``autopar.PlanOptions``. With a plan, those that the plan was made with hold.
 
     Returns:
         ``model``, whose class is now a subclass of what it was.
@@ -210,65 +148,46 @@ def autoparallelize(
     ensure_process_group(model)
     roll_call("autoparallelize", "call it on every rank, outside of `if rank == 0`: each gets a part of the model.")
 
-    def asked() -> tuple[Cluster, Plan | None, str | None, Options]:
-        _check_backend(backend)
+    def requested() -> tuple[Cluster, Plan | None, str | None, Options]:
         _check_module(model)
         _check_model(model)
-        hardware = as_cluster(cluster)
+        wanted = planner_options(model, bind(model, *as_call(meta_inputs)), options)
         given = None if plan is None else _loaded(plan)
-        edited = None if source is None else _edited_text(given, source, backend)
+        edited = None if source is None else _edited_text(given, source, wanted.backend)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
-        options = Options(
-            as_bytes(memory_budget),
-            as_optimizer(optimizer),
-            batch,
-            outputs,
-            as_constraints(constraints),
-            canonical_names(model),
-            time_limit,
-            solver_name(solver),
-            gap,
-            search,
-            backend=backend,
-            mixed_precision=as_precision(mixed_precision),
-            accumulation_steps=accumulation_steps,
-            async_tensor_parallel=async_tensor_parallel,
-            ranges=as_ranges(dynamic_shapes, shapes_of(bind(model, *as_call(meta_inputs)))),
-        )
         if given is not None:
             kept = ("batch", "outputs", "mixed_precision", "accumulation_steps")
-            planned_with = {k: given.options[k] for k in kept if k in given.options}
-            options = dataclasses.replace(options, **planned_with)
-        return hardware, given, edited, options
+            wanted = dataclasses.replace(wanted, **{k: given.options[k] for k in kept if k in given.options})
+        return as_cluster(cluster), given, edited, wanted
 
-    hardware, given, edited, options = together(
-        asked, lambda a: _wanted(*a, mesh), "request", "give every rank the same arguments."
+    hardware, given, edited, wanted = together(
+        requested, lambda r: _wanted(*r, mesh), "request", "give every rank the same arguments."
     )
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
-    capture = together(lambda: capture_model(model, call, options, world_size()), lambda c: c.graph.digest)
+    capture = together(lambda: capture_model(model, call, wanted, world_size()), lambda c: c.graph.digest)
     if given is not None:
         made = together(lambda: belonging(given, as_planned(capture, given), call))
         mesh = mesh_of_shared(model, mesh if mesh is not None else made.mesh)
-        with_shared(model, capture, mesh, options, made)
+        with_shared(model, capture, mesh, wanted, made)
     else:
         mesh = mesh_of_shared(model, mesh)
-        options = with_shared(model, capture, mesh, options, None)
+        wanted = with_shared(model, capture, mesh, wanted, None)
         found = functools.partial(
             planned_on_meshes,
             mesh=mesh,
             cluster=hardware,
             size=world_size(),
-            options=options,
+            options=wanted,
             captured_s=time.perf_counter() - started,
             progress=progress,
         )
         text = decided_by_first(
-            lambda: as_shared(planned_over_range(found, model, call, capture, options, world_size()))
+            lambda: as_shared(planned_over_range(found, model, call, capture, wanted, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     capture = as_planned(capture, made)
-    made, local = together(lambda: ready(made, capture, options))
+    made, local = together(lambda: ready(made, capture, wanted))
     return assembled(
         model,
         meta_inputs,
@@ -276,7 +195,7 @@ def autoparallelize(
         made,
         local,
         hardware,
-        options,
+        wanted,
         mesh,
         initialize=initialize,
         edited=None if edited is None else (edited, str(source)),

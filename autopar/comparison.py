@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from torch import nn
+from typing_extensions import Unpack
 
 from autopar import api
+from autopar.mesh import Cluster
+from autopar.plan_options import PlanOptions, lists_options
+from autopar.planning import MeshLike
 from autopar.plans import Plan
 from autopar.plans.records import BaselineRecord
 from autopar.plans.table import seconds, size
@@ -47,21 +53,30 @@ def _slower(row: BaselineRecord, chosen: BaselineRecord) -> str:
     return f"{row.step_time / chosen.step_time:.2f} x" if chosen.step_time else "1.00 x"
 
 
-def compare(model: nn.Module, meta_inputs: Any, **options: Any) -> Comparison:
-    """Plan ``model`` and compare with DDP, ZeRO, HSDP, tensor and sequence parallel, and their combinations.
+@lists_options
+def compare(
+    model: nn.Module,
+    meta_inputs: Any,
+    mesh: MeshLike = None,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+    **options: Unpack[PlanOptions],
+) -> Comparison:
+    """Plan ``model`` and compare the plan with DDP, ZeRO, HSDP, tensor and sequence parallelism and their combinations.
 
-    Each baseline is a set of constraints on the same problem, completed by the same solver, priced by the same model
-    and simulated on the same ranks; ``autopar.plan(..., search="baseline:ZeRO-3")`` gives it as a plan.
+    Each baseline is a set of constraints on the same problem: the same solver completes it, the same model prices it,
+    and it is simulated on the same ranks. ``autopar.plan(..., search="baseline:ZeRO-3")`` gives it as a plan.
 
     Args:
-        model, meta_inputs, options: as for ``autopar.plan``. Constraints hold for the chosen plan, not for baselines.
+        model, meta_inputs, mesh, cluster, progress: as for ``autopar.plan``.
+        options: see ``autopar.PlanOptions``. Constraints hold for the chosen plan, not for the baselines.
     """
-    options = {**options, "compare": True}
-    plan = api.plan(model, meta_inputs, **options)
+    plan = api.plan(model, meta_inputs, mesh, cluster, compare=True, progress=progress, **options)
     baselines = plan.baselines
     if not baselines:
-        free = {k: v for k, v in options.items() if k not in ("constraints", "time_limit")}
-        baselines = api.plan(model, meta_inputs, **{**free, "mesh": plan.mesh}).baselines
+        free = cast(PlanOptions, {k: v for k, v in options.items() if k not in ("constraints", "time_limit")})
+        baselines = api.plan(model, meta_inputs, plan.mesh, cluster, compare=True, progress=progress, **free).baselines
     chosen = BaselineRecord(
         CHOSEN, plan.objective, plan.step_time, sum(c.bytes for c in plan.collectives), plan.peak_memory, True
     )

@@ -20,7 +20,8 @@ def run(arguments: argparse.Namespace) -> int:
     from autopar.comparison import compare
 
     with told() as progress:
+        options, where = plan.options_of(arguments), plan.where_of(arguments)
         model, inputs = plan.asked_model(arguments)
-        compared = compare(model, inputs, **plan.options_of(arguments, progress))
+        compared = compare(model, inputs, *where, progress=progress, **options)
     print(compared)
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli import models
-from autopar.cli.progress import Progress, told
+from autopar.cli.progress import told
 from autopar.cost_models import optimizer_state_bytes
 from autopar.errors import AutoparError
 
@@ -86,14 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def planned(arguments: argparse.Namespace, **more: Any) -> Any:
+def planned(arguments: argparse.Namespace) -> Any:
     """The plan that the command line asks for; Ctrl-C ends the search with the best so far."""
     from autopar import api
 
     with told() as progress:
-        options = options_of(arguments, progress)  # what is wrong with them is told before anything takes time
+        # Mistakes in the options are reported before the model is loaded, which takes time.
+        options, where = options_of(arguments), where_of(arguments)
         model, inputs = asked_model(arguments)
-        return api.plan(model, inputs, **options, **more)
+        return api.plan(model, inputs, *where, progress=progress, **options)
 
 
 def check_writable(files: Sequence[Path]) -> None:
@@ -114,11 +115,14 @@ def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return models.load_model(arguments, meta=True)
 
 
-def options_of(arguments: argparse.Namespace, progress: Progress | None = None) -> dict[str, Any]:
-    """What the command says about planning, as `autopar.plan` takes it."""
+def where_of(arguments: argparse.Namespace) -> tuple[object, str | None]:
+    """The mesh and the cluster that the command names."""
+    return mesh_of(arguments.mesh), arguments.cluster
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command says about planning, as `autopar.PlanOptions`."""
     return dict(
-        mesh=mesh_of(arguments.mesh),
-        cluster=arguments.cluster,
         memory_budget=arguments.memory_budget,
         optimizer=_optimizer(arguments.optimizer),
         constraints=constraints_of(arguments.constraint),
@@ -126,7 +130,6 @@ def options_of(arguments: argparse.Namespace, progress: Progress | None = None) 
         search=arguments.search,
         time_limit=arguments.time_limit,
         solver=arguments.solver,
-        progress=progress,
     )
 
 

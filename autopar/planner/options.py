@@ -86,6 +86,7 @@ class Options:
                 found=repr(self.gap),
                 hint="give a number from 0 to below 1, such as 1e-3.",
             )
+        _check("backend", self.backend, "eager", "inductor")
         _check("device", self.device, "cpu", "cuda")
         _check("async_tensor_parallel", self.async_tensor_parallel, "auto", True, False, "always")
         _check("batch", self.batch, "global", "local")

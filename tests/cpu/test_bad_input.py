@@ -212,7 +212,7 @@ def test_a_model_twice() -> None:
 
 def test_no_backend() -> None:
     model = Net()
-    with untouched(model), refused(PlanError, "backend"):
+    with untouched(model), refused(AutoparError, "backend"):
         run(model, backend="tensorrt")
 
 

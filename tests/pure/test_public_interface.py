@@ -14,19 +14,6 @@ from autopar.plans import Plan
 
 SOURCE = Path(autopar.__file__).parent
 
-PLANNING = {
-    "mesh": "None",
-    "cluster": "None",
-    "memory_budget": "None",
-    "optimizer": "'adamw'",
-    "mixed_precision": "None",
-    "batch": "'global'",
-    "outputs": "'auto'",
-    "constraints": "None",
-    "backend": "'eager'",
-    "time_limit": "60.0",
-}
-
 
 def function(file: str, name: str) -> ast.FunctionDef:
     tree = ast.parse((SOURCE / file).read_text())
@@ -70,18 +57,6 @@ def test_every_name_has_a_home() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="paralelize"):
         autopar.paralelize  # noqa: B018  the access is the test
-
-
-@pytest.mark.parametrize(("name", "further"), [("plan", {}), ("autoparallelize", {"plan": "None"})])
-def test_planning_takes_what_is_promised_in_that_order(name: str, further: dict[str, str]) -> None:
-    found, (*decided, backend, time_limit) = function("api.py", name), PLANNING
-    assert positional(found) == ["model", "meta_inputs", *decided, *further, backend, time_limit]
-    assert keywords(found).items() >= (PLANNING | further).items()
-
-
-def test_what_more_there_is_has_defaults() -> None:
-    for name in ("plan", "autoparallelize"):
-        assert all(keywords(function("api.py", name)).values())
 
 
 def test_simulate() -> None:
