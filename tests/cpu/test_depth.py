@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.memory.rows import usages
+from autopar.planner.memory.usages import usages
 from autopar.planner.options import Options
 from autopar.planner.pricing.prices import Prices, costs, edges
 from autopar.planner.problem.constraints import resolve

@@ -19,7 +19,7 @@ from autopar.planner.graphs.kernel_patterns import fusions, inner_values
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
-from autopar.planner.schedule.marked import marked
+from autopar.planner.schedule.kernel_marks import marked
 from autopar.program import Program
 from tests.cpu.capture_checks import eager
 from tests.cpu.model_checks import assert_equal, subject

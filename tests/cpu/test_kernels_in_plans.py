@@ -19,7 +19,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.implementations import KERNELS, implementation
 from autopar.planner.graphs.kernel_patterns import fusions
 from autopar.planner.pricing.prices import Prices
-from autopar.planner.schedule.marked import marked
+from autopar.planner.schedule.kernel_marks import marked
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.strategies import strategies
 from tests.cpu.model_checks import (

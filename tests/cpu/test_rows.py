@@ -16,10 +16,10 @@ from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.footprint.op_work import local_bytes
-from autopar.planner.memory.active_rows import held_at
+from autopar.planner.memory.active_set import held_at
 from autopar.planner.memory.exact import profile
-from autopar.planner.memory.redistributed import Copies
-from autopar.planner.memory.rows import usages
+from autopar.planner.memory.redistributed_operands import Copies
+from autopar.planner.memory.usages import usages
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.mesh import Mesh
 from autopar.planner import Options
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve

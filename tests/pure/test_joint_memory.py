@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
-from autopar.planner.memory.redistributed import Copies
-from autopar.planner.memory.rows import usages
+from autopar.planner.memory.redistributed_operands import Copies
+from autopar.planner.memory.usages import usages
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import (

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices

@@ -19,7 +19,7 @@ from autopar.planner.footprint.state import moved_state_bytes
 from autopar.planner.graphs.accumulation import widened
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.options import Options
-from autopar.planner.problem import holding as rematerialize
+from autopar.planner.problem import rematerialization as rematerialize
 from autopar.planner.problem.constraints import Forced
 from autopar.planner.problem.specs import stored_specs
 from autopar.planner.problem.variables import (

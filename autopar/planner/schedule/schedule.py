@@ -15,12 +15,12 @@ from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.implementations import implementation, packing_kernels
 from autopar.planner.footprint.op_work import VIEWS, local_bytes
-from autopar.planner.memory.lifetimes import takes_over
+from autopar.planner.memory.live_ranges import takes_over
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import place_transfers, state_seconds, transfer_seconds
 from autopar.planner.problem.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.planner.schedule.in_place import in_place
-from autopar.planner.schedule.marked import marked
+from autopar.planner.schedule.kernel_marks import marked
 from autopar.planner.schedule.waits import place_waits
 from autopar.program import AGAIN, LocalTensor, Op, Program, Sent
 from autopar.sharding import Halo, ShardingSpec, Step, Strategy

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.pricing.transfers import PARTS, exposed_seconds
 from autopar.planner.search.candidates import BaselineCandidate
 from autopar.planner.search.known_shardings import kept_anew

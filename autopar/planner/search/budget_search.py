@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.problem.decide import Decisions

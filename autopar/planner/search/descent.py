@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.problem.variables import Variable
 from autopar.planner.search.rounds import Result, Rounds
 from autopar.solver import Problem

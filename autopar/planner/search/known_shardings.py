@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.problem.restricted import Folding, solve_sliced
 from autopar.planner.search.rounds import Result, Rounds

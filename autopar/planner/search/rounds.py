@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir import Graph
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import MOST_SOLVES, Objective

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import Rows
 from autopar.planner.search.candidates import seed
 from autopar.planner.search.descent import descended
 from autopar.planner.search.rounds import Result, Rounds

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.exact import MemoryProfile
-from autopar.planner.memory.exact_rows import Exact, Moment, moments_over
+from autopar.planner.memory.exact_constraints import Exact, Moment, moments_over
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from autopar.ir import Graph, Value
 from autopar.planner.footprint.op_work import local_bytes
-from autopar.planner.memory.lifetimes import again
-from autopar.planner.memory.rows import static_usages
+from autopar.planner.memory.live_ranges import again
+from autopar.planner.memory.usages import static_usages
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
 from autopar.program import AGAIN, Program

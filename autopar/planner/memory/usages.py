@@ -19,7 +19,7 @@ from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.footprint.transients import least_transients
-from autopar.planner.memory.lifetimes import (
+from autopar.planner.memory.live_ranges import (
     BEFORE,
     Lives,
     again,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from autopar.ir import Phase, Value
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import MAKES_NEW
-from autopar.planner.memory.lifetimes import BEFORE, Lives, last_read, lives_of, taken_over, takes_over
+from autopar.planner.memory.live_ranges import BEFORE, Lives, last_read, lives_of, taken_over, takes_over
 from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage

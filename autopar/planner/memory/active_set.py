@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir import Graph
-from autopar.planner.memory.lifetimes import BEFORE, again
-from autopar.planner.memory.redistributed import Copies
-from autopar.planner.memory.rows import Holdings
+from autopar.planner.memory.live_ranges import BEFORE, again
+from autopar.planner.memory.redistributed_operands import Copies
+from autopar.planner.memory.usages import Holdings
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions
 from autopar.program import AGAIN, Op, Program
