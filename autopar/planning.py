@@ -52,7 +52,7 @@ def capture_model(
         tracer = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored, trains=trains)
         capture = tracer.capture(model, whole)
     unsaved = _unsaved_buffers(model)
-    graph = planner.summing(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
+    graph = planner.with_gradient_sums(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
     return dataclasses.replace(capture, graph=graph, unsaved=unsaved)
 
 

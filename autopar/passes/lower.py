@@ -22,7 +22,7 @@ from autopar.garbage import collected_later
 from autopar.ir import Graph, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import DENSE
-from autopar.planner.graphs.accumulation import without_delivery
+from autopar.planner.graphs.accumulation import accumulation_program
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
 from autopar.spmd import Lowered
@@ -37,7 +37,7 @@ def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     last = _lower(program, graph, mesh)
     if not last.accumulators:
         return last
-    before = _lower(without_delivery(program, graph), graph, mesh)
+    before = _lower(accumulation_program(program, graph), graph, mesh)
     assert before.saved == last.saved, "the delivery of gradients reads nothing of the forward"
     return replace(last, accumulate=before.backward, accumulated=before.gradients)
 

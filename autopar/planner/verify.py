@@ -16,9 +16,9 @@ from autopar.ir import Graph, Input, Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.contraction import terms
 from autopar.planner.footprint.overwriting import MAKES_NEW, OVERWRITABLE, OVERWRITING, may_overwrite, only_reads
-from autopar.planner.graphs.accumulation import totals, without_delivery
+from autopar.planner.graphs.accumulation import accumulated_sums, accumulation_program
 from autopar.planner.options import Options
-from autopar.planner.problem.decide import batch_spec, given_whole
+from autopar.planner.problem.decide import batch_spec, is_plain_output
 from autopar.plans import Plan
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
@@ -57,27 +57,29 @@ def _no_program(found: str) -> PlanError:
 def _check_specs(plan: Plan, graph: Graph) -> None:
     names = {i.name for i in graph.inputs if i.kind == "parameter"}
     _require(plan.parameters.keys() == names, "the plan's parameters are not the model's")
-    told = {"parameter": "", "accumulator": "accumulated:"}
+    prefixes = {"parameter": "", "accumulator": "accumulated:"}
     for i in graph.inputs:
-        if i.kind in told:
-            said, spec = plan.specs.get(told[i.kind] + i.name), plan.program.tensors[i.node].spec
-            _require(said == spec, f"the {i.kind} {i.name} is {spec} in the program, and {said} in the plan's specs")
+        if i.kind in prefixes:
+            in_plan, spec = plan.specs.get(prefixes[i.kind] + i.name), plan.program.tensors[i.node].spec
+            _require(
+                in_plan == spec, f"the {i.kind} {i.name} is {spec} in the program, and {in_plan} in the plan's specs"
+            )
 
 
 @dataclass
 class _Verifier:
-    """``stands``: the value of each tensor; ``phase``: in which it is made; ``ways``: strategies, by kind of node."""
+    """``value_of``: the value of each tensor; ``phase``: in which it is made; ``known_strategies``: strategies, by kind of node."""
 
     program: Program
     graph: Graph
     mesh: Mesh
     options: Options
-    stands: dict[str, Value] = field(default_factory=dict)
+    value_of: dict[str, Value] = field(default_factory=dict)
     phase: dict[str, str] = field(default_factory=dict)
-    ways: dict[int, frozenset[Strategy]] = field(default_factory=dict)
+    known_strategies: dict[int, frozenset[Strategy]] = field(default_factory=dict)
 
     def run(self) -> None:
-        for op in (*self._of("forward"), *self._of("backward")):
+        for op in (*self._ops_of("forward"), *self._ops_of("backward")):
             try:
                 self._op(op)
             except AutoparError as error:
@@ -89,7 +91,7 @@ class _Verifier:
         trained = {i.name for i in self.graph.inputs if i.kind == "parameter"}
         _require(trained.issuperset(self.program.offloaded_optimizer), "optimizer state of what is no parameter")
 
-    def _of(self, phase: str) -> list[Op]:
+    def _ops_of(self, phase: str) -> list[Op]:
         return [op for op in self.program.ops if op.phase == phase]
 
     def _op(self, op: Op) -> None:
@@ -115,10 +117,10 @@ class _Verifier:
     def _tensor(self, name: str) -> LocalTensor:
         return self.program.tensors[name]
 
-    def _made(self, op: Op, tensor: LocalTensor, value: Value, spec: ShardingSpec | None) -> None:
+    def _record(self, op: Op, tensor: LocalTensor, value: Value, spec: ShardingSpec | None) -> None:
         _require(tensor.spec == spec, f"{op.name}: {tensor.name} in {tensor.spec}, where the op makes {spec}")
         _require(tensor.meta == self.graph.meta(value), f"{op.name}: {tensor.name} is {tensor.meta}")
-        self.stands[tensor.name], self.phase[tensor.name] = value, op.phase
+        self.value_of[tensor.name], self.phase[tensor.name] = value, op.phase
 
     def _input(self, op: Op) -> None:
         node = self.graph.by_name[op.node]
@@ -126,27 +128,29 @@ class _Verifier:
         _require(node.op == "placeholder" and called, f"{op.name}: {op.node} is no such input")
         meaning, meta = self.graph.input_of[op.node], self.graph.meta(Value(op.node))
         (tensor,) = op.writes
-        self._made(op, tensor, Value(op.node), tensor.spec)
-        _require(self._may_come_in(meaning, meta, tensor.spec), f"the {meaning.kind} {meaning.name} in {tensor.spec}")
+        self._record(op, tensor, Value(op.node), tensor.spec)
+        _require(
+            self._is_valid_input(meaning, meta, tensor.spec), f"the {meaning.kind} {meaning.name} in {tensor.spec}"
+        )
 
-    def _may_come_in(self, meaning: Input, meta: TensorMeta, spec: ShardingSpec) -> bool:
+    def _is_valid_input(self, meaning: Input, meta: TensorMeta, spec: ShardingSpec) -> bool:
         """Whether the caller can give it so."""
         if meaning.kind == "accumulator":
             return True  # the op that adds to it says in which
         if meaning.kind == "parameter":
             return self._is_stored(meta, spec)
         if meaning.kind == "input":
-            return not spec.partial if self.options.batch == "global" else spec == self._own_part(meta)
+            return not spec.partial if self.options.batch == "global" else spec == self._plain_spec(meta)
         if meaning.kind == "tangent":
-            return self._may_go_out(meta, spec)
+            return self._is_valid_output(meta, spec)
         return spec.is_replicated
 
-    def _may_go_out(self, meta: TensorMeta, spec: ShardingSpec) -> bool:
+    def _is_valid_output(self, meta: TensorMeta, spec: ShardingSpec) -> bool:
         """Whether an output can be given to the caller so, and its tangent be taken back."""
-        whole = given_whole(self.graph, meta, self.options)
-        return spec == self._own_part(meta) if whole else self._is_stored(meta, spec)
+        whole = is_plain_output(self.graph, meta, self.options)
+        return spec == self._plain_spec(meta) if whole else self._is_stored(meta, spec)
 
-    def _own_part(self, meta: TensorMeta) -> ShardingSpec:
+    def _plain_spec(self, meta: TensorMeta) -> ShardingSpec:
         """In which the caller has a plain tensor."""
         if self.options.batch == "local":
             return batch_spec(meta, self.mesh, self.graph)
@@ -165,10 +169,10 @@ class _Verifier:
         _require(node.op != "placeholder" and strategy is not None, f"{op.name}: {op.node} is no op")
         assert strategy is not None
         kind = self.graph.kinds[node.name]
-        if kind not in self.ways:
-            self.ways[kind] = frozenset(strategies(node, metas, self.mesh))
-        _require(strategy in self.ways[kind], f"{op.name}: {node.op} has no strategy {strategy}")
-        _require(tuple(self.stands[n] for n in op.reads) == node.inputs, f"{op.name}: reads {', '.join(op.reads)}")
+        if kind not in self.known_strategies:
+            self.known_strategies[kind] = frozenset(strategies(node, metas, self.mesh))
+        _require(strategy in self.known_strategies[kind], f"{op.name}: {node.op} has no strategy {strategy}")
+        _require(tuple(self.value_of[n] for n in op.reads) == node.inputs, f"{op.name}: reads {', '.join(op.reads)}")
         return node, metas, strategy
 
     def _compute(self, op: Op) -> None:
@@ -177,7 +181,7 @@ class _Verifier:
             _require(self._tensor(name).spec == spec, f"{op.name}: {name} is read in {spec}")
         made = [(Value(node.name, i), s) for i, s in enumerate(strategy.outputs) if node.outputs[i] is not None]
         for tensor, (value, result) in zip(op.writes, made, strict=True):
-            self._made(op, tensor, value, result)
+            self._record(op, tensor, value, result)
         _require(op.halos == (halos(node, strategy, metas, self.mesh) or ()), f"{op.name}: rows of neighbours")
         if op.in_place:
             _require(not op.kernels and op.operand < OVERWRITING.get(node.op, 0), f"{op.name}: in place")
@@ -186,7 +190,7 @@ class _Verifier:
     def _redistribute(self, op: Op) -> None:
         steps = op.bucket or ((op.step,) if op.step is not None else ())
         for step, name, tensor in zip(steps, op.reads, op.writes, strict=True):
-            self._made(op, tensor, self.stands[name], self._after(op, step, name))
+            self._record(op, tensor, self.value_of[name], self._after(op, step, name))
             alike = op.step is not None and (step.kind, step.axis, step.reduction) == (
                 op.step.kind,
                 op.step.axis,
@@ -204,7 +208,7 @@ class _Verifier:
 
     def _transfer(self, op: Op) -> None:
         (name,), (tensor,) = op.reads, op.writes
-        self._made(op, tensor, self.stands[name], self._tensor(name).spec)
+        self._record(op, tensor, self.value_of[name], self._tensor(name).spec)
         _require(self._tensor(name).host == (op.kind == "fetch"), f"{op.name}: {op.kind} of {name}")
 
     def _wait(self, op: Op) -> None:
@@ -226,14 +230,14 @@ class _Verifier:
         assert made is not None
         if gathers:
             _require(names.becomes(op.operand, step.dim) is not None, f"{op.name}: {step}")
-            self._made(op, result, Value(node.name), made)
+            self._record(op, result, Value(node.name), made)
             for tensor in kept:
-                self._made(op, tensor, self.stands[op.reads[op.operand]], strategy.inputs[op.operand])
+                self._record(op, tensor, self.value_of[op.reads[op.operand]], strategy.inputs[op.operand])
             return
         source = names.comes_from(step.dim)
         _require(source is not None and source[0] == op.operand and step.reduction == "sum", f"{op.name}: {step}")
         _require(not kept, f"{op.name}: makes {len(op.writes)} tensors")
-        self._made(op, result, Value(node.name), step.apply(made))
+        self._record(op, result, Value(node.name), step.apply(made))
 
     def _inputs(self) -> None:
         there = sorted(op.node for op in self.program.ops if op.kind == "input")
@@ -254,28 +258,30 @@ class _Verifier:
         stored = {i.name: self._spec_of(Value(i.node)) for i in reversed(self.graph.inputs) if i.kind in kinds}
         for output, name in self.program.results:
             what, spec = f"the {output.kind} {output.name}", self._tensor(name).spec
-            _require(self.stands[name] == output.value and not self._tensor(name).host, f"{what} is {name}")
+            _require(self.value_of[name] == output.value and not self._tensor(name).host, f"{what} is {name}")
             early = output.kind in ("output", "mutation")
             _require(early == (self.phase[name] == "forward"), f"{what} is made in the {self.phase[name]}")
             meta = self.graph.meta(output.value)
             if output.kind == "output":
-                _require(self._may_go_out(meta, spec), f"{what} in {spec}")
+                _require(self._is_valid_output(meta, spec), f"{what} in {spec}")
             else:
                 as_input = output.name.startswith("input:")
-                _require(spec == (self._own_part(meta) if as_input else stored[output.name]), f"{what} in {spec}")
+                _require(spec == (self._plain_spec(meta) if as_input else stored[output.name]), f"{what} in {spec}")
 
     def _sums(self) -> None:
         """Where gradients add up, each sum takes its accumulator's place, and all micro-batches keep the same."""
-        for name, (before, total) in totals(self.graph).items():
-            here = self.stands.get(str(total)) == total and self.phase[str(total)] == "backward"
+        for name, (before, total) in accumulated_sums(self.graph).items():
+            here = self.value_of.get(str(total)) == total and self.phase[str(total)] == "backward"
             _require(here and self._spec_of(total) == self._spec_of(before), f"the sum of {name}")
-        if totals(self.graph):
-            same = _kept(self.program) == _kept(without_delivery(self.program, self.graph))
+        if accumulated_sums(self.graph):
+            same = _kept_for_backward(self.program) == _kept_for_backward(
+                accumulation_program(self.program, self.graph)
+            )
             _require(same, "what delivers gradients reads of the forward")
 
     def _overwrites(self) -> None:
         """What is overwritten was made for it, and nobody reads it then, or still: see ``planner.in_place``."""
-        order = {op.name: i for i, op in enumerate((*self._of("forward"), *self._of("backward")))}
+        order = {op.name: i for i, op in enumerate((*self._ops_of("forward"), *self._ops_of("backward")))}
         readers: dict[str, list[Op]] = {}
         for op in self.program.ops:
             for name in op.reads:
@@ -300,7 +306,7 @@ class _Verifier:
         return new and writer.phase == overwriting.phase
 
 
-def _kept(program: Program) -> set[str]:
+def _kept_for_backward(program: Program) -> set[str]:
     """What the backward reads of the forward."""
     made = {t.name for op in program.ops if op.phase == "forward" for t in op.writes}
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}

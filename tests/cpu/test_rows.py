@@ -16,10 +16,10 @@ from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.footprint.op_work import local_bytes
-from autopar.planner.memory.active_set import held_at
+from autopar.planner.memory.active_set import held_by_point
 from autopar.planner.memory.exact import profile
-from autopar.planner.memory.redistributed_operands import Copies
-from autopar.planner.memory.usages import usages
+from autopar.planner.memory.redistributed_operands import RedistributedOperands
+from autopar.planner.memory.usages import memory_usages
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -43,7 +43,7 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
     """``choice`` without copies that are kept in the spec that is there anyway, and without what is held or run again
     for nobody: the program is the same."""
     plain = list(choice)
-    for h in d.handovers:
+    for h in d.uses:
         target = d.variables[h.target]
         if target.kept and not h.kept and target.kept[choice[h.target]]:
             option = target.options[choice[h.target]]
@@ -52,7 +52,7 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
     for node in reversed(d.graph.nodes):
         held = [at for i in range(len(node.outputs)) if (at := d.index.get(hold_key(Value(node.name, i)))) is not None]
         for at in held:
-            readers = (h.target for h in d.handovers if h.source == at)
+            readers = (h.target for h in d.uses if h.source == at)
             if not any(d.variables[t].options[plain[t]].inputs for t in readers):
                 plain[at] = d.variables[at].actions.index("absent")
         if held and not any(d.variables[at].actions[plain[at]] == "recompute" for at in held):
@@ -65,14 +65,14 @@ def rows_and_held(
 ) -> tuple[dict[float, float], dict[float, int]]:
     """Bytes at every place, as the rows of ``choice`` say, and as its program holds them."""
     program = schedule(d, choice, prices)
-    held = held_at(program, d.graph, profile(program, d.graph, d.mesh, options).timeline)
-    copies = Copies(d)
-    rows = {place: copies.bytes(choice, place) for place in held}
-    places = tuple(held)
-    for usage in usages(d, options, places):
+    held = held_by_point(program, d.graph, profile(program, d.graph, d.mesh, options).timeline)
+    operands = RedistributedOperands(d)
+    rows = {point: operands.bytes(choice, point) for point in held}
+    points = tuple(held)
+    for usage in memory_usages(d, options, points):
         for time in range(usage.start, usage.end):
-            rows[places[time]] += float(usage.option[choice[usage.node]])
-    return rows, {place: at.bytes for place, at in held.items()}
+            rows[points[time]] += float(usage.option[choice[usage.node]])
+    return rows, {point: at.bytes for point, at in held.items()}
 
 
 def highest_over(d: Decisions, choice: Sequence[int], prices: Prices, options: Options) -> float:

@@ -13,7 +13,7 @@ from autopar.ir import Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.overlap.arrange import arrange
-from autopar.planner.overlap.arrangements import Ways
+from autopar.planner.overlap.arrangements import Arrangements
 from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.shortening import shortened
 from autopar.planner.pricing.prices import Prices
@@ -126,7 +126,7 @@ WAYS = st.builds(
 
 @given(programs(), WAYS)
 def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
-    found = Program(Ways(extract_collectives(program), PRICES).ops(way), program.results)
+    found = Program(Arrangements(extract_collectives(program), PRICES).ops(way), program.results)
     assert is_valid(found)
     assert stays(found) == stays(program)
     assert moved(found) == moved(program)
@@ -136,7 +136,7 @@ def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
 
 @given(programs(), WAYS)
 def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
-    for op in Ways(extract_collectives(program), PRICES).ops(way):
+    for op in Arrangements(extract_collectives(program), PRICES).ops(way):
         if op.bucket:
             assert {(s.kind, s.axis, s.reduction) for s in op.bucket} == {(op.step.kind, op.step.axis, "sum")}
             assert len({t.meta.dtype for t in op.writes}) == 1
@@ -146,7 +146,7 @@ def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
 
 @given(programs(), WAYS)
 def test_merging_what_is_computed_keeps_the_time(program, way) -> None:
-    ways = Ways(extract_collectives(program), PRICES)
+    ways = Arrangements(extract_collectives(program), PRICES)
     whole = simulate_streams(Program(ways.ops(way), ()), PRICES.overlap).seconds
     assert ways.seconds(way) == pytest.approx(whole, rel=1e-9, abs=1e-15)
 
@@ -246,11 +246,11 @@ def deep(layers, length, compute_s):
 @pytest.mark.parametrize("length", [1000, 2**22, 2**25])
 def test_few_layers_tell_how_long_many_take(length, compute_s) -> None:
     program = deep(60, length, compute_s)
-    ways = Ways(extract_collectives(program), PRICES)
+    ways = Arrangements(extract_collectives(program), PRICES)
     short = shortened(program, ways.largest_share())
     assert short is not None
     assert 118 <= short.depths.whole <= 120  # half a layer repeats already
-    few, more = (Ways(extract_collectives(p), PRICES, ways) for p in short.programs)
+    few, more = (Arrangements(extract_collectives(p), PRICES, ways) for p in short.programs)
     assert all(len(p.ops) < 0.6 * len(program.ops) for p in short.programs)
     for a in (Arrangement(), Arrangement(0, 0, 1), Arrangement(*ways.sizes("late")[1:2], ways.sizes("early")[1], 2)):
         assert short.depths.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(ways.seconds(a), rel=2e-3)
@@ -258,19 +258,21 @@ def test_few_layers_tell_how_long_many_take(length, compute_s) -> None:
 
 def test_a_deep_program_is_arranged_as_well_as_if_every_way_was_tried_on_all_of_it() -> None:
     program = deep(60, 2**23, 3e-4)
-    ways = Ways(extract_collectives(program), PRICES)
+    ways = Arrangements(extract_collectives(program), PRICES)
     exact = min(ways.search(ways.seconds, math.inf).values())
     assert arranged(program).timeline.seconds <= exact * 1.001
 
 
 def test_a_few_bytes_of_another_kind_say_nothing_of_how_much_goes_in_a_launch() -> None:
     program = gradients(12, 2**22, 1e-4)
-    alone = Ways(extract_collectives(program), PRICES)
+    alone = Arrangements(extract_collectives(program), PRICES)
     scalar = Op("p", "input", "p", (), (tensor("p", CUT, 2),), "forward")
     gathered = collective("w", scalar.writes[0], FORMS[0], "forward")
     reader = Op("y", "compute", "y", ("w",), (tensor("y", WHOLE, 2),), "forward", seconds=1e-6)
-    beside = Ways(extract_collectives(Program((scalar, gathered, reader, *program.ops), program.results)), PRICES)
-    assert {m.kind for m in beside.parts.movables} == {m.kind for m in alone.parts.movables} | {"early"}
+    beside = Arrangements(
+        extract_collectives(Program((scalar, gathered, reader, *program.ops), program.results)), PRICES
+    )
+    assert {m.kind for m in beside.parts.collectives} == {m.kind for m in alone.parts.collectives} | {"early"}
     assert beside.largest_launch() == alone.largest_launch() > 0
 
 
@@ -291,7 +293,7 @@ def test_a_step_of_a_gradient_is_launched_when_the_one_before_it_should_be_done(
         ops += [scattered, reduced]
         results.append((Output(Value(reduced.node), "output", reduced.name), reduced.name))
     program = Program(tuple(ops), tuple(results))
-    found = Program(Ways(extract_collectives(program), PRICES).ops(Arrangement()), program.results)
+    found = Program(Arrangements(extract_collectives(program), PRICES).ops(Arrangement()), program.results)
     launches, exposed = sum(op.launch_s for op in program.collectives), 2 * ops[-1].seconds
     assert simulate_streams(program, 1.0).seconds > 6e-3 + 6 * ops[-2].seconds
     assert simulate_streams(found, 1.0).seconds < 6e-3 + launches + exposed

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from autopar.errors import ConstraintError, InfeasibleError, SpecError
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.answers.nearby import near
+from autopar.planner.answers.nearby import replan_nearby
 from autopar.planner.options import Options
-from autopar.planner.problem.constraints import Forced, module_outputs, resolve, without
+from autopar.planner.problem.constraints import Forced, module_outputs, resolve, without_constraint
 from autopar.planner.problem.specs import stored_specs
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.sharding import ShardingSpec
 
-SHOWN = 3
+MAX_SHOWN = 3
 """So many of the tensors that change are named."""
 
 
@@ -30,7 +30,7 @@ class Question:
     cluster: Cluster
     options: Options
 
-    def again(self, constraints: Mapping[str, str], limit_s: float) -> Planned:
+    def solve_with(self, constraints: Mapping[str, str], limit_s: float) -> Planned:
         """Solve the same problem under other constraints; baselines are left out.
 
         Raises:
@@ -39,14 +39,14 @@ class Question:
         """
         options = replace(self.options, constraints=dict(constraints), time_limit_s=limit_s)
         asked = self.graph, self.mesh, self.cluster, options
-        like = near(self.planned, *asked, limit_s) if self.planned.decisions.recomputes else None
+        nearby = replan_nearby(self.planned, *asked, limit_s) if self.planned.decisions.recomputes else None
         try:
             anew = plan_graph(*asked, compare=False)
         except InfeasibleError:
-            if like is None:
+            if nearby is None:
                 raise
-            return like
-        return anew if like is None or anew.solution.objective <= like.solution.objective else like
+            return nearby
+        return anew if nearby is None or anew.solution.objective <= nearby.solution.objective else nearby
 
 
 def explain(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, name: str) -> str:
@@ -68,7 +68,7 @@ def _alternatives(q: Question, name: str) -> list[str]:
     specs = dict.fromkeys((*([now] if now else []), *stored_specs(shape, q.mesh)))
     limit_s = max(q.options.time_limit_s / max(len(specs), 1), 1.0)
     rows = [_row(q, name, spec, limit_s) for spec in specs if spec != now]
-    rows += [(q.planned.solution.objective, str(now), _said(q, q.planned, name))] if now else []
+    rows += [(q.planned.solution.objective, str(now), _summary(q, q.planned, name))] if now else []
     lines = [f"{name}: each spec it could have, with the rest of the plan made best for it", _heading()]
     best = q.planned.solution.objective
     for cost, spec, text in sorted(rows, key=lambda r: (r[0], r[1])):
@@ -87,15 +87,15 @@ def _cost(cost: float, best: float) -> str:
 
 
 def _row(q: Question, name: str, spec: ShardingSpec, limit_s: float) -> tuple[float, str, str]:
-    kept = without(q.graph, q.mesh, q.options.constraints, q.options.aliases, name)
+    kept = without_constraint(q.graph, q.mesh, q.options.constraints, q.options.aliases, name)
     try:
-        other = q.again({**kept, name: str(spec)}, limit_s)
+        other = q.solve_with({**kept, name: str(spec)}, limit_s)
     except (InfeasibleError, ConstraintError) as error:
         return math.inf, str(spec), f"{'':>12}  {error.what}"
-    return other.solution.objective, str(spec), _said(q, other, name)
+    return other.solution.objective, str(spec), _summary(q, other, name)
 
 
-def _said(q: Question, other: Planned, name: str) -> str:
+def _summary(q: Question, other: Planned, name: str) -> str:
     step = f"{other.timeline.seconds * 1e3:9.3f} ms"
     return f"{step:>12}  {_difference(q, other, name)}"
 
@@ -104,8 +104,8 @@ def _difference(q: Question, other: Planned, name: str) -> str:
     """Named tensors whose spec changes, and how many collectives there are then."""
     before, after = named_specs(q.planned, q.graph), named_specs(other, q.graph)
     changed = [f"{n} {before[n]} -> {s}" for n, s in after.items() if n != name and n in before and s != before[n]]
-    more = f", and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-    text = "; ".join(changed[:SHOWN]) + more if changed else "nothing"
+    more = f", and {len(changed) - MAX_SHOWN} more" if len(changed) > MAX_SHOWN else ""
+    text = "; ".join(changed[:MAX_SHOWN]) + more if changed else "nothing"
     had, has = len(q.planned.program.collectives), len(other.program.collectives)
     return text if had == has else f"{text} ({had} -> {has} collectives)"
 
@@ -127,12 +127,12 @@ def _constraints(q: Question) -> list[str]:
 
 
 def _objective(q: Question, constraints: Mapping[str, str], limit_s: float) -> float:
-    return q.again(constraints, limit_s).solution.objective
+    return q.solve_with(constraints, limit_s).solution.objective
 
 
-def _share(cost: float, without: float) -> str:
-    more = max(cost - without, 0.0)
-    return f"{more * 1e3:.3f} ms ({more / without if without else 0.0:.1%})"
+def _share(cost: float, without_constraint: float) -> str:
+    more = max(cost - without_constraint, 0.0)
+    return f"{more * 1e3:.3f} ms ({more / without_constraint if without_constraint else 0.0:.1%})"
 
 
 def named_specs(planned: Planned, graph: Graph) -> dict[str, ShardingSpec]:

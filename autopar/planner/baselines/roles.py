@@ -34,7 +34,7 @@ Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
 LAYERS = 4
 """Of those that are alike, from so many all are told."""
 
-WHOLE: Role = ("whole", frozenset())
+UNCUT: Role = ("whole", frozenset())
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ class Restrictions:
         return self.flow.batch()
 
     @cached_property
-    def _looks(self) -> npt.NDArray[np.int64]:
+    def _mask_keys(self) -> npt.NDArray[np.int64]:
         """Numbers of all that matters to the mask of each variable but for what the tensor axes do."""
-        return _numbered(map(self._look, self.decisions.variables))
+        return _numbered(map(self._mask_key, self.decisions.variables))
 
-    def _look(self, v: Variable) -> object:
+    def _mask_key(self, v: Variable) -> object:
         if v.node is None or v.actions:
             return id(v.options), v.kept, v.actions
         if v.kind == "op":
@@ -139,14 +139,14 @@ class Restrictions:
             return None
         if baseline.data and not self._has_batch(baseline.data):
             return None
-        looks = self._looks
+        keys = self._mask_keys
         if tensor is not None:
             cuts = _numbered(_cut(v, tensor, sequence=baseline.sequence) for v in self.decisions.variables)
-            looks = looks * (cuts.max() + 1) + cuts
-        _, first, of = np.unique(looks, return_index=True, return_inverse=True)
+            keys = keys * (cuts.max() + 1) + cuts
+        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
         made = [self._mask(self.decisions.variables[i], baseline, tensor) for i in first]
         names: dict[bytes, int] = {}
-        same = np.array([names.setdefault(m.tobytes(), at) for at, m in enumerate(made)])
+        same = np.array([names.setdefault(m.tobytes(), matches) for matches, m in enumerate(made)])
         return Masks(same[of], made)
 
     def _has_batch(self, axes: tuple[int, ...]) -> bool:
@@ -182,18 +182,18 @@ class Restrictions:
             return self._parameter(v, v.node, baseline, label)
         if v.kind == "input" and v.node is not None:
             has_batch = Value(v.node.name) in self._batch_inputs
-            return _some([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
+            return _or_all([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
         if any(v.kept):
-            return _some([k == baseline.keep for k in v.kept])
+            return _or_all([k == baseline.keep for k in v.kept])
         if v.actions:
-            return _some([a in ("keep", "absent", "none") for a in v.actions])
+            return _or_all([a in ("keep", "absent", "none") for a in v.actions])
         return np.ones(len(v.options), dtype=bool)
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
     def _data_role(self, node: Node) -> Role:
         factors = self.batch.get(node.name, frozenset())
-        return ("among", factors) if factors else WHOLE
+        return ("among", factors) if factors else UNCUT
 
     def _tensor_role(self, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Role:
         if tensor is None:
@@ -204,30 +204,32 @@ class Restrictions:
         if factor is not None:
             return "among", frozenset((factor,))
         between = tensor.sequence.get(node.name, frozenset()) if baseline.sequence else frozenset()
-        return ("among", between) if between else WHOLE
+        return ("among", between) if between else UNCUT
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def _parameter(self, v: Variable, node: Node, baseline: Baseline, label: Label) -> Mask:
         specs = [o.outputs[0] for o in v.options if o.outputs[0] is not None]
-        at = [label == FREE or all(_where(s, a) == label for a in baseline.tensor) for s in specs]
-        allowed = [s for s, ok in zip(specs, at, strict=True) if ok] or specs
-        whole = [s for s in allowed if all(_where(s, a) is None for a in baseline.data)] or allowed
+        matches = [label == FREE or all(_cut_dim(s, a) == label for a in baseline.tensor) for s in specs]
+        allowed = [s for s, ok in zip(specs, matches, strict=True) if ok] or specs
+        whole = [s for s in allowed if all(_cut_dim(s, a) is None for a in baseline.data)] or allowed
         if not baseline.stored:
             return np.array([s in whole for s in specs])
         meta = node.outputs[0]
         assert meta is not None
         replicated = [a for a in baseline.data if a not in baseline.stored]
-        cut = [s for s in allowed if all(_where(s, a) is None for a in replicated) and _on_one_dim(s, baseline.stored)]
+        cut = [
+            s for s in allowed if all(_cut_dim(s, a) is None for a in replicated) and _on_one_dim(s, baseline.stored)
+        ]
         best = min((_evenness(s, meta.shape, baseline.stored, self.decisions.mesh) for s in cut), default=None)
         chosen = [s for s in cut if _evenness(s, meta.shape, baseline.stored, self.decisions.mesh) == best] or whole
         return np.array([s in chosen for s in specs])
 
 
-def _numbered(looks: Iterable[object]) -> npt.NDArray[np.int64]:
+def _numbered(keys: Iterable[object]) -> npt.NDArray[np.int64]:
     """Equal ones have equal numbers."""
     names: dict[object, int] = {}
-    return np.array([names.setdefault(look, len(names)) for look in looks])
+    return np.array([names.setdefault(key, len(names)) for key in keys])
 
 
 def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
@@ -262,7 +264,7 @@ def _is_whole(axis: str) -> bool:
     return not axis or (axis[0] == "P" and axis[1:].isdigit())
 
 
-def _some(allowed: Sequence[bool]) -> Mask:
+def _or_all(allowed: Sequence[bool]) -> Mask:
     """The options allowed; all of them where none is."""
     return np.array(allowed if any(allowed) else [True] * len(allowed), dtype=bool)
 
@@ -274,13 +276,13 @@ def _cuts_batch(option: Strategy, has_batch: bool, data: tuple[int, ...]) -> boo
     return spec.dims[0] == data and not any(spec.dims[1:])
 
 
-def _where(spec: ShardingSpec, axis: int) -> int | None:
+def _cut_dim(spec: ShardingSpec, axis: int) -> int | None:
     """The dim that ``axis`` cuts."""
     return next((d for d, axes in enumerate(spec.dims) if axis in axes), None)
 
 
 def _on_one_dim(spec: ShardingSpec, axes: tuple[int, ...]) -> bool:
-    dims = {_where(spec, a) for a in axes}
+    dims = {_cut_dim(spec, a) for a in axes}
     return len(dims) == 1 and None not in dims
 
 
@@ -288,7 +290,7 @@ def _evenness(
     spec: ShardingSpec, shape: tuple[int, ...], axes: tuple[int, ...], mesh: Mesh
 ) -> tuple[bool, bool, int, int]:
     """Smallest where the axes cut evenly the largest dim, if it can be one that no other axis cuts; else dim 0."""
-    dim = _where(spec, axes[0])
+    dim = _cut_dim(spec, axes[0])
     assert dim is not None
     even = shape[dim] % math.prod(mesh.shape[a] for a in spec.dims[dim]) == 0
     return not even, spec.dims[dim] != axes, -shape[dim] if even else 0, dim
@@ -336,7 +338,7 @@ def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
     fewer = objective.with_fewer_layers(LAYERS)
     if fewer is None:
         return Restrictions(objective.decisions).masks
-    restrictions, place = Restrictions(fewer.decisions), fewer.place
+    restrictions, place = Restrictions(fewer.decisions), fewer.position
 
     def masks(baseline: Baseline) -> Masks | None:
         found = restrictions.masks(baseline)

@@ -48,16 +48,16 @@ class TensorParallel:
 
 def find_tensor_parallel(flow: Dataflow, batch: Mapping[str, frozenset[str]], can_cut: CanCut) -> TensorParallel:
     """Choose columns and rows; ``batch`` are the factors of each op that stand for the batch, left to the data axes."""
-    walk = _Walk(flow, batch, can_cut)
+    walk = _Labeller(flow, batch, can_cut)
     walk.run()
     starts = {v: frozenset((d,)) for v, d in walk.scattered.items()}
     return TensorParallel(walk.factors, walk.parameters, flow.trace(starts))
 
 
 @dataclass
-class _Walk:
+class _Labeller:
     """Labels so far. ``unpaired`` are products whose columns could not pass: their cut is left to the solver. ``log``
-    has what was recorded, and ``begun`` its length when each op was come to, so that a walk can go back."""
+    has what was recorded, and ``log_length`` its length when each op was come to, so that a walk can go back."""
 
     flow: Dataflow
     batch: Mapping[str, frozenset[str]]
@@ -69,7 +69,7 @@ class _Walk:
     parameters: dict[str, Label] = field(default_factory=dict)
     scattered: dict[Value, int] = field(default_factory=dict)
     log: list[tuple[dict[Any, Any], Any]] = field(default_factory=list)
-    begun: dict[str, int] = field(default_factory=dict)
+    log_length: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
         """Label every op; where columns cannot pass, once more from the product that they come from."""
@@ -80,21 +80,21 @@ class _Walk:
             at += 1
             if node.op == "placeholder" or self._is_state(node):
                 continue
-            self.begun[node.name] = len(self.log)
-            stuck = self._visit(node)
-            if stuck:
-                self.unpaired |= stuck
-                at = min(order[name] for name in stuck)
-                self._forget(self.begun[nodes[at].name])
+            self.log_length[node.name] = len(self.log)
+            blocked = self._visit(node)
+            if blocked:
+                self.unpaired |= blocked
+                at = min(order[name] for name in blocked)
+                self._undo(self.log_length[nodes[at].name])
 
-    def _record(self, kept: dict[Any, Any], key: object, what: object) -> None:
-        if key not in kept:
-            self.log.append((kept, key))
-        kept[key] = what
+    def _record(self, table: dict[Any, Any], key: object, what: object) -> None:
+        if key not in table:
+            self.log.append((table, key))
+        table[key] = what
 
-    def _forget(self, since: int) -> None:
-        for kept, key in self.log[since:]:
-            del kept[key]
+    def _undo(self, since: int) -> None:
+        for table, key in self.log[since:]:
+            del table[key]
         del self.log[since:]
 
     def _is_state(self, node: Node) -> bool:
@@ -105,13 +105,13 @@ class _Walk:
         factor = self._inherited(node)
         starts = frozenset[str]()
         if factor is None and node.phase == "forward":
-            stuck = self._stuck(node)
-            if stuck:
-                return stuck
-            factor, starts = self._started(node)
+            blocked = self._blocked_columns(node)
+            if blocked:
+                return blocked
+            factor, starts = self._new_cut(node)
         if factor is None and any(self.labels.get(v) == FREE for v in node.inputs):
             factor = FREE
-        self._settle(node, factor, starts)
+        self._record_choice(node, factor, starts)
         return frozenset()
 
     def _inherited(self, node: Node) -> str | None:
@@ -125,24 +125,24 @@ class _Walk:
                     votes[factor] = votes.get(factor, 0) + 1
         return max(votes, key=lambda f: votes[f]) if votes else None
 
-    def _stuck(self, node: Node) -> frozenset[str]:
+    def _blocked_columns(self, node: Node) -> frozenset[str]:
         """Where the cut operands' columns began, if this op needs them whole."""
         cut = [v for v in node.inputs if isinstance(self.labels.get(v), int) and v not in self.flow.state]
         return frozenset(o for v in cut for o in self.origins.get(v, ()))
 
-    def _started(self, node: Node) -> tuple[str | None, frozenset[str]]:
+    def _new_cut(self, node: Node) -> tuple[str | None, frozenset[str]]:
         """A column cut of a product's weight, or a row cut of a lookup's table."""
         rule = self.flow.rules[node.name]
         weights = list(self.flow.weights(node))
         if rule is None or not weights or len(weights) == len(node.inputs):
             return None, frozenset()
         taken = {f for p, dims in enumerate(rule.inputs) if p not in weights for d in dims for f in d}
-        kept = {f for dims in rule.outputs for d in dims or () for f in d}
+        table = {f for dims in rule.outputs for d in dims or () for f in d}
         product = self._is_product(node)
         for p in weights:
             own = [d[0] for d in rule.inputs[p] if d and d[0] not in taken and self.can_cut(node, d[0])]
-            rows = [f for f in own if f not in kept]
-            columns = [f for f in own if f in kept]
+            rows = [f for f in own if f not in table]
+            columns = [f for f in own if f in table]
             if len(rule.inputs[p]) > 1 and rows:
                 return rows[0], frozenset()
             if product and columns and len(rule.inputs[p]) > 1:
@@ -151,7 +151,7 @@ class _Walk:
                 return columns[0], frozenset((node.name,))
         return None, frozenset()
 
-    def _settle(self, node: Node, factor: str | None, starts: frozenset[str]) -> None:
+    def _record_choice(self, node: Node, factor: str | None, starts: frozenset[str]) -> None:
         """Record the choice, and what it means for results and weights."""
         self._record(self.factors, node.name, factor)
         weights = list(self.flow.weights(node))

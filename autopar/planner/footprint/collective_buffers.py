@@ -97,37 +97,37 @@ def _in_bucket(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple
     size = x.numel * meta.itemsize
     if step.kind == "all_reduce":
         return Packing(size, 0 if x.is_contiguous else size, size, 0, keeps_source=False)
-    ways, result = mesh.shape[step.axis], math.prod(after) * meta.itemsize
+    group_size, result = mesh.shape[step.axis], math.prod(after) * meta.itemsize
     if step.kind == "reduce_scatter":
         one = _reduce_scatter(step, meta, mesh, x, after)
-        return Packing(one.received * ways, one.sent, one.received, one.unpacked, keeps_source=False)
-    part = -(-after[step.dim] // ways)
+        return Packing(one.received * group_size, one.sent, one.received, one.unpacked, keeps_source=False)
+    part = -(-after[step.dim] // group_size)
     wire = _numel(after, step.dim, part) * meta.itemsize
     copied = wire if x.shape[step.dim] != part or not x.is_contiguous else 0
-    return Packing(wire, copied, ways * wire, result, keeps_source=False)
+    return Packing(wire, copied, group_size * wire, result, keeps_source=False)
 
 
 def _all_gather(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    ways, length = mesh.shape[step.axis], after[step.dim]
-    part = -(-length // ways)
+    group_size, length = mesh.shape[step.axis], after[step.dim]
+    part = -(-length // group_size)
     wire = _numel(after, step.dim, part) * meta.itemsize
     packed = wire if x.shape[step.dim] != part or not x.is_contiguous else 0
-    joins = step.dim != 0 and (_copied(after[: step.dim], ways) or part * ways != length)
+    joins = step.dim != 0 and (_moves_data(after[: step.dim], group_size) or part * group_size != length)
     joined = math.prod(after) * meta.itemsize if joins else 0
-    return Packing(packed, 0, ways * wire, joined, keeps_source=not packed)
+    return Packing(packed, 0, group_size * wire, joined, keeps_source=not packed)
 
 
 def _all_to_all(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    ways, gathered = mesh.shape[step.axis], after[step.dim]
-    part = -(-gathered // ways)
+    group_size, gathered = mesh.shape[step.axis], after[step.dim]
+    part = -(-gathered // group_size)
     padded = 0
     if x.shape[step.dim] != part:
         x = contiguous(with_length(x.shape, step.dim, part))
         padded = x.numel * meta.itemsize
-    packed, launch = _rows(x, step.to_dim, ways, meta.itemsize)
+    packed, launch = _stacked(x, step.to_dim, group_size, meta.itemsize)
     received = packed or x.numel * meta.itemsize
-    cut = after[step.to_dim] != -(-x.shape[step.to_dim] // ways)
-    joined = _copied(after[: step.dim], ways) or cut or part * ways != gathered
+    cut = after[step.to_dim] != -(-x.shape[step.to_dim] // group_size)
+    joined = _moves_data(after[: step.dim], group_size) or cut or part * group_size != gathered
     result = math.prod(after) * meta.itemsize if joined else 0
     if packed:
         return Packing(packed, max(padded + launch - received, 0), received, result, keeps_source=False)
@@ -144,27 +144,27 @@ def _all_reduce(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tupl
 
 
 def _reduce_scatter(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    ways, wide = mesh.shape[step.axis], REDUCED_BYTES.get(meta.dtype, meta.itemsize)
+    group_size, wide = mesh.shape[step.axis], REDUCED_BYTES.get(meta.dtype, meta.itemsize)
     size = x.numel * wide
     converted = wide != meta.itemsize
-    sent, launch = _rows(x, step.dim, ways, wide)
+    sent, launch = _stacked(x, step.dim, group_size, wide)
     if converted:
         sent, launch = sent or size, launch + (size if sent else 0)
-    received = (sent or size) // ways
+    received = (sent or size) // group_size
     result = math.prod(after) * meta.itemsize
-    short = after[step.dim] != -(-x.shape[step.dim] // ways) and _copied(x.shape[: step.dim], ways)
-    copied = short or converted or (step.reduction == "avg" and ways > 1)
+    short = after[step.dim] != -(-x.shape[step.dim] // group_size) and _moves_data(x.shape[: step.dim], group_size)
+    copied = short or converted or (step.reduction == "avg" and group_size > 1)
     return Packing(sent, max(launch - received, 0), received, result if copied else 0, keeps_source=not sent)
 
 
-def _rows(x: Layout, dim: int, ways: int, itemsize: int) -> tuple[int, int]:
-    """(bytes of ``x`` cut ``ways`` ways along ``dim`` and stacked, bytes held besides while that is made)."""
-    part = -(-x.shape[dim] // ways)
-    size = _numel(x.shape, dim, part * ways) * itemsize
-    padded = x.shape[dim] != part * ways
+def _stacked(x: Layout, dim: int, group_size: int, itemsize: int) -> tuple[int, int]:
+    """(bytes of ``x`` cut ``group_size`` ways along ``dim`` and stacked, bytes held besides while that is made)."""
+    part = -(-x.shape[dim] // group_size)
+    size = _numel(x.shape, dim, part * group_size) * itemsize
+    padded = x.shape[dim] != part * group_size
     if padded:
-        return size, size if _copied(x.shape[:dim], ways) else 0
-    if x.is_contiguous and not _copied(x.shape[:dim], ways):
+        return size, size if _moves_data(x.shape[:dim], group_size) else 0
+    if x.is_contiguous and not _moves_data(x.shape[:dim], group_size):
         return 0, 0
     return size, 0
 
@@ -174,14 +174,14 @@ def _numel(shape: tuple[int, ...], dim: int, n: int) -> int:
     return math.prod(with_length(shape, dim, n))
 
 
-def packs(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
+def needs_packing(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
     """Whether a gather or a reduce-scatter of one contiguous tensor by itself packs or unpacks it."""
-    return _copied(after.local_shape(meta.shape, mesh)[: step.dim], mesh.shape[step.axis])
+    return _moves_data(after.local_shape(meta.shape, mesh)[: step.dim], mesh.shape[step.axis])
 
 
-def _copied(before: tuple[int, ...], ways: int) -> bool:
-    """Whether stacking or joining ``ways`` parts along a dim moves data: not where all dims before it have length 1."""
-    return ways > 1 and math.prod(before) != 1
+def _moves_data(before: tuple[int, ...], group_size: int) -> bool:
+    """Whether stacking or joining ``group_size`` parts along a dim moves data: not where all dims before it have length 1."""
+    return group_size > 1 and math.prod(before) != 1
 
 
 SUMMED = frozenset({"sum", "max", "min"})

@@ -95,10 +95,10 @@ def implementation(
         return "", once
     name, eager, kernel = KERNELS[node.packet]
     sizes = _Sizes(node, option, metas, mesh)
-    ways = [("", max(once, eager(sizes)))]
+    candidates = [("", max(once, eager(sizes)))]
     if _compute_dtype(node, metas) in KERNEL_DTYPES:
-        ways.insert(0, (name, kernel(sizes) if kernel else once))
-    return min(ways, key=lambda way: way[1])
+        candidates.insert(0, (name, kernel(sizes) if kernel else once))
+    return min(candidates, key=lambda candidate: candidate[1])
 
 
 def _compute_dtype(node: Node, metas: Sequence[TensorMeta]) -> str:

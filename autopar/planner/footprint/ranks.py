@@ -45,12 +45,12 @@ def _kinds(cuts: frozenset[Cut], halos: frozenset[Halo], mesh: Mesh) -> tuple[tu
     return tuple(found.values())
 
 
-def _windows(halos: Sequence[Halo], ways: int) -> list[tuple[object, ...]]:
+def _windows(halos: Sequence[Halo], group_size: int) -> list[tuple[object, ...]]:
     """For each place along an axis and each halo rows of the window, those before and after the dim's ends, and whether
     all are the rank's own."""
-    found: list[list[object]] = [[] for _ in range(ways)]
+    found: list[list[object]] = [[] for _ in range(group_size)]
     for h in halos:
-        for at, ((start, stop), (first, last)) in enumerate(zip(h.windows, own_rows(h.n, ways), strict=True)):
+        for at, ((start, stop), (first, last)) in enumerate(zip(h.windows, own_rows(h.n, group_size), strict=True)):
             inside = first <= start and stop <= last
             found[at].append((stop - start, max(0, -start), max(0, stop - h.n), inside))
     return [*map(tuple, found)]

@@ -35,7 +35,7 @@ def transients(op: LocalOp) -> int:
     return copied + (max(0, formula(op)) if formula is not None and op.operands else 0)
 
 
-def least_transients(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str) -> int:
+def min_transients(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str) -> int:
     """The same whatever the strides of the operands: at least so much, since what is not contiguous may be copied
     besides. What a contraction copies hangs on strides alone. Of operands with halos, what the window has besides the
     rank's own rows, since these may have gone by then."""

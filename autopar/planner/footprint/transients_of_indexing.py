@@ -45,12 +45,12 @@ def _random(op: LocalOp) -> int:
     return copy + 16 * runs + 24 * rows + rows * (16 * (width // 2 + 1) + becomes * width) + SCALARS
 
 
-PLACED = 17
+INDEX_SCRATCH = 17
 """Bytes for each index of a dim that is cut: where it is here, twice, and whether."""
 
 
 def _gather_part(op: LocalOp) -> int:
-    return PLACED * op.operands[1][0].numel
+    return INDEX_SCRATCH * op.operands[1][0].numel
 
 
 def _index_of(op: LocalOp, position: int) -> int:
@@ -61,7 +61,7 @@ def _index_of(op: LocalOp, position: int) -> int:
 
 def _index_part(op: LocalOp) -> int:
     """Also whether each element of the result is here."""
-    return PLACED * _index_of(op, 2) + op.results[0][0].numel + 2
+    return INDEX_SCRATCH * _index_of(op, 2) + op.results[0][0].numel + 2
 
 
 def _spilling(op: LocalOp) -> tuple[Layout, int]:
@@ -71,34 +71,34 @@ def _spilling(op: LocalOp) -> tuple[Layout, int]:
     return contiguous(with_length(shape, dim, shape[dim] + 1)), dim
 
 
-def surplus(op: LocalOp) -> int:
+def excess_bytes(op: LocalOp) -> int:
     """Bytes by which the memory of a result is longer than the result: of which it is the first rows."""
     if op.call[0] not in SPILLING or not op.operands:
         return 0
     big, dim = _spilling(op)
     size = op.results[0][1]
-    return 0 if _copied_out(big, dim) else big.numel * size - op.written
+    return 0 if _is_copied_out(big, dim) else big.numel * size - op.written
 
 
-def _copied_out(big: Layout, dim: int) -> bool:
+def _is_copied_out(big: Layout, dim: int) -> bool:
     return not narrowed(big, dim, big.shape[dim] - 1).is_contiguous
 
 
-def _spilled(op: LocalOp, n: int, beside: int) -> int:
+def _spill_bytes(op: LocalOp, n: int, beside: int) -> int:
     """With ``n`` indices, of which ``beside`` bytes are placed while the copy is there."""
     big, dim = _spilling(op)
     held = big.numel * op.results[0][1]
-    if _copied_out(big, dim):
-        return max(PLACED * n + (held if beside else 0) - op.written, 8 * n + held)
-    return max(PLACED * n - (0 if beside else held), 8 * n)
+    if _is_copied_out(big, dim):
+        return max(INDEX_SCRATCH * n + (held if beside else 0) - op.written, 8 * n + held)
+    return max(INDEX_SCRATCH * n - (0 if beside else held), 8 * n)
 
 
 def _index_put_part(op: LocalOp) -> int:
-    return _spilled(op, _index_of(op, 4), 0)
+    return _spill_bytes(op, _index_of(op, 4), 0)
 
 
 def _scatter_part(op: LocalOp) -> int:
-    return _spilled(op, op.operands[1][0].numel, 1)
+    return _spill_bytes(op, op.operands[1][0].numel, 1)
 
 
 SPILLING = {"autopar.scatter_part": 1, "autopar.index_write_part": 1, "autopar.index_put_part": 4}

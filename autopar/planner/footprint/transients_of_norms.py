@@ -10,7 +10,7 @@ from autopar.planner.footprint.local_op import SCALARS, Formulas, LocalOp, wide
 _NORM, _NORM_BACKWARD, _SCAN, _SOFTMAX = (0, 1, 1, 2), (3, 2, 3, 3.5), (0, 1, 1, 2), (0, 0, 1, 1.5)
 
 
-COPIES: Mapping[str, tuple[float, float, float, float]] = {
+SCRATCH: Mapping[str, tuple[float, float, float, float]] = {
     **dict.fromkeys(("aten._softmax", "aten._log_softmax", "aten._safe_softmax"), _SOFTMAX),
     "aten._softmax_backward_data": (1, 0, 2, 2),
     "aten._log_softmax_backward_data": (0, 1, 1, 2.5),
@@ -37,7 +37,7 @@ EXTREMA = frozenset({"aten.cummax", "aten.cummin"})
 """These hold values and places."""
 
 
-def told_bytes(op: LocalOp, gathered: int) -> int:
+def summary_bytes(op: LocalOp, gathered: int) -> int:
     """Of an op whose ranks tell each other summaries, ``gathered`` bytes in all: these, combined, and what the formulas
     before and after make of the largest operand."""
     if not gathered:
@@ -46,7 +46,7 @@ def told_bytes(op: LocalOp, gathered: int) -> int:
     if op.node.packet in EXTREMA:
         before, after = x.numel * (size + 8), x.numel * (size + 10)
     else:
-        copies = COPIES.get(op.node.packet, (0, 0, 0, 0))[2 if size < 4 else 0 :]
+        copies = SCRATCH.get(op.node.packet, (0, 0, 0, 0))[2 if size < 4 else 0 :]
         before, after = (int(c * x.numel * wide(size)) for c in copies[:2])
     return max(before - op.written, after) + 5 * gathered // 2 + SCALARS
 

@@ -14,7 +14,7 @@ from autopar.planner.footprint.local_op import Formulas, LocalOp
 from autopar.sharding import Step
 
 
-def held_by_ring(op: LocalOp, step: Step, operand: int, ways: int) -> int:
+def ring_bytes(op: LocalOp, step: Step, operand: int, group_size: int) -> int:
     """Bytes of a contraction decomposed beside ``step``, besides what it reads and makes: blocks on their way, one part
     of the product, and what making it holds. As ``spmd.products`` does it.
 
@@ -29,15 +29,15 @@ def held_by_ring(op: LocalOp, step: Step, operand: int, ways: int) -> int:
     out_dim = found.becomes(operand, step.dim) if gathers else step.dim
     assert out_dim is not None
     dim = step.dim if gathers else found.operands[operand].index(found.out[out_dim])
-    length = -(-result.shape[out_dim] // ways)
+    length = -(-result.shape[out_dim] // group_size)
     block = contiguous(with_length(layout.shape, dim, length)) if gathers else narrowed(layout, dim, length)
     part = contiguous(with_length(result.shape, out_dim, length))
     operands = tuple((block, size) if i == operand else o for i, o in enumerate(op.operands))
-    making = _contract(replace(op, operands=operands, results=((part, result_size),)))
+    product_bytes = _contract(replace(op, operands=operands, results=((part, result_size),)))
     if not gathers:
-        return 2 * part.numel * result_size + making
+        return 2 * part.numel * result_size + product_bytes
     copied = 0 if layout.is_contiguous else layout.numel * size
-    return copied + min(ways - 1, 2) * block.numel * size + part.numel * result_size + making
+    return copied + min(group_size - 1, 2) * block.numel * size + part.numel * result_size + product_bytes
 
 
 def _contract(op: LocalOp) -> int:
@@ -88,7 +88,7 @@ def _factors(op: LocalOp) -> int:
     return op.written + (0 if there.is_contiguous else a.numel * size)
 
 
-SORTED = 8
+POSITION_BYTES = 8
 """Bytes of a place among the rows that are sorted by expert."""
 
 
@@ -97,7 +97,7 @@ def _experts_mm(op: LocalOp) -> int:
     (rows, size), (weight, _), (ids, _) = op.operands
     if not ids.numel or not weight.numel:
         return 0
-    places = ids.numel * (4 if op.device == "cuda" else 1) * SORTED + weight.shape[0] * 4
+    places = ids.numel * (4 if op.device == "cuda" else 1) * POSITION_BYTES + weight.shape[0] * 4
     taken = ids.numel * rows.shape[-1] * size
     return max(_sorting(ids.numel, weight.shape[0]) - op.written, places + max(taken, op.written))
 
@@ -108,12 +108,12 @@ def _experts_mm_weight(op: LocalOp) -> int:
     if not ids.numel or not op.written:
         return 0
     taken = ids.numel * (rows.shape[-1] + grad.shape[-1]) * size
-    return max(_sorting(ids.numel, experts) - op.written, ids.numel * SORTED + experts * 4 + taken)
+    return max(_sorting(ids.numel, experts) - op.written, ids.numel * POSITION_BYTES + experts * 4 + taken)
 
 
 def _sorting(n: int, experts: int) -> int:
     """Bytes while n ids are sorted and the ends of ``experts`` are found: ids, sorted ids, their places."""
-    return 3 * n * SORTED + experts * (SORTED + 4)
+    return 3 * n * POSITION_BYTES + experts * (POSITION_BYTES + 4)
 
 
 FORMULAS: Formulas = {

@@ -18,7 +18,7 @@ from autopar.planner.footprint.op_work import VIEWS
 from autopar.program import Op, Program
 
 
-def summing(graph: Graph, steps: int, reduce: str | None) -> Graph:
+def with_gradient_sums(graph: Graph, steps: int, reduce: str | None) -> Graph:
     """``graph`` with the sums of its parameters' gradients made explicit.
 
     Args:
@@ -39,7 +39,7 @@ def _widened(graph: Graph, dtype: str) -> Graph:
         made, meta = graph.by_name[output.value.node], graph.meta(output.value)
         if is_gradient(output) and meta.dtype != dtype and meta.dtype in FLOATS:
             cast = Node(
-                _unused(f"{made.name}_{dtype}", taken),
+                _unused_name(f"{made.name}_{dtype}", taken),
                 "aten._to_copy.default",
                 (output.value,),
                 (("dtype", f"torch.{dtype}"),),
@@ -66,8 +66,8 @@ def _accumulating(graph: Graph) -> Graph:
             outputs.append(output)
             continue
         gradient = graph.by_name[output.value.node]
-        name = _unused(f"{owner[output.name]}_accumulated", taken)
-        total = _unused(f"{owner[output.name]}_total", taken)
+        name = _unused_name(f"{owner[output.name]}_accumulated", taken)
+        total = _unused_name(f"{owner[output.name]}_total", taken)
         meta = graph.meta(output.value)
         inputs.append(Input(name, "accumulator", output.name))
         after.setdefault(gradient.name, []).extend(
@@ -113,14 +113,14 @@ def is_gradient(output: Output) -> bool:
     return output.kind == "gradient" and not output.name.startswith("input:")
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unused_name(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_"
     taken.add(name)
     return name
 
 
-def totals(graph: Graph) -> dict[str, tuple[Value, Value]]:
+def accumulated_sums(graph: Graph) -> dict[str, tuple[Value, Value]]:
     """For each accumulated parameter the accumulator and the value that takes its place, in the order of the graph."""
     meanings = (graph.input_of[n.name] for n in graph.nodes if n.op == "placeholder")
     return {
@@ -130,10 +130,10 @@ def totals(graph: Graph) -> dict[str, tuple[Value, Value]]:
     }
 
 
-def without_delivery(program: Program, graph: Graph) -> Program:
+def accumulation_program(program: Program, graph: Graph) -> Program:
     """The program of all micro-batches but the last: it returns the accumulators' new values instead of gradients."""
     kept = [(o, name) for o, name in program.results if not is_gradient(o)]
-    added = [(Output(new, "accumulator", name), str(new)) for name, (_, new) in totals(graph).items()]
+    added = [(Output(new, "accumulator", name), str(new)) for name, (_, new) in accumulated_sums(graph).items()]
     results = (*kept, *added)
     ops = tuple(_needed(program, {name for _, name in results}))
     return replace(program, ops=ops, results=results, state_transfer_s=0.0)

@@ -37,7 +37,7 @@ class _Loss:
     gradients: tuple[Node | None, Node | None, Node | None]
 
 
-def in_chunks(graph: Graph, least: int) -> Graph:
+def with_chunked_losses(graph: Graph, least: int) -> Graph:
     """``graph`` with its losses in chunks of classes, those of more than ``least`` logits; itself where it has none."""
     for name in [n.name for n in graph.nodes if n.packet == "autopar.nll"]:
         node = graph.by_name[name]
@@ -189,7 +189,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     rows, x_meta = graph.meta(Value(loss.nll.name)), (moved[x.node].outputs[0] if moved else graph.meta(x))
     target, *weights = loss.nll.inputs[2:]
     forward = Node(
-        _unused("linear_nll", names),
+        _unused_name("linear_nll", names),
         "autopar.linear_nll.default",
         (x, table, loss.bias, target, *weights),
         tuple(k for k in loss.nll.kwargs if k[0] != "offset"),
@@ -206,7 +206,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
         None if of_bias is None else of_bias.outputs[0],
     )
     backward = Node(
-        _unused("linear_nll_backward", names | {forward.name}),
+        _unused_name("linear_nll_backward", names | {forward.name}),
         "autopar.linear_nll_backward.default",
         (loss.backward.inputs[0], x, table, loss.bias, lse, target, *weights),
         (*loss.backward.kwargs, ("mask", tuple(m is not None for m in made))),
@@ -253,7 +253,7 @@ def _reading(node: Node, instead: Mapping[Value, Value]) -> Node:
     return replace(node, args=tuple(map(moved, node.args)), kwargs=tuple((k, moved(v)) for k, v in node.kwargs))
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unused_name(name: str, taken: set[str]) -> str:
     found, count = name, 0
     while found in taken:
         count += 1

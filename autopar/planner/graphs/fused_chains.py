@@ -39,7 +39,7 @@ REDUCTIONS = frozenset(
 
 
 @dataclass(frozen=True)
-class Border:
+class FusedTraffic:
     """What one fused op moves to and from memory.
 
     Args:
@@ -66,13 +66,13 @@ class Border:
         )
 
 
-def borders(graph: Graph) -> Mapping[str, Border]:
+def fused_traffic(graph: Graph) -> Mapping[str, FusedTraffic]:
     """For each pointwise op and reduction of ``graph``, by name, what it moves where its group is one kernel."""
     group = _groups(graph)
     outside = _read_outside(graph, group)
     read: set[tuple[str, Value]] = set()
     led: set[str] = set()
-    found: dict[str, Border] = {}
+    found: dict[str, FusedTraffic] = {}
     for node in graph.nodes:
         if node.name not in group:
             continue
@@ -84,7 +84,7 @@ def borders(graph: Graph) -> Mapping[str, Border]:
                 read.add((name, value))
                 reads.add(position)
         writes = frozenset(i for i in range(len(node.outputs)) if Value(node.name, i) in outside)
-        found[node.name] = Border(frozenset(reads), writes, name not in led)
+        found[node.name] = FusedTraffic(frozenset(reads), writes, name not in led)
         led.add(name)
     return found
 

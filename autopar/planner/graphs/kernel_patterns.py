@@ -16,10 +16,10 @@ from autopar.planner.footprint.implementations import KERNEL_DTYPES
 STATISTICS = "statistics"
 """The fusion whose second op may wait for an exchange of what the first made: a maximum over all ranks."""
 
-WIDEST = 32768
+MAX_DIM = 32768
 """Elements of a row that a norm's kernel keeps in registers."""
 
-WIDEST_BACKWARD = 16384
+MAX_DIM_BACKWARD = 16384
 """That of its gradient, which also keeps the sums for weight and bias: of longer rows the compiler spills them."""
 
 
@@ -61,7 +61,7 @@ def inner_values(graph: Graph) -> frozenset[Value]:
     return frozenset(value for f, value in made if value not in (v for _, v in f.writes))
 
 
-def run_in(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
+def part_that_runs(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
     """What runs of ``fusion`` where ops of its names, with ``mark`` behind them, are ``there``: of a sum and the norm
     behind it the norm, where the sum is not made again."""
     summed = any(role == "residual" for role, _ in fusion.reads)
@@ -170,7 +170,7 @@ class _Finder:
         weight, bias, eps = (*node.args[2:4], node.args[4]) if centred else (node.args[2], None, node.args[3])
         y = node.inputs[0]
         added, like = self.sum_of(y, node.phase), self.graph.meta(y)
-        if added is None or node.args[1] != (like.shape[-1],) or like.shape[-1] > WIDEST or not isinstance(eps, float):
+        if added is None or node.args[1] != (like.shape[-1],) or like.shape[-1] > MAX_DIM or not isinstance(eps, float):
             return None
         add, x, residual = added
         affine = [(role, v) for role, v in (("weight", weight), ("bias", bias)) if isinstance(v, Value)]
@@ -193,7 +193,7 @@ class _Finder:
         grad, y = node.inputs[:2]
         like = self.graph.meta(y)
         beside = next((v for v in add.inputs if v != dx), None)
-        if beside is None or node.args[2] != (like.shape[-1],) or like.shape[-1] > WIDEST_BACKWARD:
+        if beside is None or node.args[2] != (like.shape[-1],) or like.shape[-1] > MAX_DIM_BACKWARD:
             return None
         rows = [("mean", node.args[3]), ("rstd", node.args[4])] if centred else [("rstd", node.args[3])]
         affine = [("weight", node.args[5 if centred else 4])]
@@ -222,7 +222,7 @@ class _Finder:
             return None
         x, eps = square.inputs[0], shifted.args[1]
         last, dim = len(self.graph.meta(x).shape) - 1, self.graph.meta(x).shape[-1]
-        if total.args[1:] not in (((-1,), True), ((last,), True)) or mean.args[1] != dim or dim > WIDEST:
+        if total.args[1:] not in (((-1,), True), ((last,), True)) or mean.args[1] != dim or dim > MAX_DIM:
             return None
         if not isinstance(eps, float) or len(shifted.args) != 2 or self.graph.meta(x).dtype != "float32":
             return None
@@ -263,7 +263,7 @@ class _Finder:
     def _written_out_backward(self, cube: Node) -> Fusion | None:
         """From rstd ** 3, which only the gradient of rsqrt computes, back to what made it and on to the sums."""
         known = self.roots.get(cube.inputs[0]) if cube.args[1] == 3 and cube.phase == "backward" else None
-        if known is None or known[0].dim > WIDEST_BACKWARD:
+        if known is None or known[0].dim > MAX_DIM_BACKWARD:
             return None
         root, hat = known
         walked = self._chain(cube)

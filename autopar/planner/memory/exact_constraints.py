@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from autopar.ir import Graph, Value
 from autopar.planner.footprint.op_work import local_bytes
-from autopar.planner.memory.live_ranges import again
+from autopar.planner.memory.live_ranges import ProgramPoint, rerun_point
 from autopar.planner.memory.usages import static_usages
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
@@ -43,25 +43,25 @@ RETURNING = ("recompute", "offload")
 
 
 @dataclass(frozen=True, order=True)
-class Moment:
-    """While the graph's node at ``position`` runs; with ``again``, while the node there is run again just before it."""
+class ExactPoint:
+    """While the graph's node at ``position`` runs; with ``rerun``, while the node there is run again just before it."""
 
     position: int
-    again: int | None = None
+    rerun: int | None = None
 
-    def place(self, graph: Graph) -> float:
+    def program_point(self, graph: Graph) -> ProgramPoint:
         """Among the positions of the graph: between two nodes for what is run again before the second."""
-        return self.position if self.again is None else again(graph, graph.nodes[self.again].name, self.position)
+        return self.position if self.rerun is None else rerun_point(graph, graph.nodes[self.rerun].name, self.position)
 
 
-MOST_AT_ONCE = 8
+MAX_NEW_POINTS = 8
 
 
-def moments_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> dict[Moment, int]:
+def points_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> dict[ExactPoint, int]:
     """The moments of ``program`` at which its memory has a local peak over ``budget``, the highest first; and bytes."""
     at = {n.name: i for i, n in enumerate(graph.nodes)}
     following = len(graph.nodes)
-    found: dict[Moment, int] = {}
+    found: dict[ExactPoint, int] = {}
     for i in range(len(timeline) - 1, -1, -1):
         op = program.ops[i] if i < len(program.ops) else None
         rerun = None
@@ -72,9 +72,9 @@ def moments_over(program: Program, graph: Graph, timeline: Sequence[int], budget
                 following = at[op.node]
         around = [timeline[j] for j in (i - 1, i + 1) if 0 <= j < len(timeline)]
         if timeline[i] > budget and timeline[i] >= max(around, default=0):
-            moment = Moment(following, rerun)
-            found[moment] = max(found.get(moment, 0), timeline[i])
-    highest = sorted(found, key=lambda m: -found[m])[:MOST_AT_ONCE]
+            point = ExactPoint(following, rerun)
+            found[point] = max(found.get(point, 0), timeline[i])
+    highest = sorted(found, key=lambda m: -found[m])[:MAX_NEW_POINTS]
     return {m: found[m] for m in highest}
 
 
@@ -88,9 +88,9 @@ class _Held:
     actions: tuple[str, ...]
     bytes: tuple[float, ...]
     reads: tuple[int, ...]
-    again: tuple[int, ...]
+    rerun_readers: tuple[int, ...]
     base: int | None
-    until: float
+    forward_end: float
 
 
 @dataclass(frozen=True)
@@ -104,33 +104,33 @@ class _Rerun:
 
 
 @dataclass(frozen=True)
-class _State:
-    """Of an op at a moment; ``asked`` is who asks for it: (held value, reader), the reader None for the backward."""
+class _RerunState:
+    """Of an op at a moment; ``requested_by`` is who asks for it: (held value, reader), the reader None for the backward."""
 
-    when: str
-    asked: tuple[int, int | None] | None = None
+    timing: str
+    requested_by: tuple[int, int | None] | None = None
 
 
 @dataclass(frozen=True)
-class _Life:
+class _ValueState:
     """Of a value at a moment: how it is held, when it was made again, whether it is alive, with how many bytes."""
 
     action: str
-    when: str = NEVER
+    timing: str = NEVER
     alive: bool = False
     bytes: float = 0.0
 
 
 @dataclass
-class Exact:
+class ExactMemory:
     """The problem of ``decisions`` with exact memory at chosen moments.
 
-    ``tied``: views are held as the value is whose memory they share, which on one device is best.
+    ``views_tied``: views are held as the value is whose memory they share, which on one device is best.
     """
 
     decisions: Decisions
     options: Options
-    tied: bool
+    views_tied: bool
     _shared: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
 
     @cached_property
@@ -139,13 +139,13 @@ class Exact:
         at = {n.name: i for i, n in enumerate(d.graph.nodes)}
         found = [v for v in d.variables if v.kind == "hold" and v.value is not None]
         order = {v.value: i for i, v in enumerate(found)}
-        ends = _ends(d)
+        forward_ends = _forward_ends(d)
         held = []
         for v in found:
             assert v.value is not None
             node, meta = d.graph.by_name[v.value.node], d.graph.meta(v.value)
             readers = [n for n, _ in d.graph.consumers.get(v.value, ())]
-            free = self.tied and node.name in d.views
+            free = self.views_tied and node.name in d.views
             specs = [o.inputs[0] if o.inputs and not free else None for o in v.options]
             sizes = tuple(float(local_bytes(meta, s, d.mesh)) if s is not None else 0.0 for s in specs)
             held.append(
@@ -158,7 +158,7 @@ class Exact:
                     tuple(sorted(at[n.name] for n in readers if n.phase == "backward")),
                     tuple(sorted({at[n.name] for n in readers if rerun_key(n.name) in d.index})),
                     order.get(node.inputs[0]) if free else None,
-                    ends.get(v.value, -1),
+                    forward_ends.get(v.value, -1),
                 )
             )
         return tuple(held)
@@ -178,7 +178,7 @@ class Exact:
         return found
 
     @cached_property
-    def ties(self) -> tuple[Edge, ...]:
+    def view_edges(self) -> tuple[Edge, ...]:
         """A view is held as its base is."""
         edges = []
         for h in self.held:
@@ -188,50 +188,52 @@ class Exact:
                 edges.append(Edge(base.variable, h.variable, self._pairs(fits)))
         return tuple(edges)
 
-    def extend(self, problem: Problem, moments: Mapping[Moment, float]) -> Problem:
-        """``problem`` with rows at ``moments``, all within its limit. With each go the bytes that rows do not know of,
+    def extend(self, problem: Problem, points: Mapping[ExactPoint, float]) -> Problem:
+        """``problem`` with rows at ``points``, all within its limit. With each go the bytes that rows do not know of,
         such as those that an op holds while it runs."""
-        turn = _turn(self.decisions.graph)
-        grown = _Grown(problem, list(problem.costs), [*problem.edges, *self.ties], [])
+        backward_start = _backward_start(self.decisions.graph)
+        growing = _Growing(problem, list(problem.costs), [*problem.edges, *self.view_edges], [])
         d = self.decisions
-        for time, (moment, unseen) in enumerate(moments.items()):
-            if unseen > 0:
-                grown.usages.append(Usage(0, self.numbers([unseen] * len(problem.costs[0])), time, time + 1))
-            exact = turn <= moment.position < len(d.graph.nodes)
-            grown.usages += static_usages(d, self.options, moment.place(d.graph), time, holds=not exact, tied=self.tied)
+        for time, (point, margin) in enumerate(points.items()):
+            if margin > 0:
+                growing.usages.append(Usage(0, self.numbers([margin] * len(problem.costs[0])), time, time + 1))
+            exact = backward_start <= point.position < len(d.graph.nodes)
+            growing.usages += static_usages(
+                d, self.options, point.program_point(d.graph), time, holds=not exact, views_tied=self.views_tied
+            )
             if exact:
-                _Row(self, moment, time, grown).build()
-        return Problem(tuple(grown.costs), tuple(grown.edges), tuple(grown.usages), problem.limit)
+                _PointNodes(self, point, time, growing).build()
+        return Problem(tuple(growing.costs), tuple(growing.edges), tuple(growing.usages), problem.limit)
 
-    def used(self, choice: Sequence[int], moment: Moment) -> float:
-        """Bytes that the row of ``moment`` sees of a choice."""
+    def used(self, choice: Sequence[int], point: ExactPoint) -> float:
+        """Bytes that the row of ``point`` sees of a choice."""
         costs = tuple(self.numbers([0.0] * len(v.options)) for v in self.decisions.variables)
-        row = self.extend(Problem(costs, ()), {moment: 0.0})
-        extended = self.states(choice, [moment])
-        return math.fsum(float(u.option[extended[u.node]]) for u in row.usages)
+        nodes_of_point = self.extend(Problem(costs, ()), {point: 0.0})
+        extended = self.extend_choice(choice, [point])
+        return math.fsum(float(u.option[extended[u.node]]) for u in nodes_of_point.usages)
 
-    def states(self, choice: Sequence[int], moments: Iterable[Moment]) -> tuple[int, ...]:
-        """``choice`` with the states that it has at ``moments``: a choice of the extended problem."""
-        turn = _turn(self.decisions.graph)
+    def extend_choice(self, choice: Sequence[int], points: Iterable[ExactPoint]) -> tuple[int, ...]:
+        """``choice`` with the states that it has at ``points``: a choice of the extended problem."""
+        backward_start = _backward_start(self.decisions.graph)
         extended = list(choice)
-        for moment in moments:
-            if turn <= moment.position < len(self.decisions.graph.nodes):
-                extended += _Row(self, moment, 0, None).states(choice)
+        for point in points:
+            if backward_start <= point.position < len(self.decisions.graph.nodes):
+                extended += _PointNodes(self, point, 0, None).states(choice)
         return tuple(extended)
 
-    def first_asked(self, choice: Sequence[int]) -> dict[int, tuple[int, tuple[int, int | None]]]:
+    def first_requests(self, choice: Sequence[int]) -> dict[int, tuple[int, tuple[int, int | None]]]:
         """For each op that is run again, the position before which it is, and who asks for it."""
         found: dict[int, tuple[int, tuple[int, int | None]]] = {}
         for position in sorted(self.reruns, reverse=True):
-            asking: list[tuple[int, tuple[int, int | None]]] = []
+            requests: list[tuple[int, tuple[int, int | None]]] = []
             for i in self.reruns[position].makes:
                 h = self.held[i]
                 if h.actions[choice[h.variable]] != "recompute":
                     continue
-                asking += [(q, (i, None)) for q in h.reads]
-                asking += [(found[w][0], (i, w)) for w in h.again if w in found]
-            if asking and choice[self.reruns[position].variable]:
-                found[position] = min(asking, key=lambda a: a[0])
+                requests += [(q, (i, None)) for q in h.reads]
+                requests += [(found[w][0], (i, w)) for w in h.rerun_readers if w in found]
+            if requests and choice[self.reruns[position].variable]:
+                found[position] = min(requests, key=lambda a: a[0])
         return found
 
     def _pairs(self, fits: Sequence[Sequence[bool]]) -> Array:
@@ -245,7 +247,7 @@ class Exact:
 
 
 @dataclass
-class _Grown:
+class _Growing:
     """A problem while nodes are added."""
 
     problem: Problem
@@ -255,183 +257,208 @@ class _Grown:
 
 
 @dataclass
-class _Row:
+class _PointNodes:
     """The nodes and edges of one moment."""
 
-    exact: Exact
-    moment: Moment
+    exact: ExactMemory
+    point: ExactPoint
     time: int
-    grown: _Grown | None
+    growing: _Growing | None
 
     @cached_property
-    def ops(self) -> dict[int, tuple[_State, ...]]:
+    def ops(self) -> dict[int, tuple[_RerunState, ...]]:
         """The states that each op can have."""
         return {p: tuple(self._op_states(r)) for p, r in self.exact.reruns.items()}
 
     @cached_property
-    def lives(self) -> tuple[tuple[_Life, ...], ...]:
+    def value_states(self) -> tuple[tuple[_ValueState, ...], ...]:
         """Those that each held value can have."""
-        return tuple(tuple(dict.fromkeys(self._lives(h))) for h in self.exact.held)
+        return tuple(tuple(dict.fromkeys(self._value_states(h))) for h in self.exact.held)
 
     def build(self) -> None:
-        assert self.grown is not None
+        assert self.growing is not None
         nodes = {p: self._add(len(states)) for p, states in self.ops.items()}
-        values = [self._add(len(lives)) for lives in self.lives]
+        values = [self._add(len(value_states)) for value_states in self.value_states]
         for p, r in self.exact.reruns.items():
-            self._join(r.variable, nodes[p], range(r.options), self.ops[p], lambda o, s: (o == 0) == (s.when == NEVER))
+            self._join(
+                r.variable, nodes[p], range(r.options), self.ops[p], lambda o, s: (o == 0) == (s.timing == NEVER)
+            )
         for i, h in enumerate(self.exact.held):
-            lives = self.lives[i]
-            self.grown.usages.append(
-                Usage(values[i], self.exact.numbers([s.bytes for s in lives]), self.time, self.time + 1)
+            value_states = self.value_states[i]
+            self.growing.usages.append(
+                Usage(values[i], self.exact.numbers([s.bytes for s in value_states]), self.time, self.time + 1)
             )
             options = tuple(zip(h.actions, h.bytes, strict=True))
-            self._join(h.variable, values[i], options, lives, lambda o, s: o[0] == s.action and s.bytes in (0.0, o[1]))
-            self._join(values[i], nodes[h.maker], lives, self.ops[h.maker], self._made(i))
-            for reader in h.again:
-                self._join(values[i], nodes[reader], lives, self.ops[reader], self._read(i, reader))
-                self._join(nodes[h.maker], nodes[reader], self.ops[h.maker], self.ops[reader], self._asked(i, reader))
+            self._join(
+                h.variable, values[i], options, value_states, lambda o, s: o[0] == s.action and s.bytes in (0.0, o[1])
+            )
+            self._join(values[i], nodes[h.maker], value_states, self.ops[h.maker], self._fits_maker(i))
+            for reader in h.rerun_readers:
+                self._join(values[i], nodes[reader], value_states, self.ops[reader], self._fits_reader(i, reader))
+                self._join(
+                    nodes[h.maker],
+                    nodes[reader],
+                    self.ops[h.maker],
+                    self.ops[reader],
+                    self._runs_with_reader(i, reader),
+                )
             if h.base is not None:
-                self._join(values[h.base], values[i], self.lives[h.base], lives, lambda b, s: b.alive or not s.alive)
+                self._join(
+                    values[h.base],
+                    values[i],
+                    self.value_states[h.base],
+                    value_states,
+                    lambda b, s: b.alive or not s.alive,
+                )
 
     def states(self, choice: Sequence[int]) -> list[int]:
         """The state of every node of this row under ``choice``, in the order in which they are added."""
-        asked = self.exact.first_asked(choice)
-        whens = {p: self._when(asked[p][0]) if p in asked else NEVER for p in self.ops}
-        whens |= {p: LATER for p, r in self.exact.reruns.items() if p not in asked and choice[r.variable]}
+        requested_by = self.exact.first_requests(choice)
+        timings = {p: self._timing_of(requested_by[p][0]) if p in requested_by else NEVER for p in self.ops}
+        timings |= {p: LATER for p, r in self.exact.reruns.items() if p not in requested_by and choice[r.variable]}
         found = []
         for p, states in self.ops.items():
-            by = asked[p][1] if p in asked else None
-            found.append(next((i for i, s in enumerate(states) if s.when == whens[p] and s.asked in (None, by)), 0))
-        return found + self._lives_of(choice, whens)
+            by = requested_by[p][1] if p in requested_by else None
+            found.append(
+                next((i for i, s in enumerate(states) if s.timing == timings[p] and s.requested_by in (None, by)), 0)
+            )
+        return found + self._value_states_of(choice, timings)
 
-    def _lives_of(self, choice: Sequence[int], whens: Mapping[int, str]) -> list[int]:
+    def _value_states_of(self, choice: Sequence[int], timings: Mapping[int, str]) -> list[int]:
         held = self.exact.held
-        lives: dict[int, _Life] = {}
+        value_states: dict[int, _ValueState] = {}
         for i in range(len(held) - 1, -1, -1):
             h = held[i]
-            action, when = h.actions[choice[h.variable]], self._returns(h, choice, whens)
-            wanted = self._wanted(h) or any(self._uses(w, whens[w]) for w in h.again)
-            wanted = wanted or self._is_now(h.maker, whens[h.maker])
-            wanted = wanted or any(lives[j].alive for j in range(i + 1, len(held)) if held[j].base == i)
-            lives[i] = self._life(h, action, when, wanted and self._there(h, action, when), h.bytes[choice[h.variable]])
-        return [self.lives[i].index(lives[i]) if lives[i] in self.lives[i] else 0 for i in range(len(held))]
+            action, timing = h.actions[choice[h.variable]], self._return_timing(h, choice, timings)
+            needed = self._backward_needs(h) or any(self._reads_later(w, timings[w]) for w in h.rerun_readers)
+            needed = needed or self._is_running(h.maker, timings[h.maker])
+            needed = needed or any(value_states[j].alive for j in range(i + 1, len(held)) if held[j].base == i)
+            value_states[i] = self._value_state(
+                h, action, timing, needed and self._is_present(h, action, timing), h.bytes[choice[h.variable]]
+            )
+        return [
+            self.value_states[i].index(value_states[i]) if value_states[i] in self.value_states[i] else 0
+            for i in range(len(held))
+        ]
 
-    def _returns(self, h: _Held, choice: Sequence[int], whens: Mapping[int, str]) -> str:
+    def _return_timing(self, h: _Held, choice: Sequence[int], timings: Mapping[int, str]) -> str:
         """When a value is there again, under ``choice``."""
         action = h.actions[choice[h.variable]]
         if action == "recompute":
-            return whens[h.maker]
+            return timings[h.maker]
         if action != "offload":
             return NEVER
-        reads = [self._when(q) for q in h.reads] + [whens[w] for w in h.again if whens[w] != NEVER]
+        reads = [self._timing_of(q) for q in h.reads] + [timings[w] for w in h.rerun_readers if timings[w] != NEVER]
         return min(reads, key=ORDER.__getitem__, default=LATER)
 
-    def _when(self, position: int) -> str:
+    def _timing_of(self, position: int) -> str:
         """The state of an op that is run again just before ``position``."""
-        if self.moment.again is None:
-            return BEFORE if position <= self.moment.position else LATER
-        if position == self.moment.position:
+        if self.point.rerun is None:
+            return BEFORE if position <= self.point.position else LATER
+        if position == self.point.position:
             return NOW
-        return BEFORE if position < self.moment.position else LATER
+        return BEFORE if position < self.point.position else LATER
 
-    def _op_states(self, rerun: _Rerun) -> Iterator[_State]:
-        yield _State(NEVER)
-        yield _State(LATER)
+    def _op_states(self, rerun: _Rerun) -> Iterator[_RerunState]:
+        yield _RerunState(NEVER)
+        yield _RerunState(LATER)
         for i in rerun.makes:
             h = self.exact.held[i]
-            for when in dict.fromkeys(self._when(q) for q in h.reads):
-                if when != LATER:
-                    yield _State(when, (i, None))
-            for reader in h.again:
-                yield _State(BEFORE, (i, reader))
-                if self.moment.again is not None:
-                    yield _State(NOW, (i, reader))
+            for timing in dict.fromkeys(self._timing_of(q) for q in h.reads):
+                if timing != LATER:
+                    yield _RerunState(timing, (i, None))
+            for reader in h.rerun_readers:
+                yield _RerunState(BEFORE, (i, reader))
+                if self.point.rerun is not None:
+                    yield _RerunState(NOW, (i, reader))
 
-    def _lives(self, h: _Held) -> Iterator[_Life]:
-        limits = [ORDER[self._when(q)] for q in h.reads]
+    def _value_states(self, h: _Held) -> Iterator[_ValueState]:
+        limits = [ORDER[self._timing_of(q)] for q in h.reads]
         latest = min(limits, default=ORDER[LATER])
-        wanted = self._wanted(h)
+        needed = self._backward_needs(h)
         for action, size in zip(h.actions, h.bytes, strict=True):
-            whens = [w for w in ORDER if ORDER[w] <= latest] if action in RETURNING else [NEVER]
-            for when in whens:
-                there = self._there(h, action, when)
-                for alive in (True,) if there and wanted else (False, True) if there else (False,):
-                    yield self._life(h, action, when, alive, size)
+            timings = [w for w in ORDER if ORDER[w] <= latest] if action in RETURNING else [NEVER]
+            for timing in timings:
+                present = self._is_present(h, action, timing)
+                for alive in (True,) if present and needed else (False, True) if present else (False,):
+                    yield self._value_state(h, action, timing, alive, size)
 
-    def _life(self, h: _Held, action: str, when: str, alive: bool, size: float) -> _Life:
-        free = action == "keep" and h.until >= self.moment.position
-        return _Life(action, when, alive, size if alive and not free else 0.0)
+    def _value_state(self, h: _Held, action: str, timing: str, alive: bool, size: float) -> _ValueState:
+        free = action == "keep" and h.forward_end >= self.point.position
+        return _ValueState(action, timing, alive, size if alive and not free else 0.0)
 
-    def _there(self, h: _Held, action: str, when: str) -> bool:
+    def _is_present(self, h: _Held, action: str, timing: str) -> bool:
         if action == "recompute":
-            return self._is_past(h.maker, when) or self._is_now(h.maker, when)
-        return action == "keep" or (action == "offload" and when != LATER)
+            return self._has_run(h.maker, timing) or self._is_running(h.maker, timing)
+        return action == "keep" or (action == "offload" and timing != LATER)
 
-    def _wanted(self, h: _Held) -> bool:
+    def _backward_needs(self, h: _Held) -> bool:
         """Whether the backward itself still reads it."""
-        return any(q >= self.moment.position for q in h.reads)
+        return any(q >= self.point.position for q in h.reads)
 
-    def _is_now(self, op: int, when: str) -> bool:
-        return when == NOW and op == self.moment.again
+    def _is_running(self, op: int, timing: str) -> bool:
+        return timing == NOW and op == self.point.rerun
 
-    def _is_past(self, op: int, when: str) -> bool:
-        return when == BEFORE or (when == NOW and op < (self.moment.again or 0))
+    def _has_run(self, op: int, timing: str) -> bool:
+        return timing == BEFORE or (timing == NOW and op < (self.point.rerun or 0))
 
-    def _uses(self, op: int, when: str) -> bool:
+    def _reads_later(self, op: int, timing: str) -> bool:
         """Whether an op that is run again reads its operands at the moment or after."""
-        return when == LATER or (when == NOW and not self._is_past(op, when))
+        return timing == LATER or (timing == NOW and not self._has_run(op, timing))
 
-    def _made(self, i: int) -> Callable[[_Life, _State], bool]:
+    def _fits_maker(self, i: int) -> Callable[[_ValueState, _RerunState], bool]:
         """How a value goes with the op that makes it again."""
 
-        def fits(life: _Life, op: _State) -> bool:
-            if life.action != "recompute":
-                return op.asked is None or op.asked[0] != i
-            now = self._is_now(self.exact.held[i].maker, op.when)
-            return life.when == op.when and (life.alive or not now)
+        def fits(value_state: _ValueState, op: _RerunState) -> bool:
+            if value_state.action != "recompute":
+                return op.requested_by is None or op.requested_by[0] != i
+            now = self._is_running(self.exact.held[i].maker, op.timing)
+            return value_state.timing == op.timing and (value_state.alive or not now)
 
         return fits
 
-    def _read(self, i: int, reader: int) -> Callable[[_Life, _State], bool]:
+    def _fits_reader(self, i: int, reader: int) -> Callable[[_ValueState, _RerunState], bool]:
         """How a value goes with an op that reads it when it is run again."""
 
-        def fits(life: _Life, op: _State) -> bool:
-            if op.when == NEVER:
+        def fits(value_state: _ValueState, op: _RerunState) -> bool:
+            if op.timing == NEVER:
                 return True
-            if life.action == "absent" or (life.action in RETURNING and ORDER[life.when] > ORDER[op.when]):
+            if value_state.action == "absent" or (
+                value_state.action in RETURNING and ORDER[value_state.timing] > ORDER[op.timing]
+            ):
                 return False
-            there = self._there(self.exact.held[i], life.action, life.when)
-            return life.alive or not (there and self._uses(reader, op.when))
+            present = self._is_present(self.exact.held[i], value_state.action, value_state.timing)
+            return value_state.alive or not (present and self._reads_later(reader, op.timing))
 
         return fits
 
-    def _asked(self, i: int, reader: int) -> Callable[[_State, _State], bool]:
+    def _runs_with_reader(self, i: int, reader: int) -> Callable[[_RerunState, _RerunState], bool]:
         """An op that is run again for a reader is so when that reader is."""
-        return lambda maker, read: maker.asked != (i, reader) or maker.when == read.when
+        return lambda maker, read: maker.requested_by != (i, reader) or maker.timing == read.timing
 
     def _add(self, options: int) -> int:
-        assert self.grown is not None
-        self.grown.costs.append(self.exact.numbers([0.0] * options))
-        return len(self.grown.costs) - 1
+        assert self.growing is not None
+        self.growing.costs.append(self.exact.numbers([0.0] * options))
+        return len(self.growing.costs) - 1
 
     def _join(
         self, u: int, v: int, left: Sequence[_Left], right: Sequence[_Right], fits: Callable[[_Left, _Right], bool]
     ) -> None:
-        assert self.grown is not None
+        assert self.growing is not None
         table = [[fits(a, b) for b in right] for a in left]
         if not all(map(all, table)):
-            self.grown.edges.append(Edge(u, v, self.exact._pairs(table)))
+            self.growing.edges.append(Edge(u, v, self.exact._pairs(table)))
 
 
-def _turn(graph: Graph) -> int:
+def _backward_start(graph: Graph) -> int:
     backward = (i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder")
     return next(backward, len(graph.nodes))
 
 
-def _ends(d: Decisions) -> dict[Value, float]:
+def _forward_ends(d: Decisions) -> dict[Value, float]:
     """To the end for results of the forward and what they are views of."""
-    ends = {o.value: math.inf for o in d.graph.outputs if o.kind != "gradient" or o.name.startswith("input:")}
+    forward_ends = {o.value: math.inf for o in d.graph.outputs if o.kind != "gradient" or o.name.startswith("input:")}
     for node in reversed(d.graph.nodes):
-        if node.name in d.views and Value(node.name) in ends:
-            ends[node.inputs[0]] = math.inf
-    return ends
+        if node.name in d.views and Value(node.name) in forward_ends:
+            forward_ends[node.inputs[0]] = math.inf
+    return forward_ends

@@ -11,22 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from autopar.ir import Graph, Node, Phase, Value
 from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.problem.variables import Decisions, Variable, copy_key, forced_key, hold_key
 
+ProgramPoint: TypeAlias = float
+"""A point of the program; see above."""
+
 BEFORE = 0.5
 """What is done just before a node is at its index less this."""
 
-BURST = 0.25
+RERUN_SPAN = 0.25
 """What is run again for a node has places of this length before those, in the order of the graph."""
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Lives:
+class LiveRanges:
     """Places between which values are read.
 
     Args:
@@ -44,74 +48,74 @@ class Lives:
     backward: Mapping[Value, tuple[float, float]]
     reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
     stored: Collection[Value]
-    handed: Mapping[Phase, Mapping[Value, str]]
+    released_by: Mapping[Phase, Mapping[Value, str]]
 
 
-def lives_of(d: Decisions, *, holds: bool = True) -> Lives:
+def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
     """With ``holds`` where what is held for the backward counts as long as these say."""
     graph, at = d.graph, d.graph.order
     turn = next((i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder"), len(at))
     first, last = _backward_reads(graph, at)
     mutated = {o.value: turn - 1 for o in graph.outputs if o.kind == "mutation"}
-    given = dict.fromkeys(d.given, len(at))
+    returned = dict.fromkeys(d.returned, len(at))
     reads = {
         phase: (_first_reads(graph, at, phase), _last_reads(graph, at, phase, mutated if phase == "forward" else {}))
         for phase in PHASES
     }
-    forward = _through_views(d, _last_reads(graph, at, "forward", given))
-    return Lives(
+    forward = _through_views(d, _last_reads(graph, at, "forward", returned))
+    return LiveRanges(
         at,
         forward,
         {v: (first[v], last[v]) for v in first},
         reads,
         {o.value for o in graph.outputs if is_gradient(o)},
-        _handed(d, holds=holds),
+        _released_by(d, holds=holds),
     )
 
 
-def takes_over(d: Decisions, copy: Variable) -> bool:
+def replaces_original(d: Decisions, copy: Variable) -> bool:
     """Whether a value is soon held in the copy's spec alone: where all read it from there. What is no op's result is
     there anyway."""
     value = copy.value
     if value is None or copy.key != copy_key(value, copy.phase) or forced_key(value) in d.index:
         return False
     both = hold_key(value) not in d.index and copy_key(value, "backward") in d.index
-    later = both and (copy.phase == "forward" or value in d.given)
+    later = both and (copy.phase == "forward" or value in d.returned)
     return _made_by_op(d, value) and not later and not _shared(d, value)
 
 
-def taken_over(d: Decisions, copy: Variable, lives: Lives) -> tuple[float, float]:
+def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[float, float]:
     """The place at which a copy that takes over is there beside what it is made of, and the last at which it is read.
     In the phase in which the value is made the copy is made at once."""
     assert copy.value is not None
-    first, last = lives.reads[copy.phase]
-    soon = lives.at[copy.value.node] + 1
+    first, last = live.reads[copy.phase]
+    soon = live.at[copy.value.node] + 1
     if d.graph.by_name[copy.value.node].phase != copy.phase:
         soon = first.get(copy.value, soon)
-    if copy.value in lives.handed[copy.phase]:
+    if copy.value in live.released_by[copy.phase]:
         return soon - BEFORE, last[copy.value] - BEFORE
     return soon - BEFORE, last.get(copy.value, soon)
 
 
-def last_as_made(d: Decisions, value: Value, lives: Lives) -> float:
+def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> float:
     """The last place at which a result is there in the spec in which it is made."""
-    at = lives.at[value.node]
-    ends: list[float] = [at + BEFORE if value in lives.stored else at]
+    at = live.at[value.node]
+    ends: list[float] = [at + BEFORE if value in live.stored else at]
     for phase in _phases(d, value):
         copy = d.index.get(copy_key(value, phase))
-        last = lives.reads[phase][1]
-        if copy is not None and takes_over(d, d.variables[copy]):
-            ends.append(taken_over(d, d.variables[copy], lives)[0])
-        elif value in lives.handed[phase]:
+        last = live.reads[phase][1]
+        if copy is not None and replaces_original(d, d.variables[copy]):
+            ends.append(replacement_range(d, d.variables[copy], live)[0])
+        elif value in live.released_by[phase]:
             ends.append(last.get(value, at) - BEFORE)
         else:
             ends.append(last.get(value, at))
     return max(ends)
 
 
-def last_read(d: Decisions, value: Value, lives: Lives) -> int:
+def last_read(d: Decisions, value: Value, live: LiveRanges) -> int:
     """The last place at which an op reads a value, or makes it, before it is the caller's alone."""
-    return max(lives.at[value.node], *(lives.reads[phase][1].get(value, -1) for phase in _phases(d, value)))
+    return max(live.at[value.node], *(live.reads[phase][1].get(value, -1) for phase in _phases(d, value)))
 
 
 def _phases(d: Decisions, value: Value) -> tuple[Phase, ...]:
@@ -125,7 +129,7 @@ def _shared(d: Decisions, value: Value) -> bool:
     if node.name not in d.views:
         return False
     base = node.inputs[0]
-    others = len(d.graph.consumers[base]) > 1 or base in d.given or hold_key(base) in d.index
+    others = len(d.graph.consumers[base]) > 1 or base in d.returned or hold_key(base) in d.index
     return others or d.graph.by_name[base.node].op == "placeholder" or _shared(d, base)
 
 
@@ -134,25 +138,25 @@ def _made_by_op(d: Decisions, value: Value) -> bool:
     return node is not None and node.op != "placeholder"
 
 
-def inherited(d: Decisions, view: Node, lives: Lives) -> tuple[float, float]:
+def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[float, float]:
     """The first place at which a view's memory is not counted as that of a value that it is of, and the share of its
     bytes that is counted then: views of one value may overlap, and be larger than it. Nothing of what is there anyway.
     """
     value, phase = view.inputs[0], view.phase
     base = d.graph.by_name[value.node]
-    if base.op == "placeholder" or value in d.given:
+    if base.op == "placeholder" or value in d.returned:
         return 0.0, 0.0
     views = [n for n, _ in d.graph.consumers[value] if n.name in d.views and n.phase == phase]
     size = sum(m.bytes for n in views for m in n.outputs if m is not None)
     share = min(1.0, d.graph.meta(value).bytes / size) if size else 1.0
-    first = BEFORE + max(last_as_made(d, value, lives), lives.reads[phase][1].get(value, lives.at[view.name]))
+    first = BEFORE + max(last_in_made_spec(d, value, live), live.reads[phase][1].get(value, live.at[view.name]))
     if base.name in d.views:
-        earlier, part = inherited(d, base, lives)
+        earlier, part = inherited_memory(d, base, live)
         return max(first, earlier), share * part
     return first, share
 
 
-def outlived(d: Decisions, value: Value, lives: Lives) -> float | None:
+def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> float | None:
     """The place up to which the memory of a view that is made again may count as that of what it is of; None where it
     is there anyway, or other views may be of the same part of it."""
     node, end = d.graph.by_name[value.node], -1.0
@@ -162,15 +166,15 @@ def outlived(d: Decisions, value: Value, lives: Lives) -> float | None:
         size = sum(m.bytes for n in views for m in n.outputs if m is not None)
         if hold_key(base) not in d.index or size > d.graph.meta(base).bytes:
             return None
-        end = max(end, lives.backward.get(base, (0, -1))[1])
+        end = max(end, live.backward.get(base, (0, -1))[1])
         node = d.graph.by_name[base.node]
     return end
 
 
-def _handed(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
+def _released_by(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
     """What is held for the backward is so from the making on, and is no reader."""
     readers: dict[tuple[int, int], list[Variable]] = {}
-    for h in d.handovers:
+    for h in d.uses:
         if not h.rerun and not h.kept and d.variables[h.target].kind != "hold":
             readers.setdefault((h.source, h.out), []).append(d.variables[h.target])
     found: dict[Phase, dict[Value, str]] = {phase: {} for phase in PHASES}
@@ -181,31 +185,31 @@ def _handed(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
             continue
         last = max(nodes, key=d.graph.order.__getitem__)
         value = s.value if s.node is None else Value(s.node.name, out)
-        if value is not None and _is_handed(d, s, value, alone=len(nodes) == 1):
+        if value is not None and _is_released(d, s, value, alone=len(nodes) == 1):
             found[targets[0].phase][value] = last
     return found
 
 
-def _is_handed(d: Decisions, source: Variable, value: Value, *, alone: bool) -> bool:
+def _is_released(d: Decisions, source: Variable, value: Value, *, alone: bool) -> bool:
     if source.kind == "copy":
-        return not any(source.kept) and takes_over(d, source)
-    alone_or_held = alone if source.kind == "op" else source.kind == "hold" and value not in d.given
+        return not any(source.kept) and replaces_original(d, source)
+    alone_or_held = alone if source.kind == "op" else source.kind == "hold" and value not in d.returned
     return alone_or_held and not _shared(d, value)
 
 
 def _first_reads(graph: Graph, at: Mapping[str, int], phase: Phase) -> dict[Value, int]:
     found = ((v, [at[n.name] for n, _ in readers if n.phase == phase]) for v, readers in graph.consumers.items())
-    return {value: min(places) for value, places in found if places}
+    return {value: min(points) for value, points in found if points}
 
 
 def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase, ends: Mapping[Value, int]) -> dict[Value, int]:
     """The last reader of each value, or where it ends."""
     last: dict[Value, int] = {}
     for value, readers in graph.consumers.items():
-        places = [at[n.name] for n, _ in readers if n.phase == phase]
-        if places:
-            last[value] = max(places)
-    return last | {value: max(place, last.get(value, -1)) for value, place in ends.items()}
+        points = [at[n.name] for n, _ in readers if n.phase == phase]
+        if points:
+            last[value] = max(points)
+    return last | {value: max(point, last.get(value, -1)) for value, point in ends.items()}
 
 
 def _through_views(d: Decisions, last: dict[Value, int]) -> dict[Value, int]:
@@ -231,18 +235,22 @@ def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, fl
     for node in reversed(graph.nodes):
         backward = node.phase == "backward" and node.op != "placeholder"
         made = (Value(node.name, i) for i in range(len(node.outputs)))
-        places = [float(at[node.name])] if backward else [again(graph, node.name, first[v]) for v in made if v in first]
-        for value in dict.fromkeys(node.inputs) if places else ():
+        points = (
+            [float(at[node.name])]
+            if backward
+            else [rerun_point(graph, node.name, first[v]) for v in made if v in first]
+        )
+        for value in dict.fromkeys(node.inputs) if points else ():
             if backward:
-                first[value] = places[0]
-                last.setdefault(value, places[0])
+                first[value] = points[0]
+                last.setdefault(value, points[0])
                 direct.add(value)
             elif value not in direct:
-                first[value] = max(first.get(value, 0.0), *places)
-                last[value] = min(last.get(value, math.inf), *places)
+                first[value] = max(first.get(value, 0.0), *points)
+                last[value] = min(last.get(value, math.inf), *points)
     return first, last
 
 
-def again(graph: Graph, node: str, first: float) -> float:
+def rerun_point(graph: Graph, node: str, first: ProgramPoint) -> ProgramPoint:
     """The place at which a node is run again, whose result is first read at ``first``."""
-    return math.ceil(first) - BEFORE - BURST * (1 - graph.order[node] / len(graph.nodes))
+    return math.ceil(first) - BEFORE - RERUN_SPAN * (1 - graph.order[node] / len(graph.nodes))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.memory.exact import MemoryProfile
-from autopar.planner.overlap.arrangements import ALONE, Ways
+from autopar.planner.overlap.arrangements import ALONE, Arrangements
 from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.shortening import Depths, shortened
 from autopar.planner.pricing.prices import Prices
@@ -28,26 +28,26 @@ from autopar.planner.schedule.waits import place_waits, wait_sooner
 from autopar.program import Arrangement, Program
 from autopar.solver.clock import now
 
-ALIKE = 1e-4
+EQUAL_SHARE = 1e-4
 """Steps that differ by less than this share are taken for equal, of which the least is put together and prefetched."""
 
-UNSURE, MOST_EXACT = 2e-3, 2
+UNSURE_SHARE, MAX_EXACT = 2e-3, 2
 """Of a deep program, ways within this share of the shortest step are looked at with all layers, so many at most."""
 
-NEAR, MOST_NEAR = 0.01, 6
+NEAR_SHARE, MAX_NEAR = 0.01, 6
 """Where two short programs tell of a deep one, ways within this share of the shorter one's best are looked at in the
 longer one, so many at most."""
 
-AGREEING = 2e-5
+AGREEING_SHARE = 2e-5
 """What programs of three depths tell of a step's seconds agrees where it differs by no more than this share."""
 
-MOST_CHECKED = 8
+MAX_CHECKED = 8
 """Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
 
-MOST_RELAXED = 2
+MAX_RELAXED = 2
 """Ways that fit with some collectives later than they ask for: others are hardly better."""
 
-NEARLY = 1.01
+NEARLY_FITS = 1.01
 """Times the budget, beyond which to wait for collectives sooner does not help."""
 
 WAIT_LATER = 1.0
@@ -66,19 +66,19 @@ class Arranged:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedArrangements:
     """Ways to arrange a program's collectives, and the seconds of a step in each, whatever it holds."""
 
-    ways: Ways
+    arrangements: Arrangements
     seconds: dict[Arrangement, float]
     before: Timeline
 
     @staticmethod
-    def of(program: Program, prices: Prices, deadline: float) -> Tried:
+    def of(program: Program, prices: Prices, deadline: float) -> TriedArrangements:
         """``deadline``: on ``clock.now``; what was found by then is taken."""
-        ways = Ways(extract_collectives(program), prices)
-        found = search(ways, program, deadline) if program.collectives else {}
-        return Tried(ways, found, simulate_streams(program, prices.overlap))
+        arrangements = Arrangements(extract_collectives(program), prices)
+        found = search(arrangements, program, deadline) if program.collectives else {}
+        return TriedArrangements(arrangements, found, simulate_streams(program, prices.overlap))
 
     def least_s(self) -> float:
         """The shortest step."""
@@ -93,7 +93,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """``Tried.least_s`` of a deep program, as two of fewer layers tell it: in so many seconds each.
+    """``TriedArrangements.least_s`` of a deep program, as two of fewer layers tell it: in so many seconds each.
 
     Args:
         way: the shortest; None where that is the program as it is.
@@ -103,21 +103,21 @@ class Extrapolation:
     depths: Depths
     few_s: float
     more_s: float
-    way: Arrangement | None
-    more: Ways
+    arrangement: Arrangement | None
+    more: Arrangements
 
     @staticmethod
     def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Extrapolation:
-        """``deadline``: as for ``Tried.of``."""
-        more = Ways(extract_collectives(longer), prices)
-        few = Ways(extract_collectives(shorter), prices, more)
+        """``deadline``: as for ``TriedArrangements.of``."""
+        more = Arrangements(extract_collectives(longer), prices)
+        few = Arrangements(extract_collectives(shorter), prices, more)
         few_s, more_s = (simulate_streams(p, prices.overlap).seconds for p in (shorter, longer))
         as_is = Extrapolation(depths, few_s, more_s, None, more)
         if not shorter.collectives:
             return as_is
-        told = _extrapolated(depths, few, more, deadline)
-        way = min(told, key=told.__getitem__)
-        arranged = Extrapolation(depths, few.seconds(way), more.seconds(way), way, more)
+        estimated = _extrapolated(depths, few, more, deadline)
+        arrangement = min(estimated, key=estimated.__getitem__)
+        arranged = Extrapolation(depths, few.seconds(arrangement), more.seconds(arrangement), arrangement, more)
         return min(as_is, arranged, key=lambda t: t.seconds)
 
     @property
@@ -127,14 +127,14 @@ class Extrapolation:
     def agrees(self, between: Program) -> bool:
         """Whether a program of ``depths.between`` layers tells the same: then every layer adds as much."""
         prices = self.more.prices
-        if self.way is None:
+        if self.arrangement is None:
             between_s = simulate_streams(between, prices.overlap).seconds
         else:
-            between_s = Ways(extract_collectives(between), prices, self.more).seconds(self.way)
+            between_s = Arrangements(extract_collectives(between), prices, self.more).seconds(self.arrangement)
         few, more, whole = self.depths
         fewer = Depths(few, self.depths.between, whole).seconds(self.few_s, between_s)
         others = Depths(self.depths.between, more, whole).seconds(between_s, self.more_s)
-        return abs(fewer - others) <= AGREEING * self.seconds
+        return abs(fewer - others) <= AGREEING_SHARE * self.seconds
 
 
 def arrange(
@@ -143,7 +143,7 @@ def arrange(
     profiled: Callable[[Program], MemoryProfile],
     budget: float,
     deadline: float,
-    tried: Tried | None = None,
+    tried: TriedArrangements | None = None,
 ) -> Arranged:
     """The arrangement of ``program`` with the shortest step whose peak is within ``budget``, or at most as it was.
 
@@ -152,22 +152,22 @@ def arrange(
         deadline: on ``clock.now``; what was found by then is taken.
         tried: the ways, where they are known.
     """
-    tried = tried or Tried.of(program, prices, deadline)
+    tried = tried or TriedArrangements.of(program, prices, deadline)
     fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
     best: Arranged | None = None
     over: list[Arrangement] = []
     relaxed = 0
-    for way in tried.promising():
-        if any(_holds_more(way, other) for other in over):
+    for arrangement in tried.promising():
+        if any(_holds_more(arrangement, other) for other in over):
             continue
-        found, as_asked = fitter.fit(way)
+        found, as_asked = fitter.fit(arrangement)
         if found is not None and (best is None or found.timeline.seconds < best.timeline.seconds):
             best = found
         relaxed += found is not None
-        if as_asked or relaxed == MOST_RELAXED or len(over) == MOST_CHECKED or now() > deadline:
+        if as_asked or relaxed == MAX_RELAXED or len(over) == MAX_CHECKED or now() > deadline:
             break
-        over.append(way)
-    if best is not None and best.timeline.seconds < (1 - ALIKE) * tried.before.seconds:
+        over.append(arrangement)
+    if best is not None and best.timeline.seconds < (1 - EQUAL_SHARE) * tried.before.seconds:
         return best
     return Arranged(program, profiled(program), tried.before, tried.before)
 
@@ -177,7 +177,7 @@ class _Fitter:
     """Brings ways to arrange a program within the budget, or at most to what the program holds as it is."""
 
     program: Program
-    tried: Tried
+    tried: TriedArrangements
     overlap: float
     profiled: Callable[[Program], MemoryProfile]
     budget: float
@@ -188,14 +188,14 @@ class _Fitter:
     def most(self) -> float:
         return max(self.budget, self.profiled(self.program).peak_bytes)
 
-    def fit(self, way: Arrangement) -> tuple[Arranged | None, bool]:
+    def fit(self, arrangement: Arrangement) -> tuple[Arranged | None, bool]:
         """The program in this way, and whether it is whole. Where it holds too much, what is under way there goes
         later, in the end by itself; None where that does not help, or not in time."""
         leads: dict[int, int] = {}
-        arrangement = replace(way, before_s=self.tried.before.seconds)
-        nearly = NEARLY
+        recorded = replace(arrangement, before_s=self.tried.before.seconds)
+        nearly = NEARLY_FITS
         while True:
-            made = replace(self.program, ops=self.tried.ways.ops(way, leads), arrangement=arrangement)
+            made = replace(self.program, ops=self.tried.arrangements.ops(arrangement, leads), arrangement=recorded)
             for later in (WAIT_LATER, 0.0):
                 found, held = self._measured(place_waits(made, self.overlap, later), nearly)
                 if held.peak_bytes <= self.budget or held.peak_bytes <= self.most:
@@ -203,9 +203,9 @@ class _Fitter:
                     return Arranged(found, held, after, self.tried.before), not leads
                 if held.peak_bytes > nearly * self.most:
                     break
-            if nearly > NEARLY or now() > self.deadline:
+            if nearly > NEARLY_FITS or now() > self.deadline:
                 return None, False
-            if not self._hold_back(way, leads, self._by_place(found, held)):
+            if not self._reduce_leads(arrangement, leads, self._held_by_place(found, held)):
                 nearly = math.inf  # only earlier waits are left
 
     def _measured(self, program: Program, nearly: float) -> tuple[Program, MemoryProfile]:
@@ -218,55 +218,55 @@ class _Fitter:
         now = self.profiled(sooner) if sooner is not None else held
         return (sooner, now) if sooner is not None and now.peak_bytes < held.peak_bytes else (program, held)
 
-    def _by_place(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
+    def _held_by_place(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
         """The most that is held at each place; see `planner.movable`."""
-        stays = {op.name for op in self.tried.ways.parts.fixed}
+        stays = {op.name for op in self.tried.arrangements.parts.fixed}
         passed = np.cumsum([0, *(op.name in stays for op in found.ops)])
         most = np.zeros(passed[-1] + 1, dtype=np.int64)
         np.maximum.at(most, passed, np.array(held.timeline))
         return most
 
-    def _hold_back(self, way: Arrangement, leads: dict[int, int], held: npt.NDArray[np.int64]) -> bool:
+    def _reduce_leads(self, arrangement: Arrangement, leads: dict[int, int], held: npt.NDArray[np.int64]) -> bool:
         """Halve the leads of what is under way where too much is held, until by all that is known that is enough, or
         none can be shorter; whether any is. ``held``, at each place, is written to."""
-        ways, changed = self.tried.ways, False
+        arrangements, changed = self.tried.arrangements, False
         late = now() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
-        places = ways.places(way, leads)
+        places = arrangements.places(arrangement, leads)
         while True:
             over = np.concatenate([[0], np.cumsum(held > self.most)])
             shorter = False
-            for m in ways.parts.movables:
+            for m in arrangements.parts.collectives:
                 span = (places[m.at], m.last) if m.kind == "early" else (m.first, places[m.at])
-                lead = leads.get(m.at, way.prefetch if m.kind == "early" else 0)
+                lead = leads.get(m.at, arrangement.prefetch if m.kind == "early" else 0)
                 if m.kind != "middle" and lead != ALONE and over[max(span)] > over[span[0]]:
                     leads[m.at] = lead // 2 if lead > 0 and not late else ALONE
                     shorter = changed = True
             if not shorter:
                 return changed
-            before, places = places, ways.places(way, leads)
-            for m in ways.parts.movables:
+            before, places = places, arrangements.places(arrangement, leads)
+            for m in arrangements.parts.collectives:
                 there, then = before[m.at], places[m.at]
                 held[min(there, then) : max(there, then)] -= m.op.wire_bytes if m.at in leads else 0
 
 
-def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, float]:
+def search(arrangements: Arrangements, program: Program, deadline: float) -> dict[Arrangement, float]:
     """Seconds of the ways that were tried: of deep programs what shorter ones tell, and of the best ones exactly."""
-    short = shortened(program, ways.largest_share())
+    short = shortened(program, arrangements.largest_share())
     if short is None:
-        return ways.search(ways.seconds, deadline)
-    few, more = (Ways(extract_collectives(p), ways.prices, ways) for p in short.programs)
+        return arrangements.search(arrangements.seconds, deadline)
+    few, more = (Arrangements(extract_collectives(p), arrangements.prices, arrangements) for p in short.programs)
     tried = _extrapolated(short.depths, few, more, deadline)
     least = min(tried.values())
-    near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]
-    exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MOST_EXACT]
-    return tried | {a: ways.seconds(a) for a in exact if now() < deadline}
+    near = [a for a in tried if tried[a] <= (1 + UNSURE_SHARE) * least]
+    exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MAX_EXACT]
+    return tried | {a: arrangements.seconds(a) for a in exact if now() < deadline}
 
 
-def _extrapolated(depths: Depths, few: Ways, more: Ways, deadline: float) -> dict[Arrangement, float]:
+def _extrapolated(depths: Depths, few: Arrangements, more: Arrangements, deadline: float) -> dict[Arrangement, float]:
     """What two short programs tell of a deep one: of ways that are far from the best in the shorter one, that alone."""
     tried = few.search(few.seconds, deadline)
     least, *others = sorted(tried, key=tried.__getitem__)
-    near = [least, *(a for a in others[: MOST_NEAR - 1] if tried[a] <= (1 + NEAR) * tried[least])]
+    near = [least, *(a for a in others[: MAX_NEAR - 1] if tried[a] <= (1 + NEAR_SHARE) * tried[least])]
     whole = {a: depths.seconds(tried[a], more.seconds(a)) for a in near}
     return {a: s * whole[least] / tried[least] for a, s in tried.items()} | whole
 
@@ -281,4 +281,4 @@ def _holds_more(a: Arrangement, other: Arrangement) -> bool:
 
 
 def _rank(a: Arrangement, seconds: float, before_s: float) -> tuple[float, ...]:
-    return round(seconds / before_s / ALIKE), a.prefetch, a.gathered_bytes, a.reduced_bytes
+    return round(seconds / before_s / EQUAL_SHARE), a.prefetch, a.gathered_bytes, a.reduced_bytes

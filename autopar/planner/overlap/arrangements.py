@@ -16,7 +16,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import TypeAlias
 
-from autopar.planner.footprint.collective_buffers import packs
+from autopar.planner.footprint.collective_buffers import needs_packing
 from autopar.planner.overlap.collectives import Parts, SchedulableCollective, together
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.schedule.timeline import Event, simulated_seconds
@@ -62,7 +62,7 @@ class _Launch:
 
 
 @dataclass
-class Ways:
+class Arrangements:
     """The ways to arrange the collectives of a program.
 
     Args:
@@ -71,13 +71,13 @@ class Ways:
 
     parts: Parts
     prices: Prices
-    whole: Ways | None = None
+    whole: Arrangements | None = None
     _groups: dict[tuple[str, int], list[tuple[SchedulableCollective, ...]]] = field(default_factory=dict)
     _priced: dict[tuple[int, ...], tuple[float, float, int]] = field(default_factory=dict)
-    _copied: dict[int, float] = field(default_factory=dict)
+    _copy_seconds: dict[int, float] = field(default_factory=dict)
     _launch_of: dict[tuple[str, int], int] = field(default_factory=dict)
     _placed: dict[tuple[object, ...], list[_Launch]] = field(default_factory=dict)
-    _seen: dict[int, tuple[tuple[SchedulableCollective, ...], Event]] = field(default_factory=dict)
+    _events_of: dict[int, tuple[tuple[SchedulableCollective, ...], Event]] = field(default_factory=dict)
 
     def search(self, seconds: Callable[[Arrangement], float], deadline: float) -> dict[Arrangement, float]:
         """Simulated seconds of the ways that were tried: first how to reduce, then how to gather."""
@@ -86,19 +86,19 @@ class Ways:
         def best() -> Arrangement:
             return min(tried, key=lambda a: (tried[a], a.prefetch, a.gathered_bytes, a.reduced_bytes))
 
-        def look(ways: Iterable[Arrangement]) -> None:
-            for a in ways:
+        def look(arrangements: Iterable[Arrangement]) -> None:
+            for a in arrangements:
                 if a not in tried and (not tried or now() < deadline):
                     tried[a] = seconds(a)
 
         of = self.whole or self
         reduced, gathered = of.sizes("late"), of.sizes("early")
         look(Arrangement(r, 0, 1 if of._of_kind["early"] else 0) for r in reduced)
-        some = best()
+        best_so_far = best()
         if of._of_kind["early"]:
-            look(replace(some, gathered_bytes=g, prefetch=d) for g in gathered for d in PREFETCHES)
-        some = best()
-        look(replace(some, reduced_bytes=r) for r in reduced)
+            look(replace(best_so_far, gathered_bytes=g, prefetch=d) for g in gathered for d in PREFETCHES)
+        best_so_far = best()
+        look(replace(best_so_far, reduced_bytes=r) for r in reduced)
         return tried
 
     def sizes(self, kind: str) -> list[int]:
@@ -156,9 +156,9 @@ class Ways:
             if launch.place > at:
                 yield from self._computed(at, launch.place)
                 at = launch.place
-            if id(launch.members) not in self._seen:
-                self._seen[id(launch.members)] = launch.members, self._event(launch.members)
-            yield self._seen[id(launch.members)][1]
+            if id(launch.members) not in self._events_of:
+                self._events_of[id(launch.members)] = launch.members, self._event(launch.members)
+            yield self._events_of[id(launch.members)][1]
         yield from self._computed(at, len(self.parts.fixed))
 
     def _computed(self, start: int, end: int) -> Iterator[Event]:
@@ -173,7 +173,7 @@ class Ways:
     def _run(self, start: int, end: int) -> Event:
         """Ops from ``start`` to ``end``, of which none but the first waits, as one."""
         first = self.parts.fixed[start]
-        if start in self._alone:
+        if start in self._uncomputed:
             return Event.of(first)
         return Event("compute", "", first.phase, first.reads, (), self._until[end] - self._until[start])
 
@@ -209,17 +209,17 @@ class Ways:
         return list(accumulate(own, initial=0.0))
 
     @cached_property
-    def _alone(self) -> set[int]:
+    def _uncomputed(self) -> set[int]:
         """Ops that are more than computation."""
         return {i for i, op in enumerate(self.parts.fixed) if op.is_transfer or op.kind in ("wait", "decomposed")}
 
     @cached_property
     def _events(self) -> list[int]:
         """Places of ops that wait, of transfers, of what follows one, and of each phase's begin."""
-        awaited = {t.name for m in self.parts.movables for t in m.op.writes}
-        awaited |= {t.name for i in self._alone for t in self.parts.fixed[i].writes}
+        awaited = {t.name for m in self.parts.collectives for t in m.op.writes}
+        awaited |= {t.name for i in self._uncomputed for t in self.parts.fixed[i].writes}
         waiting = {i for i, op in enumerate(self.parts.fixed) if not awaited.isdisjoint(op.reads)}
-        found = waiting | self._alone | {i + 1 for i in self._alone} | set(self.parts.begins.values())
+        found = waiting | self._uncomputed | {i + 1 for i in self._uncomputed} | set(self.parts.begins.values())
         return sorted(i for i in found if i < len(self.parts.fixed))
 
     @cached_property
@@ -270,7 +270,7 @@ class Ways:
     @cached_property
     def _of_kind(self) -> Mapping[str, list[SchedulableCollective]]:
         found: dict[str, list[SchedulableCollective]] = {"early": [], "middle": [], "late": []}
-        for m in self.parts.movables:
+        for m in self.parts.collectives:
             found[m.kind].append(m)
         found["early"].sort(key=lambda m: (m.last, m.at))
         for kind in ("middle", "late"):
@@ -284,7 +284,7 @@ class Ways:
             self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
         return self._groups[kind, size]
 
-    def _led(self, kind: str, size: int, leads: Leads) -> list[tuple[SchedulableCollective, ...]]:
+    def _groups_with_leads(self, kind: str, size: int, leads: Leads) -> list[tuple[SchedulableCollective, ...]]:
         """The same, with those apart that go by themselves."""
         groups = self._together(kind, size)
         if not leads:
@@ -305,7 +305,7 @@ class Ways:
     def _early(self, a: Arrangement, leads: Leads) -> list[_Launch]:
         """What is read some launches ahead of its reader; a step that another waits for as late as it is done by then,
         by the clock of what is computed and with one collective at a time on each queue."""
-        groups = self._led("early", a.gathered_bytes, leads)
+        groups = self._groups_with_leads("early", a.gathered_bytes, leads)
         readers = {phase: _readers(groups, phase) for phase in self.parts.begins}
         of = {m.at: i for i, group in enumerate(groups) for m in group}
         before = [sorted({of[i] for m in group for i in m.waits_for if i in of}) for group in groups]
@@ -348,7 +348,7 @@ class Ways:
     def _late(self, a: Arrangement, ahead: Sequence[_Launch], leads: Leads) -> list[_Launch]:
         """Each when what it sends should be there, by the clock of what is computed and with one collective at a time
         on each queue: one that waits for another would stop the program if it were launched sooner."""
-        groups = self._led("late", a.reduced_bytes, leads)
+        groups = self._groups_with_leads("late", a.reduced_bytes, leads)
         of = {m.at: i for i, group in enumerate(groups) for m in group}
         there_s = {
             m.at: self._until[launch.place] + self._cost_s(launch.members) for launch in ahead for m in launch.members
@@ -414,20 +414,20 @@ class Ways:
             assert first.step is not None
             costs = self.prices.collectives.of(first.writes[0].meta.dtype)
             size = sum([m.op.wire_bytes for m in members])
-            copied_s = sum(map(self._copied_s, members))
+            copied_s = sum(map(self._copy_in_s, members))
             kind, axis = first.step.kind, first.step.axis
             seconds = costs.seconds(kind, size, axis) + copied_s
             self._priced[key] = seconds, costs.launches.seconds(kind, 0, axis) + copied_s, size
         return self._priced[key]
 
-    def _copied_s(self, m: SchedulableCollective) -> float:
+    def _copy_in_s(self, m: SchedulableCollective) -> float:
         """Seconds to copy a tensor into the bucket or out of it, where by itself it would not be copied."""
-        if m.at not in self._copied:
+        if m.at not in self._copy_seconds:
             op, tensor = m.op, m.op.writes[0]
             assert op.step is not None
-            whole = op.step.kind == "all_reduce" or packs(op.step, tensor.spec, tensor.meta, self.prices.mesh)
-            self._copied[m.at] = 0.0 if whole else self._copy_s(op.wire_bytes)
-        return self._copied[m.at]
+            whole = op.step.kind == "all_reduce" or needs_packing(op.step, tensor.spec, tensor.meta, self.prices.mesh)
+            self._copy_seconds[m.at] = 0.0 if whole else self._copy_s(op.wire_bytes)
+        return self._copy_seconds[m.at]
 
     def _copy_s(self, size: int) -> float:
         alpha_s, beta_s_per_byte = self.prices.compute.copy_line()

@@ -53,7 +53,7 @@ class Parts:
     """
 
     fixed: tuple[Op, ...]
-    movables: tuple[SchedulableCollective, ...]
+    collectives: tuple[SchedulableCollective, ...]
     begins: Mapping[Phase, int]
     ends: Mapping[Phase, int]
 
@@ -68,7 +68,7 @@ def extract_collectives(program: Program) -> Parts:
     by = {t.name: i for i, op in enumerate(moved) for t in op.writes}
     first, level = _first_places(moved, made, by, begins)
     last, after = _last_places(program, moved, fixed, by, ends)
-    movables = []
+    collectives = []
     for i, op in enumerate(moved):
         kind: Kind = "middle"
         if first[i] <= begins[op.phase]:
@@ -78,8 +78,8 @@ def extract_collectives(program: Program) -> Parts:
         depth = after[i] if kind == "early" else level[i]
         waits_for = tuple(by[name] for name in op.reads if name in by)
         key = _key(op, i, kind, depth)
-        movables.append(SchedulableCollective(op, i, first[i], last[i], kind, depth, waits_for, key))
-    return Parts(fixed, tuple(movables), begins, ends)
+        collectives.append(SchedulableCollective(op, i, first[i], last[i], kind, depth, waits_for, key))
+    return Parts(fixed, tuple(collectives), begins, ends)
 
 
 def _key(op: Op, at: int, kind: Kind, level: int) -> tuple[object, ...]:
@@ -134,19 +134,19 @@ def _last_places(
 
 
 def together(
-    movables: Sequence[SchedulableCollective], most_bytes: int, most_beside: float = math.inf
+    collectives: Sequence[SchedulableCollective], most_bytes: int, most_beside: float = math.inf
 ) -> Iterator[tuple[SchedulableCollective, ...]]:
     """Those of one key in turn, in a launch as long as it has not ``most_bytes`` yet and there is a place for all.
 
     A tensor of so many bytes goes by itself: its launch costs little, and copying it into a bucket would cost more.
 
     Args:
-        most_beside: bytes of ``movables`` of any key, from the first of a launch on, after which it is joined no more:
+        most_beside: bytes of ``collectives`` of any key, from the first of a launch on, after which it is joined no more:
             the few bytes of a rare kind would else wait for the last of them, and what follows with them.
     """
     gathering: dict[tuple[object, ...], _Held] = {}
     passed = 0
-    for m in movables:
+    for m in collectives:
         passed += m.op.wire_bytes
         if m.op.wire_bytes >= most_bytes:
             yield (m,)

@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 from autopar.program import Op, Program
 
-LEAST, MORE = 4, 4
+MIN_LAYERS, MIN_MORE_LAYERS = 4, 4
 """Layers of the shorter program, and how many more the other has."""
 
-BUCKETS = 2
+LAUNCHES = 2
 """Of the largest launch, so many are in the shorter program, and twice as many in what the other has more."""
 
-WORTH = 0.6
+MAX_SHARE = 0.6
 """Where both have more than this share of the layers, nothing is saved."""
 
-MOST_PERIODS = 64
-LEAST_RUN = 64
+MAX_PERIODS = 64
+MIN_RUN_OPS = 64
 """Distances at which ops are looked for that are alike, and ops in a phase from which on it is worth it."""
 
 
@@ -41,9 +41,9 @@ class Depths(NamedTuple):
     @classmethod
     def of(cls, whole: int, span: float) -> Depths | None:
         """``span``: of how many layers collectives go in the largest launch. None where nothing is saved."""
-        few = max(LEAST, BUCKETS * math.ceil(span))
-        more = few + max(MORE, 2 * BUCKETS * math.ceil(span))
-        return cls(few, more, whole) if few + more <= WORTH * 2 * whole else None
+        few = max(MIN_LAYERS, LAUNCHES * math.ceil(span))
+        more = few + max(MIN_MORE_LAYERS, 2 * LAUNCHES * math.ceil(span))
+        return cls(few, more, whole) if few + more <= MAX_SHARE * 2 * whole else None
 
     @property
     def between(self) -> int:
@@ -64,11 +64,11 @@ class Shortened:
 
 
 class _Run(NamedTuple):
-    """Ops from ``start`` that repeat after ``period``, ``copies`` times in all."""
+    """Ops from ``start`` that repeat after ``period``, ``instances`` times in all."""
 
     start: int
     period: int
-    copies: int
+    instances: int
 
 
 def shortened(program: Program, share: float) -> Shortened | None:
@@ -83,7 +83,7 @@ def shortened(program: Program, share: float) -> Shortened | None:
     found = [run for run in runs.values() if run is not None]
     if not found:
         return None
-    depth = min(run.copies for run in found)
+    depth = min(run.instances for run in found)
     depths = Depths.of(depth, share * depth)
     if depths is None:
         return None
@@ -93,7 +93,7 @@ def shortened(program: Program, share: float) -> Shortened | None:
 
 def _repeated(ops: Sequence[Op], start: int, end: int) -> _Run | None:
     """The longest run of a phase."""
-    if end - start < LEAST_RUN:
+    if end - start < MIN_RUN_OPS:
         return None
     names: dict[object, int] = {}
     kinds = np.array(
@@ -115,7 +115,7 @@ def _periods(kinds: npt.NDArray[np.int64]) -> list[int]:
     order = np.argsort(kinds, kind="stable")
     same = kinds[order][1:] == kinds[order][:-1]
     gaps, counts = np.unique(np.diff(order)[same], return_counts=True)
-    often = np.sort(np.argsort(-counts * gaps, kind="stable")[:MOST_PERIODS])
+    often = np.sort(np.argsort(-counts * gaps, kind="stable")[:MAX_PERIODS])
     return [int(gap) for gap in gaps[often] if gap < len(kinds)]
 
 
@@ -129,14 +129,14 @@ def _longest(same: npt.NDArray[np.bool_]) -> tuple[int, int]:
     return int(edges[2 * at]), int(lengths[at])
 
 
-def _without(program: Program, runs: Sequence[_Run], gone: int) -> Program:
+def _without(program: Program, runs: Sequence[_Run], removed: int) -> Program:
     """The program without so many copies in the middle of each run; what follows reads what the last one there made."""
     ops = program.ops
     kept: list[Op] = []
     at = 0
     for run in runs:
-        begin = run.start + (run.copies - gone) // 2 * run.period
-        end = begin + gone * run.period
+        begin = run.start + (run.instances - removed) // 2 * run.period
+        end = begin + removed * run.period
         names = _names(ops[end - run.period : end], ops[begin - run.period : begin])
         kept += ops[at:begin]
         kept += [_reading(op, names) for op in ops[end : end + run.period]]

@@ -33,20 +33,20 @@ from autopar.solver import Run
 Array: TypeAlias = npt.NDArray[np.float64]
 Work: TypeAlias = Literal["gather", "compute", "wait", "reduce"]
 
-HIDING: tuple[Work, ...] = ("gather", "reduce")
+HIDEABLE: tuple[Work, ...] = ("gather", "reduce")
 """What can run beside computation."""
 
 EVEN_SECTIONS = 4
 """Of a phase that repeats nothing."""
 
-MOST_SPANS = 2
+MAX_SPANS = 2
 """Runs of blocks, one after the other, that are told apart in a phase."""
 
-THERE = ("parameter", "buffer", "input", "tangent")
+AVAILABLE = ("parameter", "buffer", "input", "tangent")
 """Variables whose values are there when a phase begins."""
 
 
-class Bucket(NamedTuple):
+class CostTerm(NamedTuple):
     """Seconds that weigh alike; those of what can hide, on one mesh axis."""
 
     work: Work
@@ -61,8 +61,8 @@ class Sections:
 
     starts: Mapping[Phase, tuple[int, ...]]
 
-    def of(self, place: int, phase: Phase) -> int:
-        return max(bisect_right(self.starts[phase], place) - 1, 0)
+    def of(self, position: int, phase: Phase) -> int:
+        return max(bisect_right(self.starts[phase], position) - 1, 0)
 
     def count(self, phase: Phase) -> int:
         return len(self.starts[phase])
@@ -72,14 +72,14 @@ def sections(d: Decisions, runs: Sequence[Run]) -> Sections:
     """Sections such that all blocks of a run are in one."""
 
     def starts(phase: Phase) -> tuple[int, ...]:
-        places = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"]
-        if not places:
+        positions = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"]
+        if not positions:
             return (0,)
-        spans = _apart(_spans(d, runs, phase))
+        spans = _merged(_spans(d, runs, phase))
         if not spans:
-            return tuple(dict.fromkeys(places[len(places) * i // EVEN_SECTIONS] for i in range(EVEN_SECTIONS)))
-        cuts = {places[0], *(at for first, last in spans for at in (first, last + 1))}
-        return tuple(sorted(at for at in cuts if places[0] <= at <= places[-1]))
+            return tuple(dict.fromkeys(positions[len(positions) * i // EVEN_SECTIONS] for i in range(EVEN_SECTIONS)))
+        cuts = {positions[0], *(at for first, last in spans for at in (first, last + 1))}
+        return tuple(sorted(at for at in cuts if positions[0] <= at <= positions[-1]))
 
     return Sections({"forward": starts("forward"), "backward": starts("backward")})
 
@@ -88,12 +88,12 @@ def _spans(d: Decisions, runs: Sequence[Run], phase: Phase) -> Iterator[tuple[in
     """First and last place of each run in a phase."""
     for run in runs:
         variables = [d.variables[i] for i in run.copies.ravel().tolist()]
-        places = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
-        if places:
-            yield min(places), max(places)
+        positions = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
+        if positions:
+            yield min(positions), max(positions)
 
 
-def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Spans that overlap as one, and the shortest given up where they are many."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
@@ -101,52 +101,52 @@ def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
             merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:
             merged.append((first, last))
-    return sorted(sorted(merged, key=lambda s: s[0] - s[1])[:MOST_SPANS])
+    return sorted(sorted(merged, key=lambda s: s[0] - s[1])[:MAX_SPANS])
 
 
 @dataclass(frozen=True)
-class Roles:
+class TermAssignment:
     """Which bucket the seconds of each variable and of each handover are in, where they take any; of handovers that can
     hide, one for each mesh axis."""
 
-    variables: tuple[Bucket | None, ...]
-    handovers: tuple[tuple[Bucket, ...], ...]
+    variables: tuple[CostTerm | None, ...]
+    uses: tuple[tuple[CostTerm, ...], ...]
 
 
-def roles(d: Decisions, cut: Sections) -> Roles:
+def assign_terms(d: Decisions, cut: Sections) -> TermAssignment:
     """What each decision's seconds are part of."""
-    return _Roles(d, cut).found()
+    return _Assigner(d, cut).found()
 
 
 @dataclass
-class _Roles:
+class _Assigner:
     d: Decisions
     cut: Sections
 
-    def found(self) -> Roles:
-        variables = tuple(map(self._computes, self.d.variables))
-        return Roles(variables, tuple(map(self._sends, self.d.handovers)))
+    def found(self) -> TermAssignment:
+        variables = tuple(map(self._term_of_variable, self.d.variables))
+        return TermAssignment(variables, tuple(map(self._terms_of_use, self.d.uses)))
 
-    def _computes(self, v: Variable) -> Bucket | None:
+    def _term_of_variable(self, v: Variable) -> CostTerm | None:
         section = self._section(v)
-        return None if section is None or v.kind == "copy" else Bucket("compute", v.phase, section)
+        return None if section is None or v.kind == "copy" else CostTerm("compute", v.phase, section)
 
-    def _sends(self, h: Use) -> tuple[Bucket, ...]:
+    def _terms_of_use(self, h: Use) -> tuple[CostTerm, ...]:
         source, target = self.d.variables[h.source], self.d.variables[h.target]
         if reduces(self.d, h):
-            return self._hiding("reduce", "backward", self._section(source))
+            return self._hideable_terms("reduce", "backward", self._section(source))
         if h.kept or h.rerun or h.source == h.target:
             return ()
         section = self._section(target)
-        if section is not None and source.kind in THERE:
-            return self._hiding("gather", target.phase, section)
+        if section is not None and source.kind in AVAILABLE:
+            return self._hideable_terms("gather", target.phase, section)
         phase = target.phase if section is not None else source.phase
         section = self._section(source) if section is None else section  # to a result, or to where it is held
-        return () if section is None else (Bucket("wait", phase, section),)
+        return () if section is None else (CostTerm("wait", phase, section),)
 
-    def _hiding(self, work: Work, phase: Phase, section: int | None) -> tuple[Bucket, ...]:
+    def _hideable_terms(self, work: Work, phase: Phase, section: int | None) -> tuple[CostTerm, ...]:
         axes = range(self.d.mesh.ndim)
-        return () if section is None else tuple(Bucket(work, phase, section, axis) for axis in axes)
+        return () if section is None else tuple(CostTerm(work, phase, section, axis) for axis in axes)
 
     def _section(self, v: Variable) -> int | None:
         """Where a variable's op runs; of a copy, where it is first read."""
@@ -179,7 +179,7 @@ def reduces(d: Decisions, h: Use) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class PhasePaths:
     """A phase of the program, as often as it runs in that form, and its paths.
 
     Args:
@@ -195,30 +195,32 @@ class Group:
     computing: int
 
 
-def buckets(cut: Sections, axes: int) -> list[Bucket]:
+def cost_terms(cut: Sections, axes: int) -> list[CostTerm]:
     """Every bucket, in the order in which their seconds are listed."""
     works: tuple[Work, ...] = ("gather", "compute", "wait", "reduce")
     return [
-        Bucket(work, phase, s, axis)
+        CostTerm(work, phase, s, axis)
         for phase in cut.starts
         for work in works
         for s in range(cut.count(phase))
-        for axis in range(axes if work in HIDING else 1)
+        for axis in range(axes if work in HIDEABLE else 1)
         if (work, phase) != ("reduce", "forward")
     ]
 
 
-def groups(cut: Sections, axes: int, accumulation_steps: int) -> list[Group]:
+def phase_paths(cut: Sections, axes: int, accumulation_steps: int) -> list[PhasePaths]:
     """The forward and the backward; where gradients add up, the last backward, which reduces them, and the others."""
-    order, n = buckets(cut, axes), accumulation_steps
-    forward = _group(order, cut, axes, "forward", 1.0, reducing=False)
-    last = _group(order, cut, axes, "backward", 1 / n, reducing=True)
-    others = [_group(order, cut, axes, "backward", (n - 1) / n, reducing=False)] if n > 1 else []
+    order, n = cost_terms(cut, axes), accumulation_steps
+    forward = _phase_paths(order, cut, axes, "forward", 1.0, reducing=False)
+    last = _phase_paths(order, cut, axes, "backward", 1 / n, reducing=True)
+    others = [_phase_paths(order, cut, axes, "backward", (n - 1) / n, reducing=False)] if n > 1 else []
     return [forward, last, *others]
 
 
-def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, share: float, *, reducing: bool) -> Group:
-    def row(among: Callable[[Bucket], bool]) -> list[float]:
+def _phase_paths(
+    order: Sequence[CostTerm], cut: Sections, axes: int, phase: Phase, share: float, *, reducing: bool
+) -> PhasePaths:
+    def row(among: Callable[[CostTerm], bool]) -> list[float]:
         return [float(b.phase == phase and (reducing or b.work != "reduce") and among(b)) for b in order]
 
     def path(k: int, end: int, gathered: int, reduced: int) -> list[float]:
@@ -227,7 +229,7 @@ def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, shar
         return row(lambda b: b.section in within[b.work] and b.axis == on.get(b.work, b.axis))
 
     def sent(axis: int) -> list[float]:
-        return row(lambda b: b.work in HIDING and b.axis == axis) if axes > 1 else row(lambda b: b.work != "compute")
+        return row(lambda b: b.work in HIDEABLE and b.axis == axis) if axes > 1 else row(lambda b: b.work != "compute")
 
     n = cut.count(phase)
     ends = range(n + 1) if reducing else (n,)
@@ -235,4 +237,4 @@ def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, shar
     found = [path(k, end, a, b) for end in ends for k in range(end + 1) for a, b in pairs]
     found += [sent(axis) for axis in range(axes)]
     paths = list(dict.fromkeys(map(tuple, found)))
-    return Group(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n, 0, 0))))
+    return PhasePaths(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n, 0, 0))))

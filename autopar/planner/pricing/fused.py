@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir import Graph, Value
-from autopar.planner.graphs.fused_chains import Border
+from autopar.planner.graphs.fused_chains import FusedTraffic
 from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, fusions
 from autopar.planner.problem.variables import Decisions, Use
 
@@ -22,7 +22,7 @@ class Fused:
 
     all: tuple[Fusion, ...] = ()
     of_node: Mapping[str, Fusion] = field(default_factory=dict)
-    borders: Mapping[str, Border] = field(default_factory=dict)
+    fused_traffic: Mapping[str, FusedTraffic] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, *, across: bool = False) -> Fused:
@@ -30,7 +30,7 @@ class Fused:
         found = tuple(f for f in fusions(graph) if f.kernel == STATISTICS or not across)
         of_node = {name: f for f in found for name in f.nodes}
         delivered = frozenset(o.value for o in graph.outputs)
-        return cls(found, of_node, {name: b for f in found for name, b in _borders(graph, f, delivered)})
+        return cls(found, of_node, {name: b for f in found for name, b in _traffic_of(graph, f, delivered)})
 
     def inside(self, d: Decisions, h: Use) -> bool:
         """Whether a handover leads from op to op of a kernel, which has to be in one spec throughout."""
@@ -46,7 +46,7 @@ class Fused:
             return any(name in fusion.nodes for name in readers)
         return target.node is not None and target.node.name in fusion.nodes
 
-    def left_alone(self, d: Decisions, h: Use) -> int | None:
+    def rerun_alone(self, d: Decisions, h: Use) -> int | None:
         """Of a handover from a held value of a kernel to the first of its ops that reads it and may run again: how many
         of them run by themselves then, as the one that makes the value does not; 0 where it is the sum before a norm,
         without which the others are a kernel. None of any other handover."""
@@ -56,16 +56,16 @@ class Fused:
         fusion = self.of_node.get(value.node)
         if fusion is None or fusion.kernel == STATISTICS or node.name not in fusion.nodes:
             return None
-        behind = [value.node]
+        reached = [value.node]
         for name in fusion.nodes:
-            if any(v == value or v.node in behind[1:] for v in d.graph.by_name[name].inputs):
-                behind.append(name)
-        if behind[1] != node.name:
+            if any(v == value or v.node in reached[1:] for v in d.graph.by_name[name].inputs):
+                reached.append(name)
+        if reached[1] != node.name:
             return None
-        return 0 if value in (v for role, v in fusion.writes if role == "total") else len(behind) - 1
+        return 0 if value in (v for role, v in fusion.writes if role == "total") else len(reached) - 1
 
 
-def _borders(graph: Graph, fusion: Fusion, delivered: frozenset[Value]) -> Iterator[tuple[str, Border]]:
+def _traffic_of(graph: Graph, fusion: Fusion, delivered: frozenset[Value]) -> Iterator[tuple[str, FusedTraffic]]:
     read, taken = set[Value](), {v for _, v in fusion.reads}
     for name in fusion.nodes:
         node, reads = graph.by_name[name], set[int]()
@@ -76,7 +76,7 @@ def _borders(graph: Graph, fusion: Fusion, delivered: frozenset[Value]) -> Itera
         results = (Value(name, i) for i in range(len(node.outputs)))
         writes = frozenset(v.index for v in results if v in delivered or _leaves(graph, fusion, v))
         first = name == fusion.nodes[0] or fusion.kernel == STATISTICS
-        yield name, Border(frozenset(reads), writes, first, 0 if fusion.kernel == STATISTICS else fusion.dim)
+        yield name, FusedTraffic(frozenset(reads), writes, first, 0 if fusion.kernel == STATISTICS else fusion.dim)
 
 
 def _leaves(graph: Graph, fusion: Fusion, value: Value) -> bool:

@@ -84,19 +84,19 @@ class Decomposition:
     axes: frozenset[int]
     _gains: dict[tuple[object, ...], tuple[Array | None, tuple[object, ...]]] = field(default_factory=dict)
     _sums: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
-    _from: dict[int, tuple[Decisions, dict[int, list[Use]]]] = field(default_factory=dict)
+    _uses_from: dict[int, tuple[Decisions, dict[int, list[Use]]]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair) -> float:
         """T of a pair."""
         prices, step, meta = self.prices, pair.step, pair.meta
-        ways, part_s = prices.mesh.shape[step.axis], self._part_seconds(pair)
+        group_size, part_s = prices.mesh.shape[step.axis], self._part_seconds(pair)
         block = local_bytes(meta, pair.before if step.kind == "all_gather" else step.apply(pair.before), prices.mesh)
         hop_s = prices.collectives.of(meta.dtype).seconds("permute", block, step.axis)
         if step.kind == "reduce_scatter":  # what comes is added
             launch_s, s_per_byte = prices.compute.copy_line()
             part_s += launch_s + 3 * block * s_per_byte
         o = prices.overlap
-        return part_s + (ways - 1) * ((1 - o) * (part_s + hop_s) + o * max(part_s, hop_s))
+        return part_s + (group_size - 1) * ((1 - o) * (part_s + hop_s) + o * max(part_s, hop_s))
 
     def _part_seconds(self, pair: Pair) -> float:
         """Of one of the product's parts: one operand and the result are cut, the other operand is read each time."""
@@ -104,11 +104,11 @@ class Decomposition:
         result, spec = node.outputs[0], option.outputs[0]
         assert result is not None and spec is not None
         read = [local_bytes(m, s, mesh) for m, s in zip(pair.metas, option.inputs, strict=True)]
-        ways = mesh.shape[pair.step.axis]
-        moved = (read[pair.operand] + local_bytes(result, spec, mesh)) / ways + read[1 - pair.operand]
+        group_size = mesh.shape[pair.step.axis]
+        moved = (read[pair.operand] + local_bytes(result, spec, mesh)) / group_size + read[1 - pair.operand]
         total = flops(node, pair.metas)
         kind = kernel_kind(node, total)
-        return self.prices.compute.seconds(total * option.work / ways, moved, result.dtype, kind, node.packet)
+        return self.prices.compute.seconds(total * option.work / group_size, moved, result.dtype, kind, node.packet)
 
     def gain_seconds(self, pair: Pair, own_s: float, step_s: float) -> float:
         """What the pair takes beyond its two halves; 0 where these stay apart."""
@@ -140,12 +140,12 @@ class Decomposition:
     def _reader(self, d: Decisions, h: Use) -> tuple[Variable, int] | None:
         """The contraction that reads what a handover brings; of a copy's readers the first, if it is one."""
         if d.variables[h.target].kind == "copy":
-            if id(d) not in self._from:
+            if id(d) not in self._uses_from:
                 found: dict[int, list[Use]] = {}
-                for each in d.handovers:
+                for each in d.uses:
                     found.setdefault(each.source, []).append(each)
-                self._from[id(d)] = d, found
-            h = min(self._from[id(d)][1].get(h.target, ()), key=lambda r: (r.target, r.position), default=h)
+                self._uses_from[id(d)] = d, found
+            h = min(self._uses_from[id(d)][1].get(h.target, ()), key=lambda r: (r.target, r.position), default=h)
         reader = d.variables[h.target]
         return (reader, h.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
 
@@ -175,9 +175,9 @@ class Decomposition:
         )
         if key in self._gains:
             return self._gains[key][0]
-        rows = _places([spec_made(o, h.out) for o in source.options])
-        columns = _places([spec_read(o, h.position) for o in target.options])
-        readers = _places([spec_read(o, position) for o in reader.options])
+        rows = _options_by_spec([spec_made(o, h.out) for o in source.options])
+        columns = _options_by_spec([spec_read(o, h.position) for o in target.options])
+        readers = _options_by_spec([spec_read(o, position) for o in reader.options])
         own = self.prices.node_seconds(graph, node, reader.options)
         metas = tuple(graph.meta(v) for v in node.inputs)
         gains = np.zeros((len(source.options), len(target.options)))
@@ -186,7 +186,7 @@ class Decomposition:
                 if before not in rows or after not in readers:
                     continue
                 step_s = self.prices.step_seconds(step, before, h.meta)[0]
-                if not _is_path(step_s, cost[rows[before][0], at[0]]):
+                if not _is_cheapest(step_s, cost[rows[before][0], at[0]]):
                     continue
                 found = {
                     j: self.gain_seconds(
@@ -207,7 +207,7 @@ class Decomposition:
         key = (id(source.options), id(target.options), h.position, h.meta, equation(node))
         if key in self._gains:
             return self._gains[key][0]
-        columns = _places([spec_read(o, h.position) for o in target.options])
+        columns = _options_by_spec([spec_read(o, h.position) for o in target.options])
         own = self.prices.node_seconds(graph, node, source.options)
         metas = tuple(graph.meta(v) for v in node.inputs)
         gains = np.zeros((len(source.options), len(target.options)))
@@ -219,7 +219,7 @@ class Decomposition:
                 if after not in columns:
                     continue
                 step_s = self.prices.step_seconds(step, before, h.meta)[0]
-                if _is_path(step_s, cost[i, columns[after][0]]):
+                if _is_cheapest(step_s, cost[i, columns[after][0]]):
                     pair = Pair(node, metas, option, step, operand, before, h.meta)
                     gains[i, columns[after]] = self.gain_seconds(pair, own[i], step_s)
         return self._keep(key, gains, source.options, target.options)
@@ -254,12 +254,12 @@ class Decomposition:
         if self.wanted == "never":
             return program
         chosen: dict[int, tuple[float, int, Op]] = {}  # by the contraction's place: gain, the collective's place
-        for at, place, made in _Pairs(program, graph, self).found():
-            apart_s = program.ops[at].seconds + program.ops[place].seconds
+        for at, position, made in _Pairs(program, graph, self).found():
+            apart_s = program.ops[at].seconds + program.ops[position].seconds
             gained = self.wanted == "always" or made.seconds < apart_s
             if gained and (at not in chosen or made.seconds - apart_s < chosen[at][0]):
-                chosen[at] = made.seconds - apart_s, place, made
-        gone = {place for _, place, _ in chosen.values()}
+                chosen[at] = made.seconds - apart_s, position, made
+        gone = {position for _, position, _ in chosen.values()}
         ops = (chosen[at][2] if at in chosen else op for at, op in enumerate(program.ops) if at not in gone)
         return replace(program, ops=tuple(ops)) if chosen else program
 
@@ -280,7 +280,7 @@ class _Pairs:
                 readers.setdefault(name, []).append(at)
         results = {name for _, name in self.program.results}
         delivered = self._delivered(results, readers)
-        for place, op in enumerate(self.program.ops):
+        for position, op in enumerate(self.program.ops):
             step = op.step
             if op.kind != "redistribute" or step is None or step.axis not in self.prices.axes:
                 continue
@@ -289,9 +289,9 @@ class _Pairs:
             if not read_at:
                 continue
             if step.kind == "all_gather" and self.graph.by_name[op.node].op != "placeholder":
-                yield from self._gather(op, place, read_at, kept=len(read_at) > 1 or name in results)
+                yield from self._gather(op, position, read_at, kept=len(read_at) > 1 or name in results)
             elif step.kind == "reduce_scatter" and step.reduction == "sum" and name not in delivered:
-                yield from self._scatter(op, place) if readers[op.reads[0]] == [place] else ()
+                yield from self._scatter(op, position) if readers[op.reads[0]] == [position] else ()
 
     def _delivered(self, results: set[str], readers: Mapping[str, Sequence[int]]) -> set[str]:
         """What is only redistributed until the program ends, as gradients are: that hides behind all that follows, so
@@ -304,7 +304,7 @@ class _Pairs:
                     found.add(op.writes[0].name)
         return found
 
-    def _gather(self, op: Op, place: int, readers: Sequence[int], *, kept: bool) -> Iterator[tuple[int, int, Op]]:
+    def _gather(self, op: Op, position: int, readers: Sequence[int], *, kept: bool) -> Iterator[tuple[int, int, Op]]:
         product = self.program.ops[readers[0]]
         name, node = op.writes[0].name, self.graph.by_name[product.node]
         names = terms(node) if product.kind == "compute" and product.phase == op.phase else None
@@ -315,16 +315,16 @@ class _Pairs:
             return
         reads = tuple(op.reads[0] if r == name else r for r in product.reads)
         writes = (*product.writes, *(op.writes if kept else ()))
-        yield readers[0], place, self._both(product, op, operand, reads, writes)
+        yield readers[0], position, self._both(product, op, operand, reads, writes)
 
-    def _scatter(self, op: Op, place: int) -> Iterator[tuple[int, int, Op]]:
+    def _scatter(self, op: Op, position: int) -> Iterator[tuple[int, int, Op]]:
         at = self.program.writer[op.reads[0]]
         product = self.program.ops[at]
         node = self.graph.by_name[product.node]
         names = terms(node) if product.kind == "compute" and product.phase == op.phase else None
         source = names.comes_from(op.step.dim) if names is not None and op.step is not None else None
         if source is not None:
-            yield at, place, self._both(product, op, source[0], product.reads, op.writes)
+            yield at, position, self._both(product, op, source[0], product.reads, op.writes)
 
     def _both(
         self, product: Op, collective: Op, operand: int, reads: tuple[str, ...], writes: tuple[LocalTensor, ...]
@@ -352,12 +352,12 @@ def reachable(cluster: Cluster, collectives: CollectiveCosts) -> Iterator[int]:
         yield from (axis for axis, link in enumerate(collectives.links) if link.level == "intra")
 
 
-def _is_path(step_s: float, cheapest_s: float) -> bool:
+def _is_cheapest(step_s: float, cheapest_s: float) -> bool:
     """Whether a step is the cheapest way to where it leads: of equal ones that of the fewest steps is taken."""
     return step_s <= cheapest_s * (1 + ROUNDING)
 
 
-def _places(specs: Sequence[ShardingSpec | None]) -> dict[ShardingSpec, list[int]]:
+def _options_by_spec(specs: Sequence[ShardingSpec | None]) -> dict[ShardingSpec, list[int]]:
     found: dict[ShardingSpec, list[int]] = {}
     for i, spec in enumerate(specs):
         if spec is not None:

@@ -21,10 +21,10 @@ from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.implementations import implementation, passes_beside
 from autopar.planner.footprint.op_work import bytes_moved, executed_share, kernel_kind, local_bytes
-from autopar.planner.graphs.fused_chains import Border, borders
+from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.fused import Fused
 from autopar.planner.pricing.overlapped_products import Decomposition, reachable
-from autopar.planner.pricing.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
+from autopar.planner.pricing.transfers import EXPOSED_SHARE, offload_seconds, state_seconds
 from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
@@ -37,7 +37,7 @@ Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
 """The spec at one end of a handover, for each option; None where that option makes or takes nothing."""
 
-MOST_OVERLAP = 0.98
+MAX_OVERLAP = 0.98
 """No overlap is quite free: a hidden collective takes memory bandwidth, so of two the one that moves less is better."""
 
 
@@ -53,24 +53,24 @@ class Prices:
     cluster: Cluster
     backend: str = "eager"
     decomposed: str = "never"
-    ways: dict[tuple[object, ...], tuple[Any, Graph, Strategy]] = field(default_factory=dict)
+    op_templates: dict[tuple[object, ...], tuple[Any, Graph, Strategy]] = field(default_factory=dict)
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)
     _steps: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
-    _handed: dict[int, tuple[Use, Array]] = field(default_factory=dict)
-    _waited: dict[int, tuple[Use, Array]] = field(default_factory=dict)
+    _edge_of_use: dict[int, tuple[Use, Array]] = field(default_factory=dict)
+    _blocking: dict[int, tuple[Use, Array]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
-    _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
+    _traffic: dict[int, tuple[Graph, Mapping[str, FusedTraffic]]] = field(default_factory=dict)
     _fused: dict[int, tuple[Graph, Fused]] = field(default_factory=dict)
-    _apart: dict[tuple[object, ...], tuple[Array, object]] = field(default_factory=dict)
+    _split: dict[tuple[object, ...], tuple[Array, object]] = field(default_factory=dict)
     _weighted: dict[tuple[float, ...], tuple[Array, Array]] = field(default_factory=dict)
-    _whole: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    _without_reduction: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     _free: dict[int, tuple[Array, bool]] = field(default_factory=dict)
-    _hideable: dict[int, tuple[Array, tuple[Array, ...]]] = field(default_factory=dict)
+    _hideable_seconds: dict[int, tuple[Array, tuple[Array, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
@@ -86,7 +86,7 @@ class Prices:
     @property
     def overlap(self) -> float:
         """Share of a collective's time that computation beside it is spared."""
-        return min(self.cluster.measured.overlap, MOST_OVERLAP)
+        return min(self.cluster.measured.overlap, MAX_OVERLAP)
 
     def weighted(self, seconds: Array, weight: float) -> Array:
         """``seconds`` times ``weight``: one array for all that share ``seconds``, as the solver shares work by it."""
@@ -102,52 +102,52 @@ class Prices:
         computation hides. Small tensors share launches."""
         alone = self.edge(source, target, h)
         key = id(alone)
-        if key not in self._hideable:
+        if key not in self._hideable_seconds:
             made = [spec_made(o, h.out) for o in source.options]
             taken = [spec_read(o, h.position) for o in target.options]
             costs = self.collectives.of(h.meta.dtype).bucketed
-            least, *dearer = (self._moves(made, taken, h.meta, c) for c in (costs, *costs.by_axis))
+            least, *dearer = (self._redistribution_seconds(made, taken, h.meta, c) for c in (costs, *costs.by_axis))
             total = np.minimum(least, alone)
-            launches = np.minimum(self._moves(made, taken, h.meta, costs.launches), total)
+            launches = np.minimum(self._redistribution_seconds(made, taken, h.meta, costs.launches), total)
             there = np.isfinite(least) & (least > 0)
             ends = [np.where(there, c, 0.0) for c in (least, *dearer)]
             shares = [(b - a) / DEARER for a, b in itertools.pairwise(ends)]
             hidden = np.subtract(total, launches, where=there, out=np.zeros_like(least))
             hidden = np.divide(hidden, least, where=there, out=hidden)
-            self._hideable[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
-        return self._hideable[key]
+            self._hideable_seconds[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
+        return self._hideable_seconds[key]
 
-    def waiting(self, d: Decisions, h: Use) -> Array:
+    def blocking_seconds(self, d: Decisions, h: Use) -> Array:
         """Seconds for which the program waits for a handover."""
-        known = self._waited.get(id(h))
+        known = self._blocking.get(id(h))
         if known is None or known[0] is not h:
-            known = self._waited[id(h)] = h, self._waiting(d, h)
+            known = self._blocking[id(h)] = h, self._blocking_seconds(d, h)
         return known[1]
 
-    def _waiting(self, d: Decisions, h: Use) -> Array:
+    def _blocking_seconds(self, d: Decisions, h: Use) -> Array:
         source, target = d.variables[h.source], d.variables[h.target]
         cost = self.edge(source, target, h)
         if source.node is not None and Value(source.node.name, h.out) in d.widened:
-            return self._unreduced(source, target, h, cost)
-        return self.apart(d, h, self.decomposition.with_gains(d, h, cost))
+            return self._unreduced_cost(source, target, h, cost)
+        return self.with_split_cost(d, h, self.decomposition.with_gains(d, h, cost))
 
-    def _unreduced(self, source: Variable, target: Variable, h: Use, cost: Array) -> Array:
+    def _unreduced_cost(self, source: Variable, target: Variable, h: Use, cost: Array) -> Array:
         """``cost`` where partial sums stay what they are."""
-        if id(cost) not in self._whole:
+        if id(cost) not in self._without_reduction:
             made = [spec_made(o, h.out) for o in source.options]
             taken = [spec_read(o, h.position) for o in target.options]
             same = [[a is None or b is None or a.partial == b.partial for b in taken] for a in made]
-            self._whole[id(cost)] = cost, np.where(same, cost, math.inf)
-        return self._whole[id(cost)][1]
+            self._without_reduction[id(cost)] = cost, np.where(same, cost, math.inf)
+        return self._without_reduction[id(cost)][1]
 
-    def waiting_edge(self, d: Decisions, h: Use, weight: float) -> Array:
+    def blocking_edge(self, d: Decisions, h: Use, weight: float) -> Array:
         """Such a handover, a second counted as ``weight``. What is free stays one array, by which blocks are found."""
-        seconds = self.waiting(d, h)
+        seconds = self.blocking_seconds(d, h)
         if id(seconds) not in self._free:
             self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
         return seconds if self._free[id(seconds)][1] else self.weighted(seconds, weight)
 
-    def hiding_edge(
+    def hideable_edge(
         self, source: Variable, target: Variable, h: Use, weights: tuple[float, ...], share: float
     ) -> Array:
         """Such a handover in a ``share`` of all micro-batches, a second that can hide counted by its axis's weight."""
@@ -169,20 +169,20 @@ class Prices:
     def _shared_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
         """One array for all nodes of equal ops."""
         metas = tuple(graph.meta(v) for v in node.inputs)
-        border = self.border(graph, node)
+        traffic = self.traffic(graph, node)
         args = node.args if not node.inputs else _shape_args(node)
-        key = (node.op, args, node.kwarg("is_causal"), metas, node.outputs, id(options), border)
+        key = (node.op, args, node.kwarg("is_causal"), metas, node.outputs, id(options), traffic)
         if key not in self._nodes:
-            self._nodes[key] = self._node_seconds(node, metas, options, border)
+            self._nodes[key] = self._node_seconds(node, metas, options, traffic)
         return self._nodes[key]
 
-    def border(self, graph: Graph, node: Node) -> Border | None:
+    def traffic(self, graph: Graph, node: Node) -> FusedTraffic | None:
         """What the op moves inside its fused kernel, where the back end, or a kernel of ours, fuses it."""
         if self.backend != "inductor":
-            return self.fused(graph).borders.get(node.name)  # Inductor's own groups are wider
-        if id(graph) not in self._borders:
-            self._borders[id(graph)] = graph, borders(graph)
-        return self._borders[id(graph)][1].get(node.name)
+            return self.fused(graph).fused_traffic.get(node.name)  # Inductor's own groups are wider
+        if id(graph) not in self._traffic:
+            self._traffic[id(graph)] = graph, fused_traffic(graph)
+        return self._traffic[id(graph)][1].get(node.name)
 
     def fused(self, graph: Graph) -> Fused:
         """The fusions by kernels of ours, none where the device runs none; with Inductor those that it cannot make."""
@@ -191,38 +191,38 @@ class Prices:
             self._fused[id(graph)] = graph, Fused.of(graph, across=not alone) if here else Fused()
         return self._fused[id(graph)][1]
 
-    def apart(self, d: Decisions, h: Use, cost: Array) -> Array:
+    def with_split_cost(self, d: Decisions, h: Use, cost: Array) -> Array:
         """``cost`` of a handover; where it leads from op to op of one kernel, also what they pay for being two: the
         tensor is written and read."""
         if d.variables[h.target].kind == "rerun":
-            return self._left_alone(d, h, cost)
+            return self._with_rerun_cost(d, h, cost)
         if h.kept or h.rerun or h.position < 0 or not self.fused(d.graph).inside(d, h):
             return cost
         source, target = d.variables[h.source], d.variables[h.target]
         key = id(cost), id(source.options), id(target.options), h.out, h.position
-        if key not in self._apart:
+        if key not in self._split:
             launch_s, s_per_byte = self.compute.copy_line()
             ends = [spec_made(o, h.out) for o in source.options], [spec_read(o, h.position) for o in target.options]
-            made, taken = _numbered(*ends)
+            made, taken = _spec_numbers(*ends)
             written, read = (self._bytes(h.meta, specs) for specs in ends)
-            apart = (made[:, None] != taken) & (made >= 0)[:, None] & (taken >= 0)
-            between = np.where(apart, launch_s + s_per_byte * (written[:, None] + read), 0.0)
-            self._apart[key] = cost + between, cost
-        return self._apart[key][0]
+            with_split_cost = (made[:, None] != taken) & (made >= 0)[:, None] & (taken >= 0)
+            between = np.where(with_split_cost, launch_s + s_per_byte * (written[:, None] + read), 0.0)
+            self._split[key] = cost + between, cost
+        return self._split[key][0]
 
-    def _left_alone(self, d: Decisions, h: Use, cost: Array) -> Array:
+    def _with_rerun_cost(self, d: Decisions, h: Use, cost: Array) -> Array:
         """``cost`` with what ops of a kernel pay that run again without those before them, where ``h`` hands a value
         that is held and not made again."""
-        alone = self.fused(d.graph).left_alone(d, h)
+        alone = self.fused(d.graph).rerun_alone(d, h)
         source, target = d.variables[h.source], d.variables[h.target]
         if alone is None or target.node is None:
             return cost
         key = id(cost), id(source.options), id(target.options), alone
-        if key not in self._apart:
-            paid = self._paid_alone(d, target.node, alone) if alone else self._paid_leading(d, target.node, h)
+        if key not in self._split:
+            paid = self._paid_by_each(d, target.node, alone) if alone else self._paid_leading(d, target.node, h)
             held = np.array(source.actions) != "recompute"
-            self._apart[key] = cost + np.outer(held, [0.0, *paid]), cost
-        return self._apart[key][0]
+            self._split[key] = cost + np.outer(held, [0.0, *paid]), cost
+        return self._split[key][0]
 
     def _paid_leading(self, d: Decisions, node: Node, h: Use) -> Array:
         """What each option of the first op of a kernel pays for what those before it would make: a launch, and reading
@@ -231,14 +231,14 @@ class Prices:
         options = d.variables[d.index[node.name]].options
         return launch_s + s_per_byte * self._bytes(h.meta, [spec_read(o, h.position) for o in options])
 
-    def _paid_alone(self, d: Decisions, node: Node, count: int) -> Array:
+    def _paid_by_each(self, d: Decisions, node: Node, count: int) -> Array:
         """What ``count`` ops of a kernel, each like ``node``, pay for being by themselves, beyond what its options
         cost."""
-        border, options = self.border(d.graph, node), d.variables[d.index[node.name]].options
-        assert border is not None
+        traffic, options = self.traffic(d.graph, node), d.variables[d.index[node.name]].options
+        assert traffic is not None
         metas = tuple(map(d.graph.meta, node.inputs))
         alone = self._node_seconds(node, metas, options, None)
-        inside = self._node_seconds(node, metas, options, replace(border, dim=0))
+        inside = self._node_seconds(node, metas, options, replace(traffic, dim=0))
         return count * (alone - inside) - (self.node_seconds(d.graph, node, options) - inside)
 
     def _bytes(self, meta: TensorMeta, specs: Ends) -> Array:
@@ -252,21 +252,21 @@ class Prices:
 
     def seconds_leading(self, graph: Graph, node: Node, option: Strategy) -> float:
         """Of an op whose fused kernel runs without those before it: it launches it, and reads what they would make."""
-        border = self.border(graph, node)
-        assert border is not None
-        first = replace(border, reads=border.reads | {0}, leads=True)
+        traffic = self.traffic(graph, node)
+        assert traffic is not None
+        first = replace(traffic, reads=traffic.reads | {0}, leads=True)
         return float(self._node_seconds(node, tuple(graph.meta(v) for v in node.inputs), (option,), first)[0])
 
     def _node_seconds(
-        self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy], border: Border | None
+        self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy], traffic: FusedTraffic | None
     ) -> Array:
-        if border is not None:
-            moved = np.array([bytes_moved(node, o, metas, self.mesh, border.reads, border.writes) for o in options])
+        if traffic is not None:
+            moved = np.array([bytes_moved(node, o, metas, self.mesh, traffic.reads, traffic.writes) for o in options])
             launch_s, s_per_byte = self.compute.copy_line()
-            fused = np.asarray(moved * s_per_byte + (launch_s if border.leads else 0.0), dtype=np.float64)
-            if not border.dim:
+            fused = np.asarray(moved * s_per_byte + (launch_s if traffic.leads else 0.0), dtype=np.float64)
+            if not traffic.dim:
                 return fused
-            fits = [border.fits(node, o, metas) for o in options]
+            fits = [traffic.fits(node, o, metas) for o in options]
             return np.where(fits, fused, self._node_seconds(node, metas, options, None))
         total = flops(node, tuple(metas))
         outs = [m for m in node.outputs if m is not None]
@@ -282,7 +282,7 @@ class Prices:
             seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
         if find_windows(node) is None and find_combining(node) is None:
             return seconds
-        inside: Array = np.array([self._exchanging(node, metas, o) for o in options])
+        inside: Array = np.array([self._exchange_seconds(node, metas, o) for o in options])
         return seconds + inside
 
     def sent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> tuple[Sent, ...]:
@@ -295,15 +295,15 @@ class Prices:
                 if rows:
                     seconds = costs.seconds("permute", rows * of_row, h.axis)
                     found.append(Sent("permute", h.operand, h.axis, rows * of_row, seconds))
-        told = combine(node, option, tuple(metas), self.mesh)
-        for meta in told.told if told else ():
+        summary = combine(node, option, tuple(metas), self.mesh)
+        for meta in summary.told if summary else ():
             nbytes, costs = meta.numel * meta.itemsize, self.collectives.of(meta.dtype)
-            for axis in reversed(told.axes if told else ()):
+            for axis in reversed(summary.axes if summary else ()):
                 nbytes *= self.mesh.shape[axis]
                 found.append(Sent("all_gather", 0, axis, nbytes, costs.seconds("all_gather", nbytes, axis)))
         return tuple(found)
 
-    def _exchanging(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> float:
+    def _exchange_seconds(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> float:
         """Seconds of the collectives inside an op, which nothing hides, and of what they make it do besides: join rows
         to a window, or read the operands once more for a summary."""
         sent = self.sent(node, metas, option)
@@ -359,9 +359,9 @@ class Prices:
 
     def edge(self, source: Variable, target: Variable, h: Use) -> Array:
         """Cost matrix of one handover, shared between handovers of equal kind."""
-        known = self._handed.get(id(h))
+        known = self._edge_of_use.get(id(h))
         if known is None or known[0] is not h:
-            known = self._handed[id(h)] = h, self._shared_edge(source, target, h)
+            known = self._edge_of_use[id(h)] = h, self._shared_edge(source, target, h)
         return known[1]
 
     def _shared_edge(self, source: Variable, target: Variable, h: Use) -> Array:
@@ -384,8 +384,8 @@ class Prices:
     def _edge(self, source: Variable, target: Variable, h: Use) -> Array:
         if h.kept:
             given = [spec_read(o, h.out) for o in source.options]
-            places = _numbered(given, [spec_read(o, h.position) for o in target.options])
-            return np.where((places[0][:, None] == places[1]) | ~np.array(target.kept), 0.0, math.inf)
+            numbers = _spec_numbers(given, [spec_read(o, h.position) for o in target.options])
+            return np.where((numbers[0][:, None] == numbers[1]) | ~np.array(target.kept), 0.0, math.inf)
         made = [spec_made(o, h.out) for o in source.options]
         if target.kind == "hold":
             return self._hold_edge(made, target, h)
@@ -393,13 +393,15 @@ class Prices:
             # What one micro-batch leaves is what the next one finds.
             taken = [spec_read(o, h.position) for o in target.options]
             return np.array([[0.0 if a == b else math.inf for b in taken] for a in made])
-        cost = self._moves(made, [spec_read(o, h.position) for o in target.options], h.meta)
+        cost = self._redistribution_seconds(made, [spec_read(o, h.position) for o in target.options], h.meta)
         if any(target.kept):
             # What cannot be reached from the source is not there to be kept either.
             cost = np.where(np.array(target.kept) & np.isfinite(cost), 0.0, cost)
         return np.ascontiguousarray(cost)
 
-    def _moves(self, made: Ends, taken: Ends, meta: TensorMeta, costs: CollectiveCosts | None = None) -> Array:
+    def _redistribution_seconds(
+        self, made: Ends, taken: Ends, meta: TensorMeta, costs: CollectiveCosts | None = None
+    ) -> Array:
         """Seconds from each spec to each: what nobody takes is free, what nobody makes cannot be taken."""
         sources, at_source = _distinct([s for s in made if s is not None])
         targets, at_target = _distinct([t for t in taken if t is not None])
@@ -417,7 +419,7 @@ class Prices:
         actions = ("recompute",) if h.rerun else ("keep", "offload")
         taken = [spec_read(o, 0) if a in actions else None for o, a in zip(target.options, target.actions, strict=True)]
         if not h.rerun:
-            return self._moves(made, taken, h.meta)
+            return self._redistribution_seconds(made, taken, h.meta)
         return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
 
 
@@ -427,7 +429,7 @@ def _distinct(specs: Sequence[ShardingSpec]) -> tuple[tuple[ShardingSpec, ...], 
     return tuple(order), at
 
 
-def _numbered(*ends: Ends) -> list[npt.NDArray[np.int64]]:
+def _spec_numbers(*ends: Ends) -> list[npt.NDArray[np.int64]]:
     """Of each spec a number, equal for equal ones; -1 where there is none."""
     numbers: dict[ShardingSpec | None, int] = {None: -1}
     return [np.array([numbers.setdefault(s, len(numbers)) for s in specs], dtype=np.int64) for specs in ends]
@@ -447,9 +449,9 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
             options = d.variables[d.index[v.node.name]].options
             return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weight])
         if v.kind == "hold" and "offload" in v.actions:
-            return hold_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
-        if v.away:
-            return state_seconds(v.away, prices.cluster.host) / d.accumulation_steps
+            return offload_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
+        if v.host_state_bytes:
+            return state_seconds(v.host_state_bytes, prices.cluster.host) / d.accumulation_steps
         return np.zeros(len(v.options))
 
     return tuple(map(of, d.variables, weights or [1.0] * len(d.variables)))
@@ -464,20 +466,20 @@ def edges(
         weights: for each handover whether the program waits for it, and the weight, or may compute beside it
             ("gather", "reduce"), and the weight on each axis.
     """
-    weighted = zip(d.handovers, weights or [None] * len(d.handovers), strict=True)
-    return tuple(Edge(h.source, h.target, handed(d, prices, h, w)) for h, w in weighted if h.source != h.target)
+    weighted = zip(d.uses, weights or [None] * len(d.uses), strict=True)
+    return tuple(Edge(h.source, h.target, use_seconds(d, prices, h, w)) for h, w in weighted if h.source != h.target)
 
 
-def handed(
+def use_seconds(
     d: Decisions,
     prices: Prices,
     h: Use,
     weight: tuple[str, tuple[float, ...]] | None = None,
-    launched: float = 1.0,
+    launch_share: float = 1.0,
 ) -> Array:
-    """Seconds of one handover times its weight, as of ``edges``; of a reduction's launch the share ``launched``."""
+    """Seconds of one handover times its weight, as of ``edges``; of a reduction's launch the share ``launch_share``."""
     work, counted = weight or ("wait", (1.0,))
     if work == "wait":
-        return prices.waiting_edge(d, h, *counted)
+        return prices.blocking_edge(d, h, *counted)
     ends = d.variables[h.source], d.variables[h.target]
-    return prices.hiding_edge(*ends, h, counted, launched / d.accumulation_steps if work == "reduce" else 1.0)
+    return prices.hideable_edge(*ends, h, counted, launch_share / d.accumulation_steps if work == "reduce" else 1.0)

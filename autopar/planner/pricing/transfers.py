@@ -29,7 +29,7 @@ one that moves less is better."""
 HIDING_SHARE = 0.9
 """Of the seconds of the forward's computation, those in which copies to the host may hide."""
 
-PARTS = 4
+FORWARD_PARTS = 4
 """Of the forward, for each of which what is made in it and after it has to hide in it and after it."""
 
 
@@ -38,7 +38,7 @@ def transfer_seconds(host: Link, size: float) -> float:
     return host.latency_s + size / (host.bandwidth_bytes_per_s * host.efficiency)
 
 
-def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
+def offload_seconds(d: Decisions, v: Variable, host: Link) -> Array:
     """Seconds of transfers, out and back, of each option of a hold variable."""
     assert v.value is not None
     meta = d.graph.meta(v.value)
@@ -50,14 +50,14 @@ def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
     )
 
 
-def state_seconds(away: Sequence[int], host: Link) -> Array:
+def state_seconds(sizes: Sequence[int], host: Link) -> Array:
     """Seconds in which so many bytes of optimizer state come for the optimizer's step and go after it; nothing hides
     them."""
-    return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in away])
+    return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in sizes])
 
 
 def host_usages(
-    d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = PARTS
+    d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = FORWARD_PARTS
 ) -> tuple[Usage, ...]:
     """Rows at ``time`` and after that let all that is offloaded hide: what is made in the last part of the forward is
     copied by its end, for several such parts. What comes back has the backward, which is longer.
@@ -65,22 +65,24 @@ def host_usages(
     Args:
         hideable_s: seconds of computation in the forward.
         limit: what a row may use in all, so that the solver needs no other for it.
-        parts: so many of ``PARTS`` rows, from that for all of the forward on.
+        parts: so many of ``FORWARD_PARTS`` rows, from that for all of the forward on.
     """
-    made = _work_before(d)
+    made = _forward_progress(d)
     offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
     found = []
     for i, v in offloading:
         assert v.value is not None
-        seconds = hold_seconds(d, v, host) / 2
+        seconds = offload_seconds(d, v, host) / 2
         for part in range(parts):
-            if made[v.value.node] >= part / PARTS:
-                room_s = max(hideable_s * (1 - part / PARTS) * HIDING_SHARE, 1e-12)
+            if made[v.value.node] >= part / FORWARD_PARTS:
+                room_s = max(hideable_s * (1 - part / FORWARD_PARTS) * HIDING_SHARE, 1e-12)
                 found.append(Usage(i, seconds * (limit / room_s), time + part, time + part + 1))
     return tuple(found)
 
 
-def hide(d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, parts: int = PARTS) -> bool:
+def hides_transfers(
+    d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, parts: int = FORWARD_PARTS
+) -> bool:
     """Whether the rows of ``host_usages`` allow what ``choice`` offloads."""
     used = [0.0] * parts
     for row in host_usages(d, host, hideable_s, 0, 1.0, parts):
@@ -103,7 +105,7 @@ def forward_seconds(program: Program) -> float:
     return sum(op.seconds for op in program.ops if op.kind == "compute" and op.phase == "forward")
 
 
-def _work_before(d: Decisions) -> dict[str, float]:
+def _forward_progress(d: Decisions) -> dict[str, float]:
     """The share of the forward's FLOPs that are done when each of its nodes is."""
     done = 0.0
     before: dict[str, float] = {}

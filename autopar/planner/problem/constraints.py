@@ -12,7 +12,7 @@ from math import prod
 from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Node, Value
 from autopar.mesh import Mesh
-from autopar.planner.problem.styles import OF_LAYERS, STYLES, is_style, style_spec
+from autopar.planner.problem.styles import LAYER_STYLES, STYLES, is_style, style_spec
 from autopar.sharding import ShardingSpec
 
 PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P."
@@ -39,17 +39,17 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     names = _names(graph, aliases)
     chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
     for pattern, text in constraints.items():
-        for name, spec in _meant(graph, mesh, names, pattern, text).items():
+        for name, spec in _specs_of(graph, mesh, names, pattern, text).items():
             target = names[name]
             spec.check(target.ndim, mesh, name)
             if spec.partial:
                 raise ConstraintError(f"The constraint on {name} is partial.", found=str(spec), hint=PARTIAL_HINT)
             _require_placements(graph, mesh, name, target, spec)
-            said = chosen.get(target.key)
-            if said is not None and said[0] != spec:
+            earlier = chosen.get(target.key)
+            if earlier is not None and earlier[0] != spec:
                 raise ConstraintError(
                     f"Two constraints contradict each other on {name}.",
-                    found=f"{said[1]!r} wants {said[0]}, {pattern!r} wants {spec}" + _tie_note(name, aliases),
+                    found=f"{earlier[1]!r} wants {earlier[0]}, {pattern!r} wants {spec}" + _tie_note(name, aliases),
                     hint="keep one of them; tied parameters are one tensor and take one spec.",
                 )
             chosen[target.key] = (spec, pattern)
@@ -89,7 +89,9 @@ def _parsed(pattern: str, text: str) -> ShardingSpec:
         ) from None
 
 
-def _meant(graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str) -> dict[str, ShardingSpec]:
+def _specs_of(
+    graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str
+) -> dict[str, ShardingSpec]:
     """What a constraint says of each name that it covers."""
     styled = is_style(text)
     spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)
@@ -98,7 +100,7 @@ def _meant(graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str,
         raise _names_nothing(pattern, names)
     if not styled:
         return dict.fromkeys([m for m in matches if names[m].ndim == spec.ndim] or matches[:1], spec)
-    if text.split(maxsplit=1)[0] in OF_LAYERS:
+    if text.split(maxsplit=1)[0] in LAYER_STYLES:
         matches = list(dict.fromkeys([*matches, *_parameters_of(graph, names, matches)]))
     return {
         m: style_spec(text, names[m].shape, mesh, graph, _parameter(graph, names[m]), m.rpartition(".")[0])
@@ -118,7 +120,7 @@ def _parameter(graph: Graph, target: _Target) -> str | None:
     return str(at) if kind == "placeholder" and graph.input_of[str(at)].kind == "parameter" else None
 
 
-def without(
+def without_constraint(
     graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: Mapping[str, str], name: str
 ) -> dict[str, str]:
     """The constraints on everything but ``name``: one that covers it is spelled out for what else it covers."""
@@ -126,7 +128,7 @@ def without(
     left_out = {names[n].key for n in _matches(name, names)}
     kept: dict[str, str] = {}
     for pattern, text in constraints.items():
-        meant = _meant(graph, mesh, names, pattern, text)
+        meant = _specs_of(graph, mesh, names, pattern, text)
         if any(names[m].key in left_out for m in meant):
             kept.update({m: str(spec) for m, spec in meant.items() if names[m].key not in left_out})
         else:

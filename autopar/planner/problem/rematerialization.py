@@ -15,7 +15,7 @@ from autopar.ir import Graph, Value
 from autopar.planner.problem.variables import Decisions, Use, Variable, hold_key, rerun_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 
-LEAST_OFFLOADED = 1e-3
+MIN_OFFLOADED_SHARE = 1e-3
 """Of the bytes of the largest forward value: smaller ones are not worth a transfer."""
 
 NOTHING = Strategy((), ())
@@ -34,10 +34,10 @@ def eligible(graph: Graph) -> frozenset[str]:
     return frozenset(needed)
 
 
-def least_offloaded_bytes(graph: Graph) -> float:
+def min_offloaded_bytes(graph: Graph) -> float:
     """Bytes below which a value is not offloaded."""
     made = (m for n in graph.nodes if n.phase == "forward" and n.op != "placeholder" for m in n.outputs if m)
-    return LEAST_OFFLOADED * max((m.bytes for m in made), default=0)
+    return MIN_OFFLOADED_SHARE * max((m.bytes for m in made), default=0)
 
 
 def add_reruns(d: Decisions, names: frozenset[str]) -> None:
@@ -49,24 +49,24 @@ def add_reruns(d: Decisions, names: frozenset[str]) -> None:
             d.add(Variable(rerun_key(node.name), "rerun", (NOTHING, *options), "backward", node, actions=actions))
 
 
-def hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[int, int]]) -> None:
+def add_hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[int, int]]) -> None:
     """The hold variable of ``value``, found at (``source``, ``out``) in the forward, and all that read it."""
     meta = d.graph.meta(value)
     rerun = d.index[rerun_key(value.node)]
-    again = reruns_of(d, value)
+    reruns = rerun_readers(d, value)
     kept = () if value in d.inside_kernels else _kept_specs(d, source, out, readers)
     remade = _distinct(o.outputs[value.index] for o in d.variables[rerun].options[1:])
-    offloaded = kept if meta.bytes >= d.least_offloaded_bytes else ()
+    offloaded = kept if meta.bytes >= d.min_offloaded_bytes else ()
     options = (*(Strategy((s,), (s,)) for s in (*kept, *offloaded, *remade)), NOTHING)
     actions = ("keep",) * len(kept) + ("offload",) * len(offloaded) + ("recompute",) * len(remade) + ("absent",)
     held = d.add(Variable(hold_key(value), "hold", options, "backward", value=value, actions=actions))
-    d.handovers.append(Use(source, out, held, 0, meta))
-    d.handovers.append(Use(rerun, value.index, held, 0, meta, rerun=True))
-    for target, position in (*readers, *again):
-        d.handovers.append(Use(held, 0, target, position, meta))
+    d.uses.append(Use(source, out, held, 0, meta))
+    d.uses.append(Use(rerun, value.index, held, 0, meta, rerun=True))
+    for target, position in (*readers, *reruns):
+        d.uses.append(Use(held, 0, target, position, meta))
 
 
-def reruns_of(d: Decisions, value: Value) -> list[tuple[int, int]]:
+def rerun_readers(d: Decisions, value: Value) -> list[tuple[int, int]]:
     """The rerun variables that read ``value``, with the operand's position."""
     readers = d.graph.consumers.get(value, ())
     return [(d.index[rerun_key(n.name)], i) for n, i in readers if rerun_key(n.name) in d.index]

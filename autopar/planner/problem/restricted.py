@@ -54,13 +54,13 @@ def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Pr
             made[key] = np.ascontiguousarray(edge.cost[np.ix_(kept[edge.u], kept[edge.v])])
         return made[key]
 
-    place = {node: i for i, node in enumerate(open_nodes)}
+    position = {node: i for i, node in enumerate(open_nodes)}
     only = [int(options[0]) for options in kept]
     costs = [problem.costs[node][kept[node]] for node in open_nodes]
-    certain = [cost.item(only[node]) for node, cost in enumerate(problem.costs) if node not in place]
+    certain = [cost.item(only[node]) for node, cost in enumerate(problem.costs) if node not in position]
     edges: list[Edge] = []
     for edge in problem.edges:
-        u, v = place.get(edge.u), place.get(edge.v)
+        u, v = position.get(edge.u), position.get(edge.v)
         if u is not None and v is not None:
             edges.append(Edge(u, v, cut(edge)))
         elif u is not None:
@@ -71,10 +71,12 @@ def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Pr
             certain.append(edge.cost.item(only[edge.u], only[edge.v]))
     total = math.fsum(certain)
     costs[0] = costs[0] + total
-    usages = [Usage(place[u.node], u.option[kept[u.node]], u.start, u.end) for u in problem.usages if u.node in place]
+    usages = [
+        Usage(position[u.node], u.option[kept[u.node]], u.start, u.end) for u in problem.usages if u.node in position
+    ]
     used: dict[tuple[int, int], list[float]] = {}
     for usage in problem.usages:
-        if usage.node not in place:
+        if usage.node not in position:
             used.setdefault((usage.start, usage.end), []).append(float(usage.option[only[usage.node]]))
     usages += [Usage(0, np.full(len(costs[0]), math.fsum(sizes)), *span) for span, sizes in used.items()]
     return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit, trusted=True), total

@@ -24,7 +24,7 @@ from autopar.planner.graphs.dataflow import Dataflow
 from autopar.sharding import ShardingSpec
 
 STYLES = ("replicate", "shard", "column", "row")
-OF_LAYERS = ("column", "row")
+LAYER_STYLES = ("column", "row")
 
 
 def is_style(text: str) -> bool:
@@ -75,8 +75,8 @@ def _dim(
     module: str,
 ) -> int | None:
     if style == "shard":
-        ways = math.prod(mesh.shape[a] for a in axes)
-        even = [d for d, n in enumerate(shape) if n % ways == 0]
+        group_size = math.prod(mesh.shape[a] for a in axes)
+        even = [d for d, n in enumerate(shape) if n % group_size == 0]
         return max(even, key=lambda d: (shape[d], -d)) if even and parameter else 0
     if parameter is None or len(shape) < 2:
         return len(shape) - 1 if style == "column" else None
@@ -94,16 +94,16 @@ def weight_dims(flow: Dataflow, weight: Value, module: str = "") -> tuple[int | 
             if value not in names or node.op == "placeholder":
                 continue
             if all(v in flow.state for v in node.inputs):
-                _follow(flow, node, position, names)
+                _follow_dims(flow, node, position, names)
             else:
-                found = _kept_and_summed(flow, node, position, names[value])
+                found = _column_and_row(flow, node, position, names[value])
                 if found != (None, None) and node.module == module:
                     return found
                 first = found if first == (None, None) else first
     return first
 
 
-def _follow(flow: Dataflow, node: Node, position: int, names: dict[Value, tuple[int, ...]]) -> None:
+def _follow_dims(flow: Dataflow, node: Node, position: int, names: dict[Value, tuple[int, ...]]) -> None:
     """Where each dim of a weight is after an op on weights alone; -1 where it is not one dim any more."""
     source = names[node.inputs[position]]
     for i, meta in enumerate(node.outputs):
@@ -116,9 +116,7 @@ def _follow(flow: Dataflow, node: Node, position: int, names: dict[Value, tuple[
         names.setdefault(Value(node.name, i), tuple(dims))
 
 
-def _kept_and_summed(
-    flow: Dataflow, node: Node, position: int, names: tuple[int, ...]
-) -> tuple[int | None, int | None]:
+def _column_and_row(flow: Dataflow, node: Node, position: int, names: tuple[int, ...]) -> tuple[int | None, int | None]:
     rule = flow.rules[node.name]
     if rule is None:
         return None, None

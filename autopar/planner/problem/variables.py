@@ -20,7 +20,7 @@ class Variable:
     """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
 
     ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered. ``actions`` tells what
-    each option of a hold or rerun variable does: keep, offload, recompute, absent, none. ``away`` is for each option of
+    each option of a hold or rerun variable does: keep, offload, recompute, absent, none. ``host_state_bytes`` is for each option of
     a parameter how many bytes of its optimizer state the host keeps.
     """
 
@@ -32,7 +32,7 @@ class Variable:
     value: Value | None = None
     kept: tuple[bool, ...] = ()
     actions: tuple[str, ...] = ()
-    away: tuple[int, ...] = ()
+    host_state_bytes: tuple[int, ...] = ()
 
 
 class Use(NamedTuple):
@@ -66,15 +66,15 @@ class Decisions:
     graph: Graph
     mesh: Mesh
     variables: list[Variable] = field(default_factory=list)
-    handovers: list[Use] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     recomputes: bool = False
-    least_offloaded_bytes: float = math.inf
+    min_offloaded_bytes: float = math.inf
     accumulation_steps: int = 1
     widened: frozenset[Value] = frozenset()
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
-    _known: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
-    _wanted: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
+    _shared: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
+    _reader_options: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
 
     @cached_property
     def reduced_dtype(self) -> Mapping[str, str]:
@@ -82,7 +82,7 @@ class Decisions:
         return {o.name: self.graph.meta(o.value).dtype for o in self.graph.outputs if o.kind == "gradient"}
 
     @cached_property
-    def given(self) -> frozenset[Value]:
+    def returned(self) -> frozenset[Value]:
         """What the caller gets."""
         found = (o for o in self.graph.outputs if o.kind == "output" or o.name.startswith("input:"))
         return frozenset(o.value for o in found)
@@ -107,20 +107,20 @@ class Decisions:
 
     def shared(self, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Equal options as one object: so are the prices made from them, by which repeated blocks are found."""
-        if self._known.get(id(options)) is not options:
+        if self._shared.get(id(options)) is not options:
             options = self._options.setdefault(options, options)
-            self._known[id(options)] = options
+            self._shared[id(options)] = options
         return options
 
-    def wanted(self, readers: Sequence[tuple[int, int]], *, twice: bool = False) -> tuple[Strategy, ...]:
+    def reader_options(self, readers: Sequence[tuple[int, int]], *, twice: bool = False) -> tuple[Strategy, ...]:
         """Every spec in which some reader (variable, operand) takes a value, as options of a copy, which would serve
         nobody better in another; ``twice`` where each may be made or kept."""
         key = twice, *[(id(self.variables[target].options), position) for target, position in readers]
-        if key not in self._wanted:
+        if key not in self._reader_options:
             specs = (spec_read(o, p) for t, p in readers for o in self.variables[t].options)
             options = tuple(Strategy((s,), (s,)) for s in dict.fromkeys(specs) if s is not None)
-            self._wanted[key] = self.shared(options * 2 if twice else options)
-        return self._wanted[key]
+            self._reader_options[key] = self.shared(options * 2 if twice else options)
+        return self._reader_options[key]
 
 
 def copy_key(value: Value, phase: Phase) -> str:

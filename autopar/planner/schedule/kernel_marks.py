@@ -9,12 +9,12 @@ from itertools import product
 from typing import Any
 
 from autopar.ir import Graph, Value
-from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, run_in
+from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, part_that_runs
 from autopar.planner.pricing.prices import Prices
 from autopar.program import Op, Program
 
 
-def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Program:
+def mark_kernels(program: Program, graph: Graph, prices: Prices, again: str) -> Program:
     """``program`` with the kernel of each fusion on its ops, where no redistribution stands between these; ops that are
     apart cost what they cost by themselves.
 
@@ -26,7 +26,7 @@ def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Progra
         return program
     ops, readers = list(program.ops), _readers(program)
     for whole, mark in product(fused.all, ("", again)):
-        fusion = run_in(whole, mark, at)
+        fusion = part_that_runs(whole, mark, at)
         places = [at[name + mark] for name in fusion.nodes if name + mark in at]
         run = [ops[i] for i in places]
         together = len(places) == len(fusion.nodes) and _together(graph, fusion, run, prices)
@@ -79,8 +79,8 @@ def _together(graph: Graph, fusion: Fusion, ops: Sequence[Op], prices: Prices) -
         made |= dict(zip(_results(graph, name), (t.name for t in op.writes), strict=True))
     for op, name in zip(ops, fusion.nodes, strict=True):
         node = graph.by_name[name]
-        border, metas = prices.fused(graph).borders[name], [graph.meta(v) for v in node.inputs]
-        if op.strategy is None or op.kind != "compute" or (border.dim and not border.fits(node, op.strategy, metas)):
+        traffic, metas = prices.fused(graph).fused_traffic[name], [graph.meta(v) for v in node.inputs]
+        if op.strategy is None or op.kind != "compute" or (traffic.dim and not traffic.fits(node, op.strategy, metas)):
             return False
         for value, tensor in zip(node.inputs, op.reads, strict=True):
             if value.node in fusion.nodes and fusion.kernel != STATISTICS and made[value] != tensor:

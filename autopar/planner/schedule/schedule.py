@@ -15,12 +15,12 @@ from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.implementations import implementation, packing_kernels
 from autopar.planner.footprint.op_work import VIEWS, local_bytes
-from autopar.planner.memory.live_ranges import takes_over
+from autopar.planner.memory.live_ranges import replaces_original
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import place_transfers, state_seconds, transfer_seconds
 from autopar.planner.problem.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.planner.schedule.in_place import in_place
-from autopar.planner.schedule.kernel_marks import marked
+from autopar.planner.schedule.kernel_marks import mark_kernels
 from autopar.planner.schedule.waits import place_waits
 from autopar.program import AGAIN, LocalTensor, Op, Program, Sent
 from autopar.sharding import Halo, ShardingSpec, Step, Strategy
@@ -40,7 +40,7 @@ def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
     return _Scheduler(d, choice, prices).run()
 
 
-class _Way(NamedTuple):
+class _OpTemplate(NamedTuple):
     """What an op with one strategy is wherever it stands: its seconds, whether its result is a view, the kernels that
     run it, and of each result the index, global shape, spec and bytes."""
 
@@ -64,25 +64,25 @@ class _Scheduler:
     base: dict[Phase, dict[Value, ShardingSpec]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
     rerun: set[str] = field(default_factory=set)
     redistributed: set[str] = field(default_factory=set)
-    chains: list[list[Callable[[], None]]] = field(default_factory=list)
+    pending_results: list[list[Callable[[], None]]] = field(default_factory=list)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
 
     @cached_property
-    def holds(self) -> Mapping[Value, int]:
+    def hold_variables(self) -> Mapping[Value, int]:
         """The variable that says what the backward has of each value, where there is one."""
         return {v.value: i for i, v in enumerate(self.d.variables) if v.kind == "hold" and v.value is not None}
 
     @cached_property
-    def copies(self) -> Mapping[tuple[Value, Phase], int]:
+    def copy_variables(self) -> Mapping[tuple[Value, Phase], int]:
         """The variable of the copy from which the readers of a phase read."""
-        copies = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
-        return {(x, phase): i for x, phase, key, i in copies if x is not None and key == copy_key(x, phase)}
+        copy_variables = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
+        return {(x, phase): i for x, phase, key, i in copy_variables if x is not None and key == copy_key(x, phase)}
 
     @cached_property
     def forced(self) -> frozenset[Value]:
         """Modules' outputs that a constraint redistributes."""
-        copies = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
-        return frozenset(v.value for v in copies if v.value is not None and v.key == forced_key(v.value))
+        copy_variables = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
+        return frozenset(v.value for v in copy_variables if v.value is not None and v.key == forced_key(v.value))
 
     @cached_property
     def owner(self) -> Mapping[str, str]:
@@ -103,17 +103,21 @@ class _Scheduler:
         for node in self.graph.nodes:
             self._node(node)
             for at in pending.get(node.name, ()):
-                self._bring_results_on()
+                self._advance_results()
                 results[at] = self._result(at)
-        while self.chains:
-            self._bring_results_on()
+        while self.pending_results:
+            self._advance_results()
         tick("scheduled op", len(self.ops))
         outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
-        away = [(v, v.away[option]) for v, option in zip(self.d.variables, self.choice, strict=True) if v.away]
-        names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
-        seconds = float(state_seconds([size for _, size in away], self.prices.cluster.host).sum())
-        program = Program(place_transfers(_read_later(self.ops, outputs)), outputs, names, seconds)
-        program = marked(program, self.graph, self.prices, AGAIN)
+        host_state_bytes = [
+            (v, v.host_state_bytes[option])
+            for v, option in zip(self.d.variables, self.choice, strict=True)
+            if v.host_state_bytes
+        ]
+        names = tuple(self.graph.input_of[v.key].name for v, size in host_state_bytes if size)
+        seconds = float(state_seconds([size for _, size in host_state_bytes], self.prices.cluster.host).sum())
+        program = Program(place_transfers(_without_unread(self.ops, outputs)), outputs, names, seconds)
+        program = mark_kernels(program, self.graph, self.prices, AGAIN)
         program = self.prices.decomposition.decompose(program, self.graph)
         return in_place(place_waits(program, self.prices.overlap), self.graph)
 
@@ -131,27 +135,27 @@ class _Scheduler:
         at = self.d.index[node.name]
         strategy = self.d.variables[at].options[self.choice[at]]
         if node.phase == "backward" and self.d.recomputes:
-            self._remake_for(node)
+            self._rerun_for(node)
         reads = self._operands(node, strategy, node.phase)
-        self._run(node, strategy, reads, node.phase, self._way(node, strategy, at, self.choice[at]), "")
+        self._run(node, strategy, reads, node.phase, self._template(node, strategy, at, self.choice[at]), "")
         if self.forced:
             for i in range(len(node.outputs)):
                 self._force(Value(node.name, i), node.phase)
         for i in range(len(node.outputs)):
-            self._take_over(Value(node.name, i), node.phase)
-        if self.holds:
+            self._replace_original(Value(node.name, i), node.phase)
+        if self.hold_variables:
             for i in range(len(node.outputs)):
-                self._hold(Value(node.name, i))
+                self._keep_for_backward(Value(node.name, i))
 
     def _operands(self, node: Node, strategy: Strategy, phase: Phase) -> tuple[str, ...]:
         return tuple([self._read(v, spec, phase) for v, spec in zip(node.inputs, strategy.inputs, strict=True)])
 
-    def _way(self, node: Node, strategy: Strategy, at: int, option: int) -> _Way:
+    def _template(self, node: Node, strategy: Strategy, at: int, option: int) -> _OpTemplate:
         """One for all equal ops. ``at``: the variable of which the strategy is ``option``."""
-        key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.border(self.graph, node)
-        known = self.prices.ways.get(key)
-        way: _Way | None = None if known is None else known[0]
-        if way is None:
+        key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.traffic(self.graph, node)
+        known = self.prices.op_templates.get(key)
+        template: _OpTemplate | None = None if known is None else known[0]
+        if template is None:
             seconds, kernel = 0.0, ""
             if node.op != "placeholder":
                 metas = tuple(self.graph.meta(v) for v in node.inputs)
@@ -163,7 +167,7 @@ class _Scheduler:
                 if meta is not None and spec is not None
             )
             metas = tuple(self.graph.meta(v) for v in node.inputs)
-            way = _Way(
+            template = _OpTemplate(
                 seconds,
                 node.packet in VIEWS and bool(node.inputs),
                 (kernel,) if kernel else (),
@@ -171,17 +175,19 @@ class _Scheduler:
                 halos(node, strategy, metas, self.mesh) or (),
                 self.prices.sent(node, metas, strategy),
             )
-            self.prices.ways[key] = way, self.graph, strategy
-        return way
+            self.prices.op_templates[key] = template, self.graph, strategy
+        return template
 
-    def _run(self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, way: _Way, mark: str) -> None:
+    def _run(
+        self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, template: _OpTemplate, mark: str
+    ) -> None:
         """Emit an op; its results are then there in ``phase`` and, until they are held otherwise, in the backward."""
         writes = []
-        for i, meta, spec, nbytes in way.results:
+        for i, meta, spec, nbytes in template.results:
             value = Value(node.name, i)
             name = f"{value}{mark}"
             writes.append(LocalTensor(name, meta, spec, nbytes))
-            for reach in BACKWARD if phase == "backward" else FORWARD if value in self.holds else BOTH:
+            for reach in BACKWARD if phase == "backward" else FORWARD if value in self.hold_variables else BOTH:
                 self.base[reach][value] = spec
                 made = self.made[reach]
                 if value in made:
@@ -198,25 +204,25 @@ class _Scheduler:
                 tuple(writes),
                 phase,
                 strategy=None if placeholder else strategy,
-                seconds=way.seconds,
-                alias=way.alias,
-                kernels=way.kernels,
-                halos=way.halos,
-                sent=way.sent,
+                seconds=template.seconds,
+                alias=template.alias,
+                kernels=template.kernels,
+                halos=template.halos,
+                sent=template.sent,
             )
         )
 
-    def _take_over(self, value: Value, phase: Phase) -> None:
+    def _replace_original(self, value: Value, phase: Phase) -> None:
         """A copy from which all read is made at once: what it is made of need not stay."""
-        at = self.copies.get((value, phase))
-        if at is not None and takes_over(self.d, self.d.variables[at]):
+        at = self.copy_variables.get((value, phase))
+        if at is not None and replaces_original(self.d, self.d.variables[at]):
             self._redistribute(
                 value, self.base[phase][value], self.d.variables[at].options[self.choice[at]].inputs[0], phase
             )
 
-    def _hold(self, value: Value) -> None:
+    def _keep_for_backward(self, value: Value) -> None:
         """Bring what is kept for the backward into the spec in which it is kept, at once."""
-        at = self.holds.get(value)
+        at = self.hold_variables.get(value)
         if at is None:
             return
         variable = self.d.variables[at]
@@ -228,9 +234,9 @@ class _Scheduler:
         if action == "offload":
             self.offloaded[value] = self._transfer("offload", value, name, f"{name}|host", spec, "forward")
         else:
-            self._arrive(value, spec, name)
+            self._set_backward_value(value, spec, name)
 
-    def _arrive(self, value: Value, spec: ShardingSpec, name: str) -> None:
+    def _set_backward_value(self, value: Value, spec: ShardingSpec, name: str) -> None:
         """The backward has the value in tensor ``name``."""
         self.base["backward"][value] = spec
         self.made["backward"][value] = {spec: name}
@@ -248,9 +254,11 @@ class _Scheduler:
         """Bring back what the host keeps."""
         host = self.offloaded.pop(value)
         name = f"{host.name.removesuffix('|host')}|back"
-        self._arrive(value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name)
+        self._set_backward_value(
+            value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name
+        )
 
-    def _remake_for(self, node: Node) -> None:
+    def _rerun_for(self, node: Node) -> None:
         """Run again what ``node`` needs and the backward has not, in the order of the graph."""
         missing: set[str] = set()
         ahead = [node]
@@ -261,9 +269,9 @@ class _Scheduler:
                     missing.add(value.node)
                     ahead.append(self.graph.by_name[value.node])
         for name in sorted(missing, key=self.graph.order.__getitem__):
-            self._remake(self.graph.by_name[name])
+            self._rerun(self.graph.by_name[name])
 
-    def _remake(self, node: Node) -> None:
+    def _rerun(self, node: Node) -> None:
         """Run a forward op again, on operands that the backward has or makes again."""
         if node.name in self.rerun:
             return
@@ -273,7 +281,7 @@ class _Scheduler:
         reads = self._operands(node, strategy, "backward")
         kept = {v: (self.base["backward"][v], self.made["backward"][v]) for v in self._kept_results(node)}
         first = self.d.index[node.name]
-        self._run(node, strategy, reads, "backward", self._way(node, strategy, first, self.choice[at] - 1), AGAIN)
+        self._run(node, strategy, reads, "backward", self._template(node, strategy, first, self.choice[at] - 1), AGAIN)
         for value, (spec, made) in kept.items():
             self.base["backward"][value], self.made["backward"][value] = spec, made
 
@@ -297,9 +305,9 @@ class _Scheduler:
             if value in self.offloaded:
                 self._fetch(value)
             elif value not in self.base["backward"]:
-                self._remake(self.graph.by_name[value.node])
+                self._rerun(self.graph.by_name[value.node])
         source = self.base[phase][value]
-        at = self.copies.get((value, phase))
+        at = self.copy_variables.get((value, phase))
         if at is not None:
             variable = self.d.variables[at]
             copy = variable.options[self.choice[at]].inputs[0]
@@ -321,15 +329,15 @@ class _Scheduler:
         if not chain:
             return self.made[phase][output.value][spec]
         chain.pop(0)()
-        self.chains += [chain] if chain else []
+        self.pending_results += [chain] if chain else []
         return _redistributed(output.value, spec, phase)
 
-    def _bring_results_on(self) -> None:
+    def _advance_results(self) -> None:
         """The next step of every result that needs several. A step waits for the one before, and the program with it:
         so it comes when the next result is there, and the one before is probably done."""
-        for chain in self.chains:
+        for chain in self.pending_results:
             chain.pop(0)()
-        self.chains = [chain for chain in self.chains if chain]
+        self.pending_results = [chain for chain in self.pending_results if chain]
 
     def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
         made = self.made[phase][value]
@@ -397,7 +405,7 @@ class _Scheduler:
         return LocalTensor(name, meta, spec, local_bytes(meta, spec, self.mesh))
 
 
-def _read_later(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) -> list[Op]:
+def _without_unread(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) -> list[Op]:
     """Without redistributions of which nobody reads, as a choice that is not the best may have: nobody would wait for
     them."""
     read, kept = {name for _, name in results}, []

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from autopar.program import Op, Program
 from autopar.solver.clock import tick
 
-Use: TypeAlias = Literal["compute", "launch", "both", "copy"]
+EventKind: TypeAlias = Literal["compute", "launch", "both", "copy"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Event(NamedTuple):
         queue: the mesh axes that a collective runs over.
     """
 
-    use: Use
+    kind: EventKind
     name: str
     phase: str
     reads: tuple[str, ...]
@@ -67,10 +67,10 @@ class Event(NamedTuple):
     def of(op: Op) -> Event:
         if op.is_collective or op.kind == "decomposed":
             assert op.step is not None
-            use: Use = "launch" if op.is_collective else "both"
+            kind: EventKind = "launch" if op.is_collective else "both"
             writes = tuple([t.name for t in op.writes])
             return Event(
-                use, op.name, op.phase, op.reads, writes, op.seconds, op.launch_s, (op.step.axis, *op.step.axes)
+                kind, op.name, op.phase, op.reads, writes, op.seconds, op.launch_s, (op.step.axis, *op.step.axes)
             )
         if op.is_transfer:
             return Event("copy", op.name, op.phase, op.reads, tuple([t.name for t in op.writes]), op.seconds)
@@ -88,9 +88,9 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
     streams.run(events)
     streams.wait_for_all()
     streams.step(program)
-    work: dict[Use, list[float]] = {"launch": [], "copy": [], "compute": [], "both": []}
+    work: dict[EventKind, list[float]] = {"launch": [], "copy": [], "compute": [], "both": []}
     for event in events:
-        work[event.use].append(event.seconds)
+        work[event.kind].append(event.seconds)
     return Timeline(
         tuple(streams.intervals or ()),
         streams.now_s,
@@ -157,11 +157,11 @@ class _Streams:
             for name in event.reads:
                 if name in pending or name in self.copied:
                     self.wait_for(name)
-            if event.use == "compute":
+            if event.kind == "compute":
                 self.compute(event)
-            elif event.use == "launch":
+            elif event.kind == "launch":
                 self.launch(event)
-            elif event.use == "both":
+            elif event.kind == "both":
                 self.together(event)
             else:
                 self.copy(event)
