@@ -211,9 +211,9 @@ def test_where_memory_is_full_gathers_wait_and_elsewhere_they_do_not() -> None:
     program = weights(6, 2**26, 4e-4)  # what is held falls from the first reader on
     full = arranged(program, 0.0)
     assert full.memory.peak_bytes == held(program).peak_bytes
-    places = [op.name for op in full.program.ops if op.kind != "input"]
-    assert places[:3] == ["w0", "y0", "w1"]
-    assert places.index("w3") < places.index("y2")
+    slots = [op.name for op in full.program.ops if op.kind != "input"]
+    assert slots[:3] == ["w0", "y0", "w1"]
+    assert slots.index("w3") < slots.index("y2")
     ahead_s, before_s = arranged(program).timeline.seconds, simulate_streams(program, PRICES.overlap).seconds
     assert ahead_s < full.timeline.seconds < 0.75 * before_s
 

@@ -31,7 +31,7 @@ Mask = npt.NDArray[np.bool_]
 Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
 """What a mesh axis may do with an op: take one of these factors, anything but these, or leave it whole."""
 
-LAYERS = 4
+KEPT_LAYERS = 4
 """Of those that are alike, from so many all are told."""
 
 UNCUT: Role = ("whole", frozenset())
@@ -335,7 +335,7 @@ def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
 
 def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
     """What baselines leave open: of a deep model as one with fewer layers tells it, since all layers are alike."""
-    fewer = objective.with_fewer_layers(LAYERS)
+    fewer = objective.with_fewer_layers(KEPT_LAYERS)
     if fewer is None:
         return Restrictions(objective.decisions).masks
     restrictions, place = Restrictions(fewer.decisions), fewer.position

@@ -137,12 +137,12 @@ class _Labeller:
         if rule is None or not weights or len(weights) == len(node.inputs):
             return None, frozenset()
         taken = {f for p, dims in enumerate(rule.inputs) if p not in weights for d in dims for f in d}
-        table = {f for dims in rule.outputs for d in dims or () for f in d}
+        kept = {f for dims in rule.outputs for d in dims or () for f in d}
         product = self._is_product(node)
         for p in weights:
             own = [d[0] for d in rule.inputs[p] if d and d[0] not in taken and self.can_cut(node, d[0])]
-            rows = [f for f in own if f not in table]
-            columns = [f for f in own if f in table]
+            rows = [f for f in own if f not in kept]
+            columns = [f for f in own if f in kept]
             if len(rule.inputs[p]) > 1 and rows:
                 return rows[0], frozenset()
             if product and columns and len(rule.inputs[p]) > 1:

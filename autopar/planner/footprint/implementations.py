@@ -106,7 +106,7 @@ def _compute_dtype(node: Node, metas: Sequence[TensorMeta]) -> str:
     return metas[1 if node.packet.endswith("nll_backward") else 0].dtype
 
 
-def passes_beside(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
+def extra_passes(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
     """Bytes of each pass that an op makes one after the other beside its product, on every device."""
     if node.packet in CHUNKED:
         return _chunked(node, option, metas, mesh)

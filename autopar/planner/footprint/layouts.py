@@ -19,7 +19,7 @@ from autopar.strategies import find_rule
 MAYBE_VIEWS = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten._reshape_alias"})
 """Lowered to ``reshape``: a view where strides allow it, else a copy."""
 
-DENSE = frozenset(
+NEEDS_CONTIGUOUS = frozenset(
     f"aten.{op}"
     for op in (
         "native_group_norm",
@@ -122,13 +122,13 @@ def results(
     if node.packet in MAYBE_VIEWS:
         view = reshaped(operands[0], shapes[0])
         return (view or contiguous(shapes[0]),), view is not None
-    if node.packet in VIEWS and not (node.packet in DENSE and not operands[0].is_contiguous):
+    if node.packet in VIEWS and not (node.packet in NEEDS_CONTIGUOUS and not operands[0].is_contiguous):
         return tuple(_view(node, operands[0], shape) for shape in shapes), True
     rule = find_rule(node)
     if node.packet in KEEPS_STRIDES and node.kwarg("memory_format") != "torch.contiguous_format":
-        return tuple(like(operands[:1], shape) for shape in shapes), False
+        return tuple(pointwise_layout(operands[:1], shape) for shape in shapes), False
     if node.packet.startswith("aten.") and rule is not None and rule.elementwise:
-        return tuple(like(operands, shape) for shape in shapes), False
+        return tuple(pointwise_layout(operands, shape) for shape in shapes), False
     return tuple(map(contiguous, shapes)), False
 
 
@@ -199,7 +199,7 @@ def _order(name: str, node: Node, ndim: int) -> list[int]:
     return order
 
 
-def like(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
+def pointwise_layout(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
     """What a pointwise op makes: dense, its dims in the order of its operands' strides. As ``TensorIterator``."""
     full = [_broadcast(x, shape) for x in operands]
     if all(x.is_contiguous for x in full if x.shape == shape and 0 not in x.strides) or not shape:

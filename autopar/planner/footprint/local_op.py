@@ -49,11 +49,11 @@ class LocalOp:
         if find_lowering(self.node) is None:
             return self.node.packet, self.node.args, dict(self.node.kwargs)
         op, args, kwargs = localize(self.node, self.strategy, self.metas, self.mesh)
-        return op.rpartition(".")[0], self._here(args), {k: self._here(v) for k, v in kwargs}
+        return op.rpartition(".")[0], self._on_rank(args), {k: self._on_rank(v) for k, v in kwargs}
 
-    def _here(self, arg: Any) -> Any:
+    def _on_rank(self, arg: Any) -> Any:
         if isinstance(arg, tuple):
-            return tuple(map(self._here, arg))
+            return tuple(map(self._on_rank, arg))
         if isinstance(arg, LocalChoice):
             return arg.values[self.at[arg.axis]]
         if isinstance(arg, (LocalLength, LocalOffset)):

@@ -34,7 +34,7 @@ class StateBytes:
         return self.parameter + self.optimizer + self.gradient + self.step
 
 
-def master_of(dtype: str, options: Options) -> str | None:
+def master_dtype(dtype: str, options: Options) -> str | None:
     """The dtype of the master weights of parameters of ``dtype``; None where the optimizer steps on these. A step makes
     their gradients in it besides."""
     master = options.dtype_of("master")
@@ -56,7 +56,7 @@ def state_bytes(
     held = numel * meta.itemsize
     if not trainable:
         return StateBytes(held, 0, 0, 0)
-    master = master_of(meta.dtype, options)
+    master = master_dtype(meta.dtype, options)
     state = optimizer_state_bytes(options.optimizer, numel, meta.dtype, shape=shape, master_dtype=master)
     state += optimizer_scalar_bytes(options.optimizer)
     together = optimizer_mode(options.optimizer, options.device) == "foreach"
@@ -79,7 +79,7 @@ def step_bytes(
         by_dtype.setdefault(meta.dtype, []).append(_shard(meta, spec, mesh, at))
     total = 0
     for dtype, shapes in by_dtype.items():
-        numels, master = list(map(math.prod, shapes)), master_of(dtype, options)
+        numels, master = list(map(math.prod, shapes)), master_dtype(dtype, options)
         total += optimizer_step_bytes(
             options.optimizer, numels, dtype, master_dtype=master, device=options.device, shapes=shapes
         )

@@ -18,13 +18,13 @@ from autopar.planner.footprint import transients_of_losses as losses
 from autopar.planner.footprint import transients_of_norms as norms
 from autopar.planner.footprint import transients_of_products as products
 from autopar.planner.footprint import transients_of_windows as windows
-from autopar.planner.footprint.layouts import DENSE
+from autopar.planner.footprint.layouts import NEEDS_CONTIGUOUS
 from autopar.planner.footprint.local_op import Formulas, LocalOp, local_op, windowed
 from autopar.planner.footprint.op_work import VIEWS
 from autopar.sharding import Strategy
 from autopar.strategies import find_lowering, halos
 
-COPIED = DENSE - VIEWS
+COPIED = NEEDS_CONTIGUOUS - VIEWS
 """Their operands are held twice where they are not contiguous."""
 
 

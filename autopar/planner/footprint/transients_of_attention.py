@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir import Node
-from autopar.planner.footprint.layouts import Layout, contiguous, like, permuted
+from autopar.planner.footprint.layouts import Layout, contiguous, permuted, pointwise_layout
 from autopar.planner.footprint.local_op import BLOCKS, SCALARS, Formulas, LocalOp, wide
 
 
@@ -58,7 +58,7 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
     copied = sum(op.nbytes(y) for y in read if not _in_rows(y[0]))
     laid = [_by_rows(r.shape) for r, _ in op.results]
     if q == 0:
-        laid[0] = like([x[0] if _in_rows(x[0]) else contiguous(x[0].shape)], x[0].shape)
+        laid[0] = pointwise_layout([x[0] if _in_rows(x[0]) else contiguous(x[0].shape)], x[0].shape)
     again = sum(op.nbytes(r) for r, made in zip(op.results, laid, strict=True) if not made.is_contiguous)
     return max(making + mask - op.written, mask + copied, again)
 

@@ -58,13 +58,13 @@ class _Finder:
     def readers(self, value: Value) -> list[Node]:
         return [n for n, _ in self.graph.consumers.get(value, ())]
 
-    def only(self, value: Value, packet: str) -> Node | None:
+    def only_reader(self, value: Value, packet: str) -> Node | None:
         """The one reader of a value, if it is of this packet."""
         readers = self.readers(value)
         alone = len(readers) == 1 and value not in self.outputs and readers[0].packet == packet
         return readers[0] if alone else None
 
-    def are_all(self, value: Value, *nodes: Node) -> bool:
+    def is_read_only_by(self, value: Value, *nodes: Node) -> bool:
         """Whether nobody else reads a value."""
         return value not in self.outputs and {n.name for n in self.readers(value)} == {n.name for n in nodes}
 
@@ -80,11 +80,11 @@ class _Finder:
         same = add.inputs[1] == Value(largest.name) and largest.inputs[0] == total.inputs[0] == scores
         same = same and backward.inputs[1:] == nll.inputs and backward.kwargs == nll.kwargs
         inside = (
-            self.are_all(scores, largest, total, nll, backward)
-            and self.are_all(Value(largest.name), total, add)
-            and self.are_all(Value(total.name), log)
-            and self.are_all(Value(log.name), add)
-            and self.are_all(lse, nll, backward)
+            self.is_read_only_by(scores, largest, total, nll, backward)
+            and self.is_read_only_by(Value(largest.name), total, add)
+            and self.is_read_only_by(Value(total.name), log)
+            and self.is_read_only_by(Value(log.name), add)
+            and self.is_read_only_by(lse, nll, backward)
         )
         if not same or not inside:
             return None
@@ -111,10 +111,10 @@ class _Finder:
             if not isinstance(dim, int) or dim % max(ndim, 1) == ndim - 1:
                 break
             scores = node.inputs[0]
-            if found and not self.are_all(Value(node.name), found[0]):
+            if found and not self.is_read_only_by(Value(node.name), found[0]):
                 break
             found.insert(0, node)
-        if found and not self.are_all(scores, found[0]):
+        if found and not self.is_read_only_by(scores, found[0]):
             return (), scores
         return tuple(found), scores
 
@@ -122,7 +122,7 @@ class _Finder:
         """The gradients of those slices, in order, and that of what they are taken of."""
         found, given = list[Node](), Value(backward.name)
         for _ in slices:
-            node = self.only(given, "aten.slice_backward")
+            node = self.only_reader(given, "aten.slice_backward")
             if node is None:
                 break
             found.append(node)
@@ -134,7 +134,9 @@ class _Finder:
         added, bias = self.maker(logits, "aten.add"), None
         if added is not None and len(added.inputs) == 2 and len(added.args) == 2 and not added.kwargs:
             logits, bias = added.inputs
-            if self.graph.meta(bias).shape != self.graph.meta(logits).shape[-1:] or not self.are_all(logits, added):
+            if self.graph.meta(bias).shape != self.graph.meta(logits).shape[-1:] or not self.is_read_only_by(
+                logits, added
+            ):
                 return None, None
         product = self.maker(logits, "autopar.contract")
         if product is None or product.args[2] != _equations(self.graph.meta(product.inputs[0]))[0]:
@@ -156,7 +158,7 @@ class _Finder:
             elif node.packet == "autopar.contract" and node.args == (given, x, of_table):
                 at, made = 1, node
             elif node.packet == "aten.sum" and bias is not None and node.args[1:] == (lead, True):
-                seen = self.only(Value(node.name), "aten.view")
+                seen = self.only_reader(Value(node.name), "aten.view")
                 if seen is None:
                     return None
                 at, made = 2, seen
@@ -219,16 +221,16 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     for node in loss.unsliced if of_x is not None else ():
         moved[node.name] = _reshaped(node, given, width)
         given = Value(node.name)
-    instead = {Value(loss.nll.name): Value(forward.name)}
+    replacements = {Value(loss.nll.name): Value(forward.name)}
     results = (given, Value(backward.name, 1), Value(backward.name, 2))
-    instead |= {Value(g.name): v for g, v in zip(loss.gradients, results, strict=True) if g is not None}
+    replacements |= {Value(g.name): v for g, v in zip(loss.gradients, results, strict=True) if g is not None}
     placed = moved | {loss.nll.name: forward, loss.backward.name: backward}
     nodes = tuple(
-        placed[n.name] if n.name in placed else _reading(n, instead)
+        placed[n.name] if n.name in placed else _with_operands(n, replacements)
         for n in graph.nodes
         if n.name in placed or n.name not in loss.nodes
     )
-    outputs = tuple(replace(o, value=instead.get(o.value, o.value)) for o in graph.outputs)
+    outputs = tuple(replace(o, value=replacements.get(o.value, o.value)) for o in graph.outputs)
     return replace(graph, nodes=nodes, outputs=outputs)
 
 
@@ -241,13 +243,13 @@ def _reshaped(node: Node, operand: Value, width: int) -> Node:
     return replace(node, args=(operand, *args), outputs=(TensorMeta((*meta.shape[:-1], width), meta.dtype),))
 
 
-def _reading(node: Node, instead: Mapping[Value, Value]) -> Node:
-    if not any(v in instead for v in node.inputs):
+def _with_operands(node: Node, replacements: Mapping[Value, Value]) -> Node:
+    if not any(v in replacements for v in node.inputs):
         return node
 
     def moved(arg: Arg) -> Arg:
         if isinstance(arg, Value):
-            return instead.get(arg, arg)
+            return replacements.get(arg, arg)
         return tuple(map(moved, arg)) if isinstance(arg, tuple) else arg
 
     return replace(node, args=tuple(map(moved, node.args)), kwargs=tuple((k, moved(v)) for k, v in node.kwargs))

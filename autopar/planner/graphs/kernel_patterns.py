@@ -73,7 +73,7 @@ def part_that_runs(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
 
 
 @dataclass(frozen=True)
-class _Root:
+class _RmsRoot:
     """An RMS norm written out: from x in the dtype in which it is computed, 1 / its root mean square."""
 
     x: Value
@@ -87,7 +87,7 @@ class _Finder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.outputs = {o.value for o in graph.outputs}
-        self.roots: dict[Value, tuple[_Root, Value]] = {}
+        self.roots: dict[Value, tuple[_RmsRoot, Value]] = {}
 
     def found(self) -> Iterator[Fusion]:
         makers = {
@@ -96,8 +96,8 @@ class _Finder:
             "aten._fused_rms_norm": self._norm,
             "aten.native_layer_norm_backward": self._norm_backward,
             "aten._fused_rms_norm_backward": self._norm_backward,
-            "aten.rsqrt": self._written_out,
-            "aten.pow": self._written_out_backward,
+            "aten.rsqrt": self._rms_norm,
+            "aten.pow": self._rms_norm_backward,
         }
         for node in self.graph.nodes:
             make = makers.get(node.packet)
@@ -126,7 +126,7 @@ class _Finder:
     def readers(self, value: Value, packet: str) -> list[Node]:
         return [n for n, _ in self.graph.consumers.get(value, ()) if n.packet == packet]
 
-    def only(self, value: Value, packet: str) -> Node | None:
+    def only_reader(self, value: Value, packet: str) -> Node | None:
         """The one reader of a value that leaves the program nowhere else, if it is of this packet."""
         readers = self.graph.consumers.get(value, ())
         if len(readers) != 1 or value in self.outputs or readers[0][0].packet != packet:
@@ -187,7 +187,7 @@ class _Finder:
         """With the sum of what comes along the residual path, which alone reads the gradient of the input."""
         centred = node.packet == "aten.native_layer_norm_backward"
         dx = Value(node.name, 0)
-        add = self.only(dx, "aten.add") if node.outputs[0] else None
+        add = self.only_reader(dx, "aten.add") if node.outputs[0] else None
         if add is None or self.sum_of(Value(add.name, 0), node.phase) is None:
             return None
         grad, y = node.inputs[:2]
@@ -213,7 +213,7 @@ class _Finder:
 
     # An RMS norm as models write it: x * rsqrt(mean(x ** 2) + eps) * weight, in float32 where x is in half precision.
 
-    def _root(self, rsqrt: Node) -> _Root | None:
+    def _rms_root(self, rsqrt: Node) -> _RmsRoot | None:
         shifted = self.maker(rsqrt.inputs[0], "aten.add")
         mean = self.maker(shifted.inputs[0], "aten.div") if shifted and len(shifted.inputs) == 1 else None
         total = self.maker(mean.inputs[0], "aten.sum") if mean and len(mean.inputs) == 1 else None
@@ -226,10 +226,10 @@ class _Finder:
             return None
         if not isinstance(eps, float) or len(shifted.args) != 2 or self.graph.meta(x).dtype != "float32":
             return None
-        return _Root(x, Value(rsqrt.name, 0), (square, total, mean, shifted, rsqrt), eps, dim)
+        return _RmsRoot(x, Value(rsqrt.name, 0), (square, total, mean, shifted, rsqrt), eps, dim)
 
-    def _written_out(self, rsqrt: Node) -> Fusion | None:
-        root = self._root(rsqrt)
+    def _rms_norm(self, rsqrt: Node) -> Fusion | None:
+        root = self._rms_root(rsqrt)
         scaled = self.readers(root.rstd, "aten.mul") if root is not None else []
         hat = next((n for n in scaled if root and n.inputs == (root.x, root.rstd) and n.phase == rsqrt.phase), None)
         if root is None or hat is None:
@@ -260,7 +260,7 @@ class _Finder:
             "add_norm", self._in_order(nodes), (*reads, ("weight", weight)), tuple(writes), root.dim, root.eps
         )
 
-    def _written_out_backward(self, cube: Node) -> Fusion | None:
+    def _rms_norm_backward(self, cube: Node) -> Fusion | None:
         """From rstd ** 3, which only the gradient of rsqrt computes, back to what made it and on to the sums."""
         known = self.roots.get(cube.inputs[0]) if cube.args[1] == 3 and cube.phase == "backward" else None
         if known is None or known[0].dim > MAX_DIM_BACKWARD:
@@ -280,13 +280,13 @@ class _Finder:
         nodes += [product, *cast]
         result = Value(total.name, 0)
         if cast:
-            narrow = self.only(result, "aten._to_copy")
+            narrow = self.only_reader(result, "aten._to_copy")
             if narrow is None:
                 return None
             nodes.append(narrow)
             result = Value(narrow.name, 0)
         reads = [("grad", grad), ("y", root.x), ("rstd", root.rstd), ("weight", weight)]
-        add = self.only(result, "aten.add") if beside is None else None
+        add = self.only_reader(result, "aten.add") if beside is None else None
         if add is not None and self.sum_of(Value(add.name, 0), "backward"):
             beside = next((v for v in add.inputs if v != result), None)
             nodes.append(add)
@@ -307,17 +307,17 @@ class _Finder:
     def _chain(self, cube: Node) -> tuple[list[Node], tuple[Value, Value], Node, Value | None] | None:
         """The ops from ``cube`` on; (the gradient of hat, x) as they read them; the sum that ends them; what else is in
         that sum."""
-        cubed = self.only(Value(cube.name, 0), "aten.mul")
+        cubed = self.only_reader(Value(cube.name, 0), "aten.mul")
         halved = next((self.maker(v, "aten.mul") for v in cubed.inputs if v.node != cube.name), None) if cubed else None
         summed = self.maker(halved.inputs[0], "aten.sum") if halved and halved.args[1] == -0.5 else None
         dotted = self.maker(summed.inputs[0], "aten.mul") if summed else None
-        spread = self.only(Value(cubed.name, 0), "aten.expand") if cubed else None
-        mean = self.only(Value(spread.name, 0), "aten.div") if spread else None
-        times = self.only(Value(mean.name, 0), "aten.mul") if mean else None
+        spread = self.only_reader(Value(cubed.name, 0), "aten.expand") if cubed else None
+        mean = self.only_reader(Value(spread.name, 0), "aten.div") if spread else None
+        times = self.only_reader(Value(mean.name, 0), "aten.mul") if mean else None
         if not (cubed and halved and summed and dotted and spread and mean and times):
             return None
         doubled = next((self.maker(v, "aten.mul") for v in times.inputs if v.node != mean.name), None)
-        total = self.only(Value(times.name, 0), "aten.add")
+        total = self.only_reader(Value(times.name, 0), "aten.add")
         if doubled is None or doubled.args[1] != 2.0 or total is None or len(total.inputs) != 2:
             return None
         x = doubled.inputs[0]
@@ -339,8 +339,8 @@ class _Finder:
     def _weight_gradient(self, grad: Value, hat: Value) -> list[Node]:
         """``grad * hat``, summed over all dims but the last, and seen as a vector."""
         products = [n for n in self.readers(grad, "aten.mul") if set(n.inputs) == {grad, hat}]
-        summed = self.only(Value(products[0].name, 0), "aten.sum") if products else None
-        seen = self.only(Value(summed.name, 0), "aten.view") if summed else None
+        summed = self.only_reader(Value(products[0].name, 0), "aten.sum") if products else None
+        seen = self.only_reader(Value(summed.name, 0), "aten.view") if summed else None
         if summed is None or seen is None:
             return []
         lead = tuple(range(len(self.graph.meta(grad).shape) - 1))

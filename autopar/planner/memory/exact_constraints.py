@@ -192,18 +192,18 @@ class ExactMemory:
         """``problem`` with rows at ``points``, all within its limit. With each go the bytes that rows do not know of,
         such as those that an op holds while it runs."""
         backward_start = _backward_start(self.decisions.graph)
-        growing = _Growing(problem, list(problem.costs), [*problem.edges, *self.view_edges], [])
+        builder = _Builder(problem, list(problem.costs), [*problem.edges, *self.view_edges], [])
         d = self.decisions
         for time, (point, margin) in enumerate(points.items()):
             if margin > 0:
-                growing.usages.append(Usage(0, self.numbers([margin] * len(problem.costs[0])), time, time + 1))
+                builder.usages.append(Usage(0, self.numbers([margin] * len(problem.costs[0])), time, time + 1))
             exact = backward_start <= point.position < len(d.graph.nodes)
-            growing.usages += static_usages(
+            builder.usages += static_usages(
                 d, self.options, point.program_point(d.graph), time, holds=not exact, views_tied=self.views_tied
             )
             if exact:
-                _PointNodes(self, point, time, growing).build()
-        return Problem(tuple(growing.costs), tuple(growing.edges), tuple(growing.usages), problem.limit)
+                _PointNodes(self, point, time, builder).build()
+        return Problem(tuple(builder.costs), tuple(builder.edges), tuple(builder.usages), problem.limit)
 
     def used(self, choice: Sequence[int], point: ExactPoint) -> float:
         """Bytes that the row of ``point`` sees of a choice."""
@@ -247,7 +247,7 @@ class ExactMemory:
 
 
 @dataclass
-class _Growing:
+class _Builder:
     """A problem while nodes are added."""
 
     problem: Problem
@@ -263,7 +263,7 @@ class _PointNodes:
     exact: ExactMemory
     point: ExactPoint
     time: int
-    growing: _Growing | None
+    builder: _Builder | None
 
     @cached_property
     def ops(self) -> dict[int, tuple[_RerunState, ...]]:
@@ -276,7 +276,7 @@ class _PointNodes:
         return tuple(tuple(dict.fromkeys(self._value_states(h))) for h in self.exact.held)
 
     def build(self) -> None:
-        assert self.growing is not None
+        assert self.builder is not None
         nodes = {p: self._add(len(states)) for p, states in self.ops.items()}
         values = [self._add(len(value_states)) for value_states in self.value_states]
         for p, r in self.exact.reruns.items():
@@ -285,7 +285,7 @@ class _PointNodes:
             )
         for i, h in enumerate(self.exact.held):
             value_states = self.value_states[i]
-            self.growing.usages.append(
+            self.builder.usages.append(
                 Usage(values[i], self.exact.numbers([s.bytes for s in value_states]), self.time, self.time + 1)
             )
             options = tuple(zip(h.actions, h.bytes, strict=True))
@@ -437,17 +437,17 @@ class _PointNodes:
         return lambda maker, read: maker.requested_by != (i, reader) or maker.timing == read.timing
 
     def _add(self, options: int) -> int:
-        assert self.growing is not None
-        self.growing.costs.append(self.exact.numbers([0.0] * options))
-        return len(self.growing.costs) - 1
+        assert self.builder is not None
+        self.builder.costs.append(self.exact.numbers([0.0] * options))
+        return len(self.builder.costs) - 1
 
     def _join(
         self, u: int, v: int, left: Sequence[_Left], right: Sequence[_Right], fits: Callable[[_Left, _Right], bool]
     ) -> None:
-        assert self.growing is not None
+        assert self.builder is not None
         table = [[fits(a, b) for b in right] for a in left]
         if not all(map(all, table)):
-            self.growing.edges.append(Edge(u, v, self.exact._pairs(table)))
+            self.builder.edges.append(Edge(u, v, self.exact._pairs(table)))
 
 
 def _backward_start(graph: Graph) -> int:

@@ -205,7 +205,7 @@ class _Fitter:
                     break
             if nearly > NEARLY_FITS or now() > self.deadline:
                 return None, False
-            if not self._reduce_leads(arrangement, leads, self._held_by_place(found, held)):
+            if not self._reduce_leads(arrangement, leads, self._held_by_slot(found, held)):
                 nearly = math.inf  # only earlier waits are left
 
     def _measured(self, program: Program, nearly: float) -> tuple[Program, MemoryProfile]:
@@ -218,7 +218,7 @@ class _Fitter:
         now = self.profiled(sooner) if sooner is not None else held
         return (sooner, now) if sooner is not None and now.peak_bytes < held.peak_bytes else (program, held)
 
-    def _held_by_place(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
+    def _held_by_slot(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
         """The most that is held at each place; see `planner.movable`."""
         stays = {op.name for op in self.tried.arrangements.parts.fixed}
         passed = np.cumsum([0, *(op.name in stays for op in found.ops)])
@@ -231,21 +231,21 @@ class _Fitter:
         none can be shorter; whether any is. ``held``, at each place, is written to."""
         arrangements, changed = self.tried.arrangements, False
         late = now() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
-        places = arrangements.places(arrangement, leads)
+        slots = arrangements.slots(arrangement, leads)
         while True:
             over = np.concatenate([[0], np.cumsum(held > self.most)])
             shorter = False
             for m in arrangements.parts.collectives:
-                span = (places[m.at], m.last) if m.kind == "early" else (m.first, places[m.at])
+                span = (slots[m.at], m.last) if m.kind == "early" else (m.first, slots[m.at])
                 lead = leads.get(m.at, arrangement.prefetch if m.kind == "early" else 0)
                 if m.kind != "middle" and lead != ALONE and over[max(span)] > over[span[0]]:
                     leads[m.at] = lead // 2 if lead > 0 and not late else ALONE
                     shorter = changed = True
             if not shorter:
                 return changed
-            before, places = places, arrangements.places(arrangement, leads)
+            before, slots = slots, arrangements.slots(arrangement, leads)
             for m in arrangements.parts.collectives:
-                there, then = before[m.at], places[m.at]
+                there, then = before[m.at], slots[m.at]
                 held[min(there, then) : max(there, then)] -= m.op.wire_bytes if m.at in leads else 0
 
 

@@ -17,24 +17,24 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from autopar.planner.footprint.collective_buffers import needs_packing
-from autopar.planner.overlap.collectives import Parts, SchedulableCollective, together
+from autopar.planner.overlap.collectives import Parts, SchedulableCollective, group_launches
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.schedule.timeline import Event, simulated_seconds
 from autopar.program import Arrangement, Op
 from autopar.solver.clock import now
 
 PREFETCHES = (0, 1, 2, 4)
-SIZES = (1, 4, 16)
+SIZE_FACTORS = (1, 4, 16)
 """Times the bytes that take as long to send as a launch: less is dominated by the launch, more hides no better. Also
 tried are 0, each by itself, and all together."""
 
-BESIDE = 4
+JOIN_FACTOR = 4
 """Times its bytes that may be reduced beside a launch while more may join it."""
 
-LARGEST = 0.05
+MAX_LAUNCH_SHARE = 0.05
 """Of the device's memory, what goes in one launch at most."""
 
-NEGLIGIBLE = 0.05
+NEGLIGIBLE_SHARE = 0.05
 """Of the bytes that are sent, a share that hardly matters."""
 
 
@@ -50,7 +50,7 @@ class _Launch:
     """One collective or several together, at a place among the ops that stay. ``starts_s``: when it is expected to."""
 
     members: tuple[SchedulableCollective, ...]
-    place: int
+    slot: int
     starts_s: float = 0.0
 
     @cached_property
@@ -58,7 +58,7 @@ class _Launch:
         """What is needed first goes first where several are launched at one place."""
         first = self.members[0]
         kind = ("middle", "early", "late").index(first.kind)
-        return first.op.phase == "backward", self.place, kind, self.starts_s, first.at
+        return first.op.phase == "backward", self.slot, kind, self.starts_s, first.at
 
 
 @dataclass
@@ -105,8 +105,8 @@ class Arrangements:
         """Bytes from which on to launch together."""
         if not self._of_kind[kind]:
             return [0]
-        total, most = self._total_bytes(kind), LARGEST * self.prices.cluster.device.memory_bytes
-        found = {0, *(min(times * self.launch_bytes(kind), total) for times in SIZES), total}
+        total, most = self._total_bytes(kind), MAX_LAUNCH_SHARE * self.prices.cluster.device.memory_bytes
+        found = {0, *(min(times * self.launch_bytes(kind), total) for times in SIZE_FACTORS), total}
         return sorted(size for size in found if size <= most)
 
     def launch_bytes(self, kind: str) -> int:
@@ -123,9 +123,9 @@ class Arrangements:
         return max(self._shares(), default=0.0)
 
     def _shares(self) -> Iterator[float]:
-        several = NEGLIGIBLE * sum(map(self._total_bytes, ("early", "late")))
+        several = NEGLIGIBLE_SHARE * sum(map(self._total_bytes, ("early", "late")))
         for kind in ("early", "late"):
-            most = SIZES[-1] * self.launch_bytes(kind)
+            most = SIZE_FACTORS[-1] * self.launch_bytes(kind)
             sent: dict[tuple[object, ...], int] = {}
             for m in self._of_kind[kind]:
                 if m.op.wire_bytes < most:
@@ -153,9 +153,9 @@ class Arrangements:
         """What happens in this arrangement."""
         at = 0
         for launch in self._launches(a, {}):
-            if launch.place > at:
-                yield from self._computed(at, launch.place)
-                at = launch.place
+            if launch.slot > at:
+                yield from self._computed(at, launch.slot)
+                at = launch.slot
             if id(launch.members) not in self._events_of:
                 self._events_of[id(launch.members)] = launch.members, self._event(launch.members)
             yield self._events_of[id(launch.members)][1]
@@ -187,18 +187,18 @@ class Arrangements:
         writes = tuple([t.name for m in members for t in m.op.writes])
         return Event("launch", "", first.phase, reads, writes, seconds, launch_s, (first.step.axis, *first.step.axes))
 
-    def places(self, a: Arrangement, leads: Leads) -> dict[int, int]:
+    def slots(self, a: Arrangement, leads: Leads) -> dict[int, int]:
         """Where each collective, by position, is launched."""
-        return {m.at: launch.place for launch in self._launches(a, leads) for m in launch.members}
+        return {m.at: launch.slot for launch in self._launches(a, leads) for m in launch.members}
 
     def ops(self, a: Arrangement, leads: Leads | None = None) -> tuple[Op, ...]:
         """The program's ops in this arrangement, but for the collectives in ``leads``."""
         made: list[Op] = []
         at = 0
         for launch in self._launches(a, leads or {}):
-            if launch.place > at:
-                made += self.parts.fixed[at : launch.place]
-                at = launch.place
+            if launch.slot > at:
+                made += self.parts.fixed[at : launch.slot]
+                at = launch.slot
             made.append(self._launch(launch.members))
         return (*made, *self.parts.fixed[at:])
 
@@ -277,16 +277,16 @@ class Arrangements:
             found[kind].sort(key=lambda m: (m.first, m.at))
         return found
 
-    def _together(self, kind: str, size: int) -> list[tuple[SchedulableCollective, ...]]:
+    def _grouped(self, kind: str, size: int) -> list[tuple[SchedulableCollective, ...]]:
         """The launches of early or late ones, those first that no other has to go before."""
         if (kind, size) not in self._groups:
-            groups = together(self._of_kind[kind], size, BESIDE * size if kind == "late" else math.inf)
+            groups = group_launches(self._of_kind[kind], size, JOIN_FACTOR * size if kind == "late" else math.inf)
             self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
         return self._groups[kind, size]
 
     def _groups_with_leads(self, kind: str, size: int, leads: Leads) -> list[tuple[SchedulableCollective, ...]]:
         """The same, with those apart that go by themselves."""
-        groups = self._together(kind, size)
+        groups = self._grouped(kind, size)
         if not leads:
             return groups
         apart = [(m,) for g in groups for m in g if leads.get(m.at) == ALONE]
@@ -298,7 +298,7 @@ class Arrangements:
         """As soon as the operand is there, together while launches are what they cost."""
         found = self._of_kind["middle"]
         least = min(map(self._launch_bytes, found), default=0)
-        groups = together([m for m in found if not m.waits_for], least)
+        groups = group_launches([m for m in found if not m.waits_for], least)
         chained = [_Launch((m,), m.last) for m in found if m.waits_for]
         return [_Launch(g, max(m.first for m in g)) for g in groups] + chained
 
@@ -311,7 +311,7 @@ class Arrangements:
         before = [sorted({of[i] for m in group for i in m.waits_for if i in of}) for group in groups]
         left = Counter(j for those in before for j in those)
         due = [_needed(group) for group in groups]
-        due_s = [self._until[place] for place in due]
+        due_s = [self._until[slot] for slot in due]
         free_s: dict[object, float] = {}
         launches: list[_Launch] = []
         latest = [(-due_s[i], i) for i in range(len(groups)) if i not in left]
@@ -322,19 +322,19 @@ class Arrangements:
             queue = self._queue(group[0].op)
             lead = min(leads.get(m.at, a.prefetch) for m in group)
             if lead == ALONE:
-                place, at_s = due[i], due_s[i]
+                slot, at_s = due[i], due_s[i]
             elif i in left:
                 at_s = min(due_s[i], free_s.get(queue, math.inf)) - self._cost_s(group)
-                place = max(bisect_right(self._until, at_s) - 1, begin)
+                slot = max(bisect_right(self._until, at_s) - 1, begin)
             else:
                 there = readers[group[0].op.phase]
                 ahead = bisect_left(there, _needed(group)) - lead
-                place = there[ahead] if ahead >= 0 else begin
-                at_s = self._until[place]
+                slot = there[ahead] if ahead >= 0 else begin
+                at_s = self._until[slot]
             free_s[queue] = min(at_s, free_s.get(queue, math.inf))
-            launches.append(_Launch(group, place, at_s))
+            launches.append(_Launch(group, slot, at_s))
             for j in before[i]:
-                due[j], due_s[j] = min(due[j], place), min(due_s[j], at_s)
+                due[j], due_s[j] = min(due[j], slot), min(due_s[j], at_s)
                 left[j] -= 1
                 if not left[j]:
                     heappush(latest, (-due_s[j], j))
@@ -351,7 +351,7 @@ class Arrangements:
         groups = self._groups_with_leads("late", a.reduced_bytes, leads)
         of = {m.at: i for i, group in enumerate(groups) for m in group}
         there_s = {
-            m.at: self._until[launch.place] + self._cost_s(launch.members) for launch in ahead for m in launch.members
+            m.at: self._until[launch.slot] + self._cost_s(launch.members) for launch in ahead for m in launch.members
         }
         left = [{of[i] for m in group for i in m.waits_for if i in of} for group in groups]
         followers: dict[int, list[int]] = {}
@@ -369,12 +369,12 @@ class Arrangements:
         while ready:
             at_s, i = heappop(ready)
             first = groups[i][0].op
-            place = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
-            place = min(place, self.parts.ends[first.phase])
+            slot = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
+            slot = min(slot, self.parts.ends[first.phase])
             queue = self._queue(first)
-            start_s = max(self._until[place], free_s.get(queue, 0.0))
+            start_s = max(self._until[slot], free_s.get(queue, 0.0))
             free_s[queue] = start_s + self._cost_s(groups[i])
-            launches.append(_Launch(groups[i], place, start_s))
+            launches.append(_Launch(groups[i], slot, start_s))
             for j in followers.get(i, ()):
                 ready_s[j] = max(ready_s[j], free_s[queue])
                 left[j].discard(i)

@@ -66,8 +66,8 @@ def extract_collectives(program: Program) -> Parts:
     moved = [op for op in program.ops if op.is_collective]
     made = {t.name: i for i, op in enumerate(fixed) for t in op.writes}
     by = {t.name: i for i, op in enumerate(moved) for t in op.writes}
-    first, level = _first_places(moved, made, by, begins)
-    last, after = _last_places(program, moved, fixed, by, ends)
+    first, level = _first_slots(moved, made, by, begins)
+    last, after = _last_slots(program, moved, fixed, by, ends)
     collectives = []
     for i, op in enumerate(moved):
         kind: Kind = "middle"
@@ -101,7 +101,7 @@ def _phases(fixed: Sequence[Op]) -> tuple[dict[Phase, int], dict[Phase, int]]:
     return {"forward": min(start, turn), "backward": turn}, {"forward": turn, "backward": len(fixed)}
 
 
-def _first_places(
+def _first_slots(
     moved: Sequence[Op], made: Mapping[str, int], by: Mapping[str, int], begins: Mapping[Phase, int]
 ) -> tuple[list[int], list[int]]:
     """The first place of each collective, and how many it waits for one after the other."""
@@ -115,7 +115,7 @@ def _first_places(
     return first, level
 
 
-def _last_places(
+def _last_slots(
     program: Program, moved: Sequence[Op], fixed: Sequence[Op], by: Mapping[str, int], ends: Mapping[Phase, int]
 ) -> tuple[list[int], list[int]]:
     """The last place of each collective, and how many wait for it one after the other."""
@@ -133,7 +133,7 @@ def _last_places(
     return last, after
 
 
-def together(
+def group_launches(
     collectives: Sequence[SchedulableCollective], most_bytes: int, most_beside: float = math.inf
 ) -> Iterator[tuple[SchedulableCollective, ...]]:
     """Those of one key in turn, in a launch as long as it has not ``most_bytes`` yet and there is a place for all.
@@ -144,7 +144,7 @@ def together(
         most_beside: bytes of ``collectives`` of any key, from the first of a launch on, after which it is joined no more:
             the few bytes of a rare kind would else wait for the last of them, and what follows with them.
     """
-    gathering: dict[tuple[object, ...], _Held] = {}
+    gathering: dict[tuple[object, ...], _OpenLaunch] = {}
     passed = 0
     for m in collectives:
         passed += m.op.wire_bytes
@@ -152,16 +152,16 @@ def together(
             yield (m,)
             continue
         held = gathering.get(m.key)
-        if held is not None and passed - held.begun < most_beside and held.joins(m, most_bytes):
+        if held is not None and passed - held.begun < most_beside and held.try_add(m, most_bytes):
             continue
         if held is not None:
             yield tuple(held.members)
-        gathering[m.key] = _Held([m], m.op.wire_bytes, m.first, m.last, passed)
+        gathering[m.key] = _OpenLaunch([m], m.op.wire_bytes, m.first, m.last, passed)
     yield from (tuple(held.members) for held in gathering.values())
 
 
 @dataclass(slots=True)
-class _Held:
+class _OpenLaunch:
     """A launch that more may join: its bytes, the places that suit all, and the bytes that had passed when it began."""
 
     members: list[SchedulableCollective]
@@ -170,7 +170,7 @@ class _Held:
     last: int
     begun: int
 
-    def joins(self, m: SchedulableCollective, most_bytes: int) -> bool:
+    def try_add(self, m: SchedulableCollective, most_bytes: int) -> bool:
         """Whether it has joined."""
         first, last = max(m.first, self.first), min(m.last, self.last)
         if self.size >= most_bytes or first > last:

@@ -32,7 +32,7 @@ def deferred(program: Program, graph: Graph) -> tuple[Op, ...]:
     links = _links(ops, graph)
     if not links:
         return program.ops
-    return (*program.ops[:begin], *_put_off(ops, links, _leading(ops, links)))
+    return (*program.ops[:begin], *_defer(ops, links, _chain_ops(ops, links)))
 
 
 def may_defer(program: Program, graph: Graph) -> bool:
@@ -63,7 +63,7 @@ def _links(ops: Sequence[Op], graph: Graph) -> set[str]:
     return found
 
 
-def _leading(ops: Sequence[Op], links: set[str]) -> set[str]:
+def _chain_ops(ops: Sequence[Op], links: set[str]) -> set[str]:
     """Ops that lead to a collective of the chain: these are the chain."""
     needed: set[str] = set()
     found = set()
@@ -74,7 +74,7 @@ def _leading(ops: Sequence[Op], links: set[str]) -> set[str]:
     return found
 
 
-def _put_off(ops: Sequence[Op], links: set[str], leading: set[str]) -> Iterator[Op]:
+def _defer(ops: Sequence[Op], links: set[str], chain: set[str]) -> Iterator[Op]:
     last = max(i for i, op in enumerate(ops) if op.name in links)
     waiting: list[Op] = []
     made: set[str] = set()
@@ -87,7 +87,7 @@ def _put_off(ops: Sequence[Op], links: set[str], leading: set[str]) -> Iterator[
         read.clear()
 
     for i, op in enumerate(ops):
-        if i < last and op.name not in leading and not _stands(op) and not _overwrites(op):
+        if i < last and op.name not in chain and not _is_pinned(op) and not _overwrites(op):
             waiting.append(op)
             made.update(t.name for t in op.writes)
             read.update(op.reads)
@@ -100,7 +100,7 @@ def _put_off(ops: Sequence[Op], links: set[str], leading: set[str]) -> Iterator[
     yield from release()
 
 
-def _stands(op: Op) -> bool:
+def _is_pinned(op: Op) -> bool:
     """Whether an op keeps its place: transfers have places of their own."""
     return op.kind == "input" or op.is_transfer or (op.kind == "wait" and len(op.reads) > 1)
 

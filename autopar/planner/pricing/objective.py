@@ -139,7 +139,7 @@ class Objective:
     def start_from(self, other: Objective, choice: Sequence[int] | None = None) -> None:
         """Begin with the weights found for a problem of the same graph, where its phases have the same sections;
         where its best ``choice`` is told, with a little on what is nearly the longest path of that."""
-        if self._cut != other._cut:
+        if self._sections != other._sections:
             return
         self.weights = other.weights.copy()
         seconds = np.zeros(0) if choice is None else other.path_seconds(choice)
@@ -172,20 +172,20 @@ class Objective:
         return self._fewer[layers]
 
     @cached_property
-    def _cut(self) -> Sections:
+    def _sections(self) -> Sections:
         return sections(self.decisions, self._runs)
 
     @cached_property
-    def _roles(self) -> TermAssignment:
-        return assign_terms(self.decisions, self._cut)
+    def _terms(self) -> TermAssignment:
+        return assign_terms(self.decisions, self._sections)
 
     @cached_property
     def _order(self) -> dict[CostTerm, int]:
-        return {term: i for i, term in enumerate(cost_terms(self._cut, self.decisions.mesh.ndim))}
+        return {term: i for i, term in enumerate(cost_terms(self._sections, self.decisions.mesh.ndim))}
 
     @cached_property
     def _phases(self) -> list[PhasePaths]:
-        return phase_paths(self._cut, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
+        return phase_paths(self._sections, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
 
     @cached_property
     def _unhidden(self) -> Array:
@@ -224,7 +224,7 @@ class Objective:
         """Seconds of each bucket times its weight; those that are alike are one array."""
         d, prices, variables, uses = self.decisions, self.prices, *self._kinds
         tick("handover", len(d.uses))
-        found = self._roles
+        found = self._terms
         own = [prices.weighted(self._option_seconds[i], of.get(found.variables[i], 1.0)) for i in variables.first]
         sent = []
         for i in uses.first:
@@ -241,7 +241,7 @@ class Objective:
     @cached_property
     def _kinds(self) -> tuple[_Kinds, _Kinds]:
         """Variables and handovers that cost the same under any weights."""
-        d, prices, found = self.decisions, self.prices, self._roles
+        d, prices, found = self.decisions, self.prices, self._terms
 
         def look(h: Use, cost_terms: tuple[CostTerm, ...]) -> object:
             if not cost_terms or cost_terms[0].work == "wait":
@@ -283,11 +283,11 @@ class Objective:
         tick("handover", len(d.uses))
         found, exposed = _TermSeconds(len(self._order) + 1), len(self._order)
         for first, alike in zip(variables.first, variables.members(), strict=True):
-            term = self._roles.variables[first]
+            term = self._terms.variables[first]
             found.add(exposed if term is None else self._order[term], self._option_seconds[first], alike)
         ends = np.array([(h.source, h.target) for h in d.uses], dtype=np.int64).reshape(-1, 2)
         for first, alike in zip(uses.first, uses.members(), strict=True):
-            h, terms = d.uses[first], self._roles.uses[first]
+            h, terms = d.uses[first], self._terms.uses[first]
             rows, columns = ends[alike].T
             if h.source == h.target:
                 continue

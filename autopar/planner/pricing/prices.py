@@ -19,7 +19,7 @@ from autopar.cost_models import (
 )
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.footprint.implementations import implementation, passes_beside
+from autopar.planner.footprint.implementations import extra_passes, implementation
 from autopar.planner.footprint.op_work import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.fused import Fused
@@ -277,7 +277,7 @@ class Prices:
         moved = np.array([implementation(node, o, metas, self.mesh, self.cluster.device.kind)[1] for o in options])
         kind = kernel_kind(node, total)
         seconds = np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
-        passes = np.array([passes_beside(node, o, metas, self.mesh) for o in options])
+        passes = np.array([extra_passes(node, o, metas, self.mesh) for o in options])
         if passes.size:
             seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
         if find_windows(node) is None and find_combining(node) is None:

@@ -27,18 +27,18 @@ def mark_kernels(program: Program, graph: Graph, prices: Prices, again: str) -> 
     ops, readers = list(program.ops), _readers(program)
     for whole, mark in product(fused.all, ("", again)):
         fusion = part_that_runs(whole, mark, at)
-        places = [at[name + mark] for name in fusion.nodes if name + mark in at]
-        run = [ops[i] for i in places]
-        together = len(places) == len(fusion.nodes) and _together(graph, fusion, run, prices)
+        positions = [at[name + mark] for name in fusion.nodes if name + mark in at]
+        run = [ops[i] for i in positions]
+        together = len(positions) == len(fusion.nodes) and _together(graph, fusion, run, prices)
         together = together and _is_closed(graph, fusion, run, readers)
-        for i in places if together or prices.backend != "inductor" else ():
+        for i in positions if together or prices.backend != "inductor" else ():
             node, strategy, own = graph.by_name[ops[i].node], ops[i].strategy, dict[str, Any]()
             assert strategy is not None
             if together:
                 own["kernels"] = (fusion.kernel,)
             if not together:
                 own["seconds"] = prices.seconds_alone(graph, node, strategy)
-            elif fusion is not whole and i == places[0]:
+            elif fusion is not whole and i == positions[0]:
                 own["seconds"] = prices.seconds_leading(graph, node, strategy)
             ops[i] = replace(ops[i], **own)
     return replace(program, ops=tuple(ops))

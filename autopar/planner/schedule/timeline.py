@@ -162,11 +162,11 @@ class _Streams:
             elif event.kind == "launch":
                 self.launch(event)
             elif event.kind == "both":
-                self.together(event)
+                self.decomposed(event)
             else:
                 self.copy(event)
 
-    def _ran(self, name: str, stream: str, start_s: float, end_s: float) -> None:
+    def _record(self, name: str, stream: str, start_s: float, end_s: float) -> None:
         if self.intervals is not None:
             self.intervals.append(Interval(name, stream, start_s, end_s))
 
@@ -188,7 +188,7 @@ class _Streams:
         start_s = max(self.now_s, self.host_free_s)
         self.host_free_s = start_s + event.seconds
         self.copied.update((name, self.host_free_s) for name in event.writes)
-        self._ran(event.name, "host", start_s, self.host_free_s)
+        self._record(event.name, "host", start_s, self.host_free_s)
 
     def compute(self, event: Event) -> None:
         start_s = self.now_s
@@ -199,15 +199,15 @@ class _Streams:
         if self.intervals is not None:
             self.intervals.append(Interval(event.name, "compute", start_s, self.now_s))
 
-    def together(self, event: Event) -> None:
+    def decomposed(self, event: Event) -> None:
         """A product beside its own messages, behind the collectives of its axis that are under way."""
         queue = self.queues.get(event.queue)
         while queue is not None and queue.events:
-            self._stand(queue.left_s)
+            self._idle(queue.left_s)
         start_s = self.now_s
         self._advance(event.seconds)
         for stream in ("compute", "communication"):
-            self._ran(event.name, stream, start_s, self.now_s)
+            self._record(event.name, stream, start_s, self.now_s)
 
     def _advance(self, work_s: float) -> None:
         """The compute stream works so long, alone or beside what is under way."""
@@ -220,26 +220,26 @@ class _Streams:
     def wait_for(self, name: str) -> None:
         """The compute stream stands still until the tensor is there."""
         while name in self.pending:
-            self._stand(self.pending[name].left_s)
+            self._idle(self.pending[name].left_s)
         if name in self.copied:
-            self._stand_until(self.copied.pop(name))
+            self._idle_until(self.copied.pop(name))
 
     def wait_for_all(self) -> None:
         while self.busy:
-            self._stand(self._first_s())
-        self._stand_until(self.host_free_s)
+            self._idle(self._first_s())
+        self._idle_until(self.host_free_s)
         self.copied.clear()
 
     def step(self, program: Program) -> None:
         """The optimizer's state that the host keeps comes and goes when all else is done."""
         if program.state_transfer_s:
             start_s, self.now_s = self.now_s, self.now_s + program.state_transfer_s
-            self._ran("optimizer state", "host", start_s, self.now_s)
+            self._record("optimizer state", "host", start_s, self.now_s)
 
-    def _stand_until(self, end_s: float) -> None:
-        self._stand(end_s - self.now_s)
+    def _idle_until(self, end_s: float) -> None:
+        self._idle(end_s - self.now_s)
 
-    def _stand(self, seconds: float) -> None:
+    def _idle(self, seconds: float) -> None:
         """Nothing is computed for so long, while collectives go on."""
         while self.busy and (first_s := self._first_s()) <= seconds:
             self._communicate(first_s, first_s)
@@ -262,7 +262,7 @@ class _Streams:
                 event = queue.events.popleft()
                 for name in event.writes:
                     self.pending.pop(name, None)
-                self._ran(event.name, "communication", queue.begun_s, self.now_s)
+                self._record(event.name, "communication", queue.begun_s, self.now_s)
                 if queue.events:
                     queue.begin(self.now_s)
                 else:

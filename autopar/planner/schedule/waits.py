@@ -34,11 +34,11 @@ def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program
         if not op.is_collective or op.step is None or op.step.kind == "all_reduce":
             continue
         first = max(bisect_left(times, ends[op.name]), bisect_left(positions, at + 1))
-        place = positions[first] if first < len(positions) else len(program.ops)
+        position = positions[first] if first < len(positions) else len(program.ops)
         first_read = min(read.get(t.name, len(program.ops)) for t in op.writes)
         needed = min(first_read, turn if at < turn else len(program.ops))
-        if place < needed:
-            waits.setdefault(place, []).append(_wait(op))
+        if position < needed:
+            waits.setdefault(position, []).append(_wait(op))
     return _with(program, waits) if waits else program
 
 
@@ -55,10 +55,10 @@ def wait_sooner(program: Program, timeline: Sequence[int], budget: float) -> Pro
             continue
         name = op.writes[0].name
         until = min([program.first_read.get(t.name, len(program.ops)) for t in op.writes])
-        place = min((o for o in over if at < o < until), default=None)
-        if place is not None and all(program.last_read[source] == at for source in op.reads):
+        position = min((o for o in over if at < o < until), default=None)
+        if position is not None and all(program.last_read[source] == at for source in op.reads):
             gone |= {waited[name]} if name in waited else set()
-            waits.setdefault(place, []).append(_wait(op))
+            waits.setdefault(position, []).append(_wait(op))
     return _with(program, waits, gone) if waits else None
 
 
