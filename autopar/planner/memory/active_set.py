@@ -2,9 +2,9 @@
 
 A constraint adds up the bytes that options hold by themselves and those of redistributed operands. Some bytes are known
 only once a whole program is scheduled: what an op holds while it runs, or a value that comes back before it is read.
-They are read off the last program that was over the budget, and set aside as a *margin* at that point alone, so that all
-other points keep the whole budget. The search for the smallest peak uses an *option margin* instead, which counts only
-under the option that causes these bytes, since other options may hold less there.
+They are read off the last program that was over the budget, and set aside as a *margin* at that point alone; all other
+points keep the whole budget. The search for the smallest peak uses an *option margin* instead, which counts only under
+the option that causes these bytes, since other options may hold less there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Exact liveness of a local program: which bytes are held at each moment of the step, by kind.
+"""Exact liveness of a local program: the bytes that are held at each moment of the step, by kind.
 
 A tensor's memory lives from the op that makes it to the last op that reads it or a view of it. Parameters, buffers,
-optimizer state and the caller's batch live throughout, gradients from their making to the end, outputs, which the
-caller holds, to the end, where the optimizer steps; new values of buffers until the forward is over. What an op holds
-besides, while it runs, comes from ``transients``; what a collective packs and receives from ``packing``. A collective
-is waited for before its first reader or where the program says so, else when its phase ends.
+optimizer state and the caller's batch live throughout the step. Gradients live from their making to the end, where the
+optimizer steps, and so do outputs, which the caller holds; new values of buffers live until the forward is over. What
+an op holds besides, while it runs, comes from ``footprint.transients``; what a collective packs and receives comes from
+``footprint.collective_buffers``. A collective is waited for before its first reader or where the program says so, else
+when its phase ends.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class MemoryProfile:
     """Bytes on the fullest device.
 
     Args:
-        timeline: the most held while each op runs and waits for what it reads, its operands and results included; the
-            last entry is for what is waited for in the end, and the optimizer's step.
+        timeline: the most that is held while each op runs or waits for what it reads, its operands and results
+            included. The last entry is for what is waited for at the end, and the optimizer's step.
         peak_at: index of the largest entry.
-        by_kind: bytes of each kind at that moment.
+        by_kind: bytes of each kind at the peak.
     """
 
     timeline: tuple[int, ...]
@@ -57,7 +58,7 @@ class MemoryProfile:
 
 
 def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
-    """Bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
+    """Compute the bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
     last = _fullest(program, graph, mesh, options)
     if options.accumulation_steps == 1:
         return last
@@ -66,7 +67,8 @@ def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> Mem
 
 
 def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, steps: bool = True) -> MemoryProfile:
-    """The most that any rank holds during each op, and the kinds on the one that is fullest of all."""
+    """Return the most that any rank holds during each op, and the kinds at the peak of the rank with the highest
+    peak."""
     found = [
         _Sweep(program, graph, mesh, options, steps, at=coordinate).run() for coordinate in unequal_ranks(program, mesh)
     ]
@@ -75,8 +77,10 @@ def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, st
 
 
 def _combined(last: MemoryProfile, program: Program, before: MemoryProfile, other: Program) -> MemoryProfile:
-    """What is held during every op of ``program`` in the last micro-batch or in one of those before it, which run
-    ``other``: some of the ops of ``program``."""
+    """Combine the profiles of the last micro-batch, which runs ``program``, and of those before, which run ``other``.
+
+    The ops of ``other`` are some of those of ``program``.
+    """
     at = {op.name: i for i, op in enumerate(program.ops)}
     places = [*(at[op.name] for op in other.ops), len(program.ops)]
     timeline = list(last.timeline)
@@ -88,8 +92,10 @@ def _combined(last: MemoryProfile, program: Program, before: MemoryProfile, othe
 
 
 def history(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dict[str, tuple[tuple[int, int], ...]]:
-    """For each kind of memory, ``(position, bytes)`` from which op of the program on how much is held of it: at each
-    position what is held at the fullest moment there."""
+    """Return for each kind of memory how its bytes change: (position of the op from which on they are held, bytes).
+
+    At each position this is what is held at the fullest moment there.
+    """
     fullest: dict[int, dict[str, int]] = {}
     for coordinate in unequal_ranks(program, mesh):
         _Sweep(program, graph, mesh, options, at=coordinate, fullest=fullest).run()
@@ -105,21 +111,26 @@ def history(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dic
 
 @dataclass(frozen=True)
 class _Event:
-    """A wait for tensor ``waited``, or for rows of neighbours or the window made of them, or op ``at`` itself; ``at``
-    is also where it counts in the timeline."""
+    """A moment of the program: op ``at``, or a wait before it.
+
+    Args:
+        at: the position of the op, under which the moment counts in the timeline.
+        waited: the tensor, the rows of neighbours or the window made of them that is waited for; empty for the op
+            itself.
+    """
 
     at: int
     waited: str = ""
 
 
 def _window_names(op: Op, i: int) -> tuple[str, str]:
-    """Of the rows that arrive for halo ``i``, and of the window made of them."""
+    """Name the rows that arrive for halo ``i``, and the window made of them."""
     return f"{op.name}|rows{i}", f"{op.name}|window{i}"
 
 
 @dataclass
 class _Allocation:
-    """One allocation: its bytes, what they are for, and the moments between which it lives."""
+    """One allocation: its bytes, the events between which it lives, and its kind."""
 
     nbytes: int
     first: int
@@ -129,7 +140,14 @@ class _Allocation:
 
 @dataclass
 class _Sweep:
-    """One walk over the program, on the rank at coordinate ``at``."""
+    """One walk over the program, on the rank at coordinate ``at``.
+
+    Args:
+        steps: whether the optimizer steps at the end.
+        storage: the allocation in which each tensor lies.
+        transient_bytes: bytes that are held during one event only.
+        fullest: if given, is filled with the bytes of each kind at the fullest event of each position.
+    """
 
     program: Program
     graph: Graph
@@ -178,20 +196,20 @@ class _Sweep:
         return [*order, *(_Event(end, name) for name in self._waited_at_end("backward", pending)), _Event(end)]
 
     def _waited_before(self, op: Op) -> Iterator[tuple[str, bool]]:
-        """What is waited for before ``op`` in turn, and whether that is rows of neighbours or a window of them."""
+        """Yield what is waited for before ``op``, and whether it is rows of neighbours or their window, in order."""
         for i, h in enumerate(op.halos):
             yield self.launch_of.get(op.reads[h.operand], op.reads[h.operand]), False
             yield from ((name, True) for name in _window_names(op, i))
         yield from ((self.launch_of.get(name, name), False) for name in op.reads)
 
     def _waited_at_end(self, phase: str, pending: Mapping[str, int]) -> list[str]:
-        """What is still under way when a phase ends, as it is returned: results first."""
+        """Return what is still under way when a phase ends, in the order in which it is returned: results first."""
         results = (self.launch_of.get(name, name) for _, name in self.program.results)
         return list(dict.fromkeys([*(name for name in results if name in pending), *pending]))
 
     @cached_property
     def launch_of(self) -> dict[str, str]:
-        """For each tensor of a bucket the first, by whose name the bucket is waited for."""
+        """For each tensor of a bucket the bucket's first tensor, by whose name it is waited for."""
         return {t.name: op.writes[0].name for op in self.program.ops if op.bucket for t in op.writes}
 
     @cached_property
@@ -242,11 +260,11 @@ class _Sweep:
         return contiguous(self._shape(tensor))
 
     def _transferred_layout(self, op: Op, tensor: LocalTensor) -> Layout:
-        """Transfers keep strides."""
+        """Return the layout of what a transfer writes: transfers keep strides."""
         return self.layouts.get(op.reads[0], self._local(tensor))
 
     def _input(self, op: Op) -> None:
-        """What lives throughout is counted apart; here what the runtime cuts out of it."""
+        """Allocate what the runtime cuts out of an input. What lives throughout is counted by ``_held_throughout``."""
         tensor, meaning = op.writes[0], self.graph.input_of[op.node]
         name, cut = tensor.name, not tensor.spec.is_replicated
         self.layouts[name] = self._local(tensor)
@@ -261,7 +279,7 @@ class _Sweep:
 
     @cached_property
     def last_event(self) -> int:
-        """The last moment of the backward."""
+        """The last event of the backward."""
         return max(len(self.events) - 2, 0)
 
     def _collective(self, at: int, op: Op) -> None:
@@ -331,7 +349,8 @@ class _Sweep:
                 self._allocate(tensor.name, self._bytes(tensor) + more, now)
 
     def _windowed(self, at: int, op: Op) -> list[str]:
-        """The op's operands, those with halos as windows, which are made one after the other."""
+        """Return the names of the op's operands. Operands with halos become windows, which are made one after the
+        other."""
         operands = list(op.reads)
         for i, h in enumerate(op.halos):
             source, size = operands[h.operand], self.program.tensors[op.reads[h.operand]].meta.itemsize
@@ -353,8 +372,12 @@ class _Sweep:
     def _run(
         self, op: Op, node: Node, strategy: Strategy, operands: tuple[Layout, ...]
     ) -> tuple[tuple[Layout, ...], bool, int, int]:
-        """Layouts of results, whether they are views, the bytes of transients, and those by which a result's memory is
-        longer than it: once for all equal ops."""
+        """Return what an op makes and holds; equal ops share one result.
+
+        Returns:
+            The layouts of the results, whether they are views, the bytes of transients, and the bytes by which the
+            memory of a result is larger than the result.
+        """
         key = (self.graph.kinds[node.name], id(strategy), *map(id, operands))  # all three live as long as this
         if key not in self.known:
             metas = tuple(self.graph.meta(v) for v in node.inputs)
@@ -385,13 +408,15 @@ class _Sweep:
 
     @cached_property
     def parameters(self) -> dict[str, TensorMeta]:
-        """By name; of several that share one the first."""
+        """Parameters by name; where several share a name, the first."""
         named = [(i, self.graph.by_name[i.node].outputs[0]) for i in reversed(self.graph.inputs)]
         return {i.name: meta for i, meta in named if i.kind == "parameter" and meta is not None}
 
     def _cast_back(self, parameter: str, name: str, held: _Allocation, end: int) -> None:
-        """A gradient that was reduced in another dtype than its parameter's becomes one of that, one after the other,
-        when the backward is over."""
+        """Count the cast of a gradient that was reduced in another dtype than its parameter's.
+
+        Gradients are cast one after the other when the backward is over.
+        """
         stored = self.parameters[parameter]
         made = self.program.tensors[name]
         if stored.dtype != made.meta.dtype:
@@ -431,7 +456,7 @@ class _Sweep:
         return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
 
     def _held_throughout(self) -> dict[str, int]:
-        """What is held throughout."""
+        """Return the bytes that are held throughout the step, by kind."""
         sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
         trained: list[int] = []
         for op, tensor in self._inputs():
@@ -452,8 +477,10 @@ class _Sweep:
         return sums
 
     def _step(self) -> int:
-        """What the optimizer's step needs beside parameters, gradients and state: of parameters whose state the host
-        keeps, a few at a time, and then of the others."""
+        """Return what the optimizer's step needs beside parameters, gradients and state.
+
+        Parameters whose state the host keeps step first, a few at a time, and then the others.
+        """
         on_host: list[tuple[TensorMeta, ShardingSpec]] = []
         on_device: list[tuple[TensorMeta, ShardingSpec]] = []
         for op, t in self._inputs():

@@ -1,14 +1,14 @@
-"""What is held at moments of the backward, exactly, as part of the problem.
+"""Exact memory constraints in the backward: what is held at chosen points, as part of the problem.
 
-When an op is run again depends on the choice itself: just before the first op that needs it, which may be run again in
-turn. So for each moment that limits the memory, the problem gets nodes of its own. One for each op that could be run
-again tells whether that was before the moment, just before it, is still to come, or is not done; each but the last two
-with the reader that asked for it, so that nothing runs again sooner than it is needed. One for each value that the
-backward can use tells how it is held and whether it is alive then. All of it is pairs of neighbours, like the rest of
-the problem: an op's state goes with those of its operands and its readers.
+When an op runs again depends on the choice itself: just before the first op that needs it, which may be run again in
+turn. So the problem gets nodes of its own for each point that limits the memory. One node for each op that could run
+again says whether it does so before the point, at it, later or never; for the first two it also names the reader that
+asked for it, so that nothing runs again sooner than it is needed. One node for each value that the backward can use
+says how the value is held, and whether it is alive at the point. All conditions are on pairs of nodes, as in the rest
+of the problem: an op's state must fit those of its operands and its readers.
 
-For a fixed program, Jain et al. (Checkmate, 2020) give every op a variable for every moment; here only those moments
-get any at which a schedule was found to exceed the limit.
+For a fixed program, Jain et al. (Checkmate, 2020) give every op a variable for every moment. Here only those points get
+variables at which a schedule was found to exceed the limit.
 """
 
 from __future__ import annotations
@@ -36,29 +36,31 @@ _Left = TypeVar("_Left")
 _Right = TypeVar("_Right")
 
 BEFORE, NOW, LATER, NEVER = "before", "now", "later", "never"
-"""When an op is run again: before the node of a moment's burst of ops run again, in it, after it, not at all."""
+"""When an op is run again: before the reruns that belong to the constrained point, among them, after them, or not at
+all."""
 ORDER = {BEFORE: 0, NOW: 1, LATER: 2}
 RETURNING = ("recompute", "offload")
-"""What is not on the device all the time: made again, or fetched back."""
+"""Actions under which a value leaves the device and comes back: it is recomputed or fetched."""
 
 
 @dataclass(frozen=True, order=True)
 class ExactPoint:
-    """While the graph's node at ``position`` runs; with ``rerun``, while the node there is run again just before it."""
+    """The point while the graph's node at ``position`` runs, or while node ``rerun`` is run again just before it."""
 
     position: int
     rerun: int | None = None
 
     def program_point(self, graph: Graph) -> ProgramPoint:
-        """Among the positions of the graph: between two nodes for what is run again before the second."""
+        """Return the program point, which lies between two nodes for what is run again before the second."""
         return self.position if self.rerun is None else rerun_point(graph, graph.nodes[self.rerun].name, self.position)
 
 
 MAX_NEW_POINTS = 8
+"""The number of highest peaks over the budget that become constraints in one round."""
 
 
 def points_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> dict[ExactPoint, int]:
-    """The moments of ``program`` at which its memory has a local peak over ``budget``, the highest first; and bytes."""
+    """Return the points at which ``program`` has a local peak over ``budget``, with their bytes, the highest first."""
     at = {n.name: i for i, n in enumerate(graph.nodes)}
     following = len(graph.nodes)
     found: dict[ExactPoint, int] = {}
@@ -80,7 +82,16 @@ def points_over(program: Program, graph: Graph, timeline: Sequence[int], budget:
 
 @dataclass(frozen=True)
 class _Held:
-    """A value that the backward can use: how its options hold it, and who reads it there."""
+    """A value that the backward can use.
+
+    Args:
+        variable: its hold variable, whose options have these ``actions`` and ``bytes``.
+        maker: the position of the op that makes it.
+        reads: positions of its readers in the backward.
+        rerun_readers: positions of its readers that can be run again.
+        base: the held value that it is a view of, where the two are tied.
+        forward_end: the last position up to which it is in memory anyway.
+    """
 
     variable: int
     value: Value
@@ -95,7 +106,8 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Rerun:
-    """An op that can be run again: its place in the graph, and the held values that it makes."""
+    """An op that can be run again: its position in the graph, its number of options, and the held values that it
+    makes."""
 
     variable: int
     position: int
@@ -105,7 +117,11 @@ class _Rerun:
 
 @dataclass(frozen=True)
 class _RerunState:
-    """Of an op at a moment; ``requested_by`` is who asks for it: (held value, reader), the reader None for the backward."""
+    """When an op is run again, seen from a point.
+
+    Args:
+        requested_by: (held value, reader) that asks for the rerun; the reader is None for the backward itself.
+    """
 
     timing: str
     requested_by: tuple[int, int | None] | None = None
@@ -113,7 +129,7 @@ class _RerunState:
 
 @dataclass(frozen=True)
 class _ValueState:
-    """Of a value at a moment: how it is held, when it was made again, whether it is alive, with how many bytes."""
+    """How a value is held, seen from a point: when it was made again, whether it is alive, and its bytes."""
 
     action: str
     timing: str = NEVER
@@ -123,9 +139,10 @@ class _ValueState:
 
 @dataclass
 class ExactMemory:
-    """The problem of ``decisions`` with exact memory at chosen moments.
+    """The problem of ``decisions`` with exact memory at chosen points.
 
-    ``views_tied``: views are held as the value is whose memory they share, which on one device is best.
+    Args:
+        views_tied: hold each view as the value whose memory it shares, which is best on one device.
     """
 
     decisions: Decisions
@@ -165,7 +182,7 @@ class ExactMemory:
 
     @cached_property
     def reruns(self) -> Mapping[int, _Rerun]:
-        """By the op's position in the graph."""
+        """The ops that can be run again, by position in the graph."""
         d = self.decisions
         makes: dict[int, list[int]] = {}
         for i, h in enumerate(self.held):
@@ -179,7 +196,7 @@ class ExactMemory:
 
     @cached_property
     def view_edges(self) -> tuple[Edge, ...]:
-        """A view is held as its base is."""
+        """Edges that hold a view as its base is held."""
         edges = []
         for h in self.held:
             if h.base is not None:
@@ -189,8 +206,12 @@ class ExactMemory:
         return tuple(edges)
 
     def extend(self, problem: Problem, points: Mapping[ExactPoint, float]) -> Problem:
-        """``problem`` with rows at ``points``, all within its limit. With each go the bytes that rows do not know of,
-        such as those that an op holds while it runs."""
+        """Return ``problem`` with constraints at ``points``, all within its limit.
+
+        Args:
+            points: each with its margin: the bytes that the constraint does not see, such as those an op holds while it
+                runs.
+        """
         backward_start = _backward_start(self.decisions.graph)
         builder = _Builder(problem, list(problem.costs), [*problem.edges, *self.view_edges], [])
         d = self.decisions
@@ -206,14 +227,14 @@ class ExactMemory:
         return Problem(tuple(builder.costs), tuple(builder.edges), tuple(builder.usages), problem.limit)
 
     def used(self, choice: Sequence[int], point: ExactPoint) -> float:
-        """Bytes that the row of ``point`` sees of a choice."""
+        """Return the bytes of a choice that the constraint at ``point`` sees."""
         costs = tuple(self.numbers([0.0] * len(v.options)) for v in self.decisions.variables)
         nodes_of_point = self.extend(Problem(costs, ()), {point: 0.0})
         extended = self.extend_choice(choice, [point])
         return math.fsum(float(u.option[extended[u.node]]) for u in nodes_of_point.usages)
 
     def extend_choice(self, choice: Sequence[int], points: Iterable[ExactPoint]) -> tuple[int, ...]:
-        """``choice`` with the states that it has at ``points``: a choice of the extended problem."""
+        """Return ``choice`` with its states at ``points``: a choice of the extended problem."""
         backward_start = _backward_start(self.decisions.graph)
         extended = list(choice)
         for point in points:
@@ -222,7 +243,7 @@ class ExactMemory:
         return tuple(extended)
 
     def first_requests(self, choice: Sequence[int]) -> dict[int, tuple[int, tuple[int, int | None]]]:
-        """For each op that is run again, the position before which it is, and who asks for it."""
+        """Return for each op that is run again the position before which it runs, and who asks for it."""
         found: dict[int, tuple[int, tuple[int, int | None]]] = {}
         for position in sorted(self.reruns, reverse=True):
             requests: list[tuple[int, tuple[int, int | None]]] = []
@@ -237,7 +258,8 @@ class ExactMemory:
         return found
 
     def _pairs(self, fits: Sequence[Sequence[bool]]) -> Array:
-        """0 where a pair fits, else forbidden; equal ones are one array, by which the solver finds repeated blocks."""
+        """Return 0 where a pair fits and infinity elsewhere. Equal tables are one array, by which the solver finds
+        repeated blocks."""
         cost = np.where(np.array(fits, dtype=bool), 0.0, math.inf)
         return self._shared.setdefault((cost.shape, cost.tobytes()), cost)
 
@@ -248,7 +270,7 @@ class ExactMemory:
 
 @dataclass
 class _Builder:
-    """A problem while nodes are added."""
+    """A problem while nodes are added to it."""
 
     problem: Problem
     costs: list[Array]
@@ -258,7 +280,7 @@ class _Builder:
 
 @dataclass
 class _PointNodes:
-    """The nodes and edges of one moment."""
+    """The nodes and edges of one constrained point."""
 
     exact: ExactMemory
     point: ExactPoint
@@ -272,7 +294,7 @@ class _PointNodes:
 
     @cached_property
     def value_states(self) -> tuple[tuple[_ValueState, ...], ...]:
-        """Those that each held value can have."""
+        """The states that each held value can have."""
         return tuple(tuple(dict.fromkeys(self._value_states(h))) for h in self.exact.held)
 
     def build(self) -> None:
@@ -312,7 +334,7 @@ class _PointNodes:
                 )
 
     def states(self, choice: Sequence[int]) -> list[int]:
-        """The state of every node of this row under ``choice``, in the order in which they are added."""
+        """Return the state of each of these nodes under ``choice``, in the order in which ``build`` adds them."""
         requested_by = self.exact.first_requests(choice)
         timings = {p: self._timing_of(requested_by[p][0]) if p in requested_by else NEVER for p in self.ops}
         timings |= {p: LATER for p, r in self.exact.reruns.items() if p not in requested_by and choice[r.variable]}
@@ -342,7 +364,7 @@ class _PointNodes:
         ]
 
     def _return_timing(self, h: _Held, choice: Sequence[int], timings: Mapping[int, str]) -> str:
-        """When a value is there again, under ``choice``."""
+        """Return when a value comes back to the device under ``choice``."""
         action = h.actions[choice[h.variable]]
         if action == "recompute":
             return timings[h.maker]
@@ -352,7 +374,7 @@ class _PointNodes:
         return min(reads, key=ORDER.__getitem__, default=LATER)
 
     def _timing_of(self, position: int) -> str:
-        """The state of an op that is run again just before ``position``."""
+        """Return the timing of an op that is run again just before ``position``."""
         if self.point.rerun is None:
             return BEFORE if position <= self.point.position else LATER
         if position == self.point.position:
@@ -393,7 +415,7 @@ class _PointNodes:
         return action == "keep" or (action == "offload" and timing != LATER)
 
     def _backward_needs(self, h: _Held) -> bool:
-        """Whether the backward itself still reads it."""
+        """Whether the backward itself still reads a value."""
         return any(q >= self.point.position for q in h.reads)
 
     def _is_running(self, op: int, timing: str) -> bool:
@@ -403,11 +425,11 @@ class _PointNodes:
         return timing == BEFORE or (timing == NOW and op < (self.point.rerun or 0))
 
     def _reads_later(self, op: int, timing: str) -> bool:
-        """Whether an op that is run again reads its operands at the moment or after."""
+        """Whether an op that is run again reads its operands at the point or after it."""
         return timing == LATER or (timing == NOW and not self._has_run(op, timing))
 
     def _fits_maker(self, i: int) -> Callable[[_ValueState, _RerunState], bool]:
-        """How a value goes with the op that makes it again."""
+        """Return whether a state of a value fits one of the op that makes it again."""
 
         def fits(value_state: _ValueState, op: _RerunState) -> bool:
             if value_state.action != "recompute":
@@ -418,7 +440,7 @@ class _PointNodes:
         return fits
 
     def _fits_reader(self, i: int, reader: int) -> Callable[[_ValueState, _RerunState], bool]:
-        """How a value goes with an op that reads it when it is run again."""
+        """Return whether a state of a value fits one of an op that reads it when it is run again."""
 
         def fits(value_state: _ValueState, op: _RerunState) -> bool:
             if op.timing == NEVER:
@@ -433,7 +455,7 @@ class _PointNodes:
         return fits
 
     def _runs_with_reader(self, i: int, reader: int) -> Callable[[_RerunState, _RerunState], bool]:
-        """An op that is run again for a reader is so when that reader is."""
+        """Return whether an op that is run again for a reader has the reader's timing."""
         return lambda maker, read: maker.requested_by != (i, reader) or maker.timing == read.timing
 
     def _add(self, options: int) -> int:
@@ -456,7 +478,7 @@ def _backward_start(graph: Graph) -> int:
 
 
 def _forward_ends(d: Decisions) -> dict[Value, float]:
-    """To the end for results of the forward and what they are views of."""
+    """Return the end of the step for results of the forward and the values that they are views of."""
     forward_ends = {o.value: math.inf for o in d.graph.outputs if o.kind != "gradient" or o.name.startswith("input:")}
     for node in reversed(d.graph.nodes):
         if node.name in d.views and Value(node.name) in forward_ends:

@@ -1,9 +1,10 @@
-"""Between which places of the program the rows count what is held.
+"""Live ranges: the program points between which the memory constraints count what is held.
 
-A place is the index of a graph's node, while it runs, or half of one before it: what is done for it just before, such
-as redistributing its operands. So a result that one op reads in another spec is there until half before its reader, and
-what is read only while that runs. What is run again for a node has a place for each op, before these. The memory of a
-value that nobody reads any more passes to its views.
+A program point is the index of a node of the graph, which stands for the time while that node runs, or half of one
+before it, for what is done just before, such as redistributing its operands. So a result that one op reads in another
+spec lives until half before its reader, and its redistributed operand lives only while the reader runs. Ops that are
+run again for a node have points of their own, each before that node's. The memory of a value that nobody reads any more
+passes to its views.
 """
 
 from __future__ import annotations
@@ -18,29 +19,31 @@ from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.problem.variables import Decisions, Variable, copy_key, forced_key, hold_key
 
 ProgramPoint: TypeAlias = float
-"""A point of the program; see above."""
+"""A time within a step: the index of a node of the graph, or a fraction of one before it."""
 
 BEFORE = 0.5
-"""What is done just before a node is at its index less this."""
+"""How far before a node's index the point of what is done just before it lies."""
 
 RERUN_SPAN = 0.25
-"""What is run again for a node has places of this length before those, in the order of the graph."""
+"""The span before a node's redistributions that holds the points of what is run again for it, in the order of the
+graph."""
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """Places between which values are read.
+    """The points between which values are read.
 
     Args:
-        at: where each node runs.
-        forward: the last in the forward, through views, the end for what is given to the caller.
-        backward: the first and last of forward values, if they are there at all.
-        reads: in each phase the first and last.
-        stored: gradients, which their parameters hold.
-        handed: in each phase the last op that reads a value from its copy, as it was held, or alone as it is made: what
-            that takes in another spec is all that is held then.
+        at: the point at which each node runs.
+        forward: the last read in the forward, also through views; for what the caller gets, the end of the step.
+        backward: the first and last point at which the backward has each forward value.
+        reads: the first and last read of each value, by phase.
+        stored: gradients, which their parameters' variables hold.
+        released_by: by phase, the op that lets go of a value's original: the last one that reads it from its copy
+            variable or its hold variable, or the only one that reads it as made. If that op takes the value in another
+            spec, only the redistributed operand is held while it runs.
     """
 
     at: Mapping[str, int]
@@ -52,7 +55,11 @@ class LiveRanges:
 
 
 def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
-    """With ``holds`` where what is held for the backward counts as long as these say."""
+    """Compute the live ranges of ``d``.
+
+    Args:
+        holds: count what is held for the backward for as long as these ranges say.
+    """
     graph, at = d.graph, d.graph.order
     turn = next((i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder"), len(at))
     first, last = _backward_reads(graph, at)
@@ -74,8 +81,11 @@ def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
 
 
 def replaces_original(d: Decisions, copy: Variable) -> bool:
-    """Whether a value is soon held in the copy's spec alone: where all read it from there. What is no op's result is
-    there anyway."""
+    """Whether a copy variable's spec soon becomes the only one in which its value is held, because all read it from
+    there.
+
+    This is never so for values that are no op's results, such as parameters: they stay in memory anyway.
+    """
     value = copy.value
     if value is None or copy.key != copy_key(value, copy.phase) or forced_key(value) in d.index:
         return False
@@ -85,8 +95,10 @@ def replaces_original(d: Decisions, copy: Variable) -> bool:
 
 
 def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[float, float]:
-    """The place at which a copy that takes over is there beside what it is made of, and the last at which it is read.
-    In the phase in which the value is made the copy is made at once."""
+    """Return when a copy that replaces its original is made, with both in memory, and when it is last read.
+
+    In the phase in which the value is made, the copy is made at once.
+    """
     assert copy.value is not None
     first, last = live.reads[copy.phase]
     soon = live.at[copy.value.node] + 1
@@ -98,7 +110,7 @@ def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[f
 
 
 def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> float:
-    """The last place at which a result is there in the spec in which it is made."""
+    """Return the last point at which a result is held in the spec in which it is made."""
     at = live.at[value.node]
     ends: list[float] = [at + BEFORE if value in live.stored else at]
     for phase in _phases(d, value):
@@ -114,17 +126,18 @@ def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> float:
 
 
 def last_read(d: Decisions, value: Value, live: LiveRanges) -> int:
-    """The last place at which an op reads a value, or makes it, before it is the caller's alone."""
+    """Return the last point at which an op makes or reads a value; afterwards only the caller may hold it."""
     return max(live.at[value.node], *(live.reads[phase][1].get(value, -1) for phase in _phases(d, value)))
 
 
 def _phases(d: Decisions, value: Value) -> tuple[Phase, ...]:
-    """In which a value is read as it was made: what is held for the backward is held by itself."""
+    """Return the phases in which a value is read as it was made. What is held for the backward has a variable of its
+    own."""
     return PHASES if hold_key(value) not in d.index else PHASES[:1]
 
 
 def _shared(d: Decisions, value: Value) -> bool:
-    """Whether a value's memory is also that of another which is read as well, or is there anyway."""
+    """Whether a value shares its memory with another value that is also read, or is in memory anyway."""
     node = d.graph.by_name[value.node]
     if node.name not in d.views:
         return False
@@ -139,8 +152,10 @@ def _made_by_op(d: Decisions, value: Value) -> bool:
 
 
 def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[float, float]:
-    """The first place at which a view's memory is not counted as that of a value that it is of, and the share of its
-    bytes that is counted then: views of one value may overlap, and be larger than it. Nothing of what is there anyway.
+    """Return the first point at which a view's memory counts as its own, and the share of its bytes that counts then.
+
+    Until then the memory counts as that of the value that it is a view of. Several views of a value may overlap, or be
+    larger than it together. The share is 0 where the value is in memory anyway.
     """
     value, phase = view.inputs[0], view.phase
     base = d.graph.by_name[value.node]
@@ -157,8 +172,10 @@ def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[float,
 
 
 def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> float | None:
-    """The place up to which the memory of a view that is made again may count as that of what it is of; None where it
-    is there anyway, or other views may be of the same part of it."""
+    """Return the point up to which the memory of a recomputed view may count as that of the value that it is a view of.
+
+    None if that value is in memory anyway, or if other views may show the same part of it.
+    """
     node, end = d.graph.by_name[value.node], -1.0
     while node.name in d.views:
         base = node.inputs[0]
@@ -172,7 +189,8 @@ def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> float | Non
 
 
 def _released_by(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
-    """What is held for the backward is so from the making on, and is no reader."""
+    """Find the op that releases each value, by phase. A hold variable is no reader: it holds the value from its making
+    on."""
     readers: dict[tuple[int, int], list[Variable]] = {}
     for h in d.uses:
         if not h.rerun and not h.kept and d.variables[h.target].kind != "hold":
@@ -203,7 +221,7 @@ def _first_reads(graph: Graph, at: Mapping[str, int], phase: Phase) -> dict[Valu
 
 
 def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase, ends: Mapping[Value, int]) -> dict[Value, int]:
-    """The last reader of each value, or where it ends."""
+    """Return the point of the last reader of each value, or that in ``ends`` if it is later."""
     last: dict[Value, int] = {}
     for value, readers in graph.consumers.items():
         points = [at[n.name] for n, _ in readers if n.phase == phase]
@@ -222,12 +240,12 @@ def _through_views(d: Decisions, last: dict[Value, int]) -> dict[Value, int]:
 
 
 def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, float], dict[Value, float]]:
-    """The places in the backward between which each forward value is there, if it is at all and somebody reads it.
+    """Return the points in the backward between which each forward value is there, for values that the backward reads.
 
-    An op is run again just before its first reader. That may be another that is run again, as early as one likes; but
-    what the backward itself reads is taken to be made for that, and to be read no more. Of what is read by ops alone
-    that may run again, or may not, it is not known by which: it is there from the last of them on, and to the first.
-    Otherwise the rows would be above what is held.
+    An op is run again just before its first reader, which may itself be run again at any earlier point. Values that the
+    backward reads directly are taken to be recomputed for those reads, and not to be read afterwards. Of values that
+    only ops read that may or may not run again, it is unknown which of them will: such a value is counted from the last
+    of these points to the first. Otherwise the constraints would count more than is held.
     """
     first: dict[Value, float] = {}
     last: dict[Value, float] = {}
@@ -252,5 +270,5 @@ def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, fl
 
 
 def rerun_point(graph: Graph, node: str, first: ProgramPoint) -> ProgramPoint:
-    """The place at which a node is run again, whose result is first read at ``first``."""
+    """Return the point at which a node is run again whose result is first read at ``first``."""
     return math.ceil(first) - BEFORE - RERUN_SPAN * (1 - graph.order[node] / len(graph.nodes))

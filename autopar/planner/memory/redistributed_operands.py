@@ -1,8 +1,9 @@
-"""Redistributed copies, seen by the rows: what an op reads in another spec than the one in which the value is held.
+"""Redistributed operands in the memory constraints: the bytes of what an op reads in another spec than it is held in.
 
-Whether there is a copy depends on two options, that of the maker and that of the reader, so every handover that may
-need one at a moment of a row gets a node of its own there: for each spec of the reader it tells whether the value is
-there as it is, which takes nothing and needs the maker's spec to be the same, or copied.
+Whether an operand takes memory of its own depends on two options, that of the maker and that of the reader. So every
+use that may need such memory at a constrained point gets a node of its own in the problem. For each spec of the reader
+it says whether the value is there as it is, which takes no bytes and requires the maker's spec to be the same, or is
+redistributed into new memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Operand:
-    """A handover that may be copied, ``sizes`` by each spec in which it is read, and the places while it lives."""
+    """A use that may be redistributed: bytes by the spec in which it is read, and its live range."""
 
     use: Use
     specs: tuple[ShardingSpec, ...]
@@ -49,14 +50,17 @@ class _Operand:
 
 @dataclass
 class RedistributedOperands:
-    """The nodes of all copies of ``decisions``. Options of each: nothing is read; then for every spec that it is there
-    as it is, and that it is copied."""
+    """The nodes of all operands of ``decisions`` that may be redistributed.
+
+    The options of each node are: nothing is read; then, for every spec, the value is there as it is, and it is
+    redistributed.
+    """
 
     decisions: Decisions
     _arrays: dict[tuple[object, ...], Array] = field(default_factory=dict)
 
     def extend(self, problem: Problem, points: Sequence[ProgramPoint]) -> Problem:
-        """``problem`` with the copies that live at ``points``, whose rows are at times 0, 1, ..."""
+        """Return ``problem`` with a node for each operand that lives at one of ``points``; the i-th point is time i."""
         costs, edges, usages = list(problem.costs), list(problem.edges), list(problem.usages)
         for operand, times in self._live_at(points):
             node = len(costs)
@@ -70,7 +74,7 @@ class RedistributedOperands:
         return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit)
 
     def extend_choice(self, choice: Sequence[int], points: Sequence[ProgramPoint]) -> tuple[int, ...]:
-        """``choice`` with the nodes that ``extend`` adds."""
+        """Return ``choice`` with the options of the nodes that ``extend`` adds."""
         added = []
         for operand, _ in self._live_at(points):
             made, read = self._specs(operand, choice)
@@ -79,11 +83,12 @@ class RedistributedOperands:
         return (*choice, *added)
 
     def bytes(self, choice: Sequence[int], point: ProgramPoint) -> float:
-        """What all copies hold at ``point``."""
+        """Return the bytes that all redistributed operands hold at ``point``."""
         return sum(self._bytes(operand, choice) for operand, _ in self._live_at((point,)))
 
     def by_variable(self, point: ProgramPoint) -> Mapping[int, Sequence[tuple[int, Callable[[Sequence[int]], float]]]]:
-        """For each variable the copies at ``point`` that hang on it: a number, and the bytes under a choice."""
+        """Return, by variable, the operands at ``point`` that depend on it: a number, and a function from choice to
+        bytes."""
         found: dict[int, list[tuple[int, Callable[[Sequence[int]], float]]]] = {}
         for i, (operand, _) in enumerate(self._live_at((point,))):
             for variable in {operand.use.source, operand.use.target}:
@@ -103,7 +108,8 @@ class RedistributedOperands:
         return spec_made(v[h.source].options[choice[h.source]], h.out), read
 
     def _is_in_place(self, h: Use, made: ShardingSpec | None, read: ShardingSpec) -> bool:
-        """Whether what is read is there as it is, or takes the place of what was made: a sum over ranks may."""
+        """Whether what is read takes no memory of its own: it is what was made, or overwrites it, as a sum over ranks
+        may."""
         if made is None or made == read or made.dims != read.dims or read.partial:
             return made == read
         return self._makes_new(h.source)
@@ -113,7 +119,8 @@ class RedistributedOperands:
         return node is not None and node.packet in MAKES_NEW
 
     def _spec_read(self, target: Variable, option: int, position: int) -> ShardingSpec | None:
-        """None where the option reads nothing, or what the forward has gathered."""
+        """Return the spec in which an option reads an operand; None if it reads nothing, or what the forward
+        gathered."""
         return None if target.kept and target.kept[option] else spec_read(target.options[option], position)
 
     def _specs_read(self, h: Use) -> list[ShardingSpec | None]:
@@ -152,7 +159,7 @@ class RedistributedOperands:
         return tuple(found.values())
 
     def _live_range(self, h: Use, target: Variable) -> tuple[float, float] | None:
-        """The places at which what is read is there beside what is handed over."""
+        """Return the points between which what is read is in memory beside what is made."""
         live, value = self._live, target.value
         source = self.decisions.variables[h.source].node
         if target.kind == "op" and target.node is not None:
@@ -196,7 +203,7 @@ class RedistributedOperands:
         return np.where(fits, 0.0, math.inf)
 
     def _array(self, key: tuple[object, ...], made: Callable[[_T], Sequence[float] | Array], of: _T) -> Array:
-        """Equal ones are one array, by which the solver finds repeated blocks."""
+        """Return one array object for all equal keys: by identity the solver recognises repeated blocks."""
         if key not in self._arrays:
             self._arrays[key] = np.asarray(made(of), dtype=np.float64)
         return self._arrays[key]

@@ -1,7 +1,7 @@
-"""Memory as the solver sees it: the bytes that every option holds at chosen moments of the program.
+"""Memory as the solver sees it: the bytes that every option holds at chosen program points.
 
-The rows leave out redistributed operands, which ``copies`` adds, and the copies that contractions and collectives make
-on the way; the exact liveness of the scheduled program has the last word.
+These usages leave out redistributed operands, which ``redistributed_operands`` adds, and the scratch of contractions
+and collectives. The exact liveness of the scheduled program decides whether a plan fits.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class MemoryUsages:
-    """What options hold for more than one op: of variable ``variables[i]`` each option ``sizes[i]`` bytes, from place
-    ``first[i]`` to ``last[i]``."""
+    """What options hold for longer than one op: ``sizes[i]`` bytes by option of variable ``variables[i]``, between the
+    points ``first[i]`` and ``last[i]``."""
 
     d: Decisions
     options: Options
@@ -67,9 +67,9 @@ class MemoryUsages:
         return cls(d, options, variables, sizes, np.array(first), np.array(last))
 
     def at_points(self, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
-        """What every option holds at each of ``points``; that of the graph's length is the end of the step.
+        """Return what every option holds at each of ``points``; the point of the graph's length is the end of the step.
 
-        Time ``t`` of the result is ``points[t]``.
+        The i-th point is time i of the result.
         """
         found: list[Usage] = []
         for t, point in enumerate(points):
@@ -81,12 +81,12 @@ class MemoryUsages:
 
 
 def memory_usages(d: Decisions, options: Options, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
-    """`Holdings.usages`, for who asks once."""
+    """Return ``MemoryUsages.at_points`` for a caller that asks only once."""
     return MemoryUsages.of(d, options).at_points(points)
 
 
 def _while_running(d: Decisions, options: Options, point: ProgramPoint, time: int) -> list[Usage]:
-    """What the node at ``point`` holds beside its operands and results, while it runs."""
+    """Return what the node at ``point`` holds beside its operands and results while it runs."""
     if point != int(point) or point >= len(d.graph.nodes):
         return []
     node = d.graph.nodes[int(point)]
@@ -101,10 +101,11 @@ def _while_running(d: Decisions, options: Options, point: ProgramPoint, time: in
 def static_usages(
     d: Decisions, options: Options, point: ProgramPoint, time: int, *, holds: bool, views_tied: bool
 ) -> list[Usage]:
-    """What every option holds at one place among the graph's nodes, as time ``time``.
+    """Return what every option holds at one point, as time ``time``.
 
     Args:
-        holds: also what hold variables keep for the backward; of it, with ``views_tied``, nothing for views.
+        holds: include what hold variables keep for the backward.
+        views_tied: leave out hold variables of views, which share the memory of their base.
     """
     live = live_ranges(d, holds=holds)
     made, sizes = _gradient_points(d), _OptionBytes(d, options)
@@ -121,18 +122,18 @@ def static_usages(
 
 @dataclass(frozen=True, eq=False)
 class _OptionBytes:
-    """Bytes of the largest shard by option: of equal options and tensors looked at once, so not to be changed."""
+    """Bytes of the largest shard by option. Equal options and tensors share one array, which must not be changed."""
 
     d: Decisions
     options: Options
     cache: dict[object, Array] = field(default_factory=dict)
 
     def made(self, meta: TensorMeta, options: tuple[Strategy, ...], out: int) -> Array:
-        """Of result ``out``, a tensor of ``meta``."""
+        """Return the bytes of result ``out``, a tensor of ``meta``."""
         return self._of(meta, options, out, spec_made)
 
     def read(self, meta: TensorMeta, options: tuple[Strategy, ...], position: int) -> Array:
-        """Of operand ``position``."""
+        """Return the bytes of operand ``position``."""
         return self._of(meta, options, position, spec_read)
 
     def _of(
@@ -150,7 +151,8 @@ class _OptionBytes:
         return self.cache[key]
 
     def state(self, meta: TensorMeta, options: tuple[Strategy, ...], trainable: bool) -> Array:
-        """Of a parameter by options: a row for itself, its optimizer state, its gradient and the step."""
+        """Return a parameter's bytes by option, in four rows: itself, its optimizer state, its gradient and the
+        step."""
         options = self.d.shared(options)
         key = id(options), meta, trainable
         if key not in self.cache:
@@ -163,7 +165,7 @@ class _OptionBytes:
 def _usages_of(
     sizes: _OptionBytes, v: Variable, live: LiveRanges, made: Mapping[str, _GradientPoints]
 ) -> Iterator[tuple[Array, float, float]]:
-    """(bytes of each option, first place, last place) of what a variable holds."""
+    """Yield what a variable holds: (bytes of each option, first point, last point)."""
     d, options = sizes.d, sizes.options
     end = len(d.graph.nodes)
     if v.kind == "parameter" and v.node is not None:
@@ -186,7 +188,7 @@ def _usages_of(
             np.array([a == action for a in v.actions]) for action in ("keep", "recompute", "offload")
         )
         yield size * kept, live.forward.get(v.value, live.at[v.value.node]) + BEFORE, last
-        yield size * offloaded, first if first % 1 else first - BEFORE, last  # a node that is run again has one place
+        yield size * offloaded, first if first % 1 else first - BEFORE, last  # a node that is run again has one point
         if v.value.node not in d.views:
             yield size * remade, rerun_point(d.graph, v.value.node, first), last
         elif (gone := base_live_until(d, v.value, live)) is not None:
@@ -221,7 +223,7 @@ def _copy_usages(
     if replaces_original(d, v):
         beside, last = replacement_range(d, v, live)
         yield size * ~kept, beside + BEFORE, last
-    if kept.any():  # until then it is the forward's own copy
+    if kept.any():  # until then the forward's own copy counts
         yield size * kept, live.forward.get(value, -1) + BEFORE, live.backward.get(value, (0, -1))[1]
 
 
@@ -231,7 +233,7 @@ def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -
     for value in dict.fromkeys(node.inputs):
         if live.released_by[node.phase].get(value) == node.name:
             yield sizes.read(d.graph.meta(value), v.options, node.inputs.index(value)), at, at
-    # While it runs it may be in the place of an operand: rows are not above what is held.
+    # While it runs it may overwrite an operand, and constraints must not count more than is held.
     first, share = at + BEFORE * may_overwrite(node, d.graph), 1.0
     if node.name in d.views:
         first, share = inherited_memory(d, node, live)
@@ -241,14 +243,15 @@ def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -
 
 
 class _GradientPoints(NamedTuple):
-    """The place at which a gradient is made, and that from which on it is surely in its parameter's spec."""
+    """The point at which a gradient is made, and that from which on it is certainly in its parameter's spec."""
 
     at: int
     reduced: int
 
 
 def _gradient_points(d: Decisions) -> dict[str, _GradientPoints]:
-    """Every further step of a gradient's redistribution comes when the next result is there."""
+    """Return the points of each parameter's gradient. Each further step of its redistribution is taken when the next
+    result is made."""
     points = sorted({d.graph.order[o.value.node] for o in d.graph.outputs})
     ends = [*points, *[len(d.graph.nodes)] * 2 * d.mesh.ndim]
     reduced = {point: ends[i + 2 * d.mesh.ndim - 1] for i, point in enumerate(points)}
