@@ -1,15 +1,15 @@
-"""What can hide behind what: the sections of each phase, and the paths one of which its seconds are.
+"""What can hide behind what: the sections of each phase, and the paths of which the longest is the phase's time.
 
-What is gathered from shards that are there when a phase begins, as parameters are, can be launched ahead of its
-reader; the reduction of a gradient runs beside what is computed after it, and beside what the program waits for. A
-phase is cut into n sections (what comes before repeated blocks, these, and what follows), and with ``G[s]`` the seconds
-of the gathers that section s reads, ``C[s]`` of its computation and of what it waits for, ``R[s]`` of the reductions of
-the gradients that it makes, the phase takes as long as the longest *path*::
+Gathers of what is available when a phase begins, such as shards of parameters, can be launched ahead of their readers.
+The reduction of a gradient runs beside what is computed after it, and beside what the program waits for. A phase is cut
+into n sections (what comes before repeated blocks, these blocks, and what follows). With ``G[s]`` the seconds of the
+gathers that section s reads, ``C[s]`` those of its computation and of what it waits for, and ``R[s]`` those of the
+reductions of the gradients that it makes, the phase takes as long as the longest *path*::
 
     G[0] + ... + G[k - 1]  +  C[k] + ... + C[l - 1]  +  R[l] + ... + R[n - 1]        for k <= l
 
-which gathers for the first k sections, computes up to section l and reduces what the others make; or as long as all
-that it sends, since one collective runs at a time. So are flow shops of two machines bounded (Johnson 1954).
+which gathers for the first k sections, computes up to section l and reduces what the others make; or as long as all its
+communication, since one collective runs at a time. This is the bound for flow shops of two machines (Johnson 1954).
 Collectives of different mesh axes run beside each other: G and R are then those of one axis each, and there is a path
 for each pair of axes.
 """
@@ -34,20 +34,20 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Work: TypeAlias = Literal["gather", "compute", "wait", "reduce"]
 
 HIDEABLE: tuple[Work, ...] = ("gather", "reduce")
-"""What can run beside computation."""
+"""Work that can run beside computation."""
 
 EVEN_SECTIONS = 4
-"""Of a phase that repeats nothing."""
+"""The number of equal sections of a phase that repeats nothing."""
 
 MAX_SPANS = 2
-"""Runs of blocks, one after the other, that are told apart in a phase."""
+"""The number of runs of blocks in a phase that get sections of their own."""
 
 AVAILABLE = ("parameter", "buffer", "input", "tangent")
-"""Variables whose values are there when a phase begins."""
+"""Kinds of variables whose values are available when a phase begins."""
 
 
 class CostTerm(NamedTuple):
-    """Seconds that weigh alike; those of what can hide, on one mesh axis."""
+    """Seconds that the objective weights alike. Work that can hide has a term for each mesh axis."""
 
     work: Work
     phase: Phase
@@ -57,7 +57,7 @@ class CostTerm(NamedTuple):
 
 @dataclass(frozen=True)
 class Sections:
-    """Where the sections of each phase begin, in places of the graph."""
+    """The node index at which each section of a phase starts."""
 
     starts: Mapping[Phase, tuple[int, ...]]
 
@@ -69,7 +69,7 @@ class Sections:
 
 
 def sections(d: Decisions, runs: Sequence[Run]) -> Sections:
-    """Sections such that all blocks of a run are in one."""
+    """Cut the phases into sections such that all blocks of a run are in one section."""
 
     def starts(phase: Phase) -> tuple[int, ...]:
         positions = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"]
@@ -85,7 +85,7 @@ def sections(d: Decisions, runs: Sequence[Run]) -> Sections:
 
 
 def _spans(d: Decisions, runs: Sequence[Run], phase: Phase) -> Iterator[tuple[int, int]]:
-    """First and last place of each run in a phase."""
+    """Yield the first and last node index of each run in a phase."""
     for run in runs:
         variables = [d.variables[i] for i in run.copies.ravel().tolist()]
         positions = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
@@ -94,7 +94,7 @@ def _spans(d: Decisions, runs: Sequence[Run], phase: Phase) -> Iterator[tuple[in
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that overlap as one, and the shortest given up where they are many."""
+    """Merge overlapping spans, and drop the shortest where there are more than ``MAX_SPANS``."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1][1]:
@@ -106,15 +106,17 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class TermAssignment:
-    """Which bucket the seconds of each variable and of each handover are in, where they take any; of handovers that can
-    hide, one for each mesh axis."""
+    """The cost term that the seconds of each variable and each use belong to, if they take any.
+
+    A use that can hide has a term for each mesh axis.
+    """
 
     variables: tuple[CostTerm | None, ...]
     uses: tuple[tuple[CostTerm, ...], ...]
 
 
 def assign_terms(d: Decisions, cut: Sections) -> TermAssignment:
-    """What each decision's seconds are part of."""
+    """Assign each variable and use to its cost terms."""
     return _Assigner(d, cut).found()
 
 
@@ -141,7 +143,7 @@ class _Assigner:
         if section is not None and source.kind in AVAILABLE:
             return self._hideable_terms("gather", target.phase, section)
         phase = target.phase if section is not None else source.phase
-        section = self._section(source) if section is None else section  # to a result, or to where it is held
+        section = self._section(source) if section is None else section  # a result, or a hold variable
         return () if section is None else (CostTerm("wait", phase, section),)
 
     def _hideable_terms(self, work: Work, phase: Phase, section: int | None) -> tuple[CostTerm, ...]:
@@ -149,7 +151,7 @@ class _Assigner:
         return () if section is None else tuple(CostTerm(work, phase, section, axis) for axis in axes)
 
     def _section(self, v: Variable) -> int | None:
-        """Where a variable's op runs; of a copy, where it is first read."""
+        """Return the section in which a variable's op runs; for a copy variable, the one in which it is first read."""
         if v.kind == "op" and v.node is not None:
             return self.cut.of(self.d.graph.order[v.node.name], v.phase)
         if v.kind == "rerun" and v.node is not None:
@@ -161,7 +163,7 @@ class _Assigner:
 
     @cached_property
     def _reruns_in(self) -> list[int]:
-        """For each section of the forward, the one of the backward that reads most of what it makes."""
+        """For each section of the forward, the section of the backward that reads most of what it makes."""
         graph, count = self.d.graph, np.zeros((self.cut.count("forward"), self.cut.count("backward")), dtype=int)
         for value, readers in graph.consumers.items():
             made = graph.by_name[value.node]
@@ -174,19 +176,19 @@ class _Assigner:
 
 
 def reduces(d: Decisions, h: Use) -> bool:
-    """Whether the handover takes a gradient to its parameter: nothing in the program waits for that."""
+    """Whether a use takes a gradient to its parameter. Nothing in the program waits for that."""
     return h.position < 0 and d.variables[h.source].phase == "backward" and h.source != h.target
 
 
 @dataclass(frozen=True, eq=False)
 class PhasePaths:
-    """A phase of the program, as often as it runs in that form, and its paths.
+    """A phase in one of the forms in which it runs, and its paths.
 
     Args:
-        share: of the micro-batches.
-        works: 1 for each bucket whose seconds it takes.
-        paths: a row for each path, 1 for each bucket on it.
-        computing: the path that only computes.
+        share: the share of micro-batches that run it in this form.
+        works: 1 for each cost term whose seconds it takes.
+        paths: a row for each path, with 1 for each cost term on it.
+        computing: the index of the path that only computes.
     """
 
     share: float
@@ -196,7 +198,7 @@ class PhasePaths:
 
 
 def cost_terms(cut: Sections, axes: int) -> list[CostTerm]:
-    """Every bucket, in the order in which their seconds are listed."""
+    """List every cost term, in the order in which their seconds are listed."""
     works: tuple[Work, ...] = ("gather", "compute", "wait", "reduce")
     return [
         CostTerm(work, phase, s, axis)
@@ -209,7 +211,8 @@ def cost_terms(cut: Sections, axes: int) -> list[CostTerm]:
 
 
 def phase_paths(cut: Sections, axes: int, accumulation_steps: int) -> list[PhasePaths]:
-    """The forward and the backward; where gradients add up, the last backward, which reduces them, and the others."""
+    """Return the forward and the backward. Where gradients accumulate, the last backward, which reduces them, and the
+    others are separate."""
     order, n = cost_terms(cut, axes), accumulation_steps
     forward = _phase_paths(order, cut, axes, "forward", 1.0, reducing=False)
     last = _phase_paths(order, cut, axes, "backward", 1 / n, reducing=True)

@@ -1,4 +1,4 @@
-"""What fusions by kernels of ours read and write, where a program has them, and what their ops cost elsewhere."""
+"""What our fused kernels read and write where a program has them, and what their ops cost elsewhere."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Fused:
     """The fusions of a graph.
 
     Args:
-        of_node: by each of their nodes.
-        borders: what each of these reads and writes of memory.
+        of_node: the fusion of each node in one.
+        fused_traffic: what each of these nodes moves to and from memory.
     """
 
     all: tuple[Fusion, ...] = ()
@@ -26,14 +26,18 @@ class Fused:
 
     @classmethod
     def of(cls, graph: Graph, *, across: bool = False) -> Fused:
-        """Those of ``graph``; ``across``: only those between whose ops a collective may stand."""
+        """Find the fusions of ``graph``.
+
+        Args:
+            across: find only those whose ops a collective may separate.
+        """
         found = tuple(f for f in fusions(graph) if f.kernel == STATISTICS or not across)
         of_node = {name: f for f in found for name in f.nodes}
         delivered = frozenset(o.value for o in graph.outputs)
         return cls(found, of_node, {name: b for f in found for name, b in _traffic_of(graph, f, delivered)})
 
     def inside(self, d: Decisions, h: Use) -> bool:
-        """Whether a handover leads from op to op of a kernel, which has to be in one spec throughout."""
+        """Whether a use leads from op to op of one kernel, which must be in one spec throughout."""
         source, target = d.variables[h.source], d.variables[h.target]
         if source.kind not in ("op", "copy") or target.kind not in ("op", "copy"):
             return False
@@ -47,9 +51,13 @@ class Fused:
         return target.node is not None and target.node.name in fusion.nodes
 
     def rerun_alone(self, d: Decisions, h: Use) -> int | None:
-        """Of a handover from a held value of a kernel to the first of its ops that reads it and may run again: how many
-        of them run by themselves then, as the one that makes the value does not; 0 where it is the sum before a norm,
-        without which the others are a kernel. None of any other handover."""
+        """Return how many ops of a kernel run by themselves if they run again but the op that makes their input does
+        not.
+
+        This concerns a use from a held value of a kernel to the first of its ops that reads the value and may run
+        again. The count is 0 where the value is the sum before a norm, without which the other ops are a kernel. None
+        for any other use.
+        """
         value, node = d.variables[h.source].value, d.variables[h.target].node
         if d.variables[h.target].kind != "rerun" or value is None or node is None or h.source == h.target:
             return None
@@ -80,6 +88,6 @@ def _traffic_of(graph: Graph, fusion: Fusion, delivered: frozenset[Value]) -> It
 
 
 def _leaves(graph: Graph, fusion: Fusion, value: Value) -> bool:
-    """Whether another op reads a result."""
+    """Whether an op outside the kernel reads a result."""
     readers = (n.name for n, _ in graph.consumers.get(value, ()))
     return fusion.kernel == STATISTICS or any(name not in fusion.nodes for name in readers)

@@ -1,19 +1,18 @@
-"""What the search minimises: seconds of a step, in which what is sent hides behind computation where it can.
+"""What the search minimises: the seconds of a step in which communication hides behind computation where it can.
 
-With ``W`` the seconds of what is in no phase (launches, and the transfers of the host), ``T[p]`` those of each path
-through a phase (see `planner.critical_paths`), ``S`` those of all that it does and ``o`` the share of a collective that
-computation beside it is spared (see `planner.timeline`)::
+With ``W`` the seconds that are in no phase (launches, and transfers to and from the host), ``T[p]`` those of each path
+through a phase (see ``critical_paths``), ``S`` those of all its work, and ``o`` the share of a collective's time that
+computation beside it is spared (see ``schedule.timeline``)::
 
     F(x) = W(x) + sum over phases of (1 - o) S(x) + o max over p of T[p](x)
 
-The solver minimises sums. For every weighting of a phase's paths that sums to 1 the weighted sum of the paths is
-nowhere above their maximum, so the least value of what is then a sum is a bound on F (a Lagrangian relaxation,
-Geoffrion 1974). It is concave in the weights, and each choice found on the way is a plane above it: cutting planes find
-the best weights (Kelley 1960), asked a little nearer to the best so far, where they are steadier (Ben-Ameur and Neto
-2007).
+The solver minimises sums. For any weights of a phase's paths that sum to 1, the weighted sum of the paths is at most
+their maximum, so the minimum of this linear problem is a bound on F (a Lagrangian relaxation, Geoffrion 1974). The
+bound is concave in the weights, and each choice found on the way is a plane above it. Cutting planes find the best
+weights (Kelley 1960), taken a little towards the best so far, which steadies them (Ben-Ameur and Neto 2007).
 
-Where gradients add up over n micro-batches, F is the mean of their seconds: the backward is one phase with its
-reductions in one of n, and one without them in the others.
+Where gradients accumulate over n micro-batches, F is the mean of their seconds: the backward is one phase with its
+reductions in one of n micro-batches, and one without them in the others.
 """
 
 from __future__ import annotations
@@ -46,30 +45,31 @@ from autopar.solver.problem import IndexArray
 Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
 
 MAX_SOLVES = 6
-"""Weightings that are tried: hardly ever more than two are needed."""
+"""The number of weightings to try. More than two are hardly ever needed."""
 
 NEAR_PATH = 0.1
 NEAR_PATH_WEIGHT = 0.05
-"""Paths that are shorter than the longest by no more than the one have the other of all weight, where weights are kept
-for a problem of more decisions: choices that tie under the weights differ in them by a percent of a step, and what that
-takes from the bound is less than the product of the two."""
+"""When weights are carried over to a problem with more decisions, paths shorter than the longest by at most the share
+``NEAR_PATH`` get the share ``NEAR_PATH_WEIGHT`` of all weight. Choices that tie under the weights differ in these paths
+by a percent of a step, and the bound loses less than the product of the two."""
 
 SMOOTHING = 0.25
-"""Share of the best weights so far in those that are tried next; the others are highest under all planes."""
+"""The share of the best weights so far in those that are tried next. The rest goes to the weights that are highest
+under all planes."""
 
 WORTH_GAPS = 4.0
-"""Times the gap that was asked: weights are tried as long as they may raise the bound by so much."""
+"""Factor on the requested gap: weights are tried as long as they may raise the bound by this much."""
 
 
 class ChoiceSeconds(NamedTuple):
-    """A choice: the seconds that nothing hides, and those of each bucket."""
+    """The seconds of a choice: those that nothing hides, and those of each cost term."""
 
     exposed_s: float
     term_s: Array
 
 
 class _Kinds(NamedTuple):
-    """Which are alike: one of each kind, and of each its kind."""
+    """Equal items by kind: the first item of each kind, and the kind of each item."""
 
     first: list[int]
     of: IndexArray
@@ -81,13 +81,13 @@ class _Kinds(NamedTuple):
         return cls(np.unique(of, return_index=True)[1].tolist(), of)
 
     def members(self) -> list[IndexArray]:
-        """Of each kind, ascending."""
+        """Return the items of each kind, in ascending order."""
         return np.split(np.argsort(self.of, kind="stable"), np.cumsum(np.bincount(self.of))[:-1])
 
 
 @dataclass(eq=False)
 class _TermSeconds:
-    """Seconds by option, or by pair of options, each in one bucket."""
+    """Seconds by option, or by pair of options, each assigned to one cost term."""
 
     count: int
     _tables: list[Array] = field(default_factory=list)
@@ -95,7 +95,8 @@ class _TermSeconds:
     _locations: list[IndexArray] = field(default_factory=list)
 
     def add(self, term: int, seconds: Array, rows: IndexArray, columns: IndexArray | None = None) -> None:
-        """Those of each of the variables ``rows``, or of each pair with one of ``columns``."""
+        """Add the seconds of each of the variables ``rows``, or of each pair with one of ``columns``, to a cost
+        term."""
         width = 1 if columns is None else seconds.shape[1]
         others = np.full(len(rows), -1) if columns is None else columns
         same = (np.full(len(rows), number) for number in (term, self._size, width))
@@ -109,7 +110,7 @@ class _TermSeconds:
         return flat, np.concatenate([np.zeros((5, 0), dtype=np.int64), *self._locations], axis=1)
 
     def seconds(self, choice: Sequence[int]) -> Array:
-        """Of each bucket."""
+        """Return the seconds of each cost term under a choice."""
         flat, (term, start, width, row, column) = self._flat
         chosen = np.array([*choice, 0], dtype=np.int64)  # the last is no variable's
         at = start + width * chosen[row] + chosen[column]
@@ -118,11 +119,11 @@ class _TermSeconds:
 
 @dataclass(eq=False)
 class Objective:
-    """The objective over the variables of ``decisions``; what is made once is kept, for all who ask it.
+    """The objective over the variables of ``decisions``, with what has been computed for it.
 
     Args:
-        launched: share of each reduction's launch that counts.
-        weights: of the paths of all phases, one after the other, to begin with; the best ones found so far.
+        launch_share: the share of each reduction's launch that counts.
+        weights: the weights of the paths of all phases in turn to start from, later the best that were found.
     """
 
     decisions: Decisions
@@ -137,8 +138,10 @@ class Objective:
         self.weights = self._compute_only()
 
     def start_from(self, other: Objective, choice: Sequence[int] | None = None) -> None:
-        """Begin with the weights found for a problem of the same graph, where its phases have the same sections;
-        where its best ``choice`` is told, with a little on what is nearly the longest path of that."""
+        """Start with the weights found for a problem of the same graph, if its phases have the same sections.
+
+        With that problem's best ``choice`` given, some weight goes to the paths that are nearly the longest under it.
+        """
         if self._sections != other._sections:
             return
         self.weights = other.weights.copy()
@@ -151,22 +154,22 @@ class Objective:
 
     @cached_property
     def _option_seconds(self) -> tuple[Array, ...]:
-        """Seconds of every option, whatever hides."""
+        """Seconds of every option without any hiding."""
         return costs(self.decisions, self.prices)
 
     @cached_property
     def _runs(self) -> tuple[Run, ...]:
-        """Equal blocks, whatever hides."""
+        """Runs of equal blocks, found without any hiding."""
         tick("priced handover", len(self.decisions.uses))
         return find_runs(Problem(self._option_seconds, edges(self.decisions, self.prices)))
 
     @property
     def depth(self) -> int:
-        """Layers of the longest runs of equal ones."""
+        """The number of layers in the longest run of equal ones."""
         return max((len(run.copies) for run in self._runs), default=0)
 
     def with_fewer_layers(self, layers: int) -> FewerLayers | None:
-        """The decisions with so many layers; None where they have no more, or cannot do without."""
+        """Return the decisions with only this many layers; None if they have no more, or depend on all of them."""
         if layers not in self._fewer:
             self._fewer[layers] = with_fewer_layers(self.decisions, self._runs, layers)
         return self._fewer[layers]
@@ -189,13 +192,13 @@ class Objective:
 
     @cached_property
     def _unhidden(self) -> Array:
-        """Of a second of each bucket, what counts however it hides."""
+        """What a second of each cost term counts however it hides."""
         plain = np.stack([(1 - self.prices.overlap) * g.share * g.works for g in self._phases])
         return np.asarray(plain.sum(axis=0), dtype=np.float64)
 
     @cached_property
     def _paths(self) -> Array:
-        """The paths of all phases, by what a second of each bucket on them counts."""
+        """The paths of all phases: what a second of each cost term on a path counts."""
         return np.concatenate([self.prices.overlap * g.share * g.paths for g in self._phases])
 
     @cached_property
@@ -205,13 +208,13 @@ class Objective:
         return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
     def _compute_only(self) -> Array:
-        """All weight on the paths that compute only."""
+        """Return weights that are all on the paths that only compute."""
         return np.concatenate([np.eye(len(g.paths), dtype=float)[g.computing] for g in self._phases])
 
     # The sums.
 
     def problem(self, usages: tuple[Usage, ...] = (), limit: float = math.inf, weights: Array | None = None) -> Problem:
-        """The sum for ``weights`` of the paths, or for those to begin with."""
+        """Return the linear problem for ``weights`` of the paths, by default the weights to start from."""
         asked = self.weights if weights is None else weights
         key = asked.tobytes()
         if key not in self._sums:
@@ -221,7 +224,7 @@ class Objective:
         return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
 
     def _sum(self, of: Mapping[CostTerm | None, float]) -> Problem:
-        """Seconds of each bucket times its weight; those that are alike are one array."""
+        """Return the problem in which each cost term counts by its weight. Equal costs are one array."""
         d, prices, variables, uses = self.decisions, self.prices, *self._kinds
         tick("handover", len(d.uses))
         found = self._terms
@@ -240,7 +243,7 @@ class Objective:
 
     @cached_property
     def _kinds(self) -> tuple[_Kinds, _Kinds]:
-        """Variables and handovers that cost the same under any weights."""
+        """The kinds of variables and of uses that cost the same under any weights."""
         d, prices, found = self.decisions, self.prices, self._terms
 
         def look(h: Use, cost_terms: tuple[CostTerm, ...]) -> object:
@@ -252,7 +255,7 @@ class Objective:
         return _Kinds.by(variables), _Kinds.by(map(look, d.uses, found.uses))
 
     def fold(self, problem: Problem) -> Tied | None:
-        """``problem`` with repeated blocks tied together, found once for each free one."""
+        """Return ``problem`` with repeated blocks tied together. Its blocks are found once for each set of weights."""
         if not any(problem is free for free in self._sums.values()):
             return fold(problem)
         if id(problem) not in self._tied:
@@ -260,11 +263,11 @@ class Objective:
         return self._tied[id(problem)][1]
 
     def seconds(self, choice: Sequence[int]) -> float:
-        """F of a choice."""
+        """Return F of a choice."""
         return self._seconds(self.seconds_by_term(choice))
 
     def path_seconds(self, choice: Sequence[int]) -> Array:
-        """Of each path, as far as what is on it can hide something."""
+        """Return the seconds of each path under a choice, counting what can hide."""
         return np.asarray(self._paths @ self.seconds_by_term(choice).term_s, dtype=np.float64)
 
     def _seconds(self, seconds_by_term: ChoiceSeconds) -> float:
@@ -272,13 +275,13 @@ class Objective:
         return seconds_by_term.exposed_s + float(self._unhidden @ seconds_by_term.term_s) + longest
 
     def seconds_by_term(self, choice: Sequence[int]) -> ChoiceSeconds:
-        """What a choice takes, by bucket."""
+        """Return the seconds of a choice by cost term."""
         *term_s, exposed_s = self._term_seconds.seconds(choice)
         return ChoiceSeconds(float(exposed_s), np.array(term_s))
 
     @cached_property
     def _term_seconds(self) -> _TermSeconds:
-        """What nothing hides is behind all other buckets."""
+        """Seconds by cost term; the seconds that nothing hides come last."""
         d, prices, variables, uses = self.decisions, self.prices, *self._kinds
         tick("handover", len(d.uses))
         found, exposed = _TermSeconds(len(self._order) + 1), len(self._order)
@@ -313,16 +316,16 @@ class Objective:
         out_of_time: Callable[[], bool] = lambda: False,
         bound: float = -math.inf,
     ) -> Solution:
-        """The best choice under F within ``asked``'s usages and limit, with a bound on F.
+        """Find the best choice under F within the usages and limit of ``asked``, with a bound on F.
 
         Args:
-            asked: the problem for the weights to begin with.
-            solve: a problem, from choices to begin with.
-            gap: relative, at which no more weights are tried.
-            known: choices that tell where to begin.
-            most: weights that are tried.
-            late: whether there is no time for other weights.
-            bound: one on F that is known.
+            asked: the problem for the weights to start from.
+            solve: solves a problem, given choices to start from.
+            gap: the relative gap at which no more weights are tried.
+            known: choices that determine the first weights.
+            most: the number of weightings to try.
+            out_of_time: whether there is no time for another weighting.
+            bound: a known bound on F.
         """
         known_seconds = [self.seconds_by_term(choice) for choice in known]
         weights = self.weights if not known_seconds else self._smoothed(self._best_weights(known_seconds)[1])
@@ -348,7 +351,7 @@ class Objective:
         return replace(best, lower_bound=bound, proven=best.objective - bound <= gap * best.objective)
 
     def _best_of(self, known: Sequence[Sequence[int]], known_seconds: Sequence[ChoiceSeconds]) -> Solution | None:
-        """The known choice that is cheapest under F, which the weighted sums do not see."""
+        """Return the known choice that is cheapest under F; the weighted sums do not see F."""
         found = [(self._seconds(p), i) for i, p in enumerate(known_seconds)]
         if not found:
             return None
@@ -359,13 +362,13 @@ class Objective:
         return SMOOTHING * self.weights + (1 - SMOOTHING) * weights
 
     def _best_weights(self, known_seconds: Sequence[ChoiceSeconds]) -> tuple[float, Array]:
-        """Where the lowest of the points' sums is highest, and how high."""
+        """Return the highest value of the lowest plane of ``points``, and the weights there."""
         constants = [p.exposed_s + float(self._unhidden @ p.term_s) for p in known_seconds]
         return highest_point(constants, [self._paths @ p.term_s for p in known_seconds], self.ranges)
 
 
 def _better(best: Solution | None, other: Solution) -> Solution:
-    """The one of the least objective, with the seconds of both."""
+    """Return the solution with the lower objective, with the solver's seconds of both."""
     if best is None:
         return other
     least = other if other.objective < best.objective else best

@@ -1,14 +1,14 @@
-"""Products decomposed beside the gather of an operand or the scatter of their sum: which pairs can be, at what price.
+"""Products decomposed to overlap with the gather of an operand or the scatter of their sum: which pairs, at what price.
 
-A product that reads a gathered tensor, or makes a partial sum that is then scattered, waits for its collective or
-makes it wait, and nothing else can run meanwhile: this is what tensor parallelism leaves exposed. Decomposed (see
-``spmd.products``), it runs as k parts of m seconds, beside k - 1 messages of h seconds:
+A product that reads a gathered tensor waits for its collective, and one whose partial sum is then scattered makes its
+collective wait; nothing else can run meanwhile. This is what tensor parallelism leaves exposed. A decomposed product
+(see ``spmd.products``) runs as k parts of m seconds, beside k - 1 messages of h seconds:
 
     T = m + (k - 1) ((1 - o) (m + h) + o max(m, h))
 
 with o the share of a message's time that computation beside it is spared. The pair costs T instead of the product and
-the collective one after the other. In the problem the difference stands on the edge between the two specs and the
-product; in the program, on one op that does both.
+the collective one after the other. In the problem the difference is on the edge between the two specs and the product;
+in the program one op does both.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from autopar.strategies import flops
 Array = npt.NDArray[np.float64]
 
 ROUNDING = 1e-9
-"""Relative difference of prices that are added up in another order."""
+"""Relative difference up to which prices count as equal that were summed in different orders."""
 
 
 class OpPrices(Protocol):
-    """What a decomposition asks of the prices of single ops and collectives; ``Prices`` has it."""
+    """The prices of single ops and collectives that a decomposition needs. ``Prices`` implements it."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -56,8 +56,8 @@ class Pair:
     """A contraction and the collective beside it.
 
     Args:
-        operand: the one that is gathered, or whose dim becomes the one along which the result is scattered.
-        before, meta: spec, shape and dtype of what the collective redistributes.
+        operand: the operand that is gathered, or whose dim becomes the one along which the result is scattered.
+        before, meta: spec, shape and dtype of the tensor that the collective redistributes.
     """
 
     node: Node
@@ -74,9 +74,9 @@ class Decomposition:
     """Prices of decomposed pairs.
 
     Args:
-        wanted: "near" where it is predicted to be shorter, among devices that reach each other's memory; "gains" where
-            it is, along any axis; "always"; or "never".
-        axes: the mesh axes along which it may be.
+        wanted: "near" decomposes where it is predicted to be faster, among devices that reach each other's memory;
+            "gains" where it is, along any axis; "always" and "never" do as they say.
+        axes: the mesh axes along which products may be decomposed.
     """
 
     prices: OpPrices
@@ -87,7 +87,7 @@ class Decomposition:
     _uses_from: dict[int, tuple[Decisions, dict[int, list[Use]]]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair) -> float:
-        """T of a pair."""
+        """Return T of a pair."""
         prices, step, meta = self.prices, pair.step, pair.meta
         group_size, part_s = prices.mesh.shape[step.axis], self._part_seconds(pair)
         block = local_bytes(meta, pair.before if step.kind == "all_gather" else step.apply(pair.before), prices.mesh)
@@ -99,7 +99,8 @@ class Decomposition:
         return part_s + (group_size - 1) * ((1 - o) * (part_s + hop_s) + o * max(part_s, hop_s))
 
     def _part_seconds(self, pair: Pair) -> float:
-        """Of one of the product's parts: one operand and the result are cut, the other operand is read each time."""
+        """Return the seconds of one part of the product: one operand and the result are cut, the other operand is read
+        each time."""
         mesh, node, option = self.prices.mesh, pair.node, pair.option
         result, spec = node.outputs[0], option.outputs[0]
         assert result is not None and spec is not None
@@ -111,14 +112,14 @@ class Decomposition:
         return self.prices.compute.seconds(total * option.work / group_size, moved, result.dtype, kind, node.packet)
 
     def gain_seconds(self, pair: Pair, own_s: float, step_s: float) -> float:
-        """What the pair takes beyond its two halves; 0 where these stay apart."""
+        """Return the seconds that the pair takes beyond its two halves, usually negative; 0 where these stay apart."""
         beyond = self.seconds(pair) - own_s - step_s
         return beyond if self.wanted == "always" else min(beyond, 0.0)
 
     # In the problem.
 
     def with_gains(self, d: Decisions, h: Use, cost: Array) -> Array:
-        """``cost`` of a handover where its pairs are decomposed; one array for equal handovers."""
+        """Return ``cost`` of a use with its pairs decomposed; equal uses share one array."""
         if self.wanted == "never" or h.kept or h.rerun or h.position < 0:
             return cost
         source, target = d.variables[h.source], d.variables[h.target]
@@ -138,7 +139,7 @@ class Decomposition:
         return self._sums[key][0]
 
     def _reader(self, d: Decisions, h: Use) -> tuple[Variable, int] | None:
-        """The contraction that reads what a handover brings; of a copy's readers the first, if it is one."""
+        """Return the contraction that reads what a use brings; for a copy variable its first reader, if that is one."""
         if d.variables[h.target].kind == "copy":
             if id(d) not in self._uses_from:
                 found: dict[int, list[Use]] = {}
@@ -159,7 +160,8 @@ class Decomposition:
         reader: Variable,
         position: int,
     ) -> Array | None:
-        """What each pair of options gains; of a copy what its first reader gains in any of its options."""
+        """Return what each pair of options gains; for a copy variable what its first reader gains under any of its
+        options."""
         node = reader.node
         assert node is not None
         key = (
@@ -200,7 +202,7 @@ class Decomposition:
         return self._keep(key, gains, source.options, target.options, reader.options)
 
     def _scatters(self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array) -> Array | None:
-        """What each pair of options gains where ``source`` is a contraction whose sum is scattered."""
+        """Return what each pair of options gains where ``source`` is a contraction whose sum is scattered."""
         node = source.node
         if node is None or source.kind != "op" or terms(node) is None:
             return None
@@ -225,12 +227,13 @@ class Decomposition:
         return self._keep(key, gains, source.options, target.options)
 
     def _keep(self, key: tuple[object, ...], gains: Array, *held: object) -> Array | None:
-        """None where nothing is gained; ``held`` stay, so that an identity in a key is never another's."""
+        """Store and return gains; None if nothing is gained. ``held`` is kept alive so that an id in a key is never
+        reused."""
         self._gains[key] = (gains if gains.any() else None), held
         return self._gains[key][0]
 
     def _gathered_from(self, after: ShardingSpec, node: Node, operand: int) -> Iterator[tuple[ShardingSpec, Step]]:
-        """Specs from which one gather along a dim of the result leads to ``after``."""
+        """Yield the specs from which one gather along a dim of the result leads to ``after``."""
         names = terms(node)
         for dim in range(len(after.dims)):
             if names is not None and names.becomes(operand, dim) is not None:
@@ -239,7 +242,7 @@ class Decomposition:
                     yield ShardingSpec(dims, after.partial), Step("all_gather", axis, dim)
 
     def _scattered(self, before: ShardingSpec | None, node: Node) -> Iterator[tuple[Step, int]]:
-        """The scatters of a partial sum, each with the operand whose dim becomes the one that is cut."""
+        """Yield the scatters of a partial sum, each with the operand whose dim becomes the one that is cut."""
         names = terms(node)
         for axis, reduction in before.partial if before is not None else ():
             for dim in range(len(names.out)) if names is not None and reduction == "sum" and axis in self.axes else ():
@@ -250,7 +253,7 @@ class Decomposition:
     # In the program.
 
     def decompose(self, program: Program, graph: Graph) -> Program:
-        """``program`` with one op for each pair that is decomposed."""
+        """Return ``program`` with one op for each pair that is decomposed."""
         if self.wanted == "never":
             return program
         chosen: dict[int, tuple[float, int, Op]] = {}  # by the contraction's place: gain, the collective's place
@@ -273,7 +276,7 @@ class _Pairs:
     prices: Decomposition
 
     def found(self) -> Iterator[tuple[int, int, Op]]:
-        """Places of the contraction and of the collective, and the op that does both."""
+        """Yield the positions of the contraction and of the collective, and the op that does both."""
         readers: dict[str, list[int]] = {}
         for at, op in enumerate(self.program.ops):
             for name in op.reads:
@@ -294,8 +297,10 @@ class _Pairs:
                 yield from self._scatter(op, position) if readers[op.reads[0]] == [position] else ()
 
     def _delivered(self, results: set[str], readers: Mapping[str, Sequence[int]]) -> set[str]:
-        """What is only redistributed until the program ends, as gradients are: that hides behind all that follows, so
-        the problem prices no pair for it."""
+        """Return what is only redistributed until the program ends, as gradients are.
+
+        This hides behind everything that follows, so the problem prices no pair for it.
+        """
         found = set(results)
         for op in reversed(self.program.ops):
             if op.kind == "redistribute":
@@ -347,13 +352,14 @@ class _Pairs:
 
 
 def reachable(cluster: Cluster, collectives: CollectiveCosts) -> Iterator[int]:
-    """The mesh axes whose ranks reach each other's memory over NVLink."""
+    """Yield the mesh axes whose ranks reach each other's memory over NVLink."""
     if cluster.device.kind == "cuda" and "nvlink" in cluster.intra_node.kind.lower():
         yield from (axis for axis, link in enumerate(collectives.links) if link.level == "intra")
 
 
 def _is_cheapest(step_s: float, cheapest_s: float) -> bool:
-    """Whether a step is the cheapest way to where it leads: of equal ones that of the fewest steps is taken."""
+    """Whether a step is as cheap as the cheapest path to its target. Among equally cheap paths the one with the fewest
+    steps is taken."""
     return step_s <= cheapest_s * (1 + ROUNDING)
 
 

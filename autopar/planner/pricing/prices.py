@@ -1,4 +1,4 @@
-"""Decisions as numbers: seconds of every option and of every handover, bytes of every tensor while it lives."""
+"""Prices of decisions: seconds of every option and of every use."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ from autopar.strategies.registry import find_combining, find_windows
 
 Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
-"""The spec at one end of a handover, for each option; None where that option makes or takes nothing."""
+"""The spec at one end of a use, by option; None where the option makes or reads nothing."""
 
 MAX_OVERLAP = 0.98
-"""No overlap is quite free: a hidden collective takes memory bandwidth, so of two the one that moves less is better."""
+"""The largest overlap that is assumed. None is quite free: a hidden collective takes memory bandwidth, so of two plans
+the one that communicates less is better."""
 
 
 @dataclass
 class Prices:
-    """Cost models bound to a mesh, with what has been priced.
+    """Cost models bound to a mesh, with caches of what has been priced.
 
     Args:
-        ways: what an op with a strategy is in every program of its graph, by who schedules it.
+        op_templates: what the scheduler knows about an op with a strategy, which is the same in every program of its
+            graph.
     """
 
     mesh: Mesh
@@ -78,7 +80,7 @@ class Prices:
 
     @cached_property
     def decomposition(self) -> Decomposition:
-        """Prices of products that are taken apart beside a collective."""
+        """Prices of products that are decomposed to overlap with a collective."""
         near = frozenset(reachable(self.cluster, self.collectives))
         axes = near if self.decomposed == "near" else frozenset(range(self.mesh.ndim))
         return Decomposition(self, self.decomposed, frozenset(a for a in axes if self.mesh.shape[a] > 1))
@@ -89,7 +91,8 @@ class Prices:
         return min(self.cluster.measured.overlap, MAX_OVERLAP)
 
     def weighted(self, seconds: Array, weight: float) -> Array:
-        """``seconds`` times ``weight``: one array for all that share ``seconds``, as the solver shares work by it."""
+        """Return ``seconds`` times ``weight``: one array for all that share ``seconds``, since the solver shares work
+        by identity."""
         if weight == 1.0:
             return seconds
         key = (id(seconds), weight)
@@ -98,8 +101,11 @@ class Prices:
         return self._weighted[key][1]
 
     def hideable(self, source: Variable, target: Variable, h: Use) -> tuple[Array, tuple[Array, ...]]:
-        """Of a handover beside which the program computes, seconds of the launches, and for each axis those that
-        computation hides. Small tensors share launches."""
+        """Return the seconds of a use that computation can hide: those of its launches, and for each axis those that
+        hide.
+
+        Small tensors share launches.
+        """
         alone = self.edge(source, target, h)
         key = id(alone)
         if key not in self._hideable_seconds:
@@ -118,7 +124,7 @@ class Prices:
         return self._hideable_seconds[key]
 
     def blocking_seconds(self, d: Decisions, h: Use) -> Array:
-        """Seconds for which the program waits for a handover."""
+        """Return the seconds for which the program waits for a use."""
         known = self._blocking.get(id(h))
         if known is None or known[0] is not h:
             known = self._blocking[id(h)] = h, self._blocking_seconds(d, h)
@@ -132,7 +138,7 @@ class Prices:
         return self.with_split_cost(d, h, self.decomposition.with_gains(d, h, cost))
 
     def _unreduced_cost(self, source: Variable, target: Variable, h: Use, cost: Array) -> Array:
-        """``cost`` where partial sums stay what they are."""
+        """Return ``cost`` with every change of partial sums forbidden."""
         if id(cost) not in self._without_reduction:
             made = [spec_made(o, h.out) for o in source.options]
             taken = [spec_read(o, h.position) for o in target.options]
@@ -141,7 +147,10 @@ class Prices:
         return self._without_reduction[id(cost)][1]
 
     def blocking_edge(self, d: Decisions, h: Use, weight: float) -> Array:
-        """Such a handover, a second counted as ``weight``. What is free stays one array, by which blocks are found."""
+        """Return the cost of a use that the program waits for, times ``weight``.
+
+        What is free stays one array, by which the solver finds repeated blocks.
+        """
         seconds = self.blocking_seconds(d, h)
         if id(seconds) not in self._free:
             self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
@@ -150,7 +159,8 @@ class Prices:
     def hideable_edge(
         self, source: Variable, target: Variable, h: Use, weights: tuple[float, ...], share: float
     ) -> Array:
-        """Such a handover in a ``share`` of all micro-batches, a second that can hide counted by its axis's weight."""
+        """Return the cost of a use that can hide, in a ``share`` of all micro-batches; seconds count by the weight of
+        their axis."""
         launches, of_axes = self.hideable(source, target, h)
         key = (id(launches), *weights, share)
         if key not in self._weighted:
@@ -159,7 +169,8 @@ class Prices:
         return self._weighted[key][1]
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
-        """Seconds of each option of an op, by measured curves or roofline; of a fused op, its share of the kernel."""
+        """Return the seconds of each option of an op, by measured curves or roofline; for a fused op, its share of the
+        kernel."""
         name = (id(node), id(options))
         known = self._named.get(name)
         if known is None:
@@ -167,7 +178,7 @@ class Prices:
         return known[2]
 
     def _shared_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
-        """One array for all nodes of equal ops."""
+        """Return one array for all nodes of equal ops."""
         metas = tuple(graph.meta(v) for v in node.inputs)
         traffic = self.traffic(graph, node)
         args = node.args if not node.inputs else _shape_args(node)
@@ -177,23 +188,25 @@ class Prices:
         return self._nodes[key]
 
     def traffic(self, graph: Graph, node: Node) -> FusedTraffic | None:
-        """What the op moves inside its fused kernel, where the back end, or a kernel of ours, fuses it."""
+        """Return what the op moves to and from memory inside its fused kernel, if the back end or one of our kernels
+        fuses it."""
         if self.backend != "inductor":
-            return self.fused(graph).fused_traffic.get(node.name)  # Inductor's own groups are wider
+            return self.fused(graph).fused_traffic.get(node.name)  # Inductor's own groups are larger
         if id(graph) not in self._traffic:
             self._traffic[id(graph)] = graph, fused_traffic(graph)
         return self._traffic[id(graph)][1].get(node.name)
 
     def fused(self, graph: Graph) -> Fused:
-        """The fusions by kernels of ours, none where the device runs none; with Inductor those that it cannot make."""
+        """Return the fusions by our own kernels; none where the device runs none. With Inductor, only those that it
+        cannot make."""
         if id(graph) not in self._fused:
             here, alone = self.cluster.device.kind == "cuda", self.backend != "inductor"
             self._fused[id(graph)] = graph, Fused.of(graph, across=not alone) if here else Fused()
         return self._fused[id(graph)][1]
 
     def with_split_cost(self, d: Decisions, h: Use, cost: Array) -> Array:
-        """``cost`` of a handover; where it leads from op to op of one kernel, also what they pay for being two: the
-        tensor is written and read."""
+        """Return ``cost`` of a use, with what two ops of one kernel pay for being two kernels: the tensor is written
+        and read."""
         if d.variables[h.target].kind == "rerun":
             return self._with_rerun_cost(d, h, cost)
         if h.kept or h.rerun or h.position < 0 or not self.fused(d.graph).inside(d, h):
@@ -211,8 +224,10 @@ class Prices:
         return self._split[key][0]
 
     def _with_rerun_cost(self, d: Decisions, h: Use, cost: Array) -> Array:
-        """``cost`` with what ops of a kernel pay that run again without those before them, where ``h`` hands a value
-        that is held and not made again."""
+        """Return ``cost`` with what ops of a kernel pay that run again without the ops before them.
+
+        This is so where the use hands them a value that is held and not made again.
+        """
         alone = self.fused(d.graph).rerun_alone(d, h)
         source, target = d.variables[h.source], d.variables[h.target]
         if alone is None or target.node is None:
@@ -225,15 +240,15 @@ class Prices:
         return self._split[key][0]
 
     def _paid_leading(self, d: Decisions, node: Node, h: Use) -> Array:
-        """What each option of the first op of a kernel pays for what those before it would make: a launch, and reading
-        it."""
+        """Return what each option of a kernel's first op pays for what the ops before it would make: a launch, and
+        reading it."""
         launch_s, s_per_byte = self.compute.copy_line()
         options = d.variables[d.index[node.name]].options
         return launch_s + s_per_byte * self._bytes(h.meta, [spec_read(o, h.position) for o in options])
 
     def _paid_by_each(self, d: Decisions, node: Node, count: int) -> Array:
-        """What ``count`` ops of a kernel, each like ``node``, pay for being by themselves, beyond what its options
-        cost."""
+        """Return what ``count`` ops of a kernel, each like ``node``, pay for being separate kernels, beyond its
+        options' cost."""
         traffic, options = self.traffic(d.graph, node), d.variables[d.index[node.name]].options
         assert traffic is not None
         metas = tuple(map(d.graph.meta, node.inputs))
@@ -242,16 +257,17 @@ class Prices:
         return count * (alone - inside) - (self.node_seconds(d.graph, node, options) - inside)
 
     def _bytes(self, meta: TensorMeta, specs: Ends) -> Array:
-        """Of a shard in each spec; 0 where there is none."""
+        """Return the bytes of a shard in each spec; 0 where there is none."""
         known = {s: 0.0 if s is None else float(local_bytes(meta, s, self.mesh)) for s in set(specs)}
         return np.array([known[s] for s in specs])
 
     def seconds_alone(self, graph: Graph, node: Node, option: Strategy) -> float:
-        """Of an op that is in no fused kernel."""
+        """Return the seconds of an op that is in no fused kernel."""
         return float(self._node_seconds(node, tuple(graph.meta(v) for v in node.inputs), (option,), None)[0])
 
     def seconds_leading(self, graph: Graph, node: Node, option: Strategy) -> float:
-        """Of an op whose fused kernel runs without those before it: it launches it, and reads what they would make."""
+        """Return the seconds of an op whose fused kernel runs without the ops before it: it pays the launch, and reads
+        what they would make."""
         traffic = self.traffic(graph, node)
         assert traffic is not None
         first = replace(traffic, reads=traffic.reads | {0}, leads=True)
@@ -286,7 +302,8 @@ class Prices:
         return seconds + inside
 
     def sent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> tuple[Sent, ...]:
-        """The collectives inside an op: rows that neighbours send each other, and what ranks tell of their shards."""
+        """Return the collectives inside an op: rows that neighbours send each other, and summaries of the ranks'
+        shards."""
         found = []
         for h in halos(node, option, tuple(metas), self.mesh) or ():
             of_row = local_bytes(metas[h.operand], option.inputs[h.operand], self.mesh) // h.own
@@ -304,8 +321,10 @@ class Prices:
         return tuple(found)
 
     def _exchange_seconds(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> float:
-        """Seconds of the collectives inside an op, which nothing hides, and of what they make it do besides: join rows
-        to a window, or read the operands once more for a summary."""
+        """Return the seconds of the collectives inside an op, which nothing hides, and of the work that they cause.
+
+        That work joins rows to a window, or reads the operands once more for a summary.
+        """
         sent = self.sent(node, metas, option)
         if not sent:
             return 0.0
@@ -322,10 +341,10 @@ class Prices:
         targets: tuple[ShardingSpec, ...],
         costs: CollectiveCosts | None = None,
     ) -> Array:
-        """Seconds of the cheapest redistribution between each pair of specs of a tensor.
+        """Return the seconds of the cheapest redistribution between each pair of specs of a tensor.
 
         Args:
-            costs: of collectives, others than those of a launch for each.
+            costs: prices of collectives; by default with a launch for each.
         """
         costs = costs or self.collectives.of(meta.dtype)
         key = (meta.shape, meta.itemsize, id(costs), sources, targets)
@@ -334,7 +353,7 @@ class Prices:
         return self._pairs[key]
 
     def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta, *, hiding: bool = False) -> Path:
-        """The cheapest redistribution between two specs of a tensor; with ``hiding``, where launches may be shared."""
+        """Return the cheapest redistribution between two specs of a tensor; if ``hiding``, with shared launches."""
         costs = self.collectives.of(meta.dtype)
         key = (meta.shape, meta.itemsize, costs.reduced_bytes, hiding, source, target)
         if key not in self._paths:
@@ -343,7 +362,7 @@ class Prices:
         return self._paths[key]
 
     def step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
-        """Seconds of one step, and those of them that its launch takes, which nothing hides."""
+        """Return the seconds of one step, and the part of them that its launch takes, which nothing hides."""
         key = step, before, meta.shape, meta.dtype
         if key not in self._steps:
             self._steps[key] = self._step_seconds(step, before, meta)
@@ -358,7 +377,7 @@ class Prices:
         return seconds, min(launch_s, seconds)
 
     def edge(self, source: Variable, target: Variable, h: Use) -> Array:
-        """Cost matrix of one handover, shared between handovers of equal kind."""
+        """Return the cost matrix of one use. Equal uses share one matrix."""
         known = self._edge_of_use.get(id(h))
         if known is None or known[0] is not h:
             known = self._edge_of_use[id(h)] = h, self._shared_edge(source, target, h)
@@ -377,7 +396,7 @@ class Prices:
             target.actions,
         )
         if key not in self._edges:
-            # The options are held too: an identity in a key is never another's.
+            # The options are kept alive too, so that an id in a key is never reused.
             self._edges[key] = self._edge(source, target, h), source.options, target.options
         return self._edges[key][0]
 
@@ -390,19 +409,19 @@ class Prices:
         if target.kind == "hold":
             return self._hold_edge(made, target, h)
         if source.kind == "accumulator":
-            # What one micro-batch leaves is what the next one finds.
+            # The next micro-batch finds the accumulator in the spec in which this one leaves it.
             taken = [spec_read(o, h.position) for o in target.options]
             return np.array([[0.0 if a == b else math.inf for b in taken] for a in made])
         cost = self._redistribution_seconds(made, [spec_read(o, h.position) for o in target.options], h.meta)
         if any(target.kept):
-            # What cannot be reached from the source is not there to be kept either.
+            # A spec that cannot be reached from the source cannot be kept either.
             cost = np.where(np.array(target.kept) & np.isfinite(cost), 0.0, cost)
         return np.ascontiguousarray(cost)
 
     def _redistribution_seconds(
         self, made: Ends, taken: Ends, meta: TensorMeta, costs: CollectiveCosts | None = None
     ) -> Array:
-        """Seconds from each spec to each: what nobody takes is free, what nobody makes cannot be taken."""
+        """Return the seconds between each pair of specs: 0 if nothing is read, infinite if nothing is made."""
         sources, at_source = _distinct([s for s in made if s is not None])
         targets, at_target = _distinct([t for t in taken if t is not None])
         cost = np.full((len(made), len(taken)), math.inf)
@@ -415,7 +434,8 @@ class Prices:
         return cost
 
     def _hold_edge(self, made: Ends, target: Variable, h: Use) -> Array:
-        """What is kept or offloaded comes from the forward, the rest from the op that is run again, as it makes it."""
+        """Return which options of a hold variable fit: kept and offloaded values come from the forward, others from the
+        rerun op, in the spec in which it makes them."""
         actions = ("recompute",) if h.rerun else ("keep", "offload")
         taken = [spec_read(o, 0) if a in actions else None for o, a in zip(target.options, target.actions, strict=True)]
         if not h.rerun:
@@ -430,7 +450,7 @@ def _distinct(specs: Sequence[ShardingSpec]) -> tuple[tuple[ShardingSpec, ...], 
 
 
 def _spec_numbers(*ends: Ends) -> list[npt.NDArray[np.int64]]:
-    """Of each spec a number, equal for equal ones; -1 where there is none."""
+    """Number the specs such that equal ones have equal numbers; -1 where there is none."""
     numbers: dict[ShardingSpec | None, int] = {None: -1}
     return [np.array([numbers.setdefault(s, len(numbers)) for s in specs], dtype=np.int64) for specs in ends]
 
@@ -440,7 +460,7 @@ def _shape_args(node: Node) -> tuple[object, ...]:
 
 
 def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) -> tuple[Array, ...]:
-    """Seconds of every option of every variable, those of ops times the variable's weight."""
+    """Return the seconds of every option of every variable, those of ops times the variable's weight."""
 
     def of(v: Variable, weight: float) -> Array:
         if v.kind == "op" and v.node:
@@ -460,11 +480,11 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
 def edges(
     d: Decisions, prices: Prices, weights: Sequence[tuple[str, tuple[float, ...]] | None] | None = None
 ) -> tuple[Edge, ...]:
-    """One edge for each handover, in seconds times a weight. An op that takes one tensor twice has two.
+    """Return one edge for each use, in seconds times a weight. An op that reads one tensor twice has two edges.
 
     Args:
-        weights: for each handover whether the program waits for it, and the weight, or may compute beside it
-            ("gather", "reduce"), and the weight on each axis.
+        weights: for each use ("wait", (weight,)) if the program waits for it, or "gather" or "reduce" with the weight
+            on each axis if it may compute meanwhile.
     """
     weighted = zip(d.uses, weights or [None] * len(d.uses), strict=True)
     return tuple(Edge(h.source, h.target, use_seconds(d, prices, h, w)) for h, w in weighted if h.source != h.target)
@@ -477,7 +497,8 @@ def use_seconds(
     weight: tuple[str, tuple[float, ...]] | None = None,
     launch_share: float = 1.0,
 ) -> Array:
-    """Seconds of one handover times its weight, as of ``edges``; of a reduction's launch the share ``launch_share``."""
+    """Return the seconds of one use times its weight, as in ``edges``; of a reduction's launch only the share
+    ``launch_share``."""
     work, counted = weight or ("wait", (1.0,))
     if work == "wait":
         return prices.blocking_edge(d, h, *counted)
