@@ -1,4 +1,4 @@
-"""Manual control: which names a constraint's glob means, and what it forces there."""
+"""Constraints by the user: which names a glob matches, and which specs it forces on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P.
 
 @dataclass(frozen=True)
 class Forced:
-    """Resolved constraints: the spec of placeholders by node, of outputs by name, of values inside the graph."""
+    """Resolved constraints: the spec of placeholders by node, of outputs by name, and of values inside the graph."""
 
     placeholders: Mapping[str, ShardingSpec]
     outputs: Mapping[str, ShardingSpec]
@@ -31,8 +31,8 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     """Expand the globs of ``constraints`` over the graph.
 
     Raises:
-        ConstraintError: a glob that names nothing, two that contradict each other, or what no DTensor can be.
-        SpecError: a spec that is neither a style nor can be read, or does not fit.
+        ConstraintError: a glob matches nothing, two constraints contradict each other, or no DTensor can have the spec.
+        SpecError: a spec is neither a style nor readable, or does not fit.
     """
     if not constraints:
         return Forced({}, {}, {})
@@ -61,7 +61,10 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
 
 
 def _require_placements(graph: Graph, mesh: Mesh, name: str, target: _Target, spec: ShardingSpec) -> None:
-    """What users hold is a DTensor, whose placements say axes in decreasing order of even shards alone."""
+    """Reject specs that no DTensor can have.
+
+    Users hold DTensors, whose placements can express decreasing order of axes on a dim only for even shards.
+    """
     kind, at = target.key
     if kind == "value" or (kind == "placeholder" and graph.input_of[str(at)].kind == "input"):
         return
@@ -92,7 +95,7 @@ def _parsed(pattern: str, text: str) -> ShardingSpec:
 def _specs_of(
     graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str
 ) -> dict[str, ShardingSpec]:
-    """What a constraint says of each name that it covers."""
+    """Return the spec that a constraint forces on each name it matches."""
     styled = is_style(text)
     spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)
     matches = _matches(pattern, names)
@@ -109,13 +112,13 @@ def _specs_of(
 
 
 def _parameters_of(graph: Graph, names: Mapping[str, _Target], modules: Sequence[str]) -> list[str]:
-    """The parameters of the modules themselves, not of those inside them."""
+    """Return the parameters of the modules themselves, not of the modules inside them."""
     asked = {m for m in modules if names[m].key[0] == "value"}
     return [n for n, t in names.items() if n.rpartition(".")[0] in asked and _parameter(graph, t) is not None]
 
 
 def _parameter(graph: Graph, target: _Target) -> str | None:
-    """Its node, if it is a parameter."""
+    """Return the node of ``target`` if it is a parameter."""
     kind, at = target.key
     return str(at) if kind == "placeholder" and graph.input_of[str(at)].kind == "parameter" else None
 
@@ -123,7 +126,8 @@ def _parameter(graph: Graph, target: _Target) -> str | None:
 def without_constraint(
     graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: Mapping[str, str], name: str
 ) -> dict[str, str]:
-    """The constraints on everything but ``name``: one that covers it is spelled out for what else it covers."""
+    """Return the constraints on everything but ``name``. A glob that matches it is spelled out for its other
+    matches."""
     names = _names(graph, aliases)
     left_out = {names[n].key for n in _matches(name, names)}
     kept: dict[str, str] = {}
@@ -159,7 +163,7 @@ def _tie_note(name: str, aliases: Mapping[str, str]) -> str:
 
 
 def _names(graph: Graph, aliases: Mapping[str, str]) -> dict[str, _Target]:
-    """Everything that a constraint can name."""
+    """Return everything that a constraint can name."""
     names: dict[str, _Target] = {}
     for module, node in module_outputs(graph).items():
         names[module] = _Target(("value", Value(node.name)), _shape(node))
@@ -187,7 +191,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def module_outputs(graph: Graph) -> dict[str, Node]:
-    """The node that makes the result of each module: the last one of its forward."""
+    """Return the node that makes the result of each module: the last one of its forward."""
     last: dict[str, Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or node.phase != "forward" or not node.module:
@@ -203,7 +207,7 @@ def module_outputs(graph: Graph) -> dict[str, Node]:
 def _names_nothing(pattern: str, names: Mapping[str, object]) -> ConstraintError:
     near = difflib.get_close_matches(pattern, list(names), n=4, cutoff=0.4)
     return ConstraintError(
-        f"{pattern!r} names nothing in the model.",
-        found=f"{len(names)} names, none of which matches",
-        hint=f"the nearest are {', '.join(near)}." if near else "see plan.specs for the names.",
+        f"{pattern!r} matches no name in the model.",
+        found=f"{len(names)} names, none of them a match",
+        hint=f"the nearest names are {', '.join(near)}." if near else "see plan.specs for the names.",
     )

@@ -1,9 +1,9 @@
-"""The decision problem: one variable for each op, input and shared copy; an edge wherever a tensor is handed on.
+"""The decision problem: a variable for each op, input and copy, and a use for each edge between maker and reader.
 
-A tensor that several ops of one phase read gets a *copy* variable: the one spec that it is redistributed to, once,
-and that they read from. Where both phases read it, the forward's copy is kept for the backward (of a parameter: ZeRO-1
-and 2) or made again (ZeRO-3). Gradients go to the spec of their parameter: the parameter's own variable is their
-consumer.
+A tensor that several ops of one phase read gets a *copy* variable: the one spec to which it is redistributed once, and
+from which they all read. Where both phases read it, the backward's copy either keeps what the forward gathered (for
+parameters: ZeRO-1 and 2) or gathers again (ZeRO-3). Gradients go to the spec of their parameter: the parameter's own
+variable is their reader.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autopar.strategies import strategies
 
 
 def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
-    """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
+    """List every decision of ``graph`` on ``mesh``; if ``recompute``, also what the backward recomputes or offloads."""
     d = Decisions(
         graph,
         mesh,
@@ -108,7 +108,7 @@ def _source_strategies(specs: tuple[ShardingSpec, ...]) -> tuple[Strategy, ...]:
 
 
 def _accumulator_specs(graph: Graph, node: Node, mesh: Mesh, options: Options) -> tuple[ShardingSpec, ...]:
-    """Every spec in which the op that adds to an accumulator takes it, partial sums among them."""
+    """Return every spec in which the op that adds to an accumulator takes it, including partial sums."""
     name = graph.input_of[node.name].name
     if name in options.accumulators:
         return (ShardingSpec.parse(options.accumulators[name]),)
@@ -119,8 +119,10 @@ def _accumulator_specs(graph: Graph, node: Node, mesh: Mesh, options: Options) -
 
 
 def _with_host_state(v: Variable, graph: Graph, mesh: Mesh, options: Options, least_bytes: float) -> Variable:
-    """Each spec of a trained parameter of ``least_bytes`` and more twice: its optimizer state on the device, or kept by
-    the host."""
+    """Offer each spec of a trained parameter twice: with its optimizer state on the device, and kept by the host.
+
+    Parameters of less than ``least_bytes`` stay as they are.
+    """
     if v.kind != "parameter" or v.node is None or not graph.input_of[v.node.name].trainable:
         return v
     meta = v.node.outputs[0]
@@ -133,7 +135,7 @@ def _with_host_state(v: Variable, graph: Graph, mesh: Mesh, options: Options, le
 
 
 MIN_HOST_STATE_SHARE = 1e-3
-"""Of the largest parameter's bytes: the state of smaller ones is not worth a transfer."""
+"""Share of the largest parameter's bytes below which a parameter's optimizer state is not worth a transfer."""
 
 
 def _min_host_state_bytes(graph: Graph) -> float:
@@ -148,14 +150,14 @@ def _input_specs(meta: TensorMeta, mesh: Mesh, options: Options, graph: Graph) -
 
 
 def batch_spec(meta: TensorMeta, mesh: Mesh, graph: Graph) -> ShardingSpec:
-    """With local batches: dim 0 cut over all ranks in order where it is the batch, else whole."""
+    """Return the spec of a local batch: dim 0 cut over all ranks in order if it is the batch, else replicated."""
     if meta.shape and meta.shape[0] == batch_size(graph):
         return ShardingSpec((tuple(range(mesh.ndim)), *((),) * (len(meta.shape) - 1)))
     return ShardingSpec.replicated(len(meta.shape))
 
 
 def _output_specs(graph: Graph, meta: TensorMeta, mesh: Mesh, options: Options) -> tuple[ShardingSpec, ...]:
-    """The specs in which an output may be given to the caller, and in which its tangent comes back."""
+    """Return the specs in which an output may be returned to the caller, and in which its tangent comes back."""
     if not is_plain_output(graph, meta, options):
         return stored_specs(meta.shape, mesh)
     if options.batch == "local":
@@ -167,7 +169,7 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
     value, name = output.value, output.name
     meta = graph.meta(value)
     if output.kind == "gradient":
-        # An input's gradient comes as the input did.
+        # An input's gradient has the spec in which the caller gave the input.
         local = options.batch == "local"
         specs: tuple[ShardingSpec, ...] = (
             batch_spec(meta, mesh, graph) if local else ShardingSpec.replicated(len(meta.shape)),
@@ -181,9 +183,9 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
 
 
 def is_plain_output(graph: Graph, meta: TensorMeta, options: Options) -> bool:
-    """Whether an output is given to the caller as a plain tensor: whole, or with local batches this rank's slice.
+    """Whether an output is returned to the caller as a plain tensor: whole, or with local batches this rank's slice.
 
-    Scalars always are; with ``outputs="auto"`` others are DTensors beside a scalar loss.
+    Scalars always are. With ``outputs="auto"`` other outputs are DTensors beside a scalar loss.
     """
     if not meta.shape or options.outputs == "whole":
         return True
@@ -230,7 +232,7 @@ def _add_uses(
 
 
 def _result_targets(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
-    """Where each result of the program goes: (variable, operand position)."""
+    """Return where each result of the program goes: (variable, operand position)."""
     owners = {i.name: i.node for i in reversed(d.graph.inputs) if i.kind in ("parameter", "buffer")}
     targets_of: dict[Value, list[tuple[int, int]]] = {}
     for output in d.graph.outputs:
@@ -253,8 +255,11 @@ def _connect_readers(
     gathered: tuple[int, int] | None = None,
     always: bool = False,
 ) -> tuple[int, int] | None:
-    """Hand ``value`` to its readers of one phase, by a copy when they are several. Returns where it is then found:
-    (variable, operand position or -1 for a copy's result)."""
+    """Connect ``value`` to its readers of one phase, through a copy variable if there are several.
+
+    Returns:
+        Where the value is then found: (variable, operand position, or -1 for a copy's result).
+    """
     if not readers:
         return None
     if len(readers) == 1 and gathered is None and not always:

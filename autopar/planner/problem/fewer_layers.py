@@ -1,7 +1,7 @@
-"""The decisions of a deep graph with fewer layers.
+"""The decisions of a deep graph with some of its layers removed.
 
-What is asked of many plans, and of which few are taken in the end, is asked of a graph from whose middle equal layers
-are taken out: what known ways to train may choose, and about how long a step of theirs takes.
+Questions about many plans of which few are taken in the end are asked of a graph from whose middle equal layers are
+removed: what the known ways to train may choose, and about how long their step takes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from autopar.solver.problem import IndexArray
 
 @dataclass(frozen=True)
 class FewerLayers:
-    """Decisions that are left.
+    """The decisions that remain.
 
     Args:
-        kept: of each variable that is left, its place among those of the whole.
-        place: of each variable of the whole, its own place, or that of its like in a layer before the gap.
-        layers: that are left of those that repeat.
-        depth: layers of the whole that repeat.
+        kept: for each remaining variable its index in the full decisions.
+        position: for each variable of the full decisions its index here, or that of its equal in a layer before the
+            gap.
+        layers: the number of repeated layers that remain.
+        depth: the number of repeated layers in the full decisions.
     """
 
     decisions: Decisions
@@ -35,18 +36,21 @@ class FewerLayers:
     depth: int
 
     def choice(self, whole: Sequence[int]) -> tuple[int, ...] | None:
-        """A choice of the whole in which all layers choose alike; None where some differ."""
+        """Return a choice of the full decisions as one of these; None if layers differ in it."""
         of_all = np.asarray(whole, dtype=np.int64)
         remaining = of_all[self.kept]
         return tuple(remaining.tolist()) if (remaining[self.position] == of_all).all() else None
 
 
 def with_fewer_layers(d: Decisions, runs: Sequence[Run], layers: int) -> FewerLayers | None:
-    """``d`` with so many ``layers`` of the longest of ``runs``, of its variables. None where there are no more, and
-    where what is no layer reads of those that would go.
+    """Return ``d`` with only ``layers`` of the longest of ``runs``.
+
+    None if there are no more layers than that, or if something outside the layers reads from those that would be
+    removed.
 
     Args:
-        layers: at least 4, so that what is next to the gap reads of layers alone.
+        runs: runs of equal blocks of the variables of ``d``.
+        layers: at least 4, so that what is next to the gap reads from layers alone.
     """
     depth = max((len(run.copies) for run in runs), default=0)
     if depth <= layers:
@@ -82,7 +86,11 @@ def _node_of(v: Variable) -> str:
 
 @dataclass
 class _LayerCut:
-    """Rows from ``begin`` to ``end`` of the runs are taken out. ``at``: of each node its run, row and column."""
+    """The removal of rows ``begin`` to ``end`` of the runs.
+
+    Args:
+        at: the run, row and column of each node.
+    """
 
     d: Decisions
     runs: Sequence[Run]
@@ -107,7 +115,7 @@ class _LayerCut:
         return found is None or not self.begin <= found[1] < self.end
 
     def graph(self) -> Graph | None:
-        """The graph that is left."""
+        """Return the remaining graph; None if it cannot be closed over the gap."""
         graph = self.d.graph
         owners = {i.name: i.node for i in reversed(graph.inputs) if i.kind in ("parameter", "buffer")}
         nodes, outputs = [], []
@@ -129,7 +137,7 @@ class _LayerCut:
         return replace(graph, nodes=tuple(nodes), inputs=remaining, outputs=tuple(outputs))
 
     def _with_neighbours(self, node: Node) -> Node | None:
-        """``node`` with operands of those layers that are next to its own now."""
+        """Return ``node`` reading from the layers that are now next to its own."""
         read = {}
         for value in node.inputs:
             found = self._value_read(value, node.name)
@@ -142,7 +150,7 @@ class _LayerCut:
         return replace(node, args=tuple(_renamed(a, read) for a in node.args), kwargs=kwargs)
 
     def _value_read(self, value: Value, reader: str | None) -> Value | None:
-        """What ``reader`` reads instead: as many layers before or after its own."""
+        """Return what ``reader`` reads instead of ``value``: the same value, as many layers before or after its own."""
         there, here = self.at.get(value.node), self.at.get(reader or "")
         if there is None or here is None or there[0] != here[0]:
             return value if self.is_kept(value.node) else None

@@ -1,4 +1,4 @@
-"""Problems of which most is decided: few options of each node are left, of most of them one."""
+"""Problems in which most is decided: few options of each node are left, and only one of most nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 from autopar.solver import Edge, Problem, Tied, Usage, solve, sum_of_least
 
 Folding = Callable[[Problem], Tied | None]
-"""What ties repeated blocks of a problem together."""
+"""A function that ties repeated blocks of a problem together."""
 
 Kept = Sequence[npt.NDArray[np.int64]]
 """The options that are left of each node."""
@@ -26,7 +26,7 @@ def solve_sliced(
     gap: float,
     folding: Folding,
 ) -> tuple[int, ...] | None:
-    """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
+    """Return the best choice among the options ``kept`` of each node; None if there is none or time runs out."""
     if not all(map(len, kept)):
         return None
     open_nodes = [node for node, options in enumerate(kept) if len(options) > 1] or [0]
@@ -43,8 +43,10 @@ def solve_sliced(
 
 
 def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Problem, float]:
-    """The problem of the nodes that have a choice, in which what is certain counts too, for cost and usage, and that in
-    seconds."""
+    """Return the problem of the nodes that still have a choice, and the seconds that are certain.
+
+    What is certain counts in the costs and usages of that problem.
+    """
     names = [options.tobytes() for options in kept]
     made: dict[tuple[object, ...], npt.NDArray[np.float64]] = {}
 

@@ -1,4 +1,4 @@
-"""The specs in which a tensor can be stored, and the size of the batch."""
+"""The specs in which a tensor can be stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from autopar.sharding import ShardingSpec
 
 @lru_cache(maxsize=4096)
 def stored_specs(shape: tuple[int, ...], mesh: Mesh) -> tuple[ShardingSpec, ...]:
-    """Every spec without partial sums, axes in increasing order on a dim, that leaves no rank without elements."""
+    """Return every spec without partial sums, with axes in increasing order on a dim, that leaves no rank without
+    elements."""
     return tuple(_specs(shape, mesh))
 
 
@@ -27,7 +28,7 @@ def _specs(shape: tuple[int, ...], mesh: Mesh) -> Iterator[ShardingSpec]:
 
 
 MIN_UNEVEN_LENGTH = 4
-"""A dim is cut unevenly only where each rank gets about so many elements or more: a kernel's 3 rows stay whole."""
+"""The number of elements per rank from which on a dim may be cut unevenly. A kernel's 3 rows stay whole."""
 
 
 def _leaves_no_rank_empty(n: int, group_sizes: list[int]) -> bool:
