@@ -1,11 +1,11 @@
-"""When collectives are launched, and which of them together: so that they hide behind computation, within the budget.
+"""When collectives are launched and which go together, so that they hide behind computation within the memory budget.
 
-Small collectives of one kind, axis and dtype that are needed at about the same time go in one launch. What is gathered
-from shards that are there when a phase begins is launched some launches ahead of its reader; reductions of gradients
-when enough of them are there; whatever else as soon as its operand is. How much is put together and how far gathers
-run ahead is what makes the simulated step the shortest: each way is tried on the streams of `planner.timeline`, and
-the best whose exact memory fits is taken. Nothing is computed in another order, and every rank has the one program, so
-all ranks launch in the same order.
+Small collectives of one kind, axis and dtype that are needed at about the same time go in one launch. Gathers of shards
+that are available when a phase begins are launched some launches ahead of their readers, reductions of gradients when
+enough of them are ready, and everything else as soon as its operand is. How much goes together and how far gathers run
+ahead is chosen for the shortest simulated step: each arrangement is tried on the streams of ``schedule.timeline``, and
+the best one whose exact memory fits is taken. The order of computation does not change. Every rank has the same
+program, so all ranks launch in the same order.
 """
 
 from __future__ import annotations
@@ -29,35 +29,43 @@ from autopar.program import Arrangement, Program
 from autopar.solver.clock import now
 
 EQUAL_SHARE = 1e-4
-"""Steps that differ by less than this share are taken for equal, of which the least is put together and prefetched."""
+"""Steps that differ by less than this share count as equal. Among equal ones the arrangement that groups and prefetches
+the least is taken."""
 
 UNSURE_SHARE, MAX_EXACT = 2e-3, 2
-"""Of a deep program, ways within this share of the shortest step are looked at with all layers, so many at most."""
+"""Arrangements of a deep program within the share ``UNSURE_SHARE`` of the shortest step are simulated with all layers,
+but at most this many."""
 
 NEAR_SHARE, MAX_NEAR = 0.01, 6
-"""Where two short programs tell of a deep one, ways within this share of the shorter one's best are looked at in the
-longer one, so many at most."""
+"""When two short programs stand for a deep one, arrangements within the share ``NEAR_SHARE`` of the best in the shorter
+one are simulated in the longer one, but at most this many."""
 
 AGREEING_SHARE = 2e-5
-"""What programs of three depths tell of a step's seconds agrees where it differs by no more than this share."""
+"""The share by which the step that programs of three depths extrapolate to may differ and still agree."""
 
 MAX_CHECKED = 8
-"""Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
+"""The number of arrangements that may turn out to be over the budget, the shortest step first, before the program stays
+as it is."""
 
 MAX_RELAXED = 2
-"""Ways that fit with some collectives later than they ask for: others are hardly better."""
+"""The number of arrangements to try that fit only with some collectives later than they ask for. Others are hardly
+better."""
 
 NEARLY_FITS = 1.01
-"""Times the budget, beyond which to wait for collectives sooner does not help."""
+"""Factor on the budget beyond which waiting sooner for collectives does not help."""
 
 WAIT_LATER = 1.0
-"""Of a collective's predicted time, how much later than its end it is waited for where memory allows: predictions may
-be wrong, and then a wait stops the program."""
+"""How long after its predicted end a collective is waited for where memory allows, as a multiple of its predicted time.
+Predictions may be wrong, and then a wait stops the program."""
 
 
 @dataclass(frozen=True)
 class Arranged:
-    """A program with its collectives arranged, or as it was where that is no longer. ``before``: as it was."""
+    """A program with its collectives arranged, or as it was if that is no slower.
+
+    Args:
+        before: the timeline of the program as it was.
+    """
 
     program: Program
     memory: MemoryProfile
@@ -67,7 +75,8 @@ class Arranged:
 
 @dataclass(frozen=True)
 class TriedArrangements:
-    """Ways to arrange a program's collectives, and the seconds of a step in each, whatever it holds."""
+    """Arrangements of a program's collectives that were simulated, and the seconds of a step in each, whatever memory
+    it takes."""
 
     arrangements: Arrangements
     seconds: dict[Arrangement, float]
@@ -75,17 +84,21 @@ class TriedArrangements:
 
     @staticmethod
     def of(program: Program, prices: Prices, deadline: float) -> TriedArrangements:
-        """``deadline``: on ``clock.now``; what was found by then is taken."""
+        """Simulate arrangements of ``program``.
+
+        Args:
+            deadline: on ``clock.now``; what was found by then counts.
+        """
         arrangements = Arrangements(extract_collectives(program), prices)
         found = search(arrangements, program, deadline) if program.collectives else {}
         return TriedArrangements(arrangements, found, simulate_streams(program, prices.overlap))
 
     def least_s(self) -> float:
-        """The shortest step."""
+        """Return the seconds of the shortest step."""
         return min([self.before.seconds, *self.seconds.values()])
 
     def promising(self) -> list[Arrangement]:
-        """The ways that were found to be shorter than the program as it is, the shortest first."""
+        """Return the arrangements that are faster than the program as it is, the fastest first."""
         before_s = self.before.seconds
         shorter = (a for a, seconds in self.seconds.items() if seconds < before_s)
         return sorted(shorter, key=lambda a: _rank(a, self.seconds[a], before_s))
@@ -93,11 +106,11 @@ class TriedArrangements:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """``TriedArrangements.least_s`` of a deep program, as two of fewer layers tell it: in so many seconds each.
+    """``TriedArrangements.least_s`` of a deep program, extrapolated from two with fewer layers that take these seconds.
 
     Args:
-        way: the shortest; None where that is the program as it is.
-        more: the ways of the longer of the two.
+        arrangement: the fastest one; None if the program as it is is faster.
+        more: the arrangements of the longer of the two programs.
     """
 
     depths: Depths
@@ -108,7 +121,11 @@ class Extrapolation:
 
     @staticmethod
     def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Extrapolation:
-        """``deadline``: as for ``TriedArrangements.of``."""
+        """Extrapolate from two programs.
+
+        Args:
+            deadline: as for ``TriedArrangements.of``.
+        """
         more = Arrangements(extract_collectives(longer), prices)
         few = Arrangements(extract_collectives(shorter), prices, more)
         few_s, more_s = (simulate_streams(p, prices.overlap).seconds for p in (shorter, longer))
@@ -125,7 +142,7 @@ class Extrapolation:
         return self.depths.seconds(self.few_s, self.more_s)
 
     def agrees(self, between: Program) -> bool:
-        """Whether a program of ``depths.between`` layers tells the same: then every layer adds as much."""
+        """Whether a program of ``depths.between`` layers extrapolates to the same: then every layer adds as much."""
         prices = self.more.prices
         if self.arrangement is None:
             between_s = simulate_streams(between, prices.overlap).seconds
@@ -145,12 +162,13 @@ def arrange(
     deadline: float,
     tried: TriedArrangements | None = None,
 ) -> Arranged:
-    """The arrangement of ``program`` with the shortest step whose peak is within ``budget``, or at most as it was.
+    """Return the arrangement of ``program`` with the shortest step whose peak is within ``budget``, or no higher than
+    it was.
 
     Args:
-        profiled: the exact memory of a program.
+        profiled: computes the exact memory of a program.
         deadline: on ``clock.now``; what was found by then is taken.
-        tried: the ways, where they are known.
+        tried: the simulated arrangements, if they are known.
     """
     tried = tried or TriedArrangements.of(program, prices, deadline)
     fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
@@ -174,7 +192,7 @@ def arrange(
 
 @dataclass
 class _Fitter:
-    """Brings ways to arrange a program within the budget, or at most to what the program holds as it is."""
+    """Brings arrangements of a program within the budget, or at least to the peak of the program as it is."""
 
     program: Program
     tried: TriedArrangements
@@ -189,8 +207,11 @@ class _Fitter:
         return max(self.budget, self.profiled(self.program).peak_bytes)
 
     def fit(self, arrangement: Arrangement) -> tuple[Arranged | None, bool]:
-        """The program in this way, and whether it is whole. Where it holds too much, what is under way there goes
-        later, in the end by itself; None where that does not help, or not in time."""
+        """Return the program in this arrangement, and whether it is the whole arrangement.
+
+        Where it holds too much, collectives that are under way there are launched later, in the end by themselves. None
+        if that does not help, or not in time.
+        """
         leads: dict[int, int] = {}
         recorded = replace(arrangement, before_s=self.tried.before.seconds)
         nearly = NEARLY_FITS
@@ -206,11 +227,11 @@ class _Fitter:
             if nearly > NEARLY_FITS or now() > self.deadline:
                 return None, False
             if not self._reduce_leads(arrangement, leads, self._held_by_slot(found, held)):
-                nearly = math.inf  # only earlier waits are left
+                nearly = math.inf  # only earlier waits can still help
 
     def _measured(self, program: Program, nearly: float) -> tuple[Program, MemoryProfile]:
-        """A program and what it holds, with earlier waits where that is too much, but up to ``nearly`` times what it
-        may be."""
+        """Return a program and its memory, with earlier waits if it holds too much, but at most ``nearly`` times the
+        limit."""
         held = self.profiled(program)
         if not self.most < held.peak_bytes <= nearly * self.most:
             return program, held
@@ -219,7 +240,7 @@ class _Fitter:
         return (sooner, now) if sooner is not None and now.peak_bytes < held.peak_bytes else (program, held)
 
     def _held_by_slot(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
-        """The most that is held at each place; see `planner.movable`."""
+        """Return the most bytes that are held at each slot; see ``overlap.collectives``."""
         stays = {op.name for op in self.tried.arrangements.parts.fixed}
         passed = np.cumsum([0, *(op.name in stays for op in found.ops)])
         most = np.zeros(passed[-1] + 1, dtype=np.int64)
@@ -227,10 +248,16 @@ class _Fitter:
         return most
 
     def _reduce_leads(self, arrangement: Arrangement, leads: dict[int, int], held: npt.NDArray[np.int64]) -> bool:
-        """Halve the leads of what is under way where too much is held, until by all that is known that is enough, or
-        none can be shorter; whether any is. ``held``, at each place, is written to."""
+        """Halve the leads of collectives that are under way where too much is held, until that should be enough.
+
+        Args:
+            held: the bytes at each slot; updated with what the shorter leads should free.
+
+        Returns:
+            Whether any lead is shorter.
+        """
         arrangements, changed = self.tried.arrangements, False
-        late = now() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
+        late = now() > (self.began + self.deadline) / 2  # late: go straight to what is surely enough
         slots = arrangements.slots(arrangement, leads)
         while True:
             over = np.concatenate([[0], np.cumsum(held > self.most)])
@@ -250,7 +277,10 @@ class _Fitter:
 
 
 def search(arrangements: Arrangements, program: Program, deadline: float) -> dict[Arrangement, float]:
-    """Seconds of the ways that were tried: of deep programs what shorter ones tell, and of the best ones exactly."""
+    """Return the seconds of the arrangements that were tried.
+
+    For deep programs they are extrapolated from shorter ones, and exact for the best arrangements.
+    """
     short = shortened(program, arrangements.largest_share())
     if short is None:
         return arrangements.search(arrangements.seconds, deadline)
@@ -263,7 +293,10 @@ def search(arrangements: Arrangements, program: Program, deadline: float) -> dic
 
 
 def _extrapolated(depths: Depths, few: Arrangements, more: Arrangements, deadline: float) -> dict[Arrangement, float]:
-    """What two short programs tell of a deep one: of ways that are far from the best in the shorter one, that alone."""
+    """Extrapolate the seconds of a deep program's arrangements from two short ones.
+
+    Arrangements far from the best in the shorter program are extrapolated from that one alone.
+    """
     tried = few.search(few.seconds, deadline)
     least, *others = sorted(tried, key=tried.__getitem__)
     near = [least, *(a for a in others[: MAX_NEAR - 1] if tried[a] <= (1 + NEAR_SHARE) * tried[least])]
@@ -272,7 +305,7 @@ def _extrapolated(depths: Depths, few: Arrangements, more: Arrangements, deadlin
 
 
 def _holds_more(a: Arrangement, other: Arrangement) -> bool:
-    """Whether launches of ``a`` are as large and as early as those of ``other``, or more so."""
+    """Whether launches of ``a`` are at least as large and as early as those of ``other``."""
     return (
         a.reduced_bytes >= other.reduced_bytes
         and a.gathered_bytes >= other.gathered_bytes

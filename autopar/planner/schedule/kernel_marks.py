@@ -1,4 +1,4 @@
-"""Ops that one kernel of ours runs together say so in the scheduled program."""
+"""Marks in the scheduled program of the ops that one of our kernels runs together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from autopar.program import Op, Program
 
 
 def mark_kernels(program: Program, graph: Graph, prices: Prices, again: str) -> Program:
-    """``program`` with the kernel of each fusion on its ops, where no redistribution stands between these; ops that are
-    apart cost what they cost by themselves.
+    """Mark the ops of each fusion with its kernel if no redistribution separates them.
+
+    Ops that are separated cost what they cost by themselves.
 
     Args:
-        again: marks what runs again in the backward.
+        again: the suffix of ops that run again in the backward.
     """
     fused, at = prices.fused(graph), {op.name: i for i, op in enumerate(program.ops)}
     if not fused.all:
@@ -45,7 +46,7 @@ def mark_kernels(program: Program, graph: Graph, prices: Prices, again: str) -> 
 
 
 def _readers(program: Program) -> Mapping[str, list[str]]:
-    """The ops that read each tensor; a result of the program is read by its name."""
+    """Return the names of the ops that read each tensor. The name of a program's result counts as a reader."""
     readers = defaultdict[str, list[str]](list)
     for op in program.ops:
         for name in op.reads:
@@ -56,8 +57,10 @@ def _readers(program: Program) -> Mapping[str, list[str]]:
 
 
 def _is_closed(graph: Graph, fusion: Fusion, run: Sequence[Op], readers: Mapping[str, list[str]]) -> bool:
-    """Whether nothing else in the program reads what the kernel does not write. The captured graph cannot tell: such a
-    value may be held, and what follows it run again, or be redistributed."""
+    """Whether nothing else in the program reads what the kernel does not write.
+
+    The captured graph cannot tell: such a value may be held and what follows it run again, or be redistributed.
+    """
     inside, written = {op.name for op in run}, {v for _, v in fusion.writes}
     for name, op in zip(fusion.nodes, run, strict=True):
         for value, tensor in zip(_results(graph, name), op.writes, strict=True):
@@ -71,8 +74,11 @@ def _results(graph: Graph, name: str) -> list[Value]:
 
 
 def _together(graph: Graph, fusion: Fusion, ops: Sequence[Op], prices: Prices) -> bool:
-    """Whether the ops hand each other tensors as they make them, and read what others made in one spec each, under
-    strategies that the kernel takes."""
+    """Whether the ops can be one kernel.
+
+    They must hand each other tensors as they make them, read each of the others' tensors in one spec, and have
+    strategies that the kernel supports.
+    """
     made: dict[Value, str] = {}
     taken: dict[Value, str] = {}
     for op, name in zip(ops, fusion.nodes, strict=True):

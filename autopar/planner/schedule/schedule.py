@@ -1,6 +1,6 @@
-"""From decisions to the local program: every op in order, redistributions where they are first needed.
+"""From decisions to the local program: every op in order, with redistributions where they are first needed.
 
-A redistributed tensor is made once a phase and shared; steps that two paths have in common are taken once. What a
+A redistributed tensor is made once in each phase and shared; steps that two paths have in common are taken once. What a
 gradient or a result needs is launched as soon as its value is there.
 """
 
@@ -28,7 +28,7 @@ from autopar.solver.clock import tick
 from autopar.strategies import halos
 
 SECOND = "|2"
-"""Marks a tensor that is made in a spec once more."""
+"""The suffix of a tensor that is made in a spec a second time."""
 
 FORWARD: tuple[Phase, ...] = ("forward",)
 BACKWARD: tuple[Phase, ...] = ("backward",)
@@ -36,13 +36,18 @@ BOTH = FORWARD + BACKWARD
 
 
 def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
-    """The program that the chosen options mean, with what can be written over its operands."""
+    """Return the program of the chosen options, with in-place ops marked."""
     return _Scheduler(d, choice, prices).run()
 
 
 class _OpTemplate(NamedTuple):
-    """What an op with one strategy is wherever it stands: its seconds, whether its result is a view, the kernels that
-    run it, and of each result the index, global shape, spec and bytes."""
+    """What an op with one strategy is wherever it stands.
+
+    Args:
+        alias: whether its result is a view.
+        kernels: the kernels that run it.
+        results: the index, global shape, spec and bytes of each result.
+    """
 
     seconds: float
     alias: bool
@@ -69,24 +74,24 @@ class _Scheduler:
 
     @cached_property
     def hold_variables(self) -> Mapping[Value, int]:
-        """The variable that says what the backward has of each value, where there is one."""
+        """The hold variable of each value that has one."""
         return {v.value: i for i, v in enumerate(self.d.variables) if v.kind == "hold" and v.value is not None}
 
     @cached_property
     def copy_variables(self) -> Mapping[tuple[Value, Phase], int]:
-        """The variable of the copy from which the readers of a phase read."""
+        """The copy variable from which the readers of a phase read each value."""
         copy_variables = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
         return {(x, phase): i for x, phase, key, i in copy_variables if x is not None and key == copy_key(x, phase)}
 
     @cached_property
     def forced(self) -> frozenset[Value]:
-        """Modules' outputs that a constraint redistributes."""
+        """Outputs of modules that a constraint redistributes."""
         copy_variables = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
         return frozenset(v.value for v in copy_variables if v.value is not None and v.key == forced_key(v.value))
 
     @cached_property
     def owner(self) -> Mapping[str, str]:
-        """The node of each parameter and buffer, the first where several have a name."""
+        """The node of each parameter and buffer; the first if several share a name."""
         return {i.name: i.node for i in reversed(self.graph.inputs) if i.kind in ("parameter", "buffer")}
 
     @property
@@ -151,7 +156,11 @@ class _Scheduler:
         return tuple([self._read(v, spec, phase) for v, spec in zip(node.inputs, strategy.inputs, strict=True)])
 
     def _template(self, node: Node, strategy: Strategy, at: int, option: int) -> _OpTemplate:
-        """One for all equal ops. ``at``: the variable of which the strategy is ``option``."""
+        """Return what all equal ops with this strategy have in common.
+
+        Args:
+            at, option: the variable and option that the strategy is.
+        """
         key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.traffic(self.graph, node)
         known = self.prices.op_templates.get(key)
         template: _OpTemplate | None = None if known is None else known[0]
@@ -181,7 +190,7 @@ class _Scheduler:
     def _run(
         self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, template: _OpTemplate, mark: str
     ) -> None:
-        """Emit an op; its results are then there in ``phase`` and, until they are held otherwise, in the backward."""
+        """Emit an op. Its results are available in ``phase`` and, until they are held otherwise, in the backward."""
         writes = []
         for i, meta, spec, nbytes in template.results:
             value = Value(node.name, i)
@@ -213,7 +222,7 @@ class _Scheduler:
         )
 
     def _replace_original(self, value: Value, phase: Phase) -> None:
-        """A copy from which all read is made at once: what it is made of need not stay."""
+        """Make a copy at once if all readers read from it, so that the original need not stay."""
         at = self.copy_variables.get((value, phase))
         if at is not None and replaces_original(self.d, self.d.variables[at]):
             self._redistribute(
@@ -221,7 +230,7 @@ class _Scheduler:
             )
 
     def _keep_for_backward(self, value: Value) -> None:
-        """Bring what is kept for the backward into the spec in which it is kept, at once."""
+        """Redistribute a kept value at once to the spec in which it is kept, and offload it if so chosen."""
         at = self.hold_variables.get(value)
         if at is None:
             return
@@ -237,7 +246,7 @@ class _Scheduler:
             self._set_backward_value(value, spec, name)
 
     def _set_backward_value(self, value: Value, spec: ShardingSpec, name: str) -> None:
-        """The backward has the value in tensor ``name``."""
+        """Let the backward find the value in tensor ``name``."""
         self.base["backward"][value] = spec
         self.made["backward"][value] = {spec: name}
 
@@ -251,7 +260,7 @@ class _Scheduler:
         return tensor
 
     def _fetch(self, value: Value) -> None:
-        """Bring back what the host keeps."""
+        """Emit the fetch of a value that the host keeps."""
         host = self.offloaded.pop(value)
         name = f"{host.name.removesuffix('|host')}|back"
         self._set_backward_value(
@@ -259,7 +268,7 @@ class _Scheduler:
         )
 
     def _rerun_for(self, node: Node) -> None:
-        """Run again what ``node`` needs and the backward has not, in the order of the graph."""
+        """Run again what ``node`` needs and the backward does not have, in the order of the graph."""
         missing: set[str] = set()
         ahead = [node]
         while ahead:
@@ -272,7 +281,7 @@ class _Scheduler:
             self._rerun(self.graph.by_name[name])
 
     def _rerun(self, node: Node) -> None:
-        """Run a forward op again, on operands that the backward has or makes again."""
+        """Run a forward op again, on operands that the backward has or recomputes."""
         if node.name in self.rerun:
             return
         self.rerun.add(node.name)
@@ -286,12 +295,12 @@ class _Scheduler:
             self.base["backward"][value], self.made["backward"][value] = spec, made
 
     def _kept_results(self, node: Node) -> list[Value]:
-        """Results of an op with several that were kept although others are made again."""
+        """Return the results of an op that were kept although others of its results are recomputed."""
         values = [Value(node.name, i) for i in range(len(node.outputs))]
         return [v for v in values if v in self.base["backward"]]
 
     def _force(self, value: Value, phase: Phase) -> None:
-        """A constraint on a module's output redistributes the value before anyone reads it."""
+        """Redistribute a module's output as a constraint demands, before anyone reads it."""
         if value in self.forced:
             spec = self._chosen(forced_key(value)).inputs[0]
             name = self._redistribute(value, self.base[phase][value], spec, phase)
@@ -300,7 +309,8 @@ class _Scheduler:
                 self.made[reach][value] = {spec: name}
 
     def _read(self, value: Value, spec: ShardingSpec, phase: Phase) -> str:
-        """The tensor that holds ``value`` in ``spec``, redistributed through the phase's copy when there is one."""
+        """Return the tensor that holds ``value`` in ``spec``, redistributed through the phase's copy if there is
+        one."""
         if phase == "backward":
             if value in self.offloaded:
                 self._fetch(value)
@@ -333,8 +343,11 @@ class _Scheduler:
         return _redistributed(output.value, spec, phase)
 
     def _advance_results(self) -> None:
-        """The next step of every result that needs several. A step waits for the one before, and the program with it:
-        so it comes when the next result is there, and the one before is probably done."""
+        """Take the next step of every result that needs several.
+
+        A step waits for the one before, and the program with it. So each comes when the next result is made, and the
+        one before is probably done.
+        """
         for chain in self.pending_results:
             chain.pop(0)()
         self.pending_results = [chain for chain in self.pending_results if chain]
@@ -350,8 +363,11 @@ class _Scheduler:
     def _steps(
         self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase, *, hiding: bool
     ) -> Iterator[Callable[[], None]]:
-        """The steps to a tensor in ``target``, to be taken in turn; none where it is there. ``hiding``: the program
-        computes meanwhile, as the objective has it of parameters and gradients."""
+        """Yield functions that take the steps to a tensor in ``target`` in turn; none if it is there.
+
+        Args:
+            hiding: the program computes meanwhile, as the objective assumes for parameters and gradients.
+        """
         made = self.made[phase].setdefault(value, {})
         if target in made:
             return
@@ -378,7 +394,7 @@ class _Scheduler:
         phase: Phase,
     ) -> str:
         name = _redistributed(value, after, phase)
-        if name in self.redistributed:  # before a constraint took the value there and back
+        if name in self.redistributed:  # a constraint took the value there and back
             name += SECOND
         self.redistributed.add(name)
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
@@ -406,7 +422,7 @@ class _Scheduler:
 
 
 def _without_unread(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) -> list[Op]:
-    """Without redistributions of which nobody reads, as a choice that is not the best may have: nobody would wait for
+    """Drop redistributions that nobody reads, which a choice that is not optimal may have: nobody would wait for
     them."""
     read, kept = {name for _, name in results}, []
     for op in reversed(ops):
@@ -421,5 +437,5 @@ def _redistributed(value: Value, spec: ShardingSpec, phase: Phase) -> str:
 
 
 def stored_spec(program: Program) -> Mapping[str, ShardingSpec]:
-    """The spec of every input of the program, by node."""
+    """Return the spec of every input of the program, by node."""
     return {op.node: op.writes[0].spec for op in program.ops if op.kind == "input"}
