@@ -1,9 +1,9 @@
-"""Whether a program computes what a graph says, op by op: that of a saved plan, which anybody may have changed, runs
-only if it does.
+"""Checks op by op that a program computes what a graph says. A saved plan, which anybody may have changed, runs only
+then.
 
 Each tensor of the program stands for a value of the graph in a spec. An op must be one of the graph's, on tensors that
-stand for its operands, by a strategy that its rule gives; a redistribution must be a step that leads from the one spec
-to the other. What then stands for the graph's results are its results.
+stand for its operands, with a strategy of its rule. A redistribution must be a step that leads from one spec to the
+other. The tensors that then stand for the graph's results must be the program's results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUCKETS = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def verify(plan: Plan, graph: Graph, options: Options) -> None:
-    """Check a plan's program against ``graph``, and the specs that a run takes of the plan against the program.
+    """Check a plan's program against ``graph``, and the plan's specs that a run uses against the program.
 
     Args:
         options: ``batch`` and ``outputs`` count.
@@ -68,7 +68,13 @@ def _check_specs(plan: Plan, graph: Graph) -> None:
 
 @dataclass
 class _Verifier:
-    """``value_of``: the value of each tensor; ``phase``: in which it is made; ``known_strategies``: strategies, by kind of node."""
+    """One check of a program.
+
+    Args:
+        value_of: the value that each tensor stands for.
+        phase: the phase in which each tensor is made.
+        known_strategies: by kind of node.
+    """
 
     program: Program
     graph: Graph
@@ -134,7 +140,7 @@ class _Verifier:
         )
 
     def _is_valid_input(self, meaning: Input, meta: TensorMeta, spec: ShardingSpec) -> bool:
-        """Whether the caller can give it so."""
+        """Whether the caller can give an input in this spec."""
         if meaning.kind == "accumulator":
             return True  # the op that adds to it says in which
         if meaning.kind == "parameter":
@@ -146,24 +152,24 @@ class _Verifier:
         return spec.is_replicated
 
     def _is_valid_output(self, meta: TensorMeta, spec: ShardingSpec) -> bool:
-        """Whether an output can be given to the caller so, and its tangent be taken back."""
+        """Whether an output can be returned to the caller in this spec, and its tangent be taken back."""
         whole = is_plain_output(self.graph, meta, self.options)
         return spec == self._plain_spec(meta) if whole else self._is_stored(meta, spec)
 
     def _plain_spec(self, meta: TensorMeta) -> ShardingSpec:
-        """In which the caller has a plain tensor."""
+        """Return the spec in which the caller has a plain tensor."""
         if self.options.batch == "local":
             return batch_spec(meta, self.mesh, self.graph)
         return ShardingSpec.replicated(len(meta.shape))
 
     def _is_stored(self, meta: TensorMeta, spec: ShardingSpec) -> bool:
-        """Whether a DTensor can lie so."""
+        """Whether a DTensor can have this spec."""
         cuts = zip(meta.shape, spec.dims, strict=True)
         alike = (list(axes) == sorted(axes) or n % prod(self.mesh.shape[a] for a in axes) == 0 for n, axes in cuts)
         return not spec.partial and all(alike)
 
     def _node(self, op: Op) -> tuple[Node, tuple[TensorMeta, ...], Strategy]:
-        """The op's node and strategy, once its operands are the node's and the strategy is one of its rule."""
+        """Return the op's node, operands and strategy, after checking that they are the graph's and the rule's."""
         node, strategy = self.graph.by_name[op.node], op.strategy
         metas = tuple(self.graph.meta(v) for v in node.inputs)
         _require(node.op != "placeholder" and strategy is not None, f"{op.name}: {op.node} is no op")
@@ -215,7 +221,7 @@ class _Verifier:
         _require(not op.writes, f"{op.name}: a wait makes nothing")
 
     def _decomposed(self, op: Op) -> None:
-        """A contraction beside the gather of an operand, or the scatter of its sum."""
+        """Check a contraction beside the gather of an operand, or the scatter of its sum."""
         node, _, strategy = self._node(op)
         names, step = terms(node), op.step
         assert names is not None
@@ -269,7 +275,7 @@ class _Verifier:
                 _require(spec == (self._plain_spec(meta) if as_input else stored[output.name]), f"{what} in {spec}")
 
     def _sums(self) -> None:
-        """Where gradients add up, each sum takes its accumulator's place, and all micro-batches keep the same."""
+        """Check that each accumulated sum replaces its accumulator, and that all micro-batches keep the same values."""
         for name, (before, total) in accumulated_sums(self.graph).items():
             here = self.value_of.get(str(total)) == total and self.phase[str(total)] == "backward"
             _require(here and self._spec_of(total) == self._spec_of(before), f"the sum of {name}")
@@ -280,7 +286,7 @@ class _Verifier:
             _require(same, "what delivers gradients reads of the forward")
 
     def _overwrites(self) -> None:
-        """What is overwritten was made for it, and nobody reads it then, or still: see ``planner.in_place``."""
+        """Check that what is overwritten was made for that and is no longer read: see ``schedule.in_place``."""
         order = {op.name: i for i, op in enumerate((*self._ops_of("forward"), *self._ops_of("backward")))}
         readers: dict[str, list[Op]] = {}
         for op in self.program.ops:
@@ -300,14 +306,14 @@ class _Verifier:
         return op.kind == "wait" or only_reads(op, self.graph)
 
     def _is_new(self, writer: Op, overwriting: Op) -> bool:
-        """Whether an op surely makes memory of its own, in the same phase."""
+        """Whether an op certainly makes memory of its own, in the same phase."""
         made = MAKES_NEW if overwriting.kind == "redistribute" else OVERWRITABLE
         new = self.graph.by_name[writer.node].packet in made if writer.kind == "compute" else writer.is_collective
         return new and writer.phase == overwriting.phase
 
 
 def _kept_for_backward(program: Program) -> set[str]:
-    """What the backward reads of the forward."""
+    """Return what the backward reads of the forward."""
     made = {t.name for op in program.ops if op.phase == "forward" for t in op.writes}
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
     return made & (read | {name for output, name in program.results if output.kind not in ("output", "mutation")})

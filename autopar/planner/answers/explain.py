@@ -1,4 +1,4 @@
-"""Why a tensor has the spec that it has: what every alternative would have cost, and what it would have forced."""
+"""Why a tensor has its spec: what every alternative would cost, and what it would force elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.planner.search.search import Planned, plan_graph
 from autopar.sharding import ShardingSpec
 
 MAX_SHOWN = 3
-"""So many of the tensors that change are named."""
+"""The number of changed tensors that are named."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Question:
     options: Options
 
     def solve_with(self, constraints: Mapping[str, str], limit_s: float) -> Planned:
-        """Solve the same problem under other constraints; baselines are left out.
+        """Solve the same problem under other constraints, without baselines.
 
         Raises:
             InfeasibleError: nothing was found that fits.
-            ConstraintError: they contradict each other.
+            ConstraintError: the constraints contradict each other.
         """
         options = replace(self.options, constraints=dict(constraints), time_limit_s=limit_s)
         asked = self.graph, self.mesh, self.cluster, options
@@ -50,9 +50,9 @@ class Question:
 
 
 def explain(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, name: str) -> str:
-    """What each spec of ``name`` would cost, and what each constraint costs; only the latter when ``name`` is empty.
+    """Say what each spec of ``name`` would cost, and what each constraint costs; only the latter if ``name`` is empty.
 
-    Every row is the best plan with that one spec forced, so what it forces elsewhere is in its cost.
+    Every line is the best plan with that one spec forced, so its cost includes what it forces elsewhere.
 
     Raises:
         ConstraintError: the name is not in the model; the hint shows the nearest.
@@ -101,7 +101,7 @@ def _summary(q: Question, other: Planned, name: str) -> str:
 
 
 def _difference(q: Question, other: Planned, name: str) -> str:
-    """Named tensors whose spec changes, and how many collectives there are then."""
+    """Name the tensors whose spec changes, and give the number of collectives if it changes."""
     before, after = named_specs(q.planned, q.graph), named_specs(other, q.graph)
     changed = [f"{n} {before[n]} -> {s}" for n, s in after.items() if n != name and n in before and s != before[n]]
     more = f", and {len(changed) - MAX_SHOWN} more" if len(changed) > MAX_SHOWN else ""
@@ -111,7 +111,7 @@ def _difference(q: Question, other: Planned, name: str) -> str:
 
 
 def _constraints(q: Question) -> list[str]:
-    """What the constraints cost together, and what leaving out each one alone would save."""
+    """Say what the constraints cost together, and what leaving out each one alone would save."""
     constraints = q.options.constraints
     if not constraints:
         return []
@@ -136,7 +136,7 @@ def _share(cost: float, without_constraint: float) -> str:
 
 
 def named_specs(planned: Planned, graph: Graph) -> dict[str, ShardingSpec]:
-    """The specs of parameters, inputs, outputs and modules' outputs, under the names that constraints use."""
+    """Return the specs of parameters, inputs, outputs and modules' outputs, under the names that constraints use."""
     made = {name: t.spec for name, t in planned.program.tensors.items()}
     specs: dict[str, ShardingSpec] = {}
     for i in graph.inputs:
@@ -153,7 +153,7 @@ def named_specs(planned: Planned, graph: Graph) -> dict[str, ShardingSpec]:
 
 
 def _shape_and_spec(q: Question, name: str) -> tuple[tuple[int, ...], ShardingSpec | None]:
-    """Of what ``name`` means, its shape and the spec that it has in the plan.
+    """Return the shape of what ``name`` means, and its spec in the plan.
 
     Raises:
         ConstraintError: it means nothing.
@@ -172,7 +172,7 @@ def _shape_and_spec(q: Question, name: str) -> tuple[tuple[int, ...], ShardingSp
 
 
 def _resolved(q: Question, name: str) -> Forced:
-    """A constraint on ``name`` alone: whole, whatever its number of dims."""
+    """Resolve a constraint on ``name`` alone, to be replicated, whatever its number of dims."""
     try:
         return resolve(q.graph, q.mesh, {name: "replicate"}, q.options.aliases)
     except SpecError as error:

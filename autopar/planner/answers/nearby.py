@@ -1,7 +1,7 @@
 """A plan under one more constraint, where a budget binds: what is far from the constraint stays as it is.
 
-A search from the start has a share of the time for each of many constraints, in which it finds no plan as good as the
-one that took all of it, so that their difference would tell of the search, and not of the constraint.
+A search from the start would have only a share of the time for each of many constraints. It would find no plan as good
+as the one that took all the time, and their difference would be due to the search, not to the constraint.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from autopar.planner.search.search import Planned
 from autopar.solver import Solution, fold
 
 MAX_DISTANCE = 4
-"""Handovers from what the constraint changes, within which all may change with it."""
+"""The number of uses between a changed variable and one that may change with it."""
 
 MAX_ROUNDS = 4
-"""Of rows, each tighter by what the last program held beyond them."""
+"""The number of rounds. Each tightens the memory constraints by what the last program held beyond them."""
 
 
 def replan_nearby(
     planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, limit_s: float
 ) -> Planned | None:
-    """The best plan under ``options.constraints`` that differs from ``planned`` only near them; None where none fits.
+    """Return the best plan under ``options.constraints`` that differs from ``planned`` only near them; None if none
+    fits.
 
     Args:
         limit_s: seconds for each round.
@@ -68,7 +69,7 @@ def replan_nearby(
 
 
 def _open_options(planned: Planned, d: Decisions) -> Kept:
-    """For each variable the option of ``planned``, or all, near those that do not have it."""
+    """Return for each variable the option of ``planned``, or all options near variables that do not have it."""
     before, chosen = planned.decisions, planned.solution.choice
     same = [_same_option(before, chosen, v) for v in d.variables]
     neighbours: list[set[int]] = [set() for _ in d.variables]
@@ -86,7 +87,7 @@ def _open_options(planned: Planned, d: Decisions) -> Kept:
 
 
 def _same_option(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:
-    """Which option of ``v`` is that which was chosen."""
+    """Return the option of ``v`` that was chosen before, if it has it."""
     at = before.index.get(v.key)
     if at is None:
         return None
@@ -95,5 +96,5 @@ def _same_option(before: Decisions, chosen: Sequence[int], v: Variable) -> int |
 
 
 def _option_key(v: Variable, o: int) -> tuple[object, ...]:
-    """All that tells one option of a variable from another."""
+    """Return all that distinguishes an option of a variable from the others."""
     return v.options[o], v.kept[o : o + 1], v.actions[o : o + 1], tuple(bool(a) for a in v.host_state_bytes[o : o + 1])

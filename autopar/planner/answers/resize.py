@@ -20,8 +20,9 @@ def same_but_for_sizes(one: Graph, other: Graph) -> bool:
 
 
 def with_sizes_of(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
-    """``program`` on the shapes of ``graph``, which is like the graph that it was planned for; None where a cut of it
-    would leave a rank without elements. Predicted seconds stay those that were planned.
+    """Return ``program`` on the shapes of ``graph``, which equals the planned graph but for sizes.
+
+    None if a cut would leave a rank without elements. Predicted seconds stay those that were planned.
     """
     metas: dict[str, TensorMeta] = {}
     specs: dict[str, ShardingSpec] = {}
@@ -40,7 +41,7 @@ def with_sizes_of(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
 
 
 def _result_metas(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[TensorMeta] | None:
-    """Whole shapes of what the op writes, None where the graph has no such op."""
+    """Return the global shapes of what the op writes; None if the graph has no such op."""
     node = graph.by_name.get(op.node)
     made = [m for m in node.outputs if m is not None] if node else []
     if op.kind in ("input", "compute"):

@@ -1,9 +1,9 @@
 """The known ways to train in parallel, as constraints on the planner's own problem.
 
-Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut,
-gathered once and kept for the backward (ZeRO-1 and 2) or gathered where used (ZeRO-3, FSDP). A *tensor* axis cuts
-weights by Megatron's pairs, with sequence parallel also what lies between them. What a role leaves open the solver
-completes, so that a baseline is the best plan of its kind, priced and simulated as any other.
+Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut; cut
+parameters are gathered once and kept for the backward (ZeRO-1 and 2) or gathered where they are used (ZeRO-3, FSDP). A
+*tensor* axis cuts weights by Megatron's pairs, with sequence parallel also what lies between them. The solver completes
+what a role leaves open, so that a baseline is the best plan of its kind, priced and simulated like any other.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
 """What a mesh axis may do with an op: take one of these factors, anything but these, or leave it whole."""
 
 KEPT_LAYERS = 4
-"""Of those that are alike, from so many all are told."""
+"""The number of equal layers from which the others' restrictions are read off."""
 
 UNCUT: Role = ("whole", frozenset())
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Roles of the mesh axes.
+    """A known way to train, as roles of the mesh axes.
 
     Args:
-        name: as people call it.
+        name: its usual name.
         data: axes that cut the batch.
-        stored: those of them that cut stored parameters.
-        keep: what is gathered in the forward is kept for the backward.
+        stored: data axes that cut stored parameters.
+        keep: whether what is gathered in the forward is kept for the backward.
         tensor: axes that cut weights by columns and rows.
-        sequence: tensor axes also cut the sequence between a row and the next column.
+        sequence: whether tensor axes also cut the sequence between a row and the next column.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Baseline:
 
 
 def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
-    """Every baseline that ``mesh`` has axes for. On several axes the last one is the innermost.
+    """Return every baseline that ``mesh`` has axes for. On several axes the last one is the innermost.
 
-    Weights cut over all axes come last: where time is short and the batch does not go round all ranks, the first that
-    applies is the only one that a plan is compared with, and on many ranks there is none that is slower.
+    Weights cut over all axes come last. Where time is short and the batch cannot be cut over all ranks, a plan is
+    compared only with the first baseline that applies, and on many ranks none is slower than these.
     """
     axes = tuple(a for a in range(mesh.ndim) if mesh.shape[a] > 1)
     if not axes:
@@ -96,9 +96,9 @@ class Masks:
 
 @dataclass
 class Restrictions:
-    """Turns baselines into what each variable of ``decisions`` may choose.
+    """Turns baselines into the options that each variable of ``decisions`` may choose.
 
-    Most variables are alike: what decides a mask is numbered once for all baselines, and each number looked at once.
+    Most variables are alike. What decides a mask is numbered once for all baselines, and each number is looked at once.
     """
 
     decisions: Decisions
@@ -120,7 +120,7 @@ class Restrictions:
 
     @cached_property
     def _mask_keys(self) -> npt.NDArray[np.int64]:
-        """Numbers of all that matters to the mask of each variable but for what the tensor axes do."""
+        """Numbers for all that matters to each variable's mask except what the tensor axes do."""
         return _numbered(map(self._mask_key, self.decisions.variables))
 
     def _mask_key(self, v: Variable) -> object:
@@ -131,7 +131,8 @@ class Restrictions:
         return id(v.options), v.kind, v.node.outputs, Value(v.node.name) in self._batch_inputs
 
     def masks(self, baseline: Baseline) -> Masks | None:
-        """The options that each variable may choose; None where the baseline does not apply to this model and mesh."""
+        """Return the options that each variable may choose; None if the baseline does not apply to this model and
+        mesh."""
         tensor = self._tensor_parallel(baseline.tensor)
         if baseline.tensor and (tensor is None or not tensor.pairs):
             return None
@@ -162,7 +163,7 @@ class Restrictions:
         return self._tensor[axes]
 
     def _can_cut(self, node: Node, factor: str, axes: tuple[int, ...]) -> bool:
-        """Whether ranks can each take a part of ``factor`` without hearing of each other."""
+        """Whether ranks can each take a part of ``factor`` without exchanging anything."""
         rule = self.flow.rules[node.name]
         if rule is not None and factor in rule.combined:
             return False
@@ -227,13 +228,13 @@ class Restrictions:
 
 
 def _numbered(keys: Iterable[object]) -> npt.NDArray[np.int64]:
-    """Equal ones have equal numbers."""
+    """Number the keys such that equal ones have equal numbers."""
     names: dict[object, int] = {}
     return np.array([names.setdefault(key, len(names)) for key in keys])
 
 
 def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
-    """What the tensor axes do with a variable's op or parameter."""
+    """Return what the tensor axes do with a variable's op or parameter."""
     if v.node is None:
         return None
     name = v.node.name
@@ -242,7 +243,8 @@ def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
 
 
 def _op_mask(options: Sequence[Strategy], roles: Sequence[tuple[tuple[int, ...], Role]]) -> Mask:
-    """The strategies in which the axes of each role do as it says; where there is none, replicate; else all."""
+    """Return the strategies in which the axes of each role do as it says; if there are none, the replicated ones; else
+    all."""
     mask = np.ones(len(options), dtype=bool)
     for axes, role in roles:
         each = [np.array([_allows(role, o.axes[a]) for o in options]) for a in axes]
@@ -265,7 +267,7 @@ def _is_whole(axis: str) -> bool:
 
 
 def _or_all(allowed: Sequence[bool]) -> Mask:
-    """The options allowed; all of them where none is."""
+    """Return the allowed options; all of them if none is allowed."""
     return np.array(allowed if any(allowed) else [True] * len(allowed), dtype=bool)
 
 
@@ -277,7 +279,7 @@ def _cuts_batch(option: Strategy, has_batch: bool, data: tuple[int, ...]) -> boo
 
 
 def _cut_dim(spec: ShardingSpec, axis: int) -> int | None:
-    """The dim that ``axis`` cuts."""
+    """Return the dim that ``axis`` cuts."""
     return next((d for d, axes in enumerate(spec.dims) if axis in axes), None)
 
 
@@ -289,7 +291,10 @@ def _on_one_dim(spec: ShardingSpec, axes: tuple[int, ...]) -> bool:
 def _evenness(
     spec: ShardingSpec, shape: tuple[int, ...], axes: tuple[int, ...], mesh: Mesh
 ) -> tuple[bool, bool, int, int]:
-    """Smallest where the axes cut evenly the largest dim, if it can be one that no other axis cuts; else dim 0."""
+    """Return a sorting key that is smallest where the axes cut the largest dim evenly.
+
+    It prefers a dim that no other axis cuts; of dims that are cut unevenly, dim 0.
+    """
     dim = _cut_dim(spec, axes[0])
     assert dim is not None
     even = shape[dim] % math.prod(mesh.shape[a] for a in spec.dims[dim]) == 0
@@ -299,10 +304,10 @@ def _evenness(
 def solve_restricted(
     problem: Problem, masks: Masks, *, time_limit: float, backend: str, gap: float, folded: Tied | None = None
 ) -> tuple[int, ...] | None:
-    """The best choice within ``masks``, in the options of ``problem``; None where there is none or time is out.
+    """Return the best choice within ``masks``, in the options of ``problem``; None if there is none or time runs out.
 
-    Where ``folded``, what ``fold`` makes of the problem, and every block is restricted alike, they also choose alike:
-    so it costs what one block of each run costs.
+    If ``folded``, which ``fold`` made of the problem, restricts every block alike, all blocks also choose alike. Then
+    this costs what one block of each run costs.
     """
     if folded is not None:
         tied = _tied(masks, folded)
@@ -316,12 +321,12 @@ def solve_restricted(
 
 
 def unfolded(problem: Problem) -> Tied | None:
-    """For a problem whose blocks are tied together already."""
+    """Fold nothing, for a problem whose blocks are tied together already."""
     return None
 
 
 def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
-    """The mask of each tied node; None where nodes that are tied have different ones."""
+    """Return the mask of each tied node; None if nodes that are tied have different masks."""
     nodes, first = np.unique(folded.place, return_index=True)
     example = np.zeros(len(folded.problem.costs), dtype=np.int64)
     example[nodes] = first
@@ -334,7 +339,7 @@ def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
 
 
 def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
-    """What baselines leave open: of a deep model as one with fewer layers tells it, since all layers are alike."""
+    """Return a function from baselines to their masks. For a deep model they are read off a graph with fewer layers."""
     fewer = objective.with_fewer_layers(KEPT_LAYERS)
     if fewer is None:
         return Restrictions(objective.decisions).masks
@@ -350,7 +355,11 @@ def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
 def restricted_choices(
     objective: Objective, *, time_limit: float, backend: str, gap: float, only: str | None = None
 ) -> Iterator[tuple[Baseline, tuple[int, ...]]]:
-    """Each baseline that applies with its best choice. ``time_limit``: seconds for one."""
+    """Yield each baseline that applies, with its best choice.
+
+    Args:
+        time_limit: seconds for each baseline.
+    """
     masks_of = _masks(objective)
     problem = objective.problem()
     folded = objective.fold(problem)

@@ -1,11 +1,11 @@
 """Megatron's column and row pairs, found from the rules.
 
-Shoeybi et al. 2019; between the pairs, with sequence parallel: Korthikanti et al. 2022.
-Forward, in order: a product whose activation is whole takes its weight by columns (a factor of the weight that the
-result keeps); the cut then passes through every op that has its factor, heads of attention included; the next product
-finds it among its summed factors, takes its weight by rows, and its result is a sum, whole again. A lookup takes its
-table by rows. Where a cut cannot pass, the columns it came from are left to the solver. The backward follows from what
-the forward decided.
+Shoeybi et al. 2019; between the pairs, with sequence parallel: Korthikanti et al. 2022. The forward is labelled in
+order. A product whose activation is whole takes its weight by columns (a factor of the weight that the result keeps).
+The cut then passes through every op that has its factor, including the heads of attention. The next product finds it
+among its summed factors and takes its weight by rows; its result is a sum, whole again. A lookup takes its table by
+rows. Where a cut cannot pass, the columns it came from are left to the solver. The backward follows from what the
+forward decided.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.strategies import flops
 
 FREE: Final = "free"
 Label: TypeAlias = Union[int, Literal["free"], None]
-"""The dim of a tensor that the tensor axes cut; ``free``: the solver's choice; None: whole."""
+"""The dim of a tensor that the tensor axes cut; "free" leaves it to the solver, None is whole."""
 
 CanCut = Callable[[Node, str], bool]
 
@@ -30,10 +30,9 @@ class TensorParallel:
     """What the tensor axes do.
 
     Args:
-        factors: of each op the factor that they cut, ``free``, or None.
+        factors: for each op the factor that they cut, "free", or None.
         parameters: the dim of each parameter that they cut, by node.
-        sequence: of each op the factors that stand for the dim along which sums may be scattered.
-        after_sum: whether some op has such a factor.
+        sequence: for each op the factors that stand for the dim along which sums may be scattered.
     """
 
     factors: Mapping[str, str | None]
@@ -47,7 +46,11 @@ class TensorParallel:
 
 
 def find_tensor_parallel(flow: Dataflow, batch: Mapping[str, frozenset[str]], can_cut: CanCut) -> TensorParallel:
-    """Choose columns and rows; ``batch`` are the factors of each op that stand for the batch, left to the data axes."""
+    """Choose columns and rows.
+
+    Args:
+        batch: the factors of each op that stand for the batch, which are left to the data axes.
+    """
     walk = _Labeller(flow, batch, can_cut)
     walk.run()
     starts = {v: frozenset((d,)) for v, d in walk.scattered.items()}
@@ -56,8 +59,13 @@ def find_tensor_parallel(flow: Dataflow, batch: Mapping[str, frozenset[str]], ca
 
 @dataclass
 class _Labeller:
-    """Labels so far. ``unpaired`` are products whose columns could not pass: their cut is left to the solver. ``log``
-    has what was recorded, and ``log_length`` its length when each op was come to, so that a walk can go back."""
+    """The labels so far, and what is needed to go back.
+
+    Args:
+        unpaired: products whose columns could not pass; their cut is left to the solver.
+        log: what was recorded, in order.
+        log_length: the length of the log when each op was reached.
+    """
 
     flow: Dataflow
     batch: Mapping[str, frozenset[str]]
@@ -72,7 +80,7 @@ class _Labeller:
     log_length: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Label every op; where columns cannot pass, once more from the product that they come from."""
+        """Label every op. Where columns cannot pass, go back to the product that they come from."""
         nodes, order = self.flow.graph.nodes, self.flow.graph.order
         at = 0
         while at < len(nodes):
@@ -98,7 +106,7 @@ class _Labeller:
         del self.log[since:]
 
     def _is_state(self, node: Node) -> bool:
-        """Made of parameters alone: labelled when its reader is."""
+        """Whether an op reads parameters alone. It is labelled when its reader is."""
         return bool(node.inputs) and all(v in self.flow.state for v in node.inputs)
 
     def _visit(self, node: Node) -> frozenset[str]:
@@ -115,7 +123,7 @@ class _Labeller:
         return frozenset()
 
     def _inherited(self, node: Node) -> str | None:
-        """The factor that most labelled operands ask for, the first among equals."""
+        """Return the factor that most labelled operands ask for, the first among equals."""
         votes: dict[str, int] = {}
         for p, value in enumerate(node.inputs):
             label = self.labels.get(value)
@@ -126,12 +134,12 @@ class _Labeller:
         return max(votes, key=lambda f: votes[f]) if votes else None
 
     def _blocked_columns(self, node: Node) -> frozenset[str]:
-        """Where the cut operands' columns began, if this op needs them whole."""
+        """Return the products from whose columns the cut operands come, if this op needs them whole."""
         cut = [v for v in node.inputs if isinstance(self.labels.get(v), int) and v not in self.flow.state]
         return frozenset(o for v in cut for o in self.origins.get(v, ()))
 
     def _new_cut(self, node: Node) -> tuple[str | None, frozenset[str]]:
-        """A column cut of a product's weight, or a row cut of a lookup's table."""
+        """Return a column cut of a product's weight, or a row cut of a lookup's table."""
         rule = self.flow.rules[node.name]
         weights = list(self.flow.weights(node))
         if rule is None or not weights or len(weights) == len(node.inputs):
@@ -170,7 +178,8 @@ class _Labeller:
             self._label_state(node, p, factor)
 
     def _ends_freedom(self, node: Node, weights: list[int]) -> bool:
-        """A product of a weight with what was left to the solver is to the solver what a row product is to a column."""
+        """Whether a product of a weight and what was left to the solver ends that freedom, as a row product ends a
+        column."""
         activations = [v for p, v in enumerate(node.inputs) if p not in weights]
         if not weights or node.name in self.unpaired or not self._is_product(node):
             return False
@@ -192,7 +201,7 @@ class _Labeller:
             self._assign(value, dim)
 
     def _assign(self, value: Value, label: Label) -> None:
-        """Follow a weight back to its parameter; who comes first decides."""
+        """Follow a weight back to its parameter; the first to come decides."""
         if value in self.labels:
             return
         self._record(self.labels, value, label)
@@ -210,7 +219,8 @@ class _Labeller:
             self._label_state(node, p, factor)
 
     def _scatter(self, node: Node, value: Value, weights: list[int]) -> None:
-        """A row product's result: its first dim that is neither the batch's nor the weight's."""
+        """Record the dim along which a row product's sum may be scattered: the first that is neither batch nor
+        weight."""
         rule = self.flow.rules[node.name]
         if node.phase != "forward" or rule is None or not weights:
             return

@@ -1,8 +1,8 @@
-"""Bytes that a collective holds around the exchange itself: what it packs, receives and unpacks. As ``spmd`` does it.
+"""Bytes that a collective holds around the exchange itself: what it packs, receives and unpacks, as ``spmd`` does it.
 
-The wire carries contiguous buffers of equal size: a rank whose shard is short pads a copy of it. What is sent stays
-alive until the collective is waited for: the packed buffer, or the tensor itself where nothing had to be packed. What
-is received becomes the result, or is copied into it. All sizes are those of one rank.
+The wire carries contiguous buffers of equal size, so a rank with a short shard pads a copy of it. What is sent stays
+alive until the collective is waited for: the packed buffer, or the tensor itself if nothing had to be packed. What is
+received becomes the result, or is copied into it. All sizes are those of one rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ REDUCED_BYTES = {
     "float8_e4m3fn": 4,
     "float8_e5m2": 4,
 }
-"""Of an element while it is reduced, for dtypes that backends cannot reduce."""
+"""Bytes of an element while it is reduced, for dtypes that back ends cannot reduce."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Bytes on one rank.
+    """Bytes of a collective on one rank.
 
     Args:
-        sent: of a buffer made to be sent, which lives until the wait; 0 where the tensor itself is sent.
-        launch: held besides what is sent and received, while the one is made and the other begins.
+        sent: of a buffer made for sending, which lives until the wait; 0 if the tensor itself is sent.
+        launch: held besides what is sent and received, while the first is made and the second begins.
         received: held from the launch on.
-        unpacked: of the result where it is another tensor than what was received, which goes when it is made.
-        keeps_source: the tensor itself is sent, and lives until the wait.
+        unpacked: of the result if it is copied from what was received, which is then freed.
+        keeps_source: whether the tensor itself is sent, and so lives until the wait.
     """
 
     sent: int
@@ -48,7 +48,12 @@ class Packing:
 
 
 def packing(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    """What ``step`` holds; ``x`` is the rank's shard, ``after`` the shape of the one that it holds then."""
+    """Return the bytes that ``step`` holds.
+
+    Args:
+        x: the rank's shard.
+        after: the shape of the shard that it holds afterwards.
+    """
     kinds = {
         "all_gather": _all_gather,
         "all_to_all": _all_to_all,
@@ -64,7 +69,7 @@ def packing(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[in
 
 @dataclass(frozen=True)
 class BucketPacking:
-    """Bytes of a collective of several tensors on one rank, which always makes a buffer to be sent.
+    """Bytes on one rank of a collective of several tensors, which always makes a buffer for sending.
 
     Args:
         sent, launch, received: as in ``Packing``.
@@ -84,7 +89,10 @@ def bucket_packing(
     shards: Sequence[Layout],
     after: Sequence[tuple[int, ...]],
 ) -> BucketPacking:
-    """What a bucket holds, whose tensors have one dtype, a floating-point one; shards and shapes as in ``packing``."""
+    """Return the bytes that a bucket holds; shards and shapes are as in ``packing``.
+
+    All tensors have one dtype, a floating-point one.
+    """
     each = [_in_bucket(*one) for one in zip(steps, metas, [mesh] * len(steps), shards, after, strict=True)]
     sent = sum(one.sent for one in each)
     launch, received = sum(one.launch for one in each), sum(one.received for one in each)
@@ -93,7 +101,7 @@ def bucket_packing(
 
 
 def _in_bucket(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    """The share of one tensor. ``launch`` is a copy of it, made where the buffer cannot be filled from it directly."""
+    """Return the share of one tensor. ``launch`` is a copy of it if the buffer cannot be filled from it directly."""
     size = x.numel * meta.itemsize
     if step.kind == "all_reduce":
         return Packing(size, 0 if x.is_contiguous else size, size, 0, keeps_source=False)
@@ -158,7 +166,8 @@ def _reduce_scatter(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: 
 
 
 def _stacked(x: Layout, dim: int, group_size: int, itemsize: int) -> tuple[int, int]:
-    """(bytes of ``x`` cut ``group_size`` ways along ``dim`` and stacked, bytes held besides while that is made)."""
+    """Return the bytes of ``x`` cut into ``group_size`` parts along ``dim`` and stacked, and those held while this is
+    made."""
     part = -(-x.shape[dim] // group_size)
     size = _numel(x.shape, dim, part * group_size) * itemsize
     padded = x.shape[dim] != part * group_size
@@ -170,7 +179,7 @@ def _stacked(x: Layout, dim: int, group_size: int, itemsize: int) -> tuple[int, 
 
 
 def _numel(shape: tuple[int, ...], dim: int, n: int) -> int:
-    """Elements with length ``n`` along ``dim``."""
+    """Return the number of elements with length ``n`` along ``dim``."""
     return math.prod(with_length(shape, dim, n))
 
 
@@ -180,8 +189,9 @@ def needs_packing(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh)
 
 
 def _moves_data(before: tuple[int, ...], group_size: int) -> bool:
-    """Whether stacking or joining ``group_size`` parts along a dim moves data: not where all dims before it have length 1."""
+    """Whether stacking or joining parts along a dim moves data: not if all dims before it have length 1."""
     return group_size > 1 and math.prod(before) != 1
 
 
 SUMMED = frozenset({"sum", "max", "min"})
+"""Reductions that may be done in place, and for several tensors together."""

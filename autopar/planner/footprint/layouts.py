@@ -1,8 +1,8 @@
-"""Strides of local tensors: which ops return a view, and where a dense copy is made because no view would do.
+"""Strides of local tensors: which ops return a view, and where a dense copy is made because no view is possible.
 
-The graph knows shapes alone; but whether ``reshape`` copies, or a collective packs what it sends, is decided by
-strides. They follow from the ops: views change them as torch does, pointwise ops keep the order of their operands'
-dims, and whatever else makes a tensor makes it contiguous.
+The graph knows only shapes, but strides decide whether ``reshape`` copies and whether a collective packs what it sends.
+They follow from the ops: views change them as torch does, pointwise ops keep the order of their operands' dims, and all
+other ops make contiguous tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.planner.footprint.op_work import VIEWS
 from autopar.strategies import find_rule
 
 MAYBE_VIEWS = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten._reshape_alias"})
-"""Lowered to ``reshape``: a view where strides allow it, else a copy."""
+"""Ops that are lowered to ``reshape``: a view if strides allow it, else a copy."""
 
 NEEDS_CONTIGUOUS = frozenset(
     f"aten.{op}"
@@ -40,10 +40,11 @@ NEEDS_CONTIGUOUS = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     )
 )
-"""Kernels that read memory as that of contiguous operands, or refuse others. Autograd makes copies for them, which
-capture drops as it drops all; they are given copies here too, of operands that are not contiguous."""
+"""Kernels that read memory as if operands were contiguous, or refuse others. Autograd makes copies for them, which
+capture drops as it drops all copies. The program copies their operands again if they are not contiguous."""
 
 KEEPS_STRIDES = frozenset({"aten.clone", "aten._to_copy", "aten.empty_like", "aten.zeros_like", "aten.full_like"})
+"""Ops whose results have the strides of their operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,13 @@ def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...
 
 
 def narrowed(x: Layout, dim: int, length: int) -> Layout:
-    """``x.narrow(dim, 0, length)``."""
+    """Return the layout of ``x.narrow(dim, 0, length)``."""
     return Layout(with_length(x.shape, dim, length), x.strides)
 
 
 def reshaped(x: Layout, shape: tuple[int, ...]) -> Layout | None:
-    """``x.view(shape)``, or None where only a copy has that shape. As ``at::detail::computeStride``."""
+    """Return the layout of ``x.view(shape)``; None if only a copy can have that shape. As
+    ``at::detail::computeStride``."""
     if not x.numel or not x.shape:
         return contiguous(shape)
     strides = [0] * len(shape)
@@ -111,11 +113,11 @@ def permuted(x: Layout, order: Sequence[int]) -> Layout:
 def results(
     node: Node, operands: Sequence[Layout], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[Layout, ...], bool]:
-    """Layouts of an op's results on one rank, and whether they share the memory of the first operand.
+    """Return the layouts of an op's results on one rank, and whether they share the memory of the first operand.
 
     Args:
-        operands: of its tensors.
-        shapes: local ones of the results.
+        operands: layouts of its tensor operands.
+        shapes: local shapes of the results.
     """
     if not operands:
         return tuple(map(contiguous, shapes)), False
@@ -133,8 +135,11 @@ def results(
 
 
 def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
-    """Nodes whose results share the memory of their operand: of ``whole`` tensors just these, of shards also those
-    that copy where strides do not allow a view, which only local shapes tell."""
+    """Return the nodes whose results share the memory of their operand.
+
+    If not ``whole``, the tensors are shards, and ops count that copy where strides do not allow a view: only local
+    shapes can tell.
+    """
     if not whole:
         return frozenset(n.name for n in graph.nodes if n.packet in VIEWS and n.inputs)
     found: set[str] = set()
@@ -149,7 +154,8 @@ def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
 
 
 def _view(node: Node, x: Layout, shape: tuple[int, ...]) -> Layout:
-    """A view other than a reshape. ``shape`` tells the lengths, ``x`` and the arguments the strides."""
+    """Return the layout of a view other than a reshape, with lengths from ``shape`` and strides from ``x`` and the
+    arguments."""
     ndim, name = len(x.shape), node.packet.removeprefix("aten.")
     numbers = [a for a in node.args[1:] if isinstance(a, int)]
     if name in ("t", "transpose", "permute"):
@@ -200,7 +206,8 @@ def _order(name: str, node: Node, ndim: int) -> list[int]:
 
 
 def pointwise_layout(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
-    """What a pointwise op makes: dense, its dims in the order of its operands' strides. As ``TensorIterator``."""
+    """Return the layout of a pointwise op's result: dense, its dims in the order of the operands' strides. As
+    ``TensorIterator``."""
     full = [_broadcast(x, shape) for x in operands]
     if all(x.is_contiguous for x in full if x.shape == shape and 0 not in x.strides) or not shape:
         return contiguous(shape)
@@ -222,7 +229,7 @@ def pointwise_layout(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layo
 
 
 def _compared(full: Sequence[Layout], inner: int, outer: int) -> int:
-    """1 where dim ``outer`` should lie inside of dim ``inner``, -1 where outside, 0 where operands do not say."""
+    """Return 1 if dim ``outer`` should lie inside of dim ``inner``, -1 if outside, 0 if the operands do not say."""
     for x in full:
         a, b = x.strides[inner], x.strides[outer]
         if not a or not b:

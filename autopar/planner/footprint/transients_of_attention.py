@@ -38,9 +38,11 @@ class _Scores:
 
 
 def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
-    """Bytes that torch's kernel for CPUs takes beside the results: the additive mask and copies of operands whose rows
-    are apart, and after these, copies of results that it lays out in another way; None where it is not taken. Operand
-    ``q`` is followed by k, v and the mask."""
+    """Return the bytes that torch's kernel for CPUs takes beside the results; None if it is not used.
+
+    It holds the additive mask and copies of operands whose rows are apart, and after these, copies of results that it
+    lays out in another way. Operand ``q`` is followed by k, v and the mask.
+    """
     x, v = op.operands[q], op.operands[q + 2]
     if op.device != "cpu" or op.node.kwarg("dropout_p") or x[0].shape[-1] != v[0].shape[-1]:
         return None
@@ -68,7 +70,7 @@ def _in_rows(x: Layout) -> bool:
 
 
 def _by_rows(shape: tuple[int, ...]) -> Layout:
-    """[batch, heads, rows, ...], in memory [batch, rows, heads, ...]."""
+    """Return the layout of [batch, heads, rows, ...] that lies in memory as [batch, rows, heads, ...]."""
     order = (0, 2, 1, *range(3, len(shape)))
     return permuted(contiguous(tuple(shape[i] for i in order)), order)
 

@@ -15,7 +15,7 @@ def _has_part(table: Layout, whole: TensorMeta | None) -> bool:
 
 
 def _lookup(op: LocalOp) -> int:
-    """Where the vocabulary is cut, indices and which of them are here."""
+    """With a cut vocabulary: the local indices, and which of them are on this rank."""
     n = op.operands[1][0].numel
     return 26 * n + SCALARS if _has_part(op.operands[0][0], op.metas[0]) else max(0, 3 * n - op.written)
 
@@ -30,8 +30,11 @@ def _lookup_backward(op: LocalOp) -> int:
 
 
 def _random(op: LocalOp) -> int:
-    """Runs of elements that are neighbours in the whole; of those that are drawn at a time words of random bits, what
-    they are mixed with, and the numbers or masks that they become."""
+    """Positions of the rank's elements in the whole tensor, and what is drawn at a time.
+
+    The first are runs of elements that are neighbours in the whole tensor. The second are words of random bits, what
+    they are mixed with, and the numbers or masks that they become.
+    """
     (made, size), block = op.results[0], BLOCKS[op.device][2]
     whole, cut, n = op.node.kwarg("global_shape", ()), len(made.shape), 1
     assert isinstance(whole, tuple)
@@ -46,7 +49,7 @@ def _random(op: LocalOp) -> int:
 
 
 INDEX_SCRATCH = 17
-"""Bytes for each index of a dim that is cut: where it is here, twice, and whether."""
+"""Bytes for each index of a cut dim: its local position, twice, and whether it is on this rank."""
 
 
 def _gather_part(op: LocalOp) -> int:
@@ -54,25 +57,26 @@ def _gather_part(op: LocalOp) -> int:
 
 
 def _index_of(op: LocalOp, position: int) -> int:
-    """Elements of the index of the dim that is cut, which is argument ``position`` of the op; operands are in order."""
+    """Return the number of elements of the cut dim's index, which is argument ``position``. Operands are in that
+    order."""
     indices = op.call[1][1]
     return op.operands[1 + sum(i is not None for i in indices[: op.call[1][position]])][0].numel
 
 
 def _index_part(op: LocalOp) -> int:
-    """Also whether each element of the result is here."""
+    """Also a flag for each element of the result that is on this rank."""
     return INDEX_SCRATCH * _index_of(op, 2) + op.results[0][0].numel + 2
 
 
 def _spilling(op: LocalOp) -> tuple[Layout, int]:
-    """A copy of the first operand with a place more along the dim that is cut, and that dim."""
+    """Return the layout of a copy of the first operand with one more row along the cut dim, and that dim."""
     dim = op.call[1][SPILLING[op.call[0]]]
     shape = op.results[0][0].shape
     return contiguous(with_length(shape, dim, shape[dim] + 1)), dim
 
 
 def excess_bytes(op: LocalOp) -> int:
-    """Bytes by which the memory of a result is longer than the result: of which it is the first rows."""
+    """Return the bytes by which the memory of a result is larger than the result, which is its first rows."""
     if op.call[0] not in SPILLING or not op.operands:
         return 0
     big, dim = _spilling(op)
@@ -85,7 +89,7 @@ def _is_copied_out(big: Layout, dim: int) -> bool:
 
 
 def _spill_bytes(op: LocalOp, n: int, beside: int) -> int:
-    """With ``n`` indices, of which ``beside`` bytes are placed while the copy is there."""
+    """Return the bytes with ``n`` indices, whose positions are found while the copy is there if ``beside``."""
     big, dim = _spilling(op)
     held = big.numel * op.results[0][1]
     if _is_copied_out(big, dim):
@@ -102,7 +106,7 @@ def _scatter_part(op: LocalOp) -> int:
 
 
 SPILLING = {"autopar.scatter_part": 1, "autopar.index_write_part": 1, "autopar.index_put_part": 4}
-"""Ops that write what lies elsewhere into a place of its own, and which of their arguments is the dim."""
+"""Ops that write what lies on other ranks into an extra row, and which of their arguments is the dim."""
 
 
 FORMULAS: Formulas = {

@@ -28,18 +28,25 @@ SCRATCH: Mapping[str, tuple[float, float, float, float]] = {
         _NORM_BACKWARD,
     ),
 }
-"""Of ops along a dim that is cut: copies of the largest operand in the accumulation dtype that are held at once while
-ranks make their summaries, and beside the results while they finish the op with those of all; then the same of operands
-in half precision."""
+"""Scratch of ops along a cut dim, as multiples of the largest operand in the accumulation dtype.
+
+The numbers are what is held at once while ranks make their summaries, and beside the results while they finish the op
+with the summaries of all; then the same two for operands in half precision.
+"""
 
 
 EXTREMA = frozenset({"aten.cummax", "aten.cummin"})
-"""These hold values and places."""
+"""Ops that hold values and positions."""
 
 
 def summary_bytes(op: LocalOp, gathered: int) -> int:
-    """Of an op whose ranks tell each other summaries, ``gathered`` bytes in all: these, combined, and what the formulas
-    before and after make of the largest operand."""
+    """Return the transients of an op whose ranks exchange summaries.
+
+    These are the summaries, also combined, and what the formulas before and after make of the largest operand.
+
+    Args:
+        gathered: bytes of all summaries.
+    """
     if not gathered:
         return 0
     x, size = max(op.operands, key=op.nbytes)
@@ -65,8 +72,8 @@ def _batch_norm(op: LocalOp) -> int:
 
 
 def _in_single_precision(op: LocalOp, x: tuple[Layout, int]) -> int:
-    """Of a half-precision operand two tensors in single precision, which are gone, or one of them, when the result is
-    made; of another the result before it is made contiguous."""
+    """For a half-precision operand: two tensors in single precision, which are freed before the result is made, or one
+    beside it. For others: the result before it is made contiguous."""
     if x[1] < 4:
         return max(2 * x[0].numel * 4 - op.written, x[0].numel * 4)
     return 0 if x[0].is_contiguous else op.written

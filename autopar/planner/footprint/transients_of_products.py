@@ -15,11 +15,12 @@ from autopar.sharding import Step
 
 
 def ring_bytes(op: LocalOp, step: Step, operand: int, group_size: int) -> int:
-    """Bytes of a contraction decomposed beside ``step``, besides what it reads and makes: blocks on their way, one part
-    of the product, and what making it holds. As ``spmd.products`` does it.
+    """Return the bytes of a contraction decomposed beside ``step``, besides what it reads and makes.
+
+    These are blocks on their way, one part of the product, and what making it holds, as in ``spmd.products``.
 
     Args:
-        op: the contraction, of a gather with the operand that is gathered as it is before.
+        op: the contraction; the operand of a gather is as it is before.
         operand: the one that is cut.
     """
     found = terms(op.node)
@@ -41,8 +42,10 @@ def ring_bytes(op: LocalOp, step: Step, operand: int, group_size: int) -> int:
 
 
 def _contract(op: LocalOp) -> int:
-    """Copies of operands whose dims cannot be merged by a view; the product before its dims are reordered. Where
-    nothing is summed, neither."""
+    """Copies of operands whose dims no view can merge, and the product before its dims are reordered.
+
+    Neither is made if nothing is summed.
+    """
     equation = next(a for a in (*op.node.args, *(a for _, a in op.node.kwargs)) if isinstance(a, str))
     left, out = equation.replace(" ", "").split("->")
     x, w = left.split(",")
@@ -69,7 +72,7 @@ def _contract(op: LocalOp) -> int:
 
 
 def _merged(x: tuple[Layout, int], letters: str, groups: Sequence[Sequence[str]]) -> int:
-    """Bytes of the copy that brings the dims of each group together; 0 where a view does."""
+    """Return the bytes of the copy that brings the dims of each group together; 0 if a view does."""
     order = [letters.index(c) for group in groups for c in group]
     y = permuted(x[0], order)
     if all(len(g) == 1 for g in groups):
@@ -80,8 +83,7 @@ def _merged(x: tuple[Layout, int], letters: str, groups: Sequence[Sequence[str]]
 
 
 def _factors(op: LocalOp) -> int:
-    """At most: a copy of the matrix in the layout that is asked for, where it has another, and one of each result in
-    that of LAPACK."""
+    """At most a copy of the matrix in the requested layout, and a copy of each result in that of LAPACK."""
     a, size = op.operands[0]
     order = (*range(len(a.shape) - 2), len(a.shape) - 1, len(a.shape) - 2)
     there = a if op.call[2]["contiguous"] else permuted(a, order)
@@ -89,11 +91,12 @@ def _factors(op: LocalOp) -> int:
 
 
 POSITION_BYTES = 8
-"""Bytes of a place among the rows that are sorted by expert."""
+"""Bytes of a position among the rows that are sorted by expert."""
 
 
 def _experts_mm(op: LocalOp) -> int:
-    """While the ids are sorted; rows in the order of their experts, then the product in that order, then in its own."""
+    """The sorting of ids; then rows in the order of their experts, the product in that order, and the product in its
+    own."""
     (rows, size), (weight, _), (ids, _) = op.operands
     if not ids.numel or not weight.numel:
         return 0
@@ -112,7 +115,8 @@ def _experts_mm_weight(op: LocalOp) -> int:
 
 
 def _sorting(n: int, experts: int) -> int:
-    """Bytes while n ids are sorted and the ends of ``experts`` are found: ids, sorted ids, their places."""
+    """Return the bytes while n ids are sorted and the ends of ``experts`` are found: ids, sorted ids, their
+    positions."""
     return 3 * n * POSITION_BYTES + experts * (POSITION_BYTES + 4)
 
 

@@ -10,13 +10,16 @@ from autopar.planner.footprint.local_op import Formulas, LocalOp, wide
 
 
 def _resized(x: Layout, dims: Sequence[int], sizes: Sequence[int]) -> int:
-    """Elements with other lengths along ``dims``."""
+    """Return the number of elements with other lengths along ``dims``."""
     return math.prod(dict(zip(dims, sizes, strict=True)).get(d, n) for d, n in enumerate(x.shape))
 
 
 def _padded_gradient(op: LocalOp, wide: int, made: int) -> int:
-    """Of a gradient of more rows than are the rank's own, for an operand of the same size that gives its shape alone:
-    the two, or the one and its part, whose rows are copied."""
+    """Return the bytes of a gradient with more rows than the rank's own.
+
+    It is made beside an operand of the same size that gives only its shape, or beside its own part, whose rows are
+    copied.
+    """
     return max(2 * wide, wide + (made if made != wide else 0)) - op.written
 
 
@@ -34,7 +37,7 @@ def _convolution_part_backward(op: LocalOp) -> int:
 
 
 def _avg_pool_part(op: LocalOp) -> int:
-    """By what averages at an end of a cut dim are divided, one dim after the other."""
+    """The divisors of averages at an end of a cut dim, one dim after the other."""
     made, size = op.results[0]
     given, held = op.call[2], [0]
     for dim, pad, start, n in zip(*(given[k] for k in ("dims", "pads", "starts", "whole")), strict=True):
@@ -57,7 +60,7 @@ def _avg_pool_part_backward(op: LocalOp) -> int:
 
 
 def _convolution_transposed_part(op: LocalOp) -> int:
-    """More rows than are the rank's own."""
+    """The result with more rows than the rank's own."""
     (x, _), (weight, _), (made, size) = op.operands[0], op.operands[1], op.results[0]
     given = op.call[2]
     each = (given[k] for k in ("stride", "padding", "dilation", "output_padding"))
@@ -79,7 +82,7 @@ def _convolution_transposed_part_backward(op: LocalOp) -> int:
 
 
 POSITION_BYTES = 26
-"""Bytes for each place in an image that is found in another: integers, and flags of what is inside."""
+"""Bytes for each position in an image that is found in another: integers, and flags of what is inside."""
 
 
 def _max_pool_part(op: LocalOp) -> int:
@@ -92,7 +95,7 @@ def _max_pool_part_backward(op: LocalOp) -> int:
 
 
 def _interpolate_part(op: LocalOp) -> int:
-    """Dim by dim: rows that are weighted are added to others."""
+    """Dim by dim, weighted rows are added to others."""
     (x, size), given = op.operands[0], op.call[2]
     several = not given["kind"].startswith("nearest")
     held = 0 if not several or size >= 4 else x.numel * 4
@@ -120,7 +123,7 @@ def _interpolate_part_backward(op: LocalOp) -> int:
 
 
 ROW_BYTES = {"nearest": 48, "nearest_exact": 48, "linear": 64, "cubic": 136}
-"""Bytes for each row of a result: places and weights of what it comes from."""
+"""Bytes for each row of a result: positions and weights of what it comes from."""
 
 
 FORMULAS: Formulas = {

@@ -1,8 +1,8 @@
-"""Losses whose logits are made some classes at a time: the same graph, in which no tensor of all logits exists.
+"""Losses whose logits are computed in chunks of classes: the same graph, in which no tensor holds all logits.
 
-Found by what they compute: the product of activations with a table, perhaps a bias, rows taken of it, and the
-cross-entropy of these that ``tracer.losses`` writes; with the gradient of all that. The logits must have no other
-reader, also not the model's caller. One product more is computed in the backward (``ops.linear_nll``), so such a graph
+Such losses are found by what they compute: the product of activations with a table, perhaps a bias, slices of its rows,
+and the cross-entropy of these that ``tracer.losses`` writes, with the gradient of all that. The logits must have no
+other reader, including the model's caller. The backward computes one more product (``ops.linear_nll``), so such a graph
 is for budgets that bind: the search then plans both.
 """
 
@@ -20,10 +20,10 @@ class _Loss:
     """One loss and its gradient, as they were captured.
 
     Args:
-        product: that makes the logits; ``bias`` is what is added to it.
-        slices: of its rows, in order; ``unsliced`` their gradients, in order.
-        nodes: all that goes.
-        gradients: by what the backward op makes of each: x, table, bias.
+        product: the op that makes the logits; ``bias`` is added to it.
+        slices: of its rows, in order; ``unsliced`` are their gradients, in order.
+        nodes: all nodes that are replaced.
+        gradients: the nodes that make the gradients of x, the table and the bias.
     """
 
     product: Node
@@ -38,7 +38,7 @@ class _Loss:
 
 
 def with_chunked_losses(graph: Graph, least: int) -> Graph:
-    """``graph`` with its losses in chunks of classes, those of more than ``least`` logits; itself where it has none."""
+    """Return ``graph`` with its losses of more than ``least`` logits in chunks of classes; itself if it has none."""
     for name in [n.name for n in graph.nodes if n.packet == "autopar.nll"]:
         node = graph.by_name[name]
         found = _Finder(graph).loss(node) if graph.meta(node.inputs[0]).numel > least else None
@@ -59,13 +59,13 @@ class _Finder:
         return [n for n, _ in self.graph.consumers.get(value, ())]
 
     def only_reader(self, value: Value, packet: str) -> Node | None:
-        """The one reader of a value, if it is of this packet."""
+        """Return the only reader of a value, if it is of this packet."""
         readers = self.readers(value)
         alone = len(readers) == 1 and value not in self.outputs and readers[0].packet == packet
         return readers[0] if alone else None
 
     def is_read_only_by(self, value: Value, *nodes: Node) -> bool:
-        """Whether nobody else reads a value."""
+        """Whether nobody but ``nodes`` reads a value."""
         return value not in self.outputs and {n.name for n in self.readers(value)} == {n.name for n in nodes}
 
     def loss(self, nll: Node) -> _Loss | None:
@@ -104,7 +104,7 @@ class _Finder:
         return _Loss(product, bias, slices, unsliced, lse, nll, backward, nodes, gradients)
 
     def _slices(self, scores: Value) -> tuple[tuple[Node, ...], Value]:
-        """Slices of rows, in order, up to what they are taken of."""
+        """Return slices of rows, in order, and the value that they are taken of."""
         found: list[Node] = []
         while (node := self.maker(scores, "aten.slice")) is not None:
             ndim, dim = len(node.outputs[0].shape) if node.outputs[0] else 0, node.args[1] if len(node.args) > 1 else 0
@@ -119,7 +119,7 @@ class _Finder:
         return tuple(found), scores
 
     def _unsliced(self, backward: Node, slices: tuple[Node, ...]) -> tuple[tuple[Node, ...], Value]:
-        """The gradients of those slices, in order, and that of what they are taken of."""
+        """Return the gradients of those slices, in order, and the gradient of what they are taken of."""
         found, given = list[Node](), Value(backward.name)
         for _ in slices:
             node = self.only_reader(given, "aten.slice_backward")
@@ -130,7 +130,7 @@ class _Finder:
         return tuple(found), given
 
     def _product(self, logits: Value) -> tuple[Node | None, Value | None]:
-        """The product with a table [classes, width] that makes the logits, and the bias that is added to it."""
+        """Return the product with a table [classes, width] that makes the logits, and the bias that is added to it."""
         added, bias = self.maker(logits, "aten.add"), None
         if added is not None and len(added.inputs) == 2 and len(added.args) == 2 and not added.kwargs:
             logits, bias = added.inputs
@@ -148,7 +148,8 @@ class _Finder:
     def _gradients(
         self, product: Node, bias: Value | None, given: Value
     ) -> tuple[Node | None, Node | None, Node | None] | None:
-        """What makes the gradients of x, the table and the bias; None where something else reads that of the logits."""
+        """Return the ops that make the gradients of x, the table and the bias; None if others read the gradient of the
+        logits."""
         (x, table), (_, of_x, of_table) = product.inputs, _equations(self.graph.meta(product.inputs[0]))
         lead = tuple(range(len(self.graph.meta(x).shape) - 1))
         found: list[Node | None] = [None, None, None]
@@ -175,7 +176,7 @@ class _Finder:
 
 
 def _equations(x: TensorMeta) -> tuple[str, str, str]:
-    """Of the product and of its gradients, as ``tracer`` writes them."""
+    """Return the equations of the product and of its gradients, as ``tracer`` writes them."""
     lead = string.ascii_lowercase[: len(x.shape) - 1]
     return f"{lead}k,nk->{lead}n", f"{lead}n,nk->{lead}k", f"{lead}n,{lead}k->nk"
 
@@ -235,7 +236,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
 
 
 def _reshaped(node: Node, operand: Value, width: int) -> Node:
-    """A slice, or its gradient, of rows of another width."""
+    """Return a slice, or its gradient, of rows of another width."""
     meta, args = node.outputs[0], node.args[1:]
     assert meta is not None
     if node.packet == "aten.slice_backward" and isinstance(args[0], tuple):
