@@ -95,7 +95,10 @@ class _Verifier:
         self._sums()
         self._overwrites()
         trained = {i.name for i in self.graph.inputs if i.kind == "parameter"}
-        _require(trained.issuperset(self.program.offloaded_optimizer), "optimizer state of what is no parameter")
+        _require(
+            trained.issuperset(self.program.offloaded_optimizer),
+            "optimizer state is kept on the host for something that is no parameter",
+        )
 
     def _ops_of(self, phase: str) -> list[Op]:
         return [op for op in self.program.ops if op.phase == phase]
@@ -103,7 +106,10 @@ class _Verifier:
     def _op(self, op: Op) -> None:
         for tensor in op.writes:
             tensor.spec.check(len(tensor.meta.shape), self.mesh, tensor.name)
-        _require(op.phase == "backward" or all(self.phase[name] == "forward" for name in op.reads), f"{op.name}: phase")
+        _require(
+            op.phase == "backward" or all(self.phase[name] == "forward" for name in op.reads),
+            f"{op.name}: the forward reads from the backward",
+        )
         check = {
             "input": self._input,
             "compute": self._compute,
@@ -115,10 +121,13 @@ class _Verifier:
         }
         check[op.kind](op)
         on_host = op.kind == "offload"
-        _require(all(t.host == on_host for t in op.writes), f"{op.name}: on the host")
+        _require(all(t.host == on_host for t in op.writes), f"{op.name}: writes to the wrong memory, host or device")
         reads_host = op.kind in ("fetch", "wait")
-        _require(reads_host or not any(self._tensor(n).host for n in op.reads), f"{op.name}: reads what the host holds")
-        _require(not op.in_place or op.kind in ("compute", "redistribute"), f"{op.name}: in place")
+        _require(
+            reads_host or not any(self._tensor(n).host for n in op.reads),
+            f"{op.name}: reads a tensor that is on the host",
+        )
+        _require(not op.in_place or op.kind in ("compute", "redistribute"), f"{op.name}: may not run in place")
 
     def _tensor(self, name: str) -> LocalTensor:
         return self.program.tensors[name]
@@ -131,18 +140,19 @@ class _Verifier:
     def _input(self, op: Op) -> None:
         node = self.graph.by_name[op.node]
         called = op.name == op.writes[0].name == node.name and op.phase == node.phase
-        _require(node.op == "placeholder" and called, f"{op.name}: {op.node} is no such input")
+        _require(node.op == "placeholder" and called, f"{op.name}: {op.node} is no input of that name and phase")
         meaning, meta = self.graph.input_of[op.node], self.graph.meta(Value(op.node))
         (tensor,) = op.writes
         self._record(op, tensor, Value(op.node), tensor.spec)
         _require(
-            self._is_valid_input(meaning, meta, tensor.spec), f"the {meaning.kind} {meaning.name} in {tensor.spec}"
+            self._is_valid_input(meaning, meta, tensor.spec),
+            f"the {meaning.kind} {meaning.name} cannot come in {tensor.spec}",
         )
 
     def _is_valid_input(self, meaning: Input, meta: TensorMeta, spec: ShardingSpec) -> bool:
         """Whether the caller can give an input in this spec."""
         if meaning.kind == "accumulator":
-            return True  # the op that adds to it says in which
+            return True  # the op that adds to it decides its spec
         if meaning.kind == "parameter":
             return self._is_stored(meta, spec)
         if meaning.kind == "input":
@@ -172,7 +182,10 @@ class _Verifier:
         """Return the op's node, operands and strategy, after checking that they are the graph's and the rule's."""
         node, strategy = self.graph.by_name[op.node], op.strategy
         metas = tuple(self.graph.meta(v) for v in node.inputs)
-        _require(node.op != "placeholder" and strategy is not None, f"{op.name}: {op.node} is no op")
+        _require(
+            node.op != "placeholder" and strategy is not None,
+            f"{op.name}: {op.node} is no op of the graph, or has no strategy",
+        )
         assert strategy is not None
         kind = self.graph.kinds[node.name]
         if kind not in self.known_strategies:
@@ -188,10 +201,12 @@ class _Verifier:
         made = [(Value(node.name, i), s) for i, s in enumerate(strategy.outputs) if node.outputs[i] is not None]
         for tensor, (value, result) in zip(op.writes, made, strict=True):
             self._record(op, tensor, value, result)
-        _require(op.halos == (halos(node, strategy, metas, self.mesh) or ()), f"{op.name}: rows of neighbours")
+        _require(
+            op.halos == (halos(node, strategy, metas, self.mesh) or ()), f"{op.name}: other halos than its strategy has"
+        )
         if op.in_place:
-            _require(not op.kernels and op.operand < OVERWRITING.get(node.op, 0), f"{op.name}: in place")
-            _require(op.operand >= 0 and may_overwrite(node, self.graph), f"{op.name}: in place")
+            _require(not op.kernels and op.operand < OVERWRITING.get(node.op, 0), f"{op.name}: may not run in place")
+            _require(op.operand >= 0 and may_overwrite(node, self.graph), f"{op.name}: may not run in place")
 
     def _redistribute(self, op: Op) -> None:
         steps = op.bucket or ((op.step,) if op.step is not None else ())
@@ -202,20 +217,28 @@ class _Verifier:
                 op.step.axis,
                 op.step.reduction,
             )
-            _require(alike and (not op.bucket or step.kind in BUCKETS), f"{op.name}: {step} in a bucket")
-        _require(not op.in_place or (not op.bucket and steps[0].kind == "all_reduce"), f"{op.name}: in place")
+            _require(alike and (not op.bucket or step.kind in BUCKETS), f"{op.name}: {step} cannot be in this bucket")
+        _require(
+            not op.in_place or (not op.bucket and steps[0].kind == "all_reduce"), f"{op.name}: may not run in place"
+        )
 
     def _after(self, op: Op, step: Step, name: str) -> ShardingSpec:
         before, shape = self._tensor(name).spec, self._tensor(name).meta.shape
         after = dict(steps_from(before, len(shape), self.mesh)).get(step)
-        _require(after is not None and step.fits(before, shape, self.mesh), f"{op.name}: {step} of {name} in {before}")
+        _require(
+            after is not None and step.fits(before, shape, self.mesh),
+            f"{op.name}: {step} is no step of {name} in {before}",
+        )
         assert after is not None
         return after
 
     def _transfer(self, op: Op) -> None:
         (name,), (tensor,) = op.reads, op.writes
         self._record(op, tensor, self.value_of[name], self._tensor(name).spec)
-        _require(self._tensor(name).host == (op.kind == "fetch"), f"{op.name}: {op.kind} of {name}")
+        _require(
+            self._tensor(name).host == (op.kind == "fetch"),
+            f"{op.name}: {name} is in the wrong memory for an {op.kind}",
+        )
 
     def _wait(self, op: Op) -> None:
         _require(not op.writes, f"{op.name}: a wait makes nothing")
@@ -226,7 +249,7 @@ class _Verifier:
         names, step = terms(node), op.step
         assert names is not None
         assert step is not None
-        _require(step.kind in ("all_gather", "reduce_scatter"), f"{op.name}: {step}")
+        _require(step.kind in ("all_gather", "reduce_scatter"), f"{op.name}: {step} cannot overlap with a product")
         gathers = step.kind == "all_gather"
         for i, (name, spec) in enumerate(zip(op.reads, strategy.inputs, strict=True)):
             found = self._after(op, step, name) if gathers and i == op.operand else self._tensor(name).spec
@@ -235,13 +258,18 @@ class _Verifier:
         made = strategy.outputs[0]
         assert made is not None
         if gathers:
-            _require(names.becomes(op.operand, step.dim) is not None, f"{op.name}: {step}")
+            _require(
+                names.becomes(op.operand, step.dim) is not None, f"{op.name}: {step} cannot overlap with the product"
+            )
             self._record(op, result, Value(node.name), made)
             for tensor in kept:
                 self._record(op, tensor, self.value_of[op.reads[op.operand]], strategy.inputs[op.operand])
             return
         source = names.comes_from(step.dim)
-        _require(source is not None and source[0] == op.operand and step.reduction == "sum", f"{op.name}: {step}")
+        _require(
+            source is not None and source[0] == op.operand and step.reduction == "sum",
+            f"{op.name}: {step} cannot overlap with the product",
+        )
         _require(not kept, f"{op.name}: makes {len(op.writes)} tensors")
         self._record(op, result, Value(node.name), step.apply(made))
 
@@ -278,12 +306,15 @@ class _Verifier:
         """Check that each accumulated sum replaces its accumulator, and that all micro-batches keep the same values."""
         for name, (before, total) in accumulated_sums(self.graph).items():
             here = self.value_of.get(str(total)) == total and self.phase[str(total)] == "backward"
-            _require(here and self._spec_of(total) == self._spec_of(before), f"the sum of {name}")
+            _require(
+                here and self._spec_of(total) == self._spec_of(before),
+                f"the sum of {name}'s gradients does not replace its accumulator",
+            )
         if accumulated_sums(self.graph):
             same = _kept_for_backward(self.program) == _kept_for_backward(
                 accumulation_program(self.program, self.graph)
             )
-            _require(same, "what delivers gradients reads of the forward")
+            _require(same, "the last micro-batch keeps other values of the forward than those before it")
 
     def _overwrites(self) -> None:
         """Check that what is overwritten was made for that and is no longer read: see ``schedule.in_place``."""
