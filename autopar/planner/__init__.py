@@ -1,4 +1,4 @@
-"""Data in, decisions and a local program out."""
+"""The planner: from a captured graph to decisions and a local program."""
 
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.options import Options

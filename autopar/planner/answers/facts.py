@@ -19,7 +19,7 @@ from autopar.strategies import flops
 
 
 def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Facts:
-    """Gather what tables and reports show beside the plan's own figures."""
+    """Gather what tables and reports show besides the plan's own figures."""
     program, at = planned.program, {op.name: i for i, op in enumerate(planned.program.ops)}
     nodes, work, known = {}, dict[str, float](), dict[int, float]()
     for node in graph.nodes:

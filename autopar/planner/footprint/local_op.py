@@ -136,4 +136,4 @@ def local_op(
 
 
 Formulas = Mapping[str, Callable[[LocalOp], int]]
-"""By op name: the bytes that an op holds at its peak, beside its operands and results."""
+"""By op name: the bytes that an op holds at its peak, besides its operands and results."""

@@ -1,4 +1,4 @@
-"""Bytes that an op holds while it runs, beside its operands and results: what its implementation makes and drops.
+"""Bytes that an op holds while it runs, besides its operands and results: what its implementation makes and drops.
 
 An op of ATen is one kernel to the dispatcher, and makes nothing but its results. The ops of autopar are made of
 several, and what each holds at its peak is written down here, beside a test that measures it. Such an op makes tensors
@@ -29,7 +29,7 @@ COPIED = NEEDS_CONTIGUOUS - VIEWS
 
 
 def transients(op: LocalOp) -> int:
-    """Return the bytes beside operands and results; 0 if nothing is known of the op."""
+    """Return the bytes besides operands and results; 0 if nothing is known of the op."""
     formula = FORMULAS.get(op.call[0])
     copied = sum(op.nbytes(x) for x in op.operands if not x[0].is_contiguous) if op.call[0] in COPIED else 0
     return copied + (max(0, formula(op)) if formula is not None and op.operands else 0)

@@ -1,4 +1,4 @@
-"""What attention holds beside its results while it runs."""
+"""What attention holds besides its results while it runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Scores:
 
 
 def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
-    """Return the bytes that torch's kernel for CPUs takes beside the results; None if it is not used.
+    """Return the bytes that torch's kernel for CPUs takes besides the results; None if it is not used.
 
     It holds the additive mask and copies of operands whose rows are apart, and after these, copies of results that it
     lays out in another way. Operand ``q`` is followed by k, v and the mask.

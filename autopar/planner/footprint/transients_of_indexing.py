@@ -1,4 +1,4 @@
-"""What lookups and scatters hold beside their results while they run."""
+"""What lookups and scatters hold besides their results while they run."""
 
 from __future__ import annotations
 

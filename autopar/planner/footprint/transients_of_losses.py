@@ -1,4 +1,4 @@
-"""What losses hold beside their results while they run."""
+"""What losses hold besides their results while they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What norms and softmax hold beside their results while they run."""
+"""What norms and softmax hold besides their results while they run."""
 
 from __future__ import annotations
 

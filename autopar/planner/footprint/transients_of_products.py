@@ -1,4 +1,4 @@
-"""What products hold beside their results while they run."""
+"""What products hold besides their results while they run."""
 
 from __future__ import annotations
 

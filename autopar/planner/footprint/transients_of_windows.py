@@ -1,4 +1,4 @@
-"""What ops with windows (convolution, pooling, interpolation) hold beside their results while they run."""
+"""What ops with windows (convolution, pooling, interpolation) hold besides their results while they run."""
 
 from __future__ import annotations
 

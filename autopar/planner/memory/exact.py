@@ -477,7 +477,7 @@ class _Sweep:
         return sums
 
     def _step(self) -> int:
-        """Return what the optimizer's step needs beside parameters, gradients and state.
+        """Return what the optimizer's step needs besides parameters, gradients and state.
 
         Parameters whose state the host keeps step first, a few at a time, and then the others.
         """

@@ -159,7 +159,7 @@ class RedistributedOperands:
         return tuple(found.values())
 
     def _live_range(self, h: Use, target: Variable) -> tuple[float, float] | None:
-        """Return the points between which what is read is in memory beside what is made."""
+        """Return the points between which what is read is in memory together with what is made."""
         live, value = self._live, target.value
         source = self.decisions.variables[h.source].node
         if target.kind == "op" and target.node is not None:

@@ -86,7 +86,7 @@ def memory_usages(d: Decisions, options: Options, points: Sequence[ProgramPoint]
 
 
 def _while_running(d: Decisions, options: Options, point: ProgramPoint, time: int) -> list[Usage]:
-    """Return what the node at ``point`` holds beside its operands and results while it runs."""
+    """Return what the node at ``point`` holds besides its operands and results while it runs."""
     if point != int(point) or point >= len(d.graph.nodes):
         return []
     node = d.graph.nodes[int(point)]

@@ -1,17 +1,17 @@
 """What can hide behind what: the sections of each phase, and the paths of which the longest is the phase's time.
 
 Gathers of what is available when a phase begins, such as shards of parameters, can be launched ahead of their readers.
-The reduction of a gradient runs beside what is computed after it, and beside what the program waits for. A phase is cut
-into n sections (what comes before repeated blocks, these blocks, and what follows). With ``G[s]`` the seconds of the
-gathers that section s reads, ``C[s]`` those of its computation and of what it waits for, and ``R[s]`` those of the
+The reduction of a gradient runs alongside what is computed after it, and beside what the program waits for. A phase is
+cut into n sections (what comes before repeated blocks, these blocks, and what follows). With ``G[s]`` the seconds of
+the gathers that section s reads, ``C[s]`` those of its computation and of what it waits for, and ``R[s]`` those of the
 reductions of the gradients that it makes, the phase takes as long as the longest *path*::
 
     G[0] + ... + G[k - 1]  +  C[k] + ... + C[l - 1]  +  R[l] + ... + R[n - 1]        for k <= l
 
 which gathers for the first k sections, computes up to section l and reduces what the others make; or as long as all its
 communication, since one collective runs at a time. This is the bound for flow shops of two machines (Johnson 1954).
-Collectives of different mesh axes run beside each other: G and R are then those of one axis each, and there is a path
-for each pair of axes.
+Collectives of different mesh axes run concurrently: G and R are then those of one axis each, and there is a path for
+each pair of axes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Work: TypeAlias = Literal["gather", "compute", "wait", "reduce"]
 
 HIDEABLE: tuple[Work, ...] = ("gather", "reduce")
-"""Work that can run beside computation."""
+"""Work that can run alongside computation."""
 
 EVEN_SECTIONS = 4
 """The number of equal sections of a phase that repeats nothing."""

@@ -2,7 +2,7 @@
 
 With ``W`` the seconds that are in no phase (launches, and transfers to and from the host), ``T[p]`` those of each path
 through a phase (see ``critical_paths``), ``S`` those of all its work, and ``o`` the share of a collective's time that
-computation beside it is spared (see ``schedule.timeline``)::
+overlapping computation does not pay for (see ``schedule.timeline``)::
 
     F(x) = W(x) + sum over phases of (1 - o) S(x) + o max over p of T[p](x)
 
@@ -160,7 +160,7 @@ class Objective:
     @cached_property
     def _runs(self) -> tuple[Run, ...]:
         """Runs of equal blocks, found without any hiding."""
-        tick("priced handover", len(self.decisions.uses))
+        tick("priced use", len(self.decisions.uses))
         return find_runs(Problem(self._option_seconds, edges(self.decisions, self.prices)))
 
     @property
@@ -226,7 +226,7 @@ class Objective:
     def _sum(self, of: Mapping[CostTerm | None, float]) -> Problem:
         """Return the problem in which each cost term counts by its weight. Equal costs are one array."""
         d, prices, variables, uses = self.decisions, self.prices, *self._kinds
-        tick("handover", len(d.uses))
+        tick("use", len(d.uses))
         found = self._terms
         own = [prices.weighted(self._option_seconds[i], of.get(found.variables[i], 1.0)) for i in variables.first]
         sent = []
@@ -283,7 +283,7 @@ class Objective:
     def _term_seconds(self) -> _TermSeconds:
         """Seconds by cost term; the seconds that nothing hides come last."""
         d, prices, variables, uses = self.decisions, self.prices, *self._kinds
-        tick("handover", len(d.uses))
+        tick("use", len(d.uses))
         found, exposed = _TermSeconds(len(self._order) + 1), len(self._order)
         for first, alike in zip(variables.first, variables.members(), strict=True):
             term = self._terms.variables[first]

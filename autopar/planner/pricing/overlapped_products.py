@@ -6,9 +6,9 @@ collective wait; nothing else can run meanwhile. This is what tensor parallelism
 
     T = m + (k - 1) ((1 - o) (m + h) + o max(m, h))
 
-with o the share of a message's time that computation beside it is spared. The pair costs T instead of the product and
-the collective one after the other. In the problem the difference is on the edge between the two specs and the product;
-in the program one op does both.
+with o the share of a message's time that overlapping computation does not pay for. The pair costs T instead of the
+product and the collective one after the other. In the problem the difference is on the edge between the two specs and
+the product; in the program one op does both.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Prices:
 
     @property
     def overlap(self) -> float:
-        """Share of a collective's time that computation beside it is spared."""
+        """Share of a collective's time that overlapping computation does not pay for."""
         return min(self.cluster.measured.overlap, MAX_OVERLAP)
 
     def weighted(self, seconds: Array, weight: float) -> Array:

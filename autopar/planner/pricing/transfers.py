@@ -1,8 +1,8 @@
 """Offloading to the host: the time of transfers, whether all of them can hide, and where in the program they begin.
 
-Transfers run on a stream of their own beside computation (as in Rhu et al., vDNN, 2016), so that hidden ones cost next
-to nothing. The time to hide them is limited: what is offloaded has to be copied while the forward still computes. A few
-more constraints of the problem see to that.
+Transfers run on a stream of their own alongside computation (as in Rhu et al., vDNN, 2016), so that hidden ones cost
+next to nothing. The time to hide them is limited: what is offloaded has to be copied while the forward still computes.
+A few more constraints of the problem see to that.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 then.
 
 This halves what they hold, and saves a copy or an allocation. The operand must have memory of its own, made by an op
-that never returns a view. An all-reduce runs beside other ops, so it must be the operand's only reader. Any other op
+that never returns a view. An all-reduce runs alongside other ops, so it must be the operand's only reader. Any other op
 must come after the other readers, none of which may be a view of the operand or still under way.
 """
 

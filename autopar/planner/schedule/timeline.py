@@ -1,7 +1,7 @@
 """Simulated step time: one stream computes, one for each mesh axis communicates, and one copies to and from the host.
 
-As in the executed program, a collective is launched at its place and runs beside what is computed next. Collectives of
-one mesh axis, which is one process group, run one after the other; those of different axes run beside each other. A
+As in the executed program, a collective is launched at its place and runs alongside what is computed next. Collectives
+of one mesh axis, which is one process group, run one after the other; those of different axes run concurrently. A
 collective is waited for before its first reader, even if that is another collective. What is still under way when the
 forward ends is waited for there, since the forward returns it.
 
@@ -81,7 +81,7 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
     """Run ``program``'s predicted seconds on the streams.
 
     Args:
-        overlap: the share of a collective's time that computation beside it is spared; see ``mesh.Measured``.
+        overlap: the share of a collective's time that overlapping computation does not pay for; see ``mesh.Measured``.
     """
     events = [Event.of(op) for op in program.ops if op.kind != "input"]
     streams = _Streams(1 / (2 - overlap), [])
@@ -124,7 +124,7 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Streams:
-    """The compute stream's clock, and what runs beside it.
+    """The compute stream's clock, and what runs alongside it.
 
     Args:
         rate: of computing and communicating while both are busy.

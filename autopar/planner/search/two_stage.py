@@ -2,9 +2,9 @@
 
 As the second stage after a search for the shardings alone this is the two-stage search, what planners do that know
 checkpointing only as an afterthought; on one device, where nothing can be sharded, it is the whole search. Memory is
-exact here (`planner.moments`): whatever moment of a scheduled choice is over the budget joins the problem, until none
-is, and the last choice is then the best there is. Where it is proven to be, what costs as much and has a lower peak is
-taken instead: so more memory never costs time, and less is never exceeded by a higher peak.
+exact here (`planner.memory.exact_constraints`): whatever moment of a scheduled choice is over the budget joins the
+problem, until none is, and the last choice is then the best there is. Where it is proven to be, what costs as much and
+has a lower peak is taken instead: so more memory never costs time, and less is never exceeded by a higher peak.
 """
 
 from __future__ import annotations
