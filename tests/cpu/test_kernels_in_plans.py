@@ -212,7 +212,7 @@ def _read_elsewhere(graph, fusion, value) -> bool:
 
 
 def test_the_search_pays_for_a_redistribution_inside_a_kernel() -> None:
-    """The objective is what the program takes: no handover inside a kernel is cheaper than the program's ops apart."""
+    """The objective is what the program takes: no use inside a kernel is cheaper than the program's ops apart."""
     plan = planned("gpt2", "cuda")
     assert plan.timeline.seconds == pytest.approx(plan.solution.objective, rel=1e-3)
 

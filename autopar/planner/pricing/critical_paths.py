@@ -1,7 +1,7 @@
 """What can hide behind what: the sections of each phase, and the paths of which the longest is the phase's time.
 
 Gathers of what is available when a phase begins, such as shards of parameters, can be launched ahead of their readers.
-The reduction of a gradient runs alongside what is computed after it, and beside what the program waits for. A phase is
+The reduction of a gradient runs alongside what is computed after it, and while the program waits. A phase is
 cut into n sections (what comes before repeated blocks, these blocks, and what follows). With ``G[s]`` the seconds of
 the gathers that section s reads, ``C[s]`` those of its computation and of what it waits for, and ``R[s]`` those of the
 reductions of the gradients that it makes, the phase takes as long as the longest *path*::
