@@ -1,4 +1,4 @@
-"""Keep, recompute and offload in one problem with the shardings: what the constraints count, and where transfers are placed."""
+"""Keep, recompute and offload in one problem with the shardings: what constraints count, where transfers are placed."""
 
 from __future__ import annotations
 
