@@ -73,9 +73,9 @@ def _open_options(planned: Planned, d: Decisions) -> Kept:
     before, chosen = planned.decisions, planned.solution.choice
     same = [_same_option(before, chosen, v) for v in d.variables]
     neighbours: list[set[int]] = [set() for _ in d.variables]
-    for h in d.uses:
-        neighbours[h.source].add(h.target)
-        neighbours[h.target].add(h.source)
+    for use in d.uses:
+        neighbours[use.source].add(use.target)
+        neighbours[use.target].add(use.source)
     reached = frontier = {i for i, option in enumerate(same) if option is None}
     for _ in range(MAX_DISTANCE):
         frontier = {n for i in frontier for n in neighbours[i]} - reached

@@ -48,7 +48,7 @@ class LiveRanges:
 
     at: Mapping[str, int]
     forward: Mapping[Value, int]
-    backward: Mapping[Value, tuple[float, float]]
+    backward: Mapping[Value, tuple[ProgramPoint, ProgramPoint]]
     reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
     stored: Collection[Value]
     released_by: Mapping[Phase, Mapping[Value, str]]
@@ -94,7 +94,7 @@ def replaces_original(d: Decisions, copy: Variable) -> bool:
     return _made_by_op(d, value) and not later and not _shared(d, value)
 
 
-def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[float, float]:
+def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[ProgramPoint, ProgramPoint]:
     """Return when a copy that replaces its original is made, with both in memory, and when it is last read.
 
     In the phase in which the value is made, the copy is made at once.
@@ -109,7 +109,7 @@ def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[f
     return soon - BEFORE, last.get(copy.value, soon)
 
 
-def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> float:
+def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:
     """Return the last point at which a result is held in the spec in which it is made."""
     at = live.at[value.node]
     ends: list[float] = [at + BEFORE if value in live.stored else at]
@@ -151,7 +151,7 @@ def _made_by_op(d: Decisions, value: Value) -> bool:
     return node is not None and node.op != "placeholder"
 
 
-def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[float, float]:
+def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[ProgramPoint, float]:
     """Return the first point at which a view's memory counts as its own, and the share of its bytes that counts then.
 
     Until then the memory counts as that of the value that it is a view of. Several views of a value may overlap, or be
@@ -171,7 +171,7 @@ def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[float,
     return first, share
 
 
-def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> float | None:
+def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint | None:
     """Return the point up to which the memory of a recomputed view may count as that of the value that it is a view of.
 
     None if that value is in memory anyway, or if other views may show the same part of it.
@@ -192,9 +192,9 @@ def _released_by(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
     """Find the op that releases each value, by phase. A hold variable is no reader: it holds the value from its making
     on."""
     readers: dict[tuple[int, int], list[Variable]] = {}
-    for h in d.uses:
-        if not h.rerun and not h.kept and d.variables[h.target].kind != "hold":
-            readers.setdefault((h.source, h.out), []).append(d.variables[h.target])
+    for use in d.uses:
+        if not use.rerun and not use.kept and d.variables[use.target].kind != "hold":
+            readers.setdefault((use.source, use.out), []).append(d.variables[use.target])
     found: dict[Phase, dict[Value, str]] = {phase: {} for phase in PHASES}
     for (source, out), targets in readers.items():
         s = d.variables[source]

@@ -102,17 +102,17 @@ class RedistributedOperands:
         return operand.sizes[operand.specs.index(read)]
 
     def _specs(self, operand: _Operand, choice: Sequence[int]) -> tuple[ShardingSpec | None, ShardingSpec | None]:
-        h, v = operand.use, self.decisions.variables
-        target = v[h.target]
-        read = self._spec_read(target, choice[h.target], h.position)
-        return spec_made(v[h.source].options[choice[h.source]], h.out), read
+        use, v = operand.use, self.decisions.variables
+        target = v[use.target]
+        read = self._spec_read(target, choice[use.target], use.position)
+        return spec_made(v[use.source].options[choice[use.source]], use.out), read
 
-    def _is_in_place(self, h: Use, made: ShardingSpec | None, read: ShardingSpec) -> bool:
+    def _is_in_place(self, use: Use, made: ShardingSpec | None, read: ShardingSpec) -> bool:
         """Whether what is read takes no memory of its own: it is what was made, or overwrites it, as a sum over ranks
         may."""
         if made is None or made == read or made.dims != read.dims or read.partial:
             return made == read
-        return self._makes_new(h.source)
+        return self._makes_new(use.source)
 
     def _makes_new(self, source: int) -> bool:
         node = self.decisions.variables[source].node
@@ -123,9 +123,9 @@ class RedistributedOperands:
         gathered."""
         return None if target.kept and target.kept[option] else spec_read(target.options[option], position)
 
-    def _specs_read(self, h: Use) -> list[ShardingSpec | None]:
-        target = self.decisions.variables[h.target]
-        return [self._spec_read(target, o, h.position) for o in range(len(target.options))]
+    def _specs_read(self, use: Use) -> list[ShardingSpec | None]:
+        target = self.decisions.variables[use.target]
+        return [self._spec_read(target, o, use.position) for o in range(len(target.options))]
 
     def _live_at(self, points: Sequence[ProgramPoint]) -> Iterator[tuple[_Operand, list[int]]]:
         for operand in self.operands:
@@ -143,31 +143,37 @@ class RedistributedOperands:
         found: dict[tuple[int, int, int], _Operand] = {}
         known: dict[tuple[object, ...], tuple[ShardingSpec, ...]] = {}
         sizes: dict[tuple[object, ...], tuple[float, ...]] = {}
-        for h in d.uses:
-            target = d.variables[h.target]
-            live_range = self._live_range(h, target)
-            if h.kept or h.rerun or live_range is None or h.source == h.target or (h.source, h.out, h.target) in found:
+        for use in d.uses:
+            target = d.variables[use.target]
+            live_range = self._live_range(use, target)
+            if (
+                use.kept
+                or use.rerun
+                or live_range is None
+                or use.source == use.target
+                or (use.source, use.out, use.target) in found
+            ):
                 continue
-            read = id(target.options), target.kept, h.position
+            read = id(target.options), target.kept, use.position
             if read not in known:
-                known[read] = tuple(dict.fromkeys(s for s in self._specs_read(h) if s is not None))
+                known[read] = tuple(dict.fromkeys(s for s in self._specs_read(use) if s is not None))
             specs = known[read]
-            if (specs, h.meta) not in sizes:
-                sizes[specs, h.meta] = tuple(float(local_bytes(h.meta, s, d.mesh)) for s in specs)
-            if max(sizes[specs, h.meta], default=0.0) > 0:
-                found[h.source, h.out, h.target] = _Operand(h, specs, sizes[specs, h.meta], *live_range)
+            if (specs, use.meta) not in sizes:
+                sizes[specs, use.meta] = tuple(float(local_bytes(use.meta, s, d.mesh)) for s in specs)
+            if max(sizes[specs, use.meta], default=0.0) > 0:
+                found[use.source, use.out, use.target] = _Operand(use, specs, sizes[specs, use.meta], *live_range)
         return tuple(found.values())
 
-    def _live_range(self, h: Use, target: Variable) -> tuple[float, float] | None:
+    def _live_range(self, use: Use, target: Variable) -> tuple[float, float] | None:
         """Return the points between which what is read is in memory together with what is made."""
         live, value = self._live, target.value
-        source = self.decisions.variables[h.source].node
+        source = self.decisions.variables[use.source].node
         if target.kind == "op" and target.node is not None:
             at = live.at[target.node.name]
-            value_read = self.decisions.variables[h.source].value or (Value(source.name, h.out) if source else None)
+            value_read = self.decisions.variables[use.source].value or (Value(source.name, use.out) if source else None)
             last = value_read is not None and live.released_by[target.phase].get(value_read) == target.node.name
             return at - BEFORE, at - BEFORE if last else at
-        if target.kind == "parameter" and h.position < 0 and source is not None:
+        if target.kind == "parameter" and use.position < 0 and source is not None:
             return (live.at[source.name] + BEFORE,) * 2
         if target.kind == "output" and value is not None:
             return live.at[value.node] + BEFORE, last_read(self.decisions, value, live)
@@ -182,14 +188,20 @@ class RedistributedOperands:
         return (first[value] - BEFORE, last[value]) if value in first else None
 
     def _maker_edge(self, operand: _Operand) -> Array:
-        h = operand.use
-        key = ("made", id(self.decisions.variables[h.source].options), self._makes_new(h.source), h.out, operand.specs)
+        use = operand.use
+        key = (
+            "made",
+            id(self.decisions.variables[use.source].options),
+            self._makes_new(use.source),
+            use.out,
+            operand.specs,
+        )
         return self._array(key, self._maker_costs, operand)
 
     def _maker_costs(self, operand: _Operand) -> Array:
-        h = operand.use
-        made = [spec_made(o, h.out) for o in self.decisions.variables[h.source].options]
-        fits = [[True, *(f for s in operand.specs for f in (self._is_in_place(h, m, s), True))] for m in made]
+        use = operand.use
+        made = [spec_made(o, use.out) for o in self.decisions.variables[use.source].options]
+        fits = [[True, *(f for s in operand.specs for f in (self._is_in_place(use, m, s), True))] for m in made]
         return np.where(fits, 0.0, math.inf)
 
     def _reader_edge(self, operand: _Operand) -> Array:

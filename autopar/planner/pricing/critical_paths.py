@@ -133,11 +133,11 @@ class _Assigner:
         section = self._section(v)
         return None if section is None or v.kind == "copy" else CostTerm("compute", v.phase, section)
 
-    def _terms_of_use(self, h: Use) -> tuple[CostTerm, ...]:
-        source, target = self.d.variables[h.source], self.d.variables[h.target]
-        if reduces(self.d, h):
+    def _terms_of_use(self, use: Use) -> tuple[CostTerm, ...]:
+        source, target = self.d.variables[use.source], self.d.variables[use.target]
+        if reduces(self.d, use):
             return self._hideable_terms("reduce", "backward", self._section(source))
-        if h.kept or h.rerun or h.source == h.target:
+        if use.kept or use.rerun or use.source == use.target:
             return ()
         section = self._section(target)
         if section is not None and source.kind in AVAILABLE:
@@ -175,9 +175,9 @@ class _Assigner:
         return [int(section) for section in count.argmax(axis=1)]
 
 
-def reduces(d: Decisions, h: Use) -> bool:
+def reduces(d: Decisions, use: Use) -> bool:
     """Whether a use takes a gradient to its parameter. Nothing in the program waits for that."""
-    return h.position < 0 and d.variables[h.source].phase == "backward" and h.source != h.target
+    return use.position < 0 and d.variables[use.source].phase == "backward" and use.source != use.target
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,12 +36,12 @@ class Fused:
         delivered = frozenset(o.value for o in graph.outputs)
         return cls(found, of_node, {name: b for f in found for name, b in _traffic_of(graph, f, delivered)})
 
-    def inside(self, d: Decisions, h: Use) -> bool:
+    def inside(self, d: Decisions, use: Use) -> bool:
         """Whether a use leads from op to op of one kernel, which must be in one spec throughout."""
-        source, target = d.variables[h.source], d.variables[h.target]
+        source, target = d.variables[use.source], d.variables[use.target]
         if source.kind not in ("op", "copy") or target.kind not in ("op", "copy"):
             return False
-        value = source.value if source.kind == "copy" else Value(source.node.name, h.out) if source.node else None
+        value = source.value if source.kind == "copy" else Value(source.node.name, use.out) if source.node else None
         fusion = self.of_node.get(value.node) if value is not None else None
         if value is None or fusion is None or fusion.kernel == STATISTICS:
             return False
@@ -50,7 +50,7 @@ class Fused:
             return any(name in fusion.nodes for name in readers)
         return target.node is not None and target.node.name in fusion.nodes
 
-    def rerun_alone(self, d: Decisions, h: Use) -> int | None:
+    def rerun_alone(self, d: Decisions, use: Use) -> int | None:
         """Return how many ops of a kernel run by themselves if they run again but the op that makes their input does
         not.
 
@@ -58,8 +58,8 @@ class Fused:
         again. The count is 0 where the value is the sum before a norm, without which the other ops are a kernel. None
         for any other use.
         """
-        value, node = d.variables[h.source].value, d.variables[h.target].node
-        if d.variables[h.target].kind != "rerun" or value is None or node is None or h.source == h.target:
+        value, node = d.variables[use.source].value, d.variables[use.target].node
+        if d.variables[use.target].kind != "rerun" or value is None or node is None or use.source == use.target:
             return None
         fusion = self.of_node.get(value.node)
         if fusion is None or fusion.kernel == STATISTICS or node.name not in fusion.nodes:

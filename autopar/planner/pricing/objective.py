@@ -237,7 +237,7 @@ class Objective:
         joined = zip(d.uses, uses.of.tolist(), strict=True)
         return Problem(
             tuple([own[kind] for kind in variables.of.tolist()]),
-            tuple([Edge(h.source, h.target, sent[kind]) for h, kind in joined if h.source != h.target]),
+            tuple([Edge(use.source, use.target, sent[kind]) for use, kind in joined if use.source != use.target]),
             trusted=True,  # `_runs` has looked at what is weighted here
         )
 
@@ -246,10 +246,10 @@ class Objective:
         """The kinds of variables and of uses that cost the same under any weights."""
         d, prices, found = self.decisions, self.prices, self._terms
 
-        def look(h: Use, cost_terms: tuple[CostTerm, ...]) -> object:
+        def look(use: Use, cost_terms: tuple[CostTerm, ...]) -> object:
             if not cost_terms or cost_terms[0].work == "wait":
-                return id(prices.blocking_seconds(d, h)), cost_terms
-            return id(prices.hideable(d.variables[h.source], d.variables[h.target], h)[0]), cost_terms
+                return id(prices.blocking_seconds(d, use)), cost_terms
+            return id(prices.hideable(d.variables[use.source], d.variables[use.target], use)[0]), cost_terms
 
         variables = zip(map(id, self._option_seconds), found.variables, strict=True)
         return _Kinds.by(variables), _Kinds.by(map(look, d.uses, found.uses))
@@ -288,16 +288,16 @@ class Objective:
         for first, alike in zip(variables.first, variables.members(), strict=True):
             term = self._terms.variables[first]
             found.add(exposed if term is None else self._order[term], self._option_seconds[first], alike)
-        ends = np.array([(h.source, h.target) for h in d.uses], dtype=np.int64).reshape(-1, 2)
+        ends = np.array([(use.source, use.target) for use in d.uses], dtype=np.int64).reshape(-1, 2)
         for first, alike in zip(uses.first, uses.members(), strict=True):
-            h, terms = d.uses[first], self._terms.uses[first]
+            use, terms = d.uses[first], self._terms.uses[first]
             rows, columns = ends[alike].T
-            if h.source == h.target:
+            if use.source == use.target:
                 continue
             if not terms or terms[0].work == "wait":
-                found.add(self._order[terms[0]] if terms else exposed, prices.blocking_seconds(d, h), rows, columns)
+                found.add(self._order[terms[0]] if terms else exposed, prices.blocking_seconds(d, use), rows, columns)
                 continue
-            launches, sent = prices.hideable(d.variables[h.source], d.variables[h.target], h)
+            launches, sent = prices.hideable(d.variables[use.source], d.variables[use.target], use)
             share = self.launch_share / d.accumulation_steps if terms[0].work == "reduce" else 1.0
             found.add(exposed, share * launches, rows, columns)
             for term, seconds in zip(terms, sent, strict=True):

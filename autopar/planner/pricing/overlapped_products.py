@@ -118,19 +118,19 @@ class Decomposition:
 
     # In the problem.
 
-    def with_gains(self, d: Decisions, h: Use, cost: Array) -> Array:
+    def with_gains(self, d: Decisions, use: Use, cost: Array) -> Array:
         """Return ``cost`` of a use with its pairs decomposed; equal uses share one array."""
-        if self.wanted == "never" or h.kept or h.rerun or h.position < 0:
+        if self.wanted == "never" or use.kept or use.rerun or use.position < 0:
             return cost
-        source, target = d.variables[h.source], d.variables[h.target]
+        source, target = d.variables[use.source], d.variables[use.target]
         if target.kind not in ("op", "copy") or any(target.kept) or source.kind not in ("op", "copy"):
             return cost
         if source.value is not None and d.graph.by_name[source.value.node].op == "placeholder":
             return cost  # parameters are gathered ahead of need instead
-        gains = self._scatters(d.graph, source, target, h, cost)
-        reader = self._reader(d, h) if gains is None else None
+        gains = self._scatters(d.graph, source, target, use, cost)
+        reader = self._reader(d, use) if gains is None else None
         if reader is not None:
-            gains = self._gathers(d.graph, source, target, h, cost, *reader)
+            gains = self._gathers(d.graph, source, target, use, cost, *reader)
         if gains is None:
             return cost
         key = id(cost), id(gains)
@@ -138,24 +138,24 @@ class Decomposition:
             self._sums[key] = np.where(np.isfinite(cost), np.maximum(cost + gains, 0.0), cost), cost, gains
         return self._sums[key][0]
 
-    def _reader(self, d: Decisions, h: Use) -> tuple[Variable, int] | None:
+    def _reader(self, d: Decisions, use: Use) -> tuple[Variable, int] | None:
         """Return the contraction that reads what a use brings; for a copy variable its first reader, if that is one."""
-        if d.variables[h.target].kind == "copy":
+        if d.variables[use.target].kind == "copy":
             if id(d) not in self._uses_from:
                 found: dict[int, list[Use]] = {}
                 for each in d.uses:
                     found.setdefault(each.source, []).append(each)
                 self._uses_from[id(d)] = d, found
-            h = min(self._uses_from[id(d)][1].get(h.target, ()), key=lambda r: (r.target, r.position), default=h)
-        reader = d.variables[h.target]
-        return (reader, h.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
+            use = min(self._uses_from[id(d)][1].get(use.target, ()), key=lambda r: (r.target, r.position), default=use)
+        reader = d.variables[use.target]
+        return (reader, use.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
 
     def _gathers(
         self,
         graph: Graph,
         source: Variable,
         target: Variable,
-        h: Use,
+        use: Use,
         cost: Array,
         reader: Variable,
         position: int,
@@ -166,10 +166,10 @@ class Decomposition:
         assert node is not None
         key = (
             id(source.options),
-            h.out,
+            use.out,
             id(target.options),
-            h.position,
-            h.meta,
+            use.position,
+            use.meta,
             id(reader.options),
             position,
             equation(node),
@@ -177,8 +177,8 @@ class Decomposition:
         )
         if key in self._gains:
             return self._gains[key][0]
-        rows = _options_by_spec([spec_made(o, h.out) for o in source.options])
-        columns = _options_by_spec([spec_read(o, h.position) for o in target.options])
+        rows = _options_by_spec([spec_made(o, use.out) for o in source.options])
+        columns = _options_by_spec([spec_read(o, use.position) for o in target.options])
         readers = _options_by_spec([spec_read(o, position) for o in reader.options])
         own = self.prices.node_seconds(graph, node, reader.options)
         metas = tuple(graph.meta(v) for v in node.inputs)
@@ -187,12 +187,12 @@ class Decomposition:
             for before, step in self._gathered_from(after, node, position):
                 if before not in rows or after not in readers:
                     continue
-                step_s = self.prices.step_seconds(step, before, h.meta)[0]
+                step_s = self.prices.step_seconds(step, before, use.meta)[0]
                 if not _is_cheapest(step_s, cost[rows[before][0], at[0]]):
                     continue
                 found = {
                     j: self.gain_seconds(
-                        Pair(node, metas, reader.options[j], step, position, before, h.meta), own[j], step_s
+                        Pair(node, metas, reader.options[j], step, position, before, use.meta), own[j], step_s
                     )
                     for j in readers[after]
                 }
@@ -201,28 +201,28 @@ class Decomposition:
                     gains[rows[before], column] = gained
         return self._keep(key, gains, source.options, target.options, reader.options)
 
-    def _scatters(self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array) -> Array | None:
+    def _scatters(self, graph: Graph, source: Variable, target: Variable, use: Use, cost: Array) -> Array | None:
         """Return what each pair of options gains where ``source`` is a contraction whose sum is scattered."""
         node = source.node
         if node is None or source.kind != "op" or terms(node) is None:
             return None
-        key = (id(source.options), id(target.options), h.position, h.meta, equation(node))
+        key = (id(source.options), id(target.options), use.position, use.meta, equation(node))
         if key in self._gains:
             return self._gains[key][0]
-        columns = _options_by_spec([spec_read(o, h.position) for o in target.options])
+        columns = _options_by_spec([spec_read(o, use.position) for o in target.options])
         own = self.prices.node_seconds(graph, node, source.options)
         metas = tuple(graph.meta(v) for v in node.inputs)
         gains = np.zeros((len(source.options), len(target.options)))
         for i, option in enumerate(source.options):
-            before = spec_made(option, h.out)
+            before = spec_made(option, use.out)
             for step, operand in self._scattered(before, node):
                 assert before is not None
                 after = step.apply(before)
                 if after not in columns:
                     continue
-                step_s = self.prices.step_seconds(step, before, h.meta)[0]
+                step_s = self.prices.step_seconds(step, before, use.meta)[0]
                 if _is_cheapest(step_s, cost[i, columns[after][0]]):
-                    pair = Pair(node, metas, option, step, operand, before, h.meta)
+                    pair = Pair(node, metas, option, step, operand, before, use.meta)
                     gains[i, columns[after]] = self.gain_seconds(pair, own[i], step_s)
         return self._keep(key, gains, source.options, target.options)
 

@@ -100,21 +100,21 @@ class Prices:
             self._weighted[key] = seconds, seconds * weight
         return self._weighted[key][1]
 
-    def hideable(self, source: Variable, target: Variable, h: Use) -> tuple[Array, tuple[Array, ...]]:
+    def hideable(self, source: Variable, target: Variable, use: Use) -> tuple[Array, tuple[Array, ...]]:
         """Return the seconds of a use that computation can hide: those of its launches, and for each axis those that
         hide.
 
         Small tensors share launches.
         """
-        alone = self.edge(source, target, h)
+        alone = self.edge(source, target, use)
         key = id(alone)
         if key not in self._hideable_seconds:
-            made = [spec_made(o, h.out) for o in source.options]
-            taken = [spec_read(o, h.position) for o in target.options]
-            costs = self.collectives.of(h.meta.dtype).bucketed
-            least, *dearer = (self._redistribution_seconds(made, taken, h.meta, c) for c in (costs, *costs.by_axis))
+            made = [spec_made(o, use.out) for o in source.options]
+            taken = [spec_read(o, use.position) for o in target.options]
+            costs = self.collectives.of(use.meta.dtype).bucketed
+            least, *dearer = (self._redistribution_seconds(made, taken, use.meta, c) for c in (costs, *costs.by_axis))
             total = np.minimum(least, alone)
-            launches = np.minimum(self._redistribution_seconds(made, taken, h.meta, costs.launches), total)
+            launches = np.minimum(self._redistribution_seconds(made, taken, use.meta, costs.launches), total)
             there = np.isfinite(least) & (least > 0)
             ends = [np.where(there, c, 0.0) for c in (least, *dearer)]
             shares = [(b - a) / DEARER for a, b in itertools.pairwise(ends)]
@@ -123,45 +123,45 @@ class Prices:
             self._hideable_seconds[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
         return self._hideable_seconds[key]
 
-    def blocking_seconds(self, d: Decisions, h: Use) -> Array:
+    def blocking_seconds(self, d: Decisions, use: Use) -> Array:
         """Return the seconds for which the program waits for a use."""
-        known = self._blocking.get(id(h))
-        if known is None or known[0] is not h:
-            known = self._blocking[id(h)] = h, self._blocking_seconds(d, h)
+        known = self._blocking.get(id(use))
+        if known is None or known[0] is not use:
+            known = self._blocking[id(use)] = use, self._blocking_seconds(d, use)
         return known[1]
 
-    def _blocking_seconds(self, d: Decisions, h: Use) -> Array:
-        source, target = d.variables[h.source], d.variables[h.target]
-        cost = self.edge(source, target, h)
-        if source.node is not None and Value(source.node.name, h.out) in d.widened:
-            return self._unreduced_cost(source, target, h, cost)
-        return self.with_split_cost(d, h, self.decomposition.with_gains(d, h, cost))
+    def _blocking_seconds(self, d: Decisions, use: Use) -> Array:
+        source, target = d.variables[use.source], d.variables[use.target]
+        cost = self.edge(source, target, use)
+        if source.node is not None and Value(source.node.name, use.out) in d.widened:
+            return self._unreduced_cost(source, target, use, cost)
+        return self.with_split_cost(d, use, self.decomposition.with_gains(d, use, cost))
 
-    def _unreduced_cost(self, source: Variable, target: Variable, h: Use, cost: Array) -> Array:
+    def _unreduced_cost(self, source: Variable, target: Variable, use: Use, cost: Array) -> Array:
         """Return ``cost`` with every change of partial sums forbidden."""
         if id(cost) not in self._without_reduction:
-            made = [spec_made(o, h.out) for o in source.options]
-            taken = [spec_read(o, h.position) for o in target.options]
+            made = [spec_made(o, use.out) for o in source.options]
+            taken = [spec_read(o, use.position) for o in target.options]
             same = [[a is None or b is None or a.partial == b.partial for b in taken] for a in made]
             self._without_reduction[id(cost)] = cost, np.where(same, cost, math.inf)
         return self._without_reduction[id(cost)][1]
 
-    def blocking_edge(self, d: Decisions, h: Use, weight: float) -> Array:
+    def blocking_edge(self, d: Decisions, use: Use, weight: float) -> Array:
         """Return the cost of a use that the program waits for, times ``weight``.
 
         What is free stays one array, by which the solver finds repeated blocks.
         """
-        seconds = self.blocking_seconds(d, h)
+        seconds = self.blocking_seconds(d, use)
         if id(seconds) not in self._free:
             self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
         return seconds if self._free[id(seconds)][1] else self.weighted(seconds, weight)
 
     def hideable_edge(
-        self, source: Variable, target: Variable, h: Use, weights: tuple[float, ...], share: float
+        self, source: Variable, target: Variable, use: Use, weights: tuple[float, ...], share: float
     ) -> Array:
         """Return the cost of a use that can hide, in a ``share`` of all micro-batches; seconds count by the weight of
         their axis."""
-        launches, of_axes = self.hideable(source, target, h)
+        launches, of_axes = self.hideable(source, target, use)
         key = (id(launches), *weights, share)
         if key not in self._weighted:
             counted = sum((w * s for w, s in zip(weights, of_axes, strict=True)), share * launches)
@@ -204,47 +204,47 @@ class Prices:
             self._fused[id(graph)] = graph, Fused.of(graph, across=not alone) if here else Fused()
         return self._fused[id(graph)][1]
 
-    def with_split_cost(self, d: Decisions, h: Use, cost: Array) -> Array:
+    def with_split_cost(self, d: Decisions, use: Use, cost: Array) -> Array:
         """Return ``cost`` of a use, with what two ops of one kernel pay for being two kernels: the tensor is written
         and read."""
-        if d.variables[h.target].kind == "rerun":
-            return self._with_rerun_cost(d, h, cost)
-        if h.kept or h.rerun or h.position < 0 or not self.fused(d.graph).inside(d, h):
+        if d.variables[use.target].kind == "rerun":
+            return self._with_rerun_cost(d, use, cost)
+        if use.kept or use.rerun or use.position < 0 or not self.fused(d.graph).inside(d, use):
             return cost
-        source, target = d.variables[h.source], d.variables[h.target]
-        key = id(cost), id(source.options), id(target.options), h.out, h.position
+        source, target = d.variables[use.source], d.variables[use.target]
+        key = id(cost), id(source.options), id(target.options), use.out, use.position
         if key not in self._split:
             launch_s, s_per_byte = self.compute.copy_line()
-            ends = [spec_made(o, h.out) for o in source.options], [spec_read(o, h.position) for o in target.options]
+            ends = [spec_made(o, use.out) for o in source.options], [spec_read(o, use.position) for o in target.options]
             made, taken = _spec_numbers(*ends)
-            written, read = (self._bytes(h.meta, specs) for specs in ends)
+            written, read = (self._bytes(use.meta, specs) for specs in ends)
             with_split_cost = (made[:, None] != taken) & (made >= 0)[:, None] & (taken >= 0)
             between = np.where(with_split_cost, launch_s + s_per_byte * (written[:, None] + read), 0.0)
             self._split[key] = cost + between, cost
         return self._split[key][0]
 
-    def _with_rerun_cost(self, d: Decisions, h: Use, cost: Array) -> Array:
+    def _with_rerun_cost(self, d: Decisions, use: Use, cost: Array) -> Array:
         """Return ``cost`` with what ops of a kernel pay that run again without the ops before them.
 
         This is so where the use hands them a value that is held and not made again.
         """
-        alone = self.fused(d.graph).rerun_alone(d, h)
-        source, target = d.variables[h.source], d.variables[h.target]
+        alone = self.fused(d.graph).rerun_alone(d, use)
+        source, target = d.variables[use.source], d.variables[use.target]
         if alone is None or target.node is None:
             return cost
         key = id(cost), id(source.options), id(target.options), alone
         if key not in self._split:
-            paid = self._paid_by_each(d, target.node, alone) if alone else self._paid_leading(d, target.node, h)
+            paid = self._paid_by_each(d, target.node, alone) if alone else self._paid_leading(d, target.node, use)
             held = np.array(source.actions) != "recompute"
             self._split[key] = cost + np.outer(held, [0.0, *paid]), cost
         return self._split[key][0]
 
-    def _paid_leading(self, d: Decisions, node: Node, h: Use) -> Array:
+    def _paid_leading(self, d: Decisions, node: Node, use: Use) -> Array:
         """Return what each option of a kernel's first op pays for what the ops before it would make: a launch, and
         reading it."""
         launch_s, s_per_byte = self.compute.copy_line()
         options = d.variables[d.index[node.name]].options
-        return launch_s + s_per_byte * self._bytes(h.meta, [spec_read(o, h.position) for o in options])
+        return launch_s + s_per_byte * self._bytes(use.meta, [spec_read(o, use.position) for o in options])
 
     def _paid_by_each(self, d: Decisions, node: Node, count: int) -> Array:
         """Return what ``count`` ops of a kernel, each like ``node``, pay for being separate kernels, beyond its
@@ -376,43 +376,43 @@ class Prices:
         )
         return seconds, min(launch_s, seconds)
 
-    def edge(self, source: Variable, target: Variable, h: Use) -> Array:
+    def edge(self, source: Variable, target: Variable, use: Use) -> Array:
         """Return the cost matrix of one use. Equal uses share one matrix."""
-        known = self._edge_of_use.get(id(h))
-        if known is None or known[0] is not h:
-            known = self._edge_of_use[id(h)] = h, self._shared_edge(source, target, h)
+        known = self._edge_of_use.get(id(use))
+        if known is None or known[0] is not use:
+            known = self._edge_of_use[id(use)] = use, self._shared_edge(source, target, use)
         return known[1]
 
-    def _shared_edge(self, source: Variable, target: Variable, h: Use) -> Array:
+    def _shared_edge(self, source: Variable, target: Variable, use: Use) -> Array:
         key = (
             id(source.options),
-            h.out,
+            use.out,
             id(target.options),
-            h.position,
-            h.meta,
-            h.kept,
+            use.position,
+            use.meta,
+            use.kept,
             target.kept,
-            h.rerun,
+            use.rerun,
             target.actions,
         )
         if key not in self._edges:
             # The options are kept alive too, so that an id in a key is never reused.
-            self._edges[key] = self._edge(source, target, h), source.options, target.options
+            self._edges[key] = self._edge(source, target, use), source.options, target.options
         return self._edges[key][0]
 
-    def _edge(self, source: Variable, target: Variable, h: Use) -> Array:
-        if h.kept:
-            given = [spec_read(o, h.out) for o in source.options]
-            numbers = _spec_numbers(given, [spec_read(o, h.position) for o in target.options])
+    def _edge(self, source: Variable, target: Variable, use: Use) -> Array:
+        if use.kept:
+            given = [spec_read(o, use.out) for o in source.options]
+            numbers = _spec_numbers(given, [spec_read(o, use.position) for o in target.options])
             return np.where((numbers[0][:, None] == numbers[1]) | ~np.array(target.kept), 0.0, math.inf)
-        made = [spec_made(o, h.out) for o in source.options]
+        made = [spec_made(o, use.out) for o in source.options]
         if target.kind == "hold":
-            return self._hold_edge(made, target, h)
+            return self._hold_edge(made, target, use)
         if source.kind == "accumulator":
             # The next micro-batch finds the accumulator in the spec in which this one leaves it.
-            taken = [spec_read(o, h.position) for o in target.options]
+            taken = [spec_read(o, use.position) for o in target.options]
             return np.array([[0.0 if a == b else math.inf for b in taken] for a in made])
-        cost = self._redistribution_seconds(made, [spec_read(o, h.position) for o in target.options], h.meta)
+        cost = self._redistribution_seconds(made, [spec_read(o, use.position) for o in target.options], use.meta)
         if any(target.kept):
             # A spec that cannot be reached from the source cannot be kept either.
             cost = np.where(np.array(target.kept) & np.isfinite(cost), 0.0, cost)
@@ -433,13 +433,13 @@ class Prices:
         cost[:, [j for j, t in enumerate(taken) if t is None]] = 0.0
         return cost
 
-    def _hold_edge(self, made: Ends, target: Variable, h: Use) -> Array:
+    def _hold_edge(self, made: Ends, target: Variable, use: Use) -> Array:
         """Return which options of a hold variable fit: kept and offloaded values come from the forward, others from the
         rerun op, in the spec in which it makes them."""
-        actions = ("recompute",) if h.rerun else ("keep", "offload")
+        actions = ("recompute",) if use.rerun else ("keep", "offload")
         taken = [spec_read(o, 0) if a in actions else None for o, a in zip(target.options, target.actions, strict=True)]
-        if not h.rerun:
-            return self._redistribution_seconds(made, taken, h.meta)
+        if not use.rerun:
+            return self._redistribution_seconds(made, taken, use.meta)
         return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
 
 
@@ -487,13 +487,15 @@ def edges(
             on each axis if it may compute meanwhile.
     """
     weighted = zip(d.uses, weights or [None] * len(d.uses), strict=True)
-    return tuple(Edge(h.source, h.target, use_seconds(d, prices, h, w)) for h, w in weighted if h.source != h.target)
+    return tuple(
+        Edge(use.source, use.target, use_seconds(d, prices, use, w)) for use, w in weighted if use.source != use.target
+    )
 
 
 def use_seconds(
     d: Decisions,
     prices: Prices,
-    h: Use,
+    use: Use,
     weight: tuple[str, tuple[float, ...]] | None = None,
     launch_share: float = 1.0,
 ) -> Array:
@@ -501,6 +503,6 @@ def use_seconds(
     ``launch_share``."""
     work, counted = weight or ("wait", (1.0,))
     if work == "wait":
-        return prices.blocking_edge(d, h, *counted)
-    ends = d.variables[h.source], d.variables[h.target]
-    return prices.hideable_edge(*ends, h, counted, launch_share / d.accumulation_steps if work == "reduce" else 1.0)
+        return prices.blocking_edge(d, use, *counted)
+    ends = d.variables[use.source], d.variables[use.target]
+    return prices.hideable_edge(*ends, use, counted, launch_share / d.accumulation_steps if work == "reduce" else 1.0)
