@@ -119,14 +119,14 @@ def is_valid(program):
     return all(name in there for _, name in program.results)
 
 
-WAYS = st.builds(
+ARRANGEMENTS = st.builds(
     Arrangement, st.sampled_from([0, 1000, 2**22, 2**40]), st.sampled_from([0, 1000, 2**22, 2**40]), st.integers(0, 3)
 )
 
 
-@given(programs(), WAYS)
-def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
-    found = Program(Arrangements(extract_collectives(program), PRICES).ops(way), program.results)
+@given(programs(), ARRANGEMENTS)
+def test_every_arrangement_runs_the_same_ops_on_the_same_tensors(program, arrangement) -> None:
+    found = Program(Arrangements(extract_collectives(program), PRICES).ops(arrangement), program.results)
     assert is_valid(found)
     assert stays(found) == stays(program)
     assert moved(found) == moved(program)
@@ -134,9 +134,9 @@ def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
     assert phases == sorted(phases, reverse=True)
 
 
-@given(programs(), WAYS)
-def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
-    for op in Arrangements(extract_collectives(program), PRICES).ops(way):
+@given(programs(), ARRANGEMENTS)
+def test_a_bucket_holds_what_one_launch_can_carry(program, arrangement) -> None:
+    for op in Arrangements(extract_collectives(program), PRICES).ops(arrangement):
         if op.bucket:
             assert {(s.kind, s.axis, s.reduction) for s in op.bucket} == {(op.step.kind, op.step.axis, "sum")}
             assert len({t.meta.dtype for t in op.writes}) == 1
@@ -144,11 +144,11 @@ def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
             assert op.launch_s <= op.seconds
 
 
-@given(programs(), WAYS)
-def test_merging_what_is_computed_keeps_the_time(program, way) -> None:
-    ways = Arrangements(extract_collectives(program), PRICES)
-    whole = simulate_streams(Program(ways.ops(way), ()), PRICES.overlap).seconds
-    assert ways.seconds(way) == pytest.approx(whole, rel=1e-9, abs=1e-15)
+@given(programs(), ARRANGEMENTS)
+def test_merging_what_is_computed_keeps_the_time(program, arrangement) -> None:
+    arrangements = Arrangements(extract_collectives(program), PRICES)
+    whole = simulate_streams(Program(arrangements.ops(arrangement), ()), PRICES.overlap).seconds
+    assert arrangements.seconds(arrangement) == pytest.approx(whole, rel=1e-9, abs=1e-15)
 
 
 @given(programs(), st.floats(0, 2))
@@ -246,20 +246,24 @@ def deep(layers, length, compute_s):
 @pytest.mark.parametrize("length", [1000, 2**22, 2**25])
 def test_few_layers_tell_how_long_many_take(length, compute_s) -> None:
     program = deep(60, length, compute_s)
-    ways = Arrangements(extract_collectives(program), PRICES)
-    short = shortened(program, ways.largest_share())
+    arrangements = Arrangements(extract_collectives(program), PRICES)
+    short = shortened(program, arrangements.largest_share())
     assert short is not None
     assert 118 <= short.depths.whole <= 120  # half a layer repeats already
-    few, more = (Arrangements(extract_collectives(p), PRICES, ways) for p in short.programs)
+    few, more = (Arrangements(extract_collectives(p), PRICES, arrangements) for p in short.programs)
     assert all(len(p.ops) < 0.6 * len(program.ops) for p in short.programs)
-    for a in (Arrangement(), Arrangement(0, 0, 1), Arrangement(*ways.sizes("late")[1:2], ways.sizes("early")[1], 2)):
-        assert short.depths.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(ways.seconds(a), rel=2e-3)
+    for a in (
+        Arrangement(),
+        Arrangement(0, 0, 1),
+        Arrangement(*arrangements.sizes("late")[1:2], arrangements.sizes("early")[1], 2),
+    ):
+        assert short.depths.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(arrangements.seconds(a), rel=2e-3)
 
 
 def test_a_deep_program_is_arranged_as_well_as_if_every_way_was_tried_on_all_of_it() -> None:
     program = deep(60, 2**23, 3e-4)
-    ways = Arrangements(extract_collectives(program), PRICES)
-    exact = min(ways.search(ways.seconds, math.inf).values())
+    arrangements = Arrangements(extract_collectives(program), PRICES)
+    exact = min(arrangements.search(arrangements.seconds, math.inf).values())
     assert arranged(program).timeline.seconds <= exact * 1.001
 
 
