@@ -45,7 +45,7 @@ from autopar import codegen, passes
 from autopar.arguments import as_bytes
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
-from autopar.planner.answers.plan_of import make_plan
+from autopar.planner.answers.make_plan import make_plan
 from autopar.solver import clock
 from autopar.solver.problem import relative_gap
 from autopar.tracer import Capture

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import codegen, passes
 from autopar.planner import Planned
-from autopar.planner.answers.plan_of import make_plan
+from autopar.planner.answers.make_plan import make_plan
 from recomputing.rules import ONE, Case
 
 Record = dict[str, Any]

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.planner.memory.active_rows import Rows
-from autopar.planner.pricing.transfers import PARTS, exposed_seconds
+from autopar.planner.memory.active_set import ActiveSet
+from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds
 from autopar.planner.search.candidates import BaselineCandidate
 from autopar.planner.search.known_shardings import kept_anew
 from autopar.planner.search.rounds import Result, Rounds
@@ -80,7 +80,7 @@ class BudgetRounds(Rounds):
         self,
         deadline: float,
         share: float = 1.0,
-        rows: Rows | None = None,
+        rows: ActiveSet | None = None,
         warm: Sequence[int] | None = None,
         alone: bool = False,
     ) -> Result | None:
@@ -104,7 +104,7 @@ class BudgetRounds(Rounds):
             took = now() - began
             if result is None:
                 break
-            if not any(rows.unseen.values()) and not rows.behind:
+            if not any(rows.margins.values()) and not rows.option_margins:
                 bound = max(bound, result.solution.lower_bound)
                 self.bound = bound if joint else self.bound
             over = result.memory.peak_bytes - self.budget
@@ -121,17 +121,17 @@ class BudgetRounds(Rounds):
                 continue
             warm = result.solution.choice
             self.say(f"over the budget by {over / 2**20:.0f} MiB: tighter")
-            if not rows.tighten(warm, result.program, result.memory.timeline, self.budget, alone=alone):
+            if not rows.separate(warm, result.program, result.memory.timeline, self.budget, per_option=alone):
                 break
             if joint and not alone and mended is None:
-                mended = kept_anew(self, rows.copied(), result, min(deadline, now() + took))
+                mended = kept_anew(self, rows.copy(), result, min(deadline, now() + took))
                 at = result.solution
                 solved = at.lower_bound >= (1 - SOLVED_GAP) * self.weighted_s
                 least = at.objective if solved else at.lower_bound
                 if mended and bounded(mended.solution, least, self.options.gap).proven:
                     break  # all that another round could gain
             if not alone and now() - began > FEW_ROUNDS_SHARE * (deadline - now()):
-                rows.level()
+                rows.equalise()
         found = exposed or mended
         return found and replace(found, solution=bounded(found.solution, bound, self.options.gap))
 
@@ -149,7 +149,7 @@ class BudgetRounds(Rounds):
         share = min(1.0, max(ROUND_SHARE, ROUND_LONGER * took / max(left, 1.0)))
         return _Until(deadline, in_share(share, deadline))
 
-    def _in_rows(self, rows: Rows, deadline: float, warm: Sequence[int] | None, *, needed: bool) -> Result | None:
+    def _in_rows(self, rows: ActiveSet, deadline: float, warm: Sequence[int] | None, *, needed: bool) -> Result | None:
         """The best choice of ``rows``; the solver may find none near the smallest limit, and then begins with the one
         of the smallest peak, where one is ``needed``. None where that is over the budget too."""
         try:
@@ -162,19 +162,19 @@ class BudgetRounds(Rounds):
         if not evaluate(asked, least)[1] or now() > deadline:
             return None
         try:
-            return self.once(rows, self.budget, deadline, rows.own(least))
+            return self.once(rows, self.budget, deadline, rows.restrict(least))
         except (InfeasibleError, SolverError):
             return None
 
-    def _hides_more(self, rows: Rows, result: Result) -> bool:
+    def _hides_more(self, rows: ActiveSet, result: Result) -> bool:
         """Whether transfers of a plan that fits are exposed, and rows that say so are new: for copies to the host that
         find no time in the forward, and for what comes back late because there is no room for it sooner."""
         least = MOST_EXPOSED * result.solution.objective
-        parts, self.hiding_parts = self.hiding_parts, PARTS if exposed_seconds(result.program) > least else 1
+        parts, self.hiding_parts = self.hiding_parts, FORWARD_PARTS if exposed_seconds(result.program) > least else 1
         tighter = False
         if result.wished and self.step_seconds(result.program) > self.step_seconds(result.wished[0]) + least:
             program, memory = result.wished
-            tighter = rows.tighten(result.solution.choice, program, memory.timeline, self.budget)
+            tighter = rows.separate(result.solution.choice, program, memory.timeline, self.budget)
         self.hiding_parts = max(parts, self.hiding_parts)
         return tighter or self.hiding_parts > parts
 

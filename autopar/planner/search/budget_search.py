@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.problem.decide import Decisions
@@ -234,7 +234,7 @@ class BudgetSearch(BudgetRounds):
         """The search that leaves the shardings as they are; from here on reruns are among the decisions."""
         sharded, joint = self.decisions, Objective(self.with_reruns(), self.prices)
         large = len(joint.decisions.variables) >= TIES_LEAST
-        joint.begin_as(self.objective, free.solution.choice if large else None)
+        joint.start_from(self.objective, free.solution.choice if large else None)
         self.objective = joint
         still = sharded_as(sharded, free.solution.choice, self.decisions)
         return CheckpointSearch(self.objective, self.options, still, self.hideable_s)
@@ -331,7 +331,7 @@ class BudgetSearch(BudgetRounds):
         self.hideable_s, self.hiding_parts, self.prices_of_memory, self.seeds = hideable_s, 1, UsagePrices(), ()
         self.basis = None
         self.objective = Objective(self.decisions, self.prices)
-        rows = Rows(self.decisions, self.options)
+        rows = ActiveSet(self.decisions, self.options)
         begin = self._free_choice(still) if begin is None else begin
         best, rows = of_smallest_peak(self, rows, deadline, begin)
         if best.memory.peak_bytes <= self.budget:

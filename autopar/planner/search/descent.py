@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.problem.variables import Variable
 from autopar.planner.search.rounds import Result, Rounds
 from autopar.solver import Problem
@@ -84,7 +84,7 @@ class _Neighbours:
         return int(np.argmin(np.where(fits, misfits, math.inf))) if fits.any() else None
 
 
-def descended(rounds: Rounds, rows: Rows, best: Result, deadline: float) -> Result:
+def descended(rounds: Rounds, rows: ActiveSet, best: Result, deadline: float) -> Result:
     """The smallest that is found from ``best`` on, until it fits the budget. Every change is tried once before any is
     tried again."""
     neighbours, left = _Neighbours(rounds.objective.problem()), MOST_OPS
@@ -119,12 +119,12 @@ def _height(result: Result) -> tuple[int, int]:
     return max(timeline), sum(held == max(timeline) for held in timeline)
 
 
-def _near(neighbours: _Neighbours, rows: Rows, best: Result) -> list[tuple[_Change, tuple[int, ...]]]:
+def _near(neighbours: _Neighbours, rows: ActiveSet, best: Result) -> list[tuple[_Change, tuple[int, ...]]]:
     """Choices that do not hold more where ``best`` holds most, as far as rows see: those that hold least first, then
     those that differ nearest to it."""
     choice, d = best.solution.choice, rows.decisions
-    place = rows.highest(best.program, best.memory.timeline)
-    more_than_best = rows.more_at(place, choice)
+    place = rows.peak_point(best.program, best.memory.timeline)
+    more_than_best = rows.difference_from(place, choice)
     ranked: dict[tuple[int, ...], tuple[float, float, _Change]] = {}
     for at, variable in enumerate(d.variables):
         far = abs(d.graph.order.get(_maker(variable), 0) - place)

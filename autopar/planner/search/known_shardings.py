@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.problem.restricted import Folding, solve_sliced
 from autopar.planner.search.rounds import Result, Rounds
@@ -76,12 +76,12 @@ def cheapest(*results: Result | None) -> Result | None:
 def _kept_roomily(rounds: Rounds, still: Open, until: float) -> Result | None:
     """Hardly worse than the best, for fewer rounds."""
     rows = rounds.first_rows()
-    rows.level(ROOM * rounds.budget)
+    rows.equalise(ROOM * rounds.budget)
     found = fitting(rounds, rows, still, until)
     return found or (fitting(rounds, rounds.first_rows(), still, until, level=True) if now() < until else None)
 
 
-def kept_anew(rounds: Rounds, rows: Rows, result: Result, until: float) -> Result | None:
+def kept_anew(rounds: Rounds, rows: ActiveSet, result: Result, until: float) -> Result | None:
     """The shardings of ``result``, which is over the budget, with values kept, recomputed and offloaded in other ways
     that fit: less work than another round with all that is open, unless they are many and repeat nowhere."""
     still = tuple(sharded_as(rounds.decisions, result.solution.choice, rounds.decisions))
@@ -91,7 +91,7 @@ def kept_anew(rounds: Rounds, rows: Rows, result: Result, until: float) -> Resul
 
 def fitting(
     rounds: Rounds,
-    rows: Rows,
+    rows: ActiveSet,
     still: Open,
     until: float,
     *,
@@ -107,14 +107,14 @@ def fitting(
         choice = among(rounds, asked, still, max(until - now(), LEAST_S), gap, folding)
         if choice is None:
             break
-        found = rounds.of_choice(rows.own(choice), rounds.budget, "known shardings")
+        found = rounds.of_choice(rows.restrict(choice), rounds.budget, "known shardings")
         if found.memory.peak_bytes <= rounds.budget:
             return found
         own, timeline = found.solution.choice, found.memory.timeline
-        if now() > until or not rows.tighten(own, found.program, timeline, rounds.budget):
+        if now() > until or not rows.separate(own, found.program, timeline, rounds.budget):
             break
         if level:
-            rows.level()
+            rows.equalise()
     return None
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir import Graph
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.options import Options
-from autopar.planner.pricing.objective import MOST_SOLVES, Objective
+from autopar.planner.pricing.objective import MAX_SOLVES, Objective
 from autopar.planner.pricing.prices import Prices
-from autopar.planner.pricing.transfers import hide, host_usages
+from autopar.planner.pricing.transfers import hides_transfers, host_usages
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import simulate_streams
@@ -79,7 +79,7 @@ class Rounds:
     free: Result | None = None
     weighted_s: float = math.inf
     reweigh: float = math.inf
-    _rows: Rows | None = None
+    _rows: ActiveSet | None = None
 
     @property
     def decisions(self) -> Decisions:
@@ -89,17 +89,17 @@ class Rounds:
     def prices(self) -> Prices:
         return self.objective.prices
 
-    def first_rows(self) -> Rows:
+    def first_rows(self) -> ActiveSet:
         """Those for the moments at which the free optimum is over the budget."""
         if self._rows is None or self._rows.decisions is not self.decisions:
-            self._rows = Rows(self.decisions, self.options)
-        rows = self._rows.afresh()
+            self._rows = ActiveSet(self.decisions, self.options)
+        rows = self._rows.emptied()
         if self.free is not None:
-            rows.watch(self.free.program, self.free.memory.timeline, self.budget, self.objective.depth)
+            rows.add_peaks_of(self.free.program, self.free.memory.timeline, self.budget, self.objective.depth)
         return rows
 
     def once(
-        self, rows: Rows | None, limit: float, deadline: float, warm: Sequence[int] | None, gap: float = 0.0
+        self, rows: ActiveSet | None, limit: float, deadline: float, warm: Sequence[int] | None, gap: float = 0.0
     ) -> Result:
         """``gap``: how good the choice has to be, where that is less than what is asked of a plan."""
         start = time.perf_counter()
@@ -118,7 +118,7 @@ class Rounds:
             start = end
         return Result(program, solution, memory, self.timings, wished)
 
-    def problem(self, rows: Rows | None, limit: float) -> Problem:
+    def problem(self, rows: ActiveSet | None, limit: float) -> Problem:
         used = rows.usages() if rows else ()
         if rows and math.isfinite(limit) and math.isfinite(self.hideable_s):
             host = self.prices.cluster.host
@@ -128,10 +128,10 @@ class Rounds:
     def hides(self, choice: Sequence[int]) -> bool:
         """Whether all that ``choice`` offloads can."""
         host, parts = self.prices.cluster.host, self.hiding_parts
-        return math.isinf(self.hideable_s) or hide(self.decisions, choice, host, self.hideable_s, parts)
+        return math.isinf(self.hideable_s) or hides_transfers(self.decisions, choice, host, self.hideable_s, parts)
 
     def _choose(
-        self, asked: Problem, rows: Rows | None, deadline: float, warm: Sequence[int] | None, gap: float
+        self, asked: Problem, rows: ActiveSet | None, deadline: float, warm: Sequence[int] | None, gap: float
     ) -> Solution:
         kind, _, seed = self.options.search.partition(":")
         if kind.startswith("random"):
@@ -141,7 +141,7 @@ class Rounds:
         def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
             begin = (*best, *(seeds if rows else seeds[:MOST_SEEDS]))
             if rows:
-                problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
+                problem, begin = rows.extend(problem), tuple(map(rows.extend_choice, begin))
             left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
             found = solve(
                 problem,
@@ -156,18 +156,18 @@ class Rounds:
                 refuses=refuses,
             )
             self.prices_of_memory, self.basis, self.weighted_s = found.usage_prices, found.basis, found.objective
-            return replace(found, choice=rows.own(found.choice)) if rows else found
+            return replace(found, choice=rows.restrict(found.choice)) if rows else found
 
         def refuses(choice: Sequence[int]) -> bool:
             """Whether its program holds more than its rows say: they change before a better choice is of use."""
             if rows is None or asked.limit != self.budget:
                 return False
-            _, memory = scheduled(self.decisions, rows.own(choice), self.prices, self.options, self.budget)
+            _, memory = scheduled(self.decisions, rows.restrict(choice), self.prices, self.options, self.budget)
             return memory.peak_bytes > self.budget
 
         # Under rows, each solve of which takes long, the weights that are best without them will do at first.
         once = rows is not None and math.isinf(self.reweigh)
-        known, most = ((), 1) if once else (self.seeds, MOST_SOLVES)
+        known, most = ((), 1) if once else (self.seeds, MAX_SOLVES)
         wanted = gap if once or rows is None else max(gap, self.reweigh)
         bound = self.bound if asked.limit <= self.budget else -math.inf
         return self.objective.minimize(asked, solve_from, wanted, known, most, lambda: now() > deadline, bound)

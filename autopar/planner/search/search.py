@@ -14,7 +14,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.options import Options
-from autopar.planner.overlap.arrange import UNSURE
+from autopar.planner.overlap.arrange import UNSURE_SHARE
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -237,7 +237,9 @@ class _Search(BudgetSearch):
         for baseline in self.baselines:
             seen, least_s = "candidate" in vars(baseline), steps.get(baseline.name, math.inf)
             cheaper = baseline.objective <= cost
-            wins = least_s <= may_win_s or (least_s <= (1 + UNSURE) * may_win_s and (outdone or baseline.may_defer))
+            wins = least_s <= may_win_s or (
+                least_s <= (1 + UNSURE_SHARE) * may_win_s and (outdone or baseline.may_defer)
+            )
             looked_at = (cheaper or wins) and now() < deadline + LATE_S
             if (seen or looked_at or (cheaper and not known)) and self.fits(baseline):
                 known = True

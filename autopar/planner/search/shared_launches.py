@@ -34,7 +34,7 @@ def sharing_launches(rounds: BudgetRounds, baselines: Sequence[Candidate], deadl
         return []
     d, prices = rounds.decisions, rounds.prices
     objective = Objective(d, prices, launched)
-    objective.begin_as(rounds.objective)
+    objective.start_from(rounds.objective)
     again = replace(
         rounds, objective=objective, latest=deadline, bound=0.0, seeds=(), basis=None, prices_of_memory=UsagePrices()
     )
@@ -52,7 +52,7 @@ def share_of_launches(candidate: Candidate, prices: Prices) -> float:
     """How much of the launches of its reductions counts where a plan costs what its step takes, from 0 to 1."""
     d, choice = candidate.decisions, candidate.solution.choice
     launches_s = 0.0
-    for h in filter(lambda h: reduces(d, h), d.handovers):
+    for h in filter(lambda h: reduces(d, h), d.uses):
         seconds, _ = prices.hideable(d.variables[h.source], d.variables[h.target], h)
         launches_s += seconds.item(choice[h.source], choice[h.target]) / d.accumulation_steps
     shared_s = candidate.solution.objective - candidate.timeline.seconds

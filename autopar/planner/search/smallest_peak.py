@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.search.candidates import seed
 from autopar.planner.search.descent import descended
 from autopar.planner.search.rounds import Result, Rounds
@@ -53,7 +53,9 @@ ROUGH_ALONE = _Pass(2, renewed=True, smaller=0.01, gap=GAP, cost_gap=0.0)
 EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
 
 
-def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float, begin: Sequence[int] | None) -> tuple[Result, Rows]:
+def of_smallest_peak(
+    rounds: Rounds, rows: ActiveSet, deadline: float, begin: Sequence[int] | None
+) -> tuple[Result, ActiveSet]:
     """From ``begin``, or else from the baseline of the smallest peak, on: the choice of the rows' smallest peak, then
     rows for what its program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of
     small problems from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside
@@ -74,19 +76,19 @@ def of_smallest_peak(rounds: Rounds, rows: Rows, deadline: float, begin: Sequenc
     return (best if alone else descended(rounds, rows, best, deadline)), rows
 
 
-def _from_anew(rounds: Rounds, rows: Rows, best: Result, deadline: float, how: _Pass) -> tuple[Result, Rows]:
+def _from_anew(rounds: Rounds, rows: ActiveSet, best: Result, deadline: float, how: _Pass) -> tuple[Result, ActiveSet]:
     """From ``best`` on with rows anew, as long as that finds a smaller one; and the last rows."""
     for _ in range(MOST_PASSES):
         if now() > deadline or best.memory.peak_bytes <= rounds.budget:
             break
-        rows, before = rows.afresh(), best
+        rows, before = rows.emptied(), best
         best, least = _smaller(rounds, rows, best, deadline, how)
         if best is before or least:
             break
     return best, rows
 
 
-def _smaller(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> tuple[Result, bool]:
+def _smaller(rounds: Rounds, rows: ActiveSet, best: Result | None, deadline: float, how: _Pass) -> tuple[Result, bool]:
     """The smallest that is found from ``best`` on, which it is where none is smaller, and whether the rows say so."""
     if best is None:
         best = _near_smallest(rounds, rows, best, deadline, how)
@@ -110,12 +112,12 @@ def _aim(best: Result, how: _Pass) -> float:
     return min(best.memory.peak_bytes * (1 - how.smaller), best.memory.peak_bytes - 1)
 
 
-def _tighten(rows: Rows, found: Result, best: Result, how: _Pass) -> bool:
+def _tighten(rows: ActiveSet, found: Result, best: Result, how: _Pass) -> bool:
     timeline = found.memory.timeline
-    return rows.tighten(found.solution.choice, found.program, timeline, _aim(best, how), alone=True)
+    return rows.separate(found.solution.choice, found.program, timeline, _aim(best, how), per_option=True)
 
 
-def _near_smallest(rounds: Rounds, rows: Rows, best: Result | None, deadline: float, how: _Pass) -> Result | None:
+def _near_smallest(rounds: Rounds, rows: ActiveSet, best: Result | None, deadline: float, how: _Pass) -> Result | None:
     """The cheapest choice whose rows are hardly higher than they have to be; None where these are too high, to the
     byte."""
     known = () if best is None else (best.solution.choice,)
@@ -130,9 +132,9 @@ def _near_smallest(rounds: Rounds, rows: Rows, best: Result | None, deadline: fl
         limit = min(limit, _aim(best, how))
     try:
         latest = now() + seconds_for(deadline)
-        return rounds.once(rows, limit, latest, rows.own(choice), how.cost_gap)
+        return rounds.once(rows, limit, latest, rows.restrict(choice), how.cost_gap)
     except (InfeasibleError, SolverError):
-        own = rows.own(choice)
+        own = rows.restrict(choice)
         return rounds.of_choice(own) if rounds.hides(own) else None
 
 
@@ -143,7 +145,7 @@ def seconds_for(deadline: float) -> float:
 
 def smallest_rows(
     rounds: Rounds,
-    rows: Rows,
+    rows: ActiveSet,
     known: Sequence[Sequence[int]],
     seconds: float,
     limit: float = math.inf,
@@ -151,5 +153,5 @@ def smallest_rows(
 ) -> tuple[Problem, tuple[int, ...]]:
     """The problem with ``rows``, and its choice of the smallest peak, states and all."""
     asked = rows.extend(rounds.problem(rows, limit))
-    found = [rows.states(choice) for choice in known]
+    found = [rows.extend_choice(choice) for choice in known]
     return asked, smallest_choice(asked, seconds, backend=rounds.options.solver, known=found, gap=gap)
