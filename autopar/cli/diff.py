@@ -1,4 +1,4 @@
-"""``autopar diff``: what differs between two saved plans."""
+"""``autopar diff``: show what differs between two saved plans."""
 
 from __future__ import annotations
 

@@ -87,35 +87,39 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def planned(arguments: argparse.Namespace, **more: Any) -> Any:
-    """The plan that the command line asks for; Ctrl-C ends the search with the best so far."""
+    """Plan as the command line asks. Ctrl-C ends the search with the best plan so far."""
     from autopar import api
 
     with told() as progress:
-        options = options_of(arguments, progress)  # what is wrong with them is told before anything takes time
+        options = options_of(arguments, progress)  # report bad options before the slow part
         model, inputs = asked_model(arguments)
         return api.plan(model, inputs, **options, **more)
 
 
 def check_writable(files: Sequence[Path]) -> None:
-    """Before anything takes time.
+    """Check that the files can be written, before the slow part.
 
     Raises:
-        AutoparError: a file cannot be written.
+        AutoparError: if a file cannot be written.
     """
     for file in files:
         folder = file.parent
         if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-            raise AutoparError("The file cannot be written.", found=str(file), hint=f"is {folder} a folder of yours?")
+            raise AutoparError(
+                "The file cannot be written.",
+                found=str(file),
+                hint=f"check that the directory {folder} exists and is writable.",
+            )
 
 
 def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The model that the command names, and its inputs, without values."""
+    """Load the model that the command names, and its inputs, on the meta device."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return models.load_model(arguments, meta=True)
 
 
 def options_of(arguments: argparse.Namespace, progress: Progress | None = None) -> dict[str, Any]:
-    """What the command says about planning, as `autopar.plan` takes it."""
+    """Return the planning options as keyword arguments of `autopar.plan`."""
     return dict(
         mesh=mesh_of(arguments.mesh),
         cluster=arguments.cluster,
@@ -131,10 +135,10 @@ def options_of(arguments: argparse.Namespace, progress: Progress | None = None) 
 
 
 def _optimizer(text: str) -> str | float:
-    """A name, or bytes of state for each element.
+    """Parse an optimizer's name, or a number of state bytes per element.
 
     Raises:
-        AutoparError: it is neither.
+        AutoparError: if the text is neither.
     """
     try:
         return float(text)
@@ -144,10 +148,10 @@ def _optimizer(text: str) -> str | float:
 
 
 def mesh_of(text: str | None) -> object:
-    """``"2x4"``, ``"2,4"``, ``"(2, 4)"`` or ``"dp=2,tp=4"`` as `autopar.plan` takes it.
+    """Parse ``"2x4"``, ``"2,4"``, ``"(2, 4)"`` or ``"dp=2,tp=4"`` into the mesh argument of `autopar.plan`.
 
     Raises:
-        AutoparError: it is neither.
+        AutoparError: if the text has none of these forms.
     """
     if text is None:
         return None
@@ -158,20 +162,22 @@ def mesh_of(text: str | None) -> object:
     named = all(sign for _, sign, _ in parts)
     sizes = [size if named else name for name, sign, size in parts if named or not sign]
     if len(sizes) != len(parts) or not all(size.isdecimal() and int(size) for size in sizes):
-        raise AutoparError("--mesh is no shape.", found=text, hint="write --mesh 2x4 or --mesh dp=2,tp=4.")
+        raise AutoparError("--mesh is not a mesh shape.", found=text, hint="write --mesh 2x4 or --mesh dp=2,tp=4.")
     if named:
         return {name: int(size) for name, _, size in parts}
     return tuple(int(size) for size in sizes)
 
 
 def constraints_of(texts: list[str]) -> dict[str, str]:
-    """``GLOB=SPEC`` pairs.
+    """Parse ``GLOB=SPEC`` pairs.
 
     Raises:
-        AutoparError: one has no ``=``.
+        AutoparError: if one has no ``=``.
     """
     pairs = [text.rpartition("=") for text in texts]
     for text, (_, sign, _) in zip(texts, pairs, strict=True):
         if not sign:
-            raise AutoparError("--constraint is no pair.", found=text, hint='write --constraint "lm_head.weight=S0R".')
+            raise AutoparError(
+                "--constraint is not a GLOB=SPEC pair.", found=text, hint='write --constraint "lm_head.weight=S0R".'
+            )
     return {glob: spec for glob, _, spec in pairs}
