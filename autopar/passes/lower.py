@@ -296,9 +296,9 @@ class _Builder:
         args, kwargs = tuple(map(given, told.summary[1])), {k: given(v) for k, v in told.summary[2]}
         made = self._call(resolve_op(name), args, kwargs, name=f"{name_of}_summary")
         made.meta["module"] = self.graph.by_name[op.node].module
-        several = len(told.told) > 1
+        several = len(told.summaries) > 1
         heard = []
-        for i, own in enumerate(told.told):
+        for i, own in enumerate(told.summaries):
             part = self._call(operator.getitem, (made, i), name=f"{name_of}_told{i}") if several else made
             part.meta["local"] = own
             stacked, length = self._call(resolve_op("aten.unsqueeze.default"), (part, 0)), 1

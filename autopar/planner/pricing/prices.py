@@ -296,7 +296,7 @@ class Prices:
                     seconds = costs.seconds("permute", rows * of_row, h.axis)
                     found.append(Sent("permute", h.operand, h.axis, rows * of_row, seconds))
         told = combine(node, option, tuple(metas), self.mesh)
-        for meta in told.told if told else ():
+        for meta in told.summaries if told else ():
             nbytes, costs = meta.numel * meta.itemsize, self.collectives.of(meta.dtype)
             for axis in reversed(told.axes if told else ()):
                 nbytes *= self.mesh.shape[axis]
