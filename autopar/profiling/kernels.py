@@ -222,7 +222,7 @@ def _thin_flops(n: int, _: int) -> float:
 def _attention_kernels(
     kind: str, long: Callable[..., Made], short: Callable[..., Made], flops: float, tensors: int
 ) -> tuple[Kernel, Kernel]:
-    """Return curves over FLOPs and bytes of an attention that takes ``flops`` forwards and moves ``tensors`` tensors."""
+    """Return curves over FLOPs and bytes of an attention that costs ``flops`` forwards and moves ``tensors``."""
     row = float(tensors * HEADS * WIDTH)
     return (
         Kernel(kind, "flops", long, (16, 64, 256, 1024), other_amount=lambda n, size: row * n * size),
