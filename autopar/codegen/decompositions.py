@@ -1,9 +1,8 @@
-"""autopar's ops as pointwise ops and reductions, which a fusing compiler merges with their neighbours.
+"""Decompose autopar's ops into pointwise ops and reductions, which a fusing compiler merges with their neighbours.
 
-Their eager implementations work through blocks that fit a cache and look at values; these are the same functions
-without either. What has good kernels of its own (attention on GPUs, gradients of lookups, the fused ops that a
-plan asks for) stays whole; attention by torch's kernel for CPUs keeps the layout that this gives it, of which a view is
-what models want next.
+The eager implementations work in cache-sized blocks and branch on values; these are the same functions without either.
+Ops with good kernels (attention on GPUs, gradients of lookups, the fused ops that a plan requests) stay whole.
+Attention with torch's CPU kernel keeps the layout of that kernel's result, since models usually view it next.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Ten
 
 
 def _refusing(position: Tensor, index: Tensor, length: int, vocabulary: int, ignored: int | None = None) -> Tensor:
-    """The position where an index is somebody's, else one after the end, which the compiled program refuses as the ops
-    themselves do: on CPUs, where the size of the whole vocabulary is known."""
+    """Return the position, or one past the end for an index outside the vocabulary, so that compiled code raises.
+
+    The eager ops raise too. Only on CPUs, and if the size of the global vocabulary is known.
+    """
     if vocabulary <= 1 or index.device.type != "cpu":
         return position
     wrong = (index < 0) | (index >= vocabulary)
@@ -129,14 +130,14 @@ def _dropout(x: Tensor, seed: Tensor, *, p: float, site: int, global_shape: list
     words = _shifted(words, 30) * MULTIPLIERS[0]
     words = _shifted(words, 27) * MULTIPLIERS[1]
     words = _shifted(words, 31)
-    # The low half of a word is an even element's, the high half an odd one's; shifts give both with their sign.
+    # The low half of a word belongs to an even element, the high half to an odd one; both keep their sign.
     bits = torch.where((index & 1).bool(), words >> 32, (words << 32) >> 32)
     keep = bits >= min(round(p * 2**32), 2**32 - 1) - 2**31
     return torch.where(keep, x * (1 / (1 - p)), 0).contiguous()
 
 
 def _mixed_key(seed: Tensor, site: int) -> Tensor:
-    """``random.key``, out of place."""
+    """Compute ``random.key`` out of place."""
 
     def mixed(words: Tensor) -> Tensor:
         words = _shifted(words, 30) * MULTIPLIERS[0]
