@@ -1,6 +1,6 @@
-"""Reading and writing at indices of a dim of which a rank holds a part, from ``offset`` on.
+"""Read and write at indices of a dim of which a rank holds a part, from ``offset`` on.
 
-What lies elsewhere is read as zero, to be summed over the ranks, and is not written.
+Elements of other ranks are read as zero, to be summed over the ranks, and are not written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _gather_fake(x: Tensor, dim: int, index: Tensor, offset: int) -> Tensor:
 
 
 def _local(indices: list[Tensor | None], at: int, offset: int, whole: int) -> Tensor:
-    """The index of dim ``at``, of ``whole`` elements in all: negative ones count from its end."""
+    """Return the local index of dim ``at``, of ``whole`` global elements. Negative indices count from its end."""
     index = indices[at]
     assert index is not None
     return index.where(index >= 0, index + whole) - offset
@@ -41,7 +41,7 @@ def _index(x: Tensor, indices: list[Tensor | None], at: int, offset: int, whole:
     local = _local(indices, at, offset, whole)
     here = _here(local, x.shape[at])
     found: Tensor = aten.index(x, [local.where(here, 0) if i == at else index for i, index in enumerate(indices)])
-    # Whether an element is there, read in the same way: it stands where the element does.
+    # Read in the same way whether an element is missing, so that flags line up with elements.
     flags = torch.tensor([True, False], device=x.device).view(-1, *[1] * (x.ndim - 1 - at))
     shape = [2 if i == at else n for i, n in enumerate(x.shape)]
     missing = aten.index(flags.expand(shape), [here.long() if i == at else index for i, index in enumerate(indices)])
@@ -53,7 +53,7 @@ def _index_fake(x: Tensor, indices: list[Tensor | None], at: int, offset: int, w
 
 
 def _spilling(x: Tensor, dim: int) -> Tensor:
-    """A copy with a place at the end of ``dim`` for what lies elsewhere."""
+    """Return a copy with an extra element at the end of ``dim``, where writes to other ranks' elements go."""
     return torch.cat([x, x.narrow(dim, 0, 1)], dim)
 
 
@@ -68,7 +68,7 @@ def _kept(x: Tensor, dim: int) -> Tensor:
 def _scatter(
     x: Tensor, dim: int, index: Tensor, source: Tensor | None, value: Number, kind: str, include_self: bool, offset: int
 ) -> Tensor:
-    """``kind``: "set", "sum", or a reduction of ``scatter_reduce``."""
+    """Scatter. ``kind`` is "set", "sum", or a reduction of ``scatter_reduce``."""
     big, local = _spilling(x, dim), _spilled(index - offset, x.shape[dim])
     if source is None:
         return _kept(big.scatter_(dim, local, value), dim)
@@ -84,7 +84,7 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 def _index_write(
     x: Tensor, dim: int, index: Tensor, source: Tensor, kind: str, alpha: Number, include_self: bool, offset: int
 ) -> Tensor:
-    """``kind``: "add", "copy", or a reduction of ``index_reduce``."""
+    """Write at indices. ``kind`` is "add", "copy", or a reduction of ``index_reduce``."""
     big, local = _spilling(x, dim), _spilled(index - offset, x.shape[dim])
     if kind == "add":
         return _kept(big.index_add_(dim, local, source, alpha=alpha), dim)
