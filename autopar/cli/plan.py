@@ -22,45 +22,49 @@ examples:
   autopar plan config.json --mesh 32x8 --cluster my-cluster.toml --output plan.json
   autopar plan train:model_and_inputs --mesh dp=2,tp=4 --constraint "lm_head.weight=S0R"
 
-A mesh arranges the devices along axes: 32x8 is 32 groups of 8, the last axis varies fastest, so that with 8 devices a
-node it lies inside nodes. In a spec, S0R means: dim 0 is cut by mesh axis 0, dim 1 is whole; see docs/explanation.
-Ctrl-C while it solves prints the best plan found so far, with its gap to the bound.
+A mesh arranges the devices along axes. 32x8 is 32 groups of 8; the last axis varies fastest, so with 8 devices per node
+it lies inside nodes. In a spec, S0R means that dim 0 is cut by mesh axis 0 and dim 1 is whole; see docs/explanation.
+Ctrl-C during the search prints the best plan so far, with its gap to the bound.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> None:
-    """What says how to plan; with ``report`` also what to do with the plan."""
+    """Add the planning arguments; with ``report`` also those for what to do with the plan."""
     models.add_arguments(parser)
-    parser.add_argument("--mesh", metavar="NxM", help="its shape, or dp=2,tp=4; default chosen for the cluster")
+    parser.add_argument(
+        "--mesh", metavar="NxM", help="shape of the mesh, or dp=2,tp=4 (default: chosen for the cluster)"
+    )
     parser.add_argument(
         "--cluster",
         metavar="NAME",
-        help="dgx-h100, dgx-h100:32 (devices), or a file of autopar profile; default this machine",
+        help="dgx-h100, dgx-h100:32 (devices), or a file of autopar profile (default: this machine)",
     )
     parser.add_argument(
         "--budget",
         "--memory-budget",
         dest="memory_budget",
         metavar="SIZE",
-        help="memory on each device, such as 60GiB; default all it has",
+        help="memory budget of each device, such as 60GiB (default: all of its memory)",
     )
-    parser.add_argument("--mixed-precision", metavar="bf16|fp16", help="autocast around every call")
-    parser.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
+    parser.add_argument("--mixed-precision", metavar="bf16|fp16", help="run every call under autocast")
+    parser.add_argument("--optimizer", default="adamw", help="optimizer whose state is counted (default adamw)")
     parser.add_argument(
         "--constraint",
         action="append",
         default=[],
         metavar="GLOB=SPEC",
-        help="a spec such as S0R, or column, row, shard, replicate; may be repeated",
+        help="force a spec such as S0R, or a style: column, row, shard, replicate; may be repeated",
     )
     parser.add_argument("--search", default="joint", help="joint, two-stage, or baseline:NAME (default joint)")
-    parser.add_argument("--solver", default="auto", help="highs, cbc, or another that PuLP knows (default auto)")
-    parser.add_argument("--time-limit", type=_seconds, default=16.0, metavar="S", help="for the solver (default 16)")
+    parser.add_argument("--solver", default="auto", help="highs, cbc, or another solver that PuLP knows (default auto)")
+    parser.add_argument(
+        "--time-limit", type=_seconds, default=16.0, metavar="S", help="seconds for the solver (default 16)"
+    )
     if report:
         parser.epilog = EXAMPLES
         parser.add_argument("--output", type=Path, metavar="FILE", help="save the plan as JSON")
         parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report that opens offline")
-        parser.add_argument("--source", action="store_true", help="print the local program too")
+        parser.add_argument("--source", action="store_true", help="also print the local program")
 
 
 def _seconds(text: str) -> float:
@@ -69,7 +73,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: write 60")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: write, say, 60")
     return seconds
 
 
@@ -87,11 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def planned(arguments: argparse.Namespace, **more: Any) -> Any:
-    """Plan as the command line asks. Ctrl-C ends the search with the best plan so far."""
+    """The plan that the command line asks for; Ctrl-C ends the search with the best so far."""
     from autopar import api
 
     with told() as progress:
-        options = options_of(arguments, progress)  # report bad options before the slow part
+        options = options_of(arguments, progress)  # what is wrong with them is told before anything takes time
         model, inputs = asked_model(arguments)
         return api.plan(model, inputs, **options, **more)
 
@@ -119,7 +123,7 @@ def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def options_of(arguments: argparse.Namespace, progress: Progress | None = None) -> dict[str, Any]:
-    """Return the planning options as keyword arguments of `autopar.plan`."""
+    """What the command says about planning, as `autopar.plan` takes it."""
     return dict(
         mesh=mesh_of(arguments.mesh),
         cluster=arguments.cluster,
