@@ -39,7 +39,7 @@ See autopar COMMAND --help for the options of a command.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 1 after an error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = _parsed(given)
+    chosen = _parse(given)
     chosen.given = given
     try:
         status: int = importlib.import_module(f"autopar.cli.{chosen.command}").run(chosen)
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001  raised by the user's model or a library; AUTOPAR_TRACEBACK shows the traceback
-        return _unforeseen(chosen.command, error)
+        return _report_unexpected(chosen.command, error)
     return status
 
 
-def _unforeseen(command: str, error: Exception) -> int:
+def _report_unexpected(command: str, error: Exception) -> int:
     last = traceback.extract_tb(error.__traceback__)[-1]
     print(f"autopar {command}: {type(error).__name__}: {error}", file=sys.stderr)
     print(f"  found: raised in {last.filename}, line {last.lineno}", file=sys.stderr)
@@ -68,7 +68,7 @@ def _unforeseen(command: str, error: Exception) -> int:
     return 1
 
 
-def _parsed(given: Sequence[str]) -> argparse.Namespace:
+def _parse(given: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A surplus word becomes the value of the option that the command names in ``last``."""
     parser = _parser(given)
     chosen, more = parser.parse_known_args(given)

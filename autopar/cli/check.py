@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model, inputs = models.load_model(arguments, meta=False) if arguments.model else _small_model()
-    model, inputs = model.double(), _doubled(inputs)
+    model, inputs = model.double(), _to_double(inputs)
     expected = _on_one_device(copy.deepcopy(model), inputs)
     mesh, constraints = mesh_of(arguments.mesh), constraints_of(arguments.constraint)
     plan = api.plan(model, inputs, mesh=mesh, cluster=arguments.cluster, constraints=constraints)
@@ -69,14 +69,14 @@ def _small_model() -> tuple[Any, Any]:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8)), (torch.randn(8, 16),)
 
 
-def _doubled(inputs: Any) -> Any:
+def _to_double(inputs: Any) -> Any:
     import torch
 
     if isinstance(inputs, torch.Tensor):
         return inputs.double() if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
-        return {k: _doubled(v) for k, v in inputs.items()}
-    return tuple(map(_doubled, inputs))
+        return {k: _to_double(v) for k, v in inputs.items()}
+    return tuple(map(_to_double, inputs))
 
 
 def _on_one_device(model: Any, inputs: Any) -> dict[str, Any]:

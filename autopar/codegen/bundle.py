@@ -51,7 +51,7 @@ class Bundle:
             return self.names[key]
         if module.__name__ == "autopar.kernels":
             if not self.kernels:
-                return self._absent(key)
+                return self._stand_in(key)
             self.names[key] = self.add(alone, name)
             return self.names[key]
         statement = _statements(module).get(name)
@@ -59,17 +59,17 @@ class Bundle:
             raise KeyError(f"{module.__name__} does not define {name}")
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             return self._imported(statement, name, key)
-        self.names[key] = self._free(name, module)
+        self.names[key] = self._free_name(name, module)
         self.definitions.append(self.rewritten(statement, module, {name: self.names[key]}))
         return self.names[key]
 
-    def _absent(self, key: tuple[str, str]) -> str:
+    def _stand_in(self, key: tuple[str, str]) -> str:
         name = self.names[key] = f"kernel_{key[1]}"
         text = ABSENT.get(key[1], "def {name}(*tensors, **options):\n    raise NotImplementedError")
         self.definitions.append(text.format(name=name))
         return name
 
-    def _free(self, name: str, module: ModuleType) -> str:
+    def _free_name(self, name: str, module: ModuleType) -> str:
         candidates = [name, f"{module.__name__.rsplit('.', 1)[1].strip('_')}_{name.lstrip('_')}"]
         found = next((c for c in candidates if c not in self.taken), f"{candidates[1]}_{len(self.taken)}")
         self.taken.add(found)

@@ -28,13 +28,15 @@ def _sumexp(x: Tensor, m: Tensor) -> Tensor:
     return (x.to(dtype) - m.to(dtype).unsqueeze(-1)).exp().sum(-1)
 
 
-def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
+def _local_position(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
     local = target - offset
     here = (local >= 0) & (local < v) & (target != ignore_index)
     return here, local.where(here, 0)
 
 
-def _refusing(position: Tensor, index: Tensor, length: int, vocabulary: int, ignored: int | None = None) -> Tensor:
+def _checked_position(
+    position: Tensor, index: Tensor, length: int, vocabulary: int, ignored: int | None = None
+) -> Tensor:
     """Return the position, or one past the end for an index outside the vocabulary, so that compiled code raises.
 
     The eager ops raise too. Only on CPUs, and if the size of the global vocabulary is known.
@@ -60,8 +62,8 @@ def _nll(
     each: float = 0.0,
     vocabulary: int = 0,
 ) -> Tensor:
-    here, position = _placed(target, ignore_index, offset, x.shape[-1])
-    position = _refusing(position, target, x.shape[-1], vocabulary, ignore_index)
+    here, position = _local_position(target, ignore_index, offset, x.shape[-1])
+    position = _checked_position(position, target, x.shape[-1], vocabulary, ignore_index)
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1) if x.shape[-1] else torch.zeros_like(lse)
     loss = (lse - chosen).to(lse.dtype).where(here, 0)
     if share is not None and classes is not None:
@@ -87,7 +89,7 @@ def _nll_backward(
     own: float = 1.0,
     each: float = 0.0,
 ) -> Tensor:
-    here, position = _placed(target, ignore_index, offset, x.shape[-1])
+    here, position = _local_position(target, ignore_index, offset, x.shape[-1])
     scale = grad.masked_fill(target == ignore_index, 0).to(lse.dtype).unsqueeze(-1)
     columns = torch.arange(x.shape[-1], device=x.device)
     chosen = (columns == position.unsqueeze(-1)) & here.unsqueeze(-1)
@@ -104,7 +106,7 @@ def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int 
         return weight.new_zeros([*index.shape, weight.shape[1]])
     local = index - offset if offset else index
     inside = (local >= 0) & (local < weight.shape[0])
-    position = _refusing(local.where(inside, 0), index, weight.shape[0], vocabulary)
+    position = _checked_position(local.where(inside, 0), index, weight.shape[0], vocabulary)
     rows = torch.ops.aten.embedding.default(weight, position)
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
@@ -118,7 +120,7 @@ def _global_index(shape: list[int], global_shape: list[int], offset: list[int], 
     return index.expand(shape)
 
 
-def _shifted(words: Tensor, shift: int) -> Tensor:
+def _xor_shift(words: Tensor, shift: int) -> Tensor:
     return words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))
 
 
@@ -127,9 +129,9 @@ def _dropout(x: Tensor, seed: Tensor, *, p: float, site: int, global_shape: list
         return x.clone() if p == 0 else torch.zeros_like(x)
     index = _global_index(list(x.shape), global_shape, offset, x.device)
     words = ((index >> 1) + 1) * GAMMA + _mixed_key(seed, site)
-    words = _shifted(words, 30) * MULTIPLIERS[0]
-    words = _shifted(words, 27) * MULTIPLIERS[1]
-    words = _shifted(words, 31)
+    words = _xor_shift(words, 30) * MULTIPLIERS[0]
+    words = _xor_shift(words, 27) * MULTIPLIERS[1]
+    words = _xor_shift(words, 31)
     # The low half of a word belongs to an even element, the high half to an odd one; both keep their sign.
     bits = torch.where((index & 1).bool(), words >> 32, (words << 32) >> 32)
     keep = bits >= min(round(p * 2**32), 2**32 - 1) - 2**31
@@ -140,8 +142,8 @@ def _mixed_key(seed: Tensor, site: int) -> Tensor:
     """Compute ``random.key`` out of place."""
 
     def mixed(words: Tensor) -> Tensor:
-        words = _shifted(words, 30) * MULTIPLIERS[0]
-        return _shifted(_shifted(words, 27) * MULTIPLIERS[1], 31)
+        words = _xor_shift(words, 30) * MULTIPLIERS[0]
+        return _xor_shift(_xor_shift(words, 27) * MULTIPLIERS[1], 31)
 
     return mixed(mixed(seed.reshape(()).to(torch.int64) + GAMMA) + _signed((site + 1) * GAMMA))
 

@@ -28,7 +28,7 @@ WIDTH = 120
 REGISTERS = "# registers"
 """Comment that marks the import of a module that registers ops."""
 
-BOUND = "\0"
+NON_BREAKING = "\0"
 """A non-breaking space for wrapping lines."""
 
 LITERAL = 4096
@@ -196,7 +196,7 @@ class _Printer:
             lines += self._assignment(node, items)
             dead = [d for n in (node, *made) for d in last.get(n, ()) if not (inlined(d) or (d is node and items))]
             if dead:
-                lines.append(self._freed(dead))
+                lines.append(self._deletion(dead))
         return "\n".join(lines)
 
     def _return(self, node: fx.Node, results: int, rest: str) -> list[str]:
@@ -208,11 +208,11 @@ class _Printer:
             lines.insert(results, f"        # {rest}:")
         return ["    return (", *lines, "    )"]
 
-    def _freed(self, dead: Sequence[fx.Node]) -> str:
+    def _deletion(self, dead: Sequence[fx.Node]) -> str:
         line = f"    del {', '.join(self.names[d] for d in dead)}"
         if len(line) <= WIDTH:
             return line
-        names = _filled(f"{', '.join(self.names[d] for d in dead)},")
+        names = _wrapped(f"{', '.join(self.names[d] for d in dead)},")
         return "\n".join(["    del (", *names, "    )"])
 
     def _assignment(self, node: fx.Node, items: Sequence[fx.Node | None]) -> list[str]:
@@ -220,23 +220,23 @@ class _Printer:
         if len(items) == 1:
             left += ","
         right = expression(node, self.names)
-        comments = [c for c in (self._said(n) for n in (items or [node]) if n is not None) if c]
+        comments = [c for c in (self._description(n) for n in (items or [node]) if n is not None) if c]
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
         comments += [f"Triton kernel {k}" for k in self._kernels(node) if items]
         comment = f"  # {printable('; '.join(comments))}" if comments else ""
         line = f"    {left} = {right}{comment}"
-        return [line] if len(line) <= WIDTH else [*_above(comment), *_folded(left, right)]
+        return [line] if len(line) <= WIDTH else [*_comment_lines(comment), *_wrapped_assignment(left, right)]
 
     def _kernels(self, node: fx.Node) -> tuple[str, ...]:
         op = node.meta.get("op")
         return op.kernels[:1] if isinstance(op, Op) and not op.exchanges else ()
 
     def _comment(self, node: fx.Node) -> str:
-        said = self._said(node)
+        said = self._description(node)
         return f"  # {printable(said)}" if said else ""
 
-    def _said(self, node: fx.Node) -> str:
+    def _description(self, node: fx.Node) -> str:
         """Describe a node: local shape and spec of its result, or bytes and seconds of what it sends."""
         tensor, op = node.meta.get("tensor"), node.meta.get("op")
         if isinstance(sent := node.meta.get("sent"), Sent):
@@ -281,7 +281,7 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds >= 0.05e-6 else "under 0.1 us"
 
 
-def _folded(left: str, right: str) -> list[str]:
+def _wrapped_assignment(left: str, right: str) -> list[str]:
     """Return an assignment, split over as many lines as it takes."""
     line = f"    {left} = {right}"
     if len(line) <= WIDTH:
@@ -289,15 +289,15 @@ def _folded(left: str, right: str) -> list[str]:
     head, _, arguments = right.partition("(")
     is_call = _is_call(right, head)
     if is_call and (len(left) + len(head) < WIDTH - 8 or ("," in left and len(head) < WIDTH - 16)):
-        lines = [f"    {left} = {head}(", *_filled(arguments[:-1]), "    )"]
+        lines = [f"    {left} = {head}(", *_wrapped(arguments[:-1]), "    )"]
     elif is_call and len(right) > WIDTH - 8:
-        inner = (f"    {line}" for line in _filled(arguments[:-1], WIDTH - 12))
+        inner = (f"    {line}" for line in _wrapped(arguments[:-1], WIDTH - 12))
         lines = [f"    {left} = (", f"        {head}(", *inner, "        )", "    )"]
     else:
-        lines = [f"    {left} = (", *_filled(right), "    )"]
+        lines = [f"    {left} = (", *_wrapped(right), "    )"]
     if len(lines[0]) > WIDTH and "," in left:
         rest = lines[0].removeprefix(f"    {left}")
-        lines = ["    (", *_filled(f"{left.removesuffix(',')},"), f"    ){rest}", *lines[1:]]
+        lines = ["    (", *_wrapped(f"{left.removesuffix(',')},"), f"    ){rest}", *lines[1:]]
     return lines
 
 
@@ -316,26 +316,26 @@ def _is_call(text: str, head: str) -> bool:
     return False
 
 
-def _filled(text: str, width: int = WIDTH - 8) -> list[str]:
+def _wrapped(text: str, width: int = WIDTH - 8) -> list[str]:
     if len(text) <= width:
         return [f"        {text.strip()}"]
-    made = textwrap.wrap(_bound(text), width, break_long_words=False, break_on_hyphens=False)
-    return [f"        {line.replace(BOUND, ' ')}" for line in made]
+    made = textwrap.wrap(_with_bound_lists(text), width, break_long_words=False, break_on_hyphens=False)
+    return [f"        {line.replace(NON_BREAKING, ' ')}" for line in made]
 
 
-def _above(comment: str) -> list[str]:
+def _comment_lines(comment: str) -> list[str]:
     """Return a comment as separate lines."""
     said = comment.removeprefix("  # ")
     if said and len(said) <= WIDTH - 6:
         return [f"    # {said}"]
-    bound = _bound(said).replace(" of ", f"{BOUND}of{BOUND}")
+    bound = _with_bound_lists(said).replace(" of ", f"{NON_BREAKING}of{NON_BREAKING}")
     lines = textwrap.wrap(bound, WIDTH - 6, break_long_words=False)
-    return [f"    # {line.replace(BOUND, ' ')}" for line in lines]
+    return [f"    # {line.replace(NON_BREAKING, ' ')}" for line in lines]
 
 
-def _bound(text: str) -> str:
+def _with_bound_lists(text: str) -> str:
     """Return ``text`` with non-breaking spaces in short lists."""
-    return re.sub(r"[\[(][^\[\]()]{0,60}[\])]", lambda found: found.group().replace(" ", BOUND), text)
+    return re.sub(r"[\[(][^\[\]()]{0,60}[\])]", lambda found: found.group().replace(" ", NON_BREAKING), text)
 
 
 def _unpacked(node: fx.Node) -> list[fx.Node | None]:

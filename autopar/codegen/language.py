@@ -101,16 +101,16 @@ def check_text(source: str) -> ast.Module:
     """
     unreadable = next((c for c in source if not (c.isprintable() or c == "\n")), None)
     if unreadable is not None:
-        raise _no_program(f"the character {unreadable!r}")
+        raise _not_a_program(f"the character {unreadable!r}")
     try:
         tree = ast.parse(source)
         _Text(set()).module(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _no_program(f"{type(error).__name__}: {error!s:.120}") from None
+        raise _not_a_program(f"{type(error).__name__}: {error!s:.120}") from None
     return tree
 
 
-def _no_program(found: str) -> PlanError:
+def _not_a_program(found: str) -> PlanError:
     return PlanError(
         "The text under 'source' in this plan is not what autopar emits.",
         found=found,
@@ -127,7 +127,7 @@ class _Text:
 
     def module(self, tree: ast.Module) -> None:
         if [s.name for s in tree.body if isinstance(s, ast.FunctionDef)][:2] != ["forward", "backward"]:
-            raise _no_program("no functions forward and backward")
+            raise _not_a_program("no functions forward and backward")
         for statement in tree.body:
             if isinstance(statement, ast.FunctionDef):
                 self.function(statement)
@@ -170,7 +170,9 @@ class _Text:
             raise _wrong(function)
         names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         if names & (RESERVED | self.ops | TABLES):
-            raise _no_program(f"{function.name} assigns to {', '.join(sorted(names & (RESERVED | self.ops | TABLES)))}")
+            raise _not_a_program(
+                f"{function.name} assigns to {', '.join(sorted(names & (RESERVED | self.ops | TABLES)))}"
+            )
         inside = _Expression({*names, "rank", "inputs"}, CALLED | self.ops, METHODS_CALLED)
         for statement in function.body:
             if ast.unparse(statement) != "inputs.clear()":
@@ -259,4 +261,4 @@ def _is_op(text: str) -> bool:
 
 
 def _wrong(node: ast.AST) -> PlanError:
-    return _no_program(f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node):.100}")
+    return _not_a_program(f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node):.100}")

@@ -49,7 +49,7 @@ def load(source: str, name: str = "autopar_program", graph: Graph | None = None)
     namespace = dict(namespace)
     for function in FUNCTIONS:
         if function in namespace:
-            namespace[function] = _pointing(namespace[function], filename, source, graph)
+            namespace[function] = _naming_module_in_errors(namespace[function], filename, source, graph)
     return namespace
 
 
@@ -120,7 +120,7 @@ def checked(
     return run
 
 
-def _pointing(
+def _naming_module_in_errors(
     function: Callable[..., tuple[Any, ...]], filename: str, source: str, graph: Graph | None
 ) -> Callable[..., tuple[Any, ...]]:
     """Wrap ``function`` to add the user's module to its errors."""

@@ -203,12 +203,12 @@ def _name_graph(
             continue
         elif "launches" in node.meta:  # an exchange inside an op
             module = names.short(str(node.meta["module"])) if node.meta.get("module") else ""
-            names.of[node] = _free(f"{module}_{node.meta['launches']}".lstrip("_"), taken) + LAUNCHED
+            names.of[node] = _free_name(f"{module}_{node.meta['launches']}".lstrip("_"), taken) + LAUNCHED
             continue
         elif _is_launch(node):
-            names.of[node] = _free(_of_launch(node, names), taken) + LAUNCHED
+            names.of[node] = _free_name(_of_launch(node, names), taken) + LAUNCHED
             continue
-        elif _arrives(node):
+        elif _is_arrival(node):
             names.of[node] = names.of[node.args[0]].removesuffix(LAUNCHED)
             continue
         else:
@@ -216,7 +216,7 @@ def _name_graph(
         if node.users and all(user.target is operator.getitem for user in node.users):
             names.several[node] = wanted
             wanted += "_parts"
-        names.of[node] = _free(wanted, taken)
+        names.of[node] = _free_name(wanted, taken)
 
 
 def _name_final(node: fx.Node, output: Output, names: Names, taken: dict[str, int], prefix: str) -> None:
@@ -229,20 +229,20 @@ def _name_final(node: fx.Node, output: Output, names: Names, taken: dict[str, in
     while (before := _redistributed_from(source)) is not None:
         source = before
     if source is node or source in names.of or source.op != "call_function":
-        names.of[node] = _free(wanted, taken)
+        names.of[node] = _free_name(wanted, taken)
         return
     tensor = source.meta.get("tensor")
     partial = isinstance(tensor, LocalTensor) and bool(tensor.spec.partial)
-    names.of[node] = _free(wanted, taken)
-    names.of[source] = _free(f"{names.of[node]}_{'partial' if partial else 'shard'}", taken)
+    names.of[node] = _free_name(wanted, taken)
+    names.of[source] = _free_name(f"{names.of[node]}_{'partial' if partial else 'shard'}", taken)
 
 
 def _redistributed_from(node: fx.Node) -> fx.Node | None:
     """Return the source if ``node`` is the result of a redistribution step, else None."""
     at = 0
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _arrives(node.args[0]):
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_arrival(node.args[0]):
         node, at = node.args[0], node.args[1]  # type: ignore[assignment]
-    launch = node.args[0] if _arrives(node) else node
+    launch = node.args[0] if _is_arrival(node) else node
     op = launch.meta.get("op") if isinstance(launch, fx.Node) else None
     if not isinstance(launch, fx.Node) or not isinstance(op, Op) or op.kind != "redistribute":
         return None
@@ -292,7 +292,7 @@ def _source(node: fx.Node) -> fx.Node | None:
     return next((a for a in node.all_input_nodes if a.target != "rank"), None)
 
 
-def _arrives(node: fx.Node) -> bool:
+def _is_arrival(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") in ("wait", "arrived")
 
 
@@ -313,7 +313,7 @@ def _of_part(node: fx.Node, source: fx.Node, names: Names) -> str:
     whole = names.several.get(source, names.of[source])
     wanted: Any = source.kwargs.get("results")
     parts = tuple(FUSED[name] for name in wanted) if wanted else _parts(source)
-    if _arrives(source):
+    if _is_arrival(source):
         launch: Any = source.args[0]
         return _redistributed(launch.meta["op"], names, launch.args[1][index])
     part = parts[index] if index < len(parts) else str(index)
@@ -373,7 +373,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the ops that compute with a node's value, even after redistributions, and the node that each reads."""
     for user in node.users:
         op = user.meta.get("op")
-        if _arrives(user) or (isinstance(op, Op) and op.kind == "redistribute" and not op.bucket):
+        if _is_arrival(user) or (isinstance(op, Op) and op.kind == "redistribute" and not op.bucket):
             yield from _readers(user)
         else:
             yield user, node
@@ -395,7 +395,7 @@ def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
     return {node: module for module, node in last.items()}
 
 
-def _free(wanted: str, taken: dict[str, int]) -> str:
+def _free_name(wanted: str, taken: dict[str, int]) -> str:
     """Return ``wanted``, with the next free number if it is taken.
 
     ``taken`` holds the last number of each name; 0 for reserved words.

@@ -58,7 +58,7 @@ def main(program: Mapping[str, Any]) -> None:
     result: dict[str, dict[str, Tensor]] = {}
     for _ in range(arguments.steps):
         start = time.perf_counter()
-        result = _explained(program, rank, given, arguments.seed)
+        result = _step_naming_module_in_errors(program, rank, given, arguments.seed)
         if dist.get_rank() == 0:
             shown = ", ".join(f"{n} {t.item():.6f}" for n, t in result["outputs"].items() if t.numel() == 1)
             print(f"{shown or 'done'}  ({(time.perf_counter() - start) * 1e3:.1f} ms)", flush=True)  # noqa: T201
@@ -68,7 +68,7 @@ def main(program: Mapping[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _explained(
+def _step_naming_module_in_errors(
     program: Mapping[str, Any], rank: ProcessRank, given: Mapping[str, Tensor], seed: int
 ) -> dict[str, dict[str, Tensor]]:
     """Run ``step``, and add the model's module to its errors."""
@@ -164,7 +164,7 @@ def _forward(
     program: Mapping[str, Any], rank: ProcessRank, held: Mapping[str, Tensor], seed: int, sums: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
     """Return global outputs, global new buffers, and the inputs of the backward, which include ``sums``."""
-    made = program["forward"](rank, [_fed(row, rank, held, seed) for row in program["INPUTS"]])
+    made = program["forward"](rank, [_input_shard(row, rank, held, seed) for row in program["INPUTS"]])
     results = made[: len(program["OUTPUTS"])]
     back = [*made[len(results) :]]
     del made
@@ -178,7 +178,7 @@ def _forward(
     return outputs, {name: t for kind, name, t in rows if kind == "mutation"}, back
 
 
-def _fed(row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int) -> Tensor:
+def _input_shard(row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int) -> Tensor:
     """Return this rank's shard of an input."""
     kind, name, dtype, shape, spec = row
     if kind == "seed":

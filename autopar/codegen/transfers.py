@@ -25,7 +25,7 @@ from autopar.spmd.transfers import RECORDER, Held
 autopar = torch.ops.autopar
 
 
-class _UnderWay(threading.local):
+class _InFlight(threading.local):
     """The transfers of this thread. A function waits for all transfers that it starts."""
 
     def __init__(self) -> None:
@@ -41,24 +41,24 @@ class _UnderWay(threading.local):
         return spmd.arrived(self.transfers.pop(int(number)))
 
 
-_UNDER_WAY = _UnderWay()
+_IN_FLIGHT = _InFlight()
 
 
 def _offload(x: Tensor) -> Tensor:
-    return _UNDER_WAY.start(spmd.offload(_on(x.device), x))
+    return _IN_FLIGHT.start(spmd.offload(_on(x.device), x))
 
 
 def _offloaded(x: Tensor, number: Tensor) -> Tensor:
-    held: HostTensor = _UNDER_WAY.done(number)
+    held: HostTensor = _IN_FLIGHT.done(number)
     return held.tensor
 
 
 def _fetch(held: Tensor, device: torch.device) -> Tensor:
-    return _UNDER_WAY.start(spmd.fetch(_on(device), HostTensor(held)))
+    return _IN_FLIGHT.start(spmd.fetch(_on(device), HostTensor(held)))
 
 
 def _fetched(held: Tensor, number: Tensor, device: torch.device) -> Tensor:
-    found: Tensor = _UNDER_WAY.done(number)
+    found: Tensor = _IN_FLIGHT.done(number)
     return found
 
 
@@ -125,5 +125,5 @@ def forgotten_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _UNDER_WAY.transfers.clear()
+        _IN_FLIGHT.transfers.clear()
         raise

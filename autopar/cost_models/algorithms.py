@@ -89,14 +89,14 @@ def fastest(choices: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
     for line in sorted(choices, key=lambda c: (-c.beta_s_per_byte, c.alpha_s)):
         while envelope and line.alpha_s <= envelope[-1].alpha_s:
             envelope.pop()
-        while len(envelope) > 1 and _meet(envelope[-2], line) <= _meet(envelope[-2], envelope[-1]):
+        while len(envelope) > 1 and _crossover(envelope[-2], line) <= _crossover(envelope[-2], envelope[-1]):
             envelope.pop()
         if not envelope or line.beta_s_per_byte < envelope[-1].beta_s_per_byte:
             envelope.append(line)
     return tuple(envelope)
 
 
-def _meet(first: Algorithm, second: Algorithm) -> float:
+def _crossover(first: Algorithm, second: Algorithm) -> float:
     """Return the size in bytes above which ``second``, which has more latency, is faster."""
     return (second.alpha_s - first.alpha_s) / (first.beta_s_per_byte - second.beta_s_per_byte)
 

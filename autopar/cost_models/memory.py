@@ -286,7 +286,7 @@ def _find(optimizer: Any) -> tuple[OptimizerState, Mapping[str, Any]]:
     names = [cls.__name__ for cls in optimizer.__mro__] if isinstance(optimizer, type) else [str(optimizer)]
     if isinstance(optimizer, str):
         names[0], options = _without_options(optimizer)
-    for name in map(_normalise, names):
+    for name in map(_canonical_name, names):
         if name in OPTIMIZERS:
             return OPTIMIZERS[name], options
     raise AutoparError(
@@ -312,7 +312,7 @@ def _without_options(text: str) -> tuple[str, Mapping[str, bool]]:
     return name, options
 
 
-def _normalise(name: str) -> str:
+def _canonical_name(name: str) -> str:
     name = re.sub(r"[^a-z0-9]", "", name.lower())
     if name.startswith("8bit"):
         name = name.removeprefix("8bit") + "8bit"

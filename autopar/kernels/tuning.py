@@ -53,7 +53,7 @@ class Tuning:
         if measure is None:
             return kernel.configs[0]
         settle()
-        with _alone(self.path):
+        with _locked(self.path):
             known |= read(self.path, self._version)
             if known.get(key) not in kernel.configs:
                 seconds = [measure(config) for config in kernel.configs]
@@ -77,7 +77,7 @@ class Tuning:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Hold a lock among the processes that share the file. If files cannot be locked, proceed without."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

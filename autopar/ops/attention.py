@@ -56,7 +56,7 @@ class _Attention:
         mask = self.mask
         causal = self.is_causal and self.offset[2] == self.offset[3]
         if self.is_causal and not causal:
-            mask = _both(mask, self._causal(slice(0, q.shape[2]), k.shape[2], q.device))
+            mask = _combined_mask(mask, self._causal(slice(0, q.shape[2]), k.shape[2], q.device))
         if mask is None:
             return None, causal
         if mask.dtype == torch.bool:
@@ -77,9 +77,9 @@ class _Attention:
         scores = scores.view(q.shape[0], q.shape[1], rows.stop - rows.start, k.shape[2])
         if self.mask is not None:
             mask = self.mask[..., rows, :] if self.mask.dim() > 1 and self.mask.shape[-2] > 1 else self.mask
-            scores.add_(_added(mask, scores.dtype) if mask.dtype == torch.bool else mask)
+            scores.add_(_additive(mask, scores.dtype) if mask.dtype == torch.bool else mask)
         if self.is_causal:
-            scores.add_(_added(self._causal(rows, k.shape[2], q.device), scores.dtype))
+            scores.add_(_additive(self._causal(rows, k.shape[2], q.device), scores.dtype))
         return scores
 
     def keep(self, weights: Tensor, rows: slice) -> Tensor | None:
@@ -92,17 +92,17 @@ class _Attention:
         return keep_scale(self.seed, self.site, self.dropout_p, self.global_shape, place, weights)
 
 
-def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return -inf where attention is masked, else 0. On a CPU adding it is much cheaper than filling by a mask."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def _with_contiguous_rows(x: Tensor) -> Tensor:
     """Return ``x`` with contiguous rows, as torch's kernels require. The one for CPUs does not check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
+def _combined_mask(mask: Tensor | None, allowed: Tensor) -> Tensor:
     if mask is None:
         return allowed
     return mask & allowed if mask.dtype == torch.bool else mask.where(allowed, -math.inf)
@@ -142,7 +142,7 @@ def _attention(
     if (found := _cpu_flash(attention, q, k, v)) is not None:
         return found[0].contiguous(), found[1].contiguous()
     if attention.gpu_flash(q, k, v):
-        q, k, v = map(_in_rows, (q, k, v))
+        q, k, v = map(_with_contiguous_rows, (q, k, v))
         return _torch.flash_attention(q, k, v, causal=attention.is_causal, scale=attention.scale)
     return _forward(attention, q, k, v)
 
@@ -153,7 +153,7 @@ def _cpu_flash(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[
         return None
     additive, causal = attention.flash_mask(q, k)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_in_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
+        *map(_with_contiguous_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
     )
     return out, lse
 
@@ -205,7 +205,7 @@ def _attention_backward(
         dq, dk, dv = found
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     if attention.gpu_flash(q, k, v):
-        q, k, v, grad_out = map(_in_rows, (q, k, v, grad_out))
+        q, k, v, grad_out = map(_with_contiguous_rows, (q, k, v, grad_out))
         options = {"causal": attention.is_causal, "scale": attention.scale}
         return _torch.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
     return _backward(attention, grad_out, q, k, v, out, lse)
@@ -218,7 +218,12 @@ def _cpu_flash_backward(
         return None
     additive, causal = attention.flash_mask(q, k)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(_in_rows, (grad_out, q, k, v, out)), lse, 0.0, causal, attn_mask=additive, scale=attention.scale
+        *map(_with_contiguous_rows, (grad_out, q, k, v, out)),
+        lse,
+        0.0,
+        causal,
+        attn_mask=additive,
+        scale=attention.scale,
     )
     return dq, dk, dv
 

@@ -30,7 +30,7 @@ def _by_expert(ids: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
 
 
-def _taken(rows: Tensor, order: Tensor) -> Tensor:
+def _gathered_rows(rows: Tensor, order: Tensor) -> Tensor:
     """[..., k] -> [s, k]: gather the row of each position; a row may have several."""
     flat = rows.reshape(-1, rows.shape[-1])
     each = order.shape[0] // flat.shape[0]
@@ -53,7 +53,7 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
 
 def _products(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     """[..., k], [e, k, n] -> [s, n]: a row for each position, zeros for those after the last end."""
-    taken = _taken(rows, order)
+    taken = _gathered_rows(rows, order)
     if _has_kernel(taken, weight):
         made: Tensor = aten._grouped_mm(taken, weight, ends)
         del taken
@@ -88,7 +88,7 @@ def _experts_mm_weight(
     if 0 in (ids.numel(), k, n, experts):
         return rows.new_zeros([experts, n, k] if transposed else [experts, k, n])
     order, ends = _by_expert(ids, first, experts)
-    left, right = _taken(rows, order), _taken(grad, order)
+    left, right = _gathered_rows(rows, order), _gathered_rows(grad, order)
     left, right = (right, left) if transposed else (left, right)
     if _has_kernel(left, right):
         made: Tensor = aten._grouped_mm(left.t(), right, ends)

@@ -19,7 +19,9 @@ from autopar.ops.registration import define, once_differentiable, without_gradie
 aten = torch.ops.aten
 
 
-def _moved(index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _shifted_index(
+    index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Convert linear indices in an image of ``shape``, shifted by rows of each dim, to one of shape ``into``.
 
     Also returns whether they are inside it.
@@ -53,7 +55,7 @@ def _max(
     n = len(kernel)
     pool = aten.max_pool2d_with_indices if n == 2 else aten.max_pool3d_with_indices
     out, index = pool(x, kernel, stride, padding, dilation, ceil)
-    return out.contiguous(), _moved(index, x.shape[-n:], starts, whole)[0].contiguous()
+    return out.contiguous(), _shifted_index(index, x.shape[-n:], starts, whole)[0].contiguous()
 
 
 def _max_fake(
@@ -68,7 +70,7 @@ def _max_backward(grad: Tensor, x: Tensor, index: Tensor, *, starts: list[int], 
     """Return the gradient, which goes only to this rank's own rows."""
     n = len(whole)
     own = x.shape[-n:]
-    place, inside = _moved(index, whole, [-start for start in starts], own)
+    place, inside = _shifted_index(index, whole, [-start for start in starts], own)
     out = x.new_zeros([*x.shape[:-n], math.prod(own)])
     out.scatter_add_(-1, place.where(inside, 0).flatten(-n), grad.where(inside, 0).flatten(-n))
     return out.view(x.shape)

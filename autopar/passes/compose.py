@@ -86,7 +86,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tensor.meta.shape if tensor is not None else ()
 
 
-def _alone(node: Any, target: Any) -> bool:
+def _has_one_reader(node: Any, target: Any) -> bool:
     """Whether ``node`` is a call of ``target`` with one reader."""
     return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
 
@@ -170,7 +170,7 @@ def _place_with_bias(product: fx.Node, reader: fx.Node) -> fx.Node | None:
 def _sum(node: fx.Node) -> None:
     """Replace a sum that keeps its dims and the view that drops them by a sum that drops them."""
     source: Any = node.args[0]
-    if not _alone(source, aten.sum.dim_IntList) or len(source.args) != 3 or not source.args[2]:
+    if not _has_one_reader(source, aten.sum.dim_IntList) or len(source.args) != 3 or not source.args[2]:
         return
     dims, rank = source.args[1], len(_shape(source))
     left = [n for d, n in enumerate(_shape(source.args[0])) if d not in {i % rank for i in dims}] if rank else []
@@ -197,13 +197,13 @@ def _batch_norm(node: fx.Node) -> None:
     moments = _moments(x, mean, rstd, count)
     if moments is None:
         return
-    running = [_running(moments.mean, 1.0), _running(moments.variance, count / max(1, count - 1))]
+    running = [_running_statistic(moments.mean, 1.0), _running_statistic(moments.variance, count / max(1, count - 1))]
     if None in running:
         return
     (mean_before, mean_after, momentum), (variance_before, variance_after, same) = running  # type: ignore[misc]
     inner = {moments.variance, moments.mean}
     external = [u for n in (mean, rstd, mean_after, variance_after) for u in n.users]
-    if not math.isclose(momentum, same) or _read_early(inner, node, external):
+    if not math.isclose(momentum, same) or _is_read_before(inner, node, external):
         return
     args = (x, weight, bias, mean_before, variance_before, True, momentum, moments.epsilon)
     with node.graph.inserting_before(node):
@@ -232,7 +232,7 @@ def _moments(x: Any, mean: Any, rstd: Any, count: Any) -> _Moments | None:
     if len({m.meta.dtype for m in metas if m is not None}) != 1 or not isinstance(count, int):
         return None
     shifted: Any = rstd.args[0] if rstd.target is aten.rsqrt.default else None
-    if not _alone(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
+    if not _has_one_reader(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
         return None
     variance = shifted.args[0]
     both = mean.args[0] if mean.target is operator.getitem else None
@@ -251,21 +251,21 @@ def _is_whole(x: fx.Node, count: Any) -> bool:
     return not cut and shape[0] > 1 and math.prod(shape) == count * shape[1]
 
 
-def _running(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, float] | None:
+def _running_statistic(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, float] | None:
     """Return (value before, value after, momentum) of the running statistic that ``moment`` updates."""
     for added in moment.users:
         if added.target is not aten.add.Tensor or added.args[1] is not moment:
             continue
         faded: Any = added.args[0]
         momentum: Any = added.kwargs.get("alpha", 1)
-        if not _alone(faded, aten.mul.Tensor) or not isinstance(faded.args[1], float):
+        if not _has_one_reader(faded, aten.mul.Tensor) or not isinstance(faded.args[1], float):
             continue
         if math.isclose(faded.args[1] * correction + momentum, correction):
             return faded.args[0], added, momentum / correction
     return None
 
 
-def _read_early(inner: set[fx.Node], at: fx.Node, external: list[fx.Node]) -> bool:
+def _is_read_before(inner: set[fx.Node], at: fx.Node, external: list[fx.Node]) -> bool:
     """Whether one of ``external`` that is not a piece of the pattern runs before ``at``."""
     order = {n: i for i, n in enumerate(at.graph.nodes)}
     pieces = (aten.add.Tensor, aten.rsqrt.default)

@@ -68,7 +68,7 @@ def _fused(module: fx.GraphModule, captured: Graph, found: Sequence[Fusion]) -> 
         if len(present) == len(nodes) and fusion.kernel == STATISTICS:
             _statistics(graph, present)
         elif len(present) == len(nodes):
-            _one_call(graph, fusion, *_tensors(captured, fusion, present))
+            _fuse_nodes(graph, fusion, *_tensors(captured, fusion, present))
     graph.lint()
     return LazyGraphModule(module, graph)
 
@@ -99,7 +99,9 @@ def _statistics(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     graph.erase_node(amax)
 
 
-def _one_call(graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], given: Mapping[Value, fx.Node]) -> None:
+def _fuse_nodes(
+    graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], given: Mapping[Value, fx.Node]
+) -> None:
     """Replace ``nodes`` by one call, at the place of the first of them or after the last operand.
 
     They stay as they are if a result is read before that.

@@ -209,10 +209,10 @@ class _Builder:
         operands = iter(self._widened(op) if op.halos else op.reads)
         made = self._made_args(args, kwargs, operands)
         if name.rpartition(".")[0] in DENSE:
-            made = tuple(map(self._dense, made[0])), made[1]
+            made = tuple(map(self._contiguous, made[0])), made[1]
         target = resolve_op(name)
         if op.in_place:
-            target, made = _in_operand(target, *made, op.operand)
+            target, made = _overwriting_call(target, *made, op.operand)
         if changes_arguments(target):
             call = self._call(spmd.on_copies, (target, *made[0]), made[1], name=identifier(op.name))
         else:
@@ -225,7 +225,7 @@ class _Builder:
         for index, tensor in zip(present, op.writes, strict=True):
             self._item(call, index, tensor)
 
-    def _dense(self, arg: Any) -> Any:
+    def _contiguous(self, arg: Any) -> Any:
         """Make an operand contiguous for a kernel that needs it; vectors always are."""
         tensor = arg.meta.get("tensor") if isinstance(arg, fx.Node) else None
         several = isinstance(tensor, LocalTensor) and len(tensor.meta.shape) > 1
@@ -353,7 +353,7 @@ class _Builder:
 
     def _with_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Let ops that create a tensor create it on the rank's device."""
-        if not _makes(target):
+        if not _creates_tensor(target):
             return kwargs
         return {**kwargs, "device": self._call(spmd.device, (self.rank,))}
 
@@ -368,7 +368,7 @@ _OVERWRITING = {
 }
 
 
-def _in_operand(
+def _overwriting_call(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: int
 ) -> tuple[Any, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the call that writes the result into an operand: the first one, or the incoming gradient."""
@@ -379,7 +379,7 @@ def _in_operand(
 
 
 @cache
-def _makes(target: Any) -> bool:
+def _creates_tensor(target: Any) -> bool:
     """Whether an op takes a device but no tensor."""
     schema = getattr(target, "_schema", None)
     arguments = schema.arguments if schema is not None else ()

@@ -161,25 +161,25 @@ class Plan(PlanRecord):
     def from_json(text: str, where: str = "text") -> Plan:
         """Read the plan that ``to_json`` wrote. Nothing in it is executed, and every field is checked."""
         try:
-            data = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_constant)
+            data = json.loads(text, object_pairs_hook=_with_unique_keys, parse_constant=_constant)
         except (ValueError, TypeError, RecursionError) as error:
-            raise _no_plan(f"{where}: {error}") from None
+            raise _not_a_plan(f"{where}: {error}") from None
         if not isinstance(data, dict) or data.get("format") != "autopar-plan":
-            raise _no_plan(where)
+            raise _not_a_plan(where)
         if data.get("version") not in READABLE:
             raise PlanError(
                 "The plan was saved by another version of autopar.",
                 found=f"format version {data.get('version')!s:.40}; this one reads {' and '.join(map(str, READABLE))}",
                 hint="plan again with this version, or install the version that saved the plan.",
             )
-        plan = _undamaged(lambda: _plan_from(data), where)
+        plan = _checked_read(lambda: _plan_from(data), where)
         if data.get("digest") != plan.digest:
             raise PlanError(
                 "The plan's program does not match its digest.",
                 found=f"{where}: digest {data.get('digest')!s:.40}; that of the program is {plan.digest}",
                 hint=f'if you edited the program, write "digest": "{plan.digest}" into the file.',
             )
-        _undamaged(lambda: check_consistent(plan), where)
+        _checked_read(lambda: check_consistent(plan), where)
         return plan
 
     def __str__(self) -> str:
@@ -200,11 +200,11 @@ def _write(path: str | Path, text: str) -> None:
         ) from None
 
 
-def _no_plan(found: str) -> PlanError:
+def _not_a_plan(found: str) -> PlanError:
     return PlanError("This is not an autopar plan.", found=found, hint="save a plan with plan.save(path).")
 
 
-def _undamaged(read: Callable[[], T], where: str) -> T:
+def _checked_read(read: Callable[[], T], where: str) -> T:
     try:
         return read()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AutoparError) as error:
@@ -212,7 +212,7 @@ def _undamaged(read: Callable[[], T], where: str) -> T:
         raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Duplicate keys are an error, since parsers disagree on which one counts."""
     data = dict(pairs)
     if len(data) != len(pairs):

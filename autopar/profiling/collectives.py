@@ -87,13 +87,13 @@ def timed_collectives(
         seconds = watch.time(call).seconds
         least_s = latency_s.setdefault((launch.kind, launch.axis), seconds)
         if rank.device.type == "cpu":
-            seconds = min(seconds, least_s + _worked(call, watch))
+            seconds = min(seconds, least_s + _processor_seconds(call, watch))
         points[launch.nbytes] = max(seconds, points.get(launch.nbytes, 0.0))
         step(f"{launch.kind} of {launch.nbytes:,} B")
     return tuple(_times(kind, per_node, nodes, points) for (kind, per_node, nodes), points in found.items())
 
 
-def _worked(call: Callable[[], Tensor], watch: Stopwatch) -> float:
+def _processor_seconds(call: Callable[[], Tensor], watch: Stopwatch) -> float:
     """Return the processor time of a call over all threads, on the busiest rank, in seconds.
 
     On an idle machine a message between CPUs takes at most the time of the smallest message, which is mostly waiting,

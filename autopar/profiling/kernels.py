@@ -369,11 +369,11 @@ def separated(found: Points, planned: Sequence[Run]) -> Points:
     for thin in [key for key in found if key[0].endswith(TRAFFIC)]:
         kind, dtype = thin[0].removesuffix(TRAFFIC), thin[1]
         best = max(a / s for a, s, _ in found[kind, dtype, "flops"])
-        made[thin] = _relieved(found[thin], [flops / best for flops in _other_amounts(planned, *thin[:2])])
+        made[thin] = _subtracted(found[thin], [flops / best for flops in _other_amounts(planned, *thin[:2])])
         traffic = _curve(thin, made[thin]).curve
         for key in [key for key in found if key[0] == kind]:
             moved = traffic.at(_other_amounts(planned, *key[:2])) - traffic.seconds[0]
-            made[key] = _relieved(found[key], moved.tolist())
+            made[key] = _subtracted(found[key], moved.tolist())
     return made
 
 
@@ -387,7 +387,7 @@ def _name(run: Run) -> str:
     return str(run.dtype).removeprefix("torch.")
 
 
-def _relieved(
+def _subtracted(
     points: Sequence[tuple[float, float, float]], seconds: Sequence[float]
 ) -> list[tuple[float, float, float]]:
     """Subtract ``seconds`` from the points, but leave at least half of each."""

@@ -169,7 +169,7 @@ class _Search:
                 yield math.inf, () if line is None else self._envelope(line, scale, math.inf, math.inf)
                 return
             far = self._cheapest(line.largest_scale, peak)
-            if far is not None and _no_dearer(line, far, line.largest_scale):
+            if far is not None and _costs_at_most(line, far, line.largest_scale):
                 limit = line.largest_scale
                 yield limit, (line,)
             else:
@@ -203,14 +203,14 @@ class _Search:
 
     def _between(self, first: Line, last: Line, low: float, high: float, peak: float) -> tuple[Line, ...]:
         """Return the lines of the envelope after ``first``, up to and including ``last``."""
-        if _no_dearer(first, last, high):
+        if _costs_at_most(first, last, high):
             return ()
         meet = (last.alpha_s - first.alpha_s) / (first.beta_s_per_scale - last.beta_s_per_scale)
         if not low < meet < high:
             return (last,)
         middle = self._cheapest(meet, peak)
         assert middle is not None
-        if _no_dearer(first, middle, meet):
+        if _costs_at_most(first, middle, meet):
             return (last,)
         return (
             *self._between(first, middle, low, meet, peak),
@@ -258,7 +258,7 @@ class _Search:
         )
 
 
-def _no_dearer(line: Line, other: Line, scale: float) -> bool:
+def _costs_at_most(line: Line, other: Line, scale: float) -> bool:
     """Whether ``line`` is at most as expensive as ``other`` at ``scale``, up to rounding."""
     pairs = [(line.beta_s_per_scale, other.beta_s_per_scale), (line.alpha_s, other.alpha_s)]
     if scale == math.inf:
@@ -300,7 +300,7 @@ def _linear_graph(
     graph: SpecGraph, shape: tuple[int, ...], costs: LinearPricing, overcut_dims: tuple[int, ...]
 ) -> LinearGraph | None:
     keys, key_of_arc = graph.prices
-    offered = [_highest([costs.lines(kind, axis) for axis in axes]) for kind, axes in keys]
+    offered = [_slowest_axis([costs.lines(kind, axis) for axis in axes]) for kind, axes in keys]
     arcs = existing_arcs(graph, shape, overcut_dims)
     units = graph.local_bytes(shape, 1)
     before, after = units[graph.tail[arcs]], units[graph.head[arcs]]
@@ -321,7 +321,7 @@ def _linear_graph(
 Lines = tuple[tuple[float, float], ...]
 
 
-def _highest(along: Sequence[Lines]) -> Lines | None:
+def _slowest_axis(along: Sequence[Lines]) -> Lines | None:
     """Return the maximum over the axes of a step, given its lines along each axis.
 
     None if no axis is the slowest for all sizes, so that the maximum is not a minimum of lines.

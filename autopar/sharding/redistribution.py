@@ -76,7 +76,7 @@ class Step:
             return True
         old = [mesh.shape[a] for a in spec.dims[self.dim]]
         new = [mesh.shape[a] for a in self.axes]
-        ways = spec.ways(mesh) // ShardingSpec(_but(spec.dims, self.dim)).ways(mesh)
+        ways = spec.ways(mesh) // ShardingSpec(_uncut(spec.dims, self.dim)).ways(mesh)
         return old == new or shape[self.dim] % ways == 0
 
     def adjoint(self, spec: ShardingSpec) -> Step | None:
@@ -209,7 +209,7 @@ def _permutes(spec: ShardingSpec, mesh: Mesh) -> Iterator[Step]:
             yield _step("permute", a, axes=(a, b))
 
 
-def _but(dims: tuple[tuple[int, ...], ...], dim: int) -> tuple[tuple[int, ...], ...]:
+def _uncut(dims: tuple[tuple[int, ...], ...], dim: int) -> tuple[tuple[int, ...], ...]:
     return (*dims[:dim], (), *dims[dim + 1 :])
 
 

@@ -214,21 +214,21 @@ def _parse(text: str) -> ShardingSpec:
     while head != "-" and at < len(head):
         m = _DIM.match(head, at)
         if not m:
-            raise _unreadable(text)
+            raise _not_a_spec(text)
         dims.append(_axes_of(m[1]) if m[1] else ())
         at = m.end()
     if not head:
-        raise _unreadable(text)
+        raise _not_a_spec(text)
     partial: list[tuple[int, Reduction]] = []
     for part in tail:
         m = _PARTIAL.match(part)
         if not m:
-            raise _unreadable(text)
+            raise _not_a_spec(text)
         partial += [(a, cast(Reduction, m[1] or "sum")) for a in _axes_of(m[2])]
     return ShardingSpec(tuple(dims), tuple(partial))
 
 
-def _unreadable(text: str) -> SpecError:
+def _not_a_spec(text: str) -> SpecError:
     return SpecError(
         "This is not a sharding spec.",
         found=f"{text!r:.200}",

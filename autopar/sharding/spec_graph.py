@@ -92,20 +92,20 @@ class SpecGraph:
             members = [d for d in order if alike[d] == kind]
             for d, source in zip(members, sorted(members, key=lambda m: dims[m]), strict=True):
                 order[d] = source
-        traded = self._traded(tuple(order))
+        traded = self._swapped(tuple(order))
         return int(traded[node]), traded
 
-    def _traded(self, order: tuple[int, ...]) -> NDArray[np.int64]:
-        if order not in self._trades:
+    def _swapped(self, order: tuple[int, ...]) -> NDArray[np.int64]:
+        if order not in self._swaps:
             index = self.index
             moved = (ShardingSpec(tuple(n.dims[d] for d in order), n.partial) for n in self.nodes)
             same = order == tuple(range(self.ndim))
             found = range(len(self.nodes)) if same else [index[spec] for spec in moved]
-            self._trades[order] = np.array(found, dtype=np.int64)
-        return self._trades[order]
+            self._swaps[order] = np.array(found, dtype=np.int64)
+        return self._swaps[order]
 
     @cached_property
-    def _trades(self) -> dict[tuple[int, ...], NDArray[np.int64]]:
+    def _swaps(self) -> dict[tuple[int, ...], NDArray[np.int64]]:
         return {}
 
     @cached_property

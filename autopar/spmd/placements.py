@@ -52,7 +52,7 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> S
         elif type(placement) is Partial and placement.reduce_op in REDUCTIONS:
             partial.append((axis, next(r for r in REDUCTIONS if r == placement.reduce_op)))
         elif not isinstance(placement, Replicate):
-            raise _unsayable(placements)
+            raise _inexpressible(placements)
     return ShardingSpec(tuple(dims), tuple(partial)).check(ndim, mesh)
 
 
@@ -63,7 +63,7 @@ def _inserted(
     for position in range(len(axes) + 1):
         if _ways(axes[:position], mesh) == factor:
             return (*axes[:position], axis, *axes[position:])
-    raise _unsayable(placements)
+    raise _inexpressible(placements)
 
 
 def _ways(axes: Sequence[int], mesh: Mesh) -> int:
@@ -80,7 +80,7 @@ def _require_even(spec: ShardingSpec, dim: int, mesh: Mesh, shape: Sequence[int]
         )
 
 
-def _unsayable(placements: Sequence[Placement]) -> SpecError:
+def _inexpressible(placements: Sequence[Placement]) -> SpecError:
     return SpecError(
         "No sharding spec expresses these DTensor placements.",
         found=", ".join(map(str, placements)),

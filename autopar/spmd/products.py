@@ -143,13 +143,13 @@ def _gathering(
         start, size = chunk(length, ways, (here + step) % ways)
         coming = None
         if step < ways - 1:
-            shape = _with(block.shape, dim, chunk(length, ways, (here + step + 1) % ways)[1])
+            shape = _with_length(block.shape, dim, chunk(length, ways, (here + step + 1) % ways)[1])
             coming = yield Send(block, _hop(rank, axis, 1, shape))
         if keep:
-            gathered = block.new_empty(_with(block.shape, dim, length)) if gathered is None else gathered
+            gathered = block.new_empty(_with_length(block.shape, dim, length)) if gathered is None else gathered
             gathered.narrow(dim, start, size).copy_(block)
         part = _contract(block, other, equation, operand)
-        product = part.new_empty(_with(part.shape, out_dim, length)) if product is None else product
+        product = part.new_empty(_with_length(part.shape, out_dim, length)) if product is None else product
         product.narrow(out_dim, start, size).copy_(part)
         del part
         if coming is not None:
@@ -167,7 +167,7 @@ def _scattering(rank: Rank, x: Tensor, w: Tensor, equation: str, operand: int, d
     total = _contract(cut.narrow(dim, *chunk(length, ways, owners[0])), other, equation, operand)
     for owner in owners[1:]:
         start, size = chunk(length, ways, owner)
-        shape = _with(total.shape, out_dim, size)
+        shape = _with_length(total.shape, out_dim, size)
         coming = yield Send(total, _hop(rank, axis, -1, shape))
         own = _contract(cut.narrow(dim, start, size), other, equation, operand)
         total = yield Receive(coming, shape)
@@ -214,7 +214,7 @@ def _as_matrix(equation: str, w: Tensor) -> Tensor | None:
     return w if second[0] == first[-1] else w.t()
 
 
-def _with(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     return (*shape[:dim], length, *shape[dim + 1 :])
 
 

@@ -81,21 +81,21 @@ def offload(rank: Rank, x: Tensor, into: HostTensor | None = None) -> Transfer[H
     if (recorder := RECORDER.get()) is not None:
         return recorder.offload(x)
     with host_memory():
-        if not _is_apart(x.device):
+        if not _has_own_memory(x.device):
             return Transfer(x, HostTensor(into.tensor.copy_(x) if into else x.clone()))
         host = into.tensor if into else _pinned_like(x)
-        return Transfer(x, HostTensor(host), _copied_beside(x, host, x.device))
+        return Transfer(x, HostTensor(host), _copy_on_host_stream(x, host, x.device))
 
 
 def fetch(rank: Rank, held: HostTensor) -> Transfer[Tensor]:
     """Start to copy a tensor that was offloaded back to the rank's device."""
     if (recorder := RECORDER.get()) is not None:
         return recorder.fetch(held, rank.device)
-    if not _is_apart(rank.device):
+    if not _has_own_memory(rank.device):
         return Transfer(held, held.tensor.clone())
     # Allocated on the compute stream, whose earlier readers of that memory the copy must wait for.
     result = torch.empty_like(held.tensor, device=rank.device)
-    return Transfer(held, result, _copied_beside(held.tensor, result, rank.device))
+    return Transfer(held, result, _copy_on_host_stream(held.tensor, result, rank.device))
 
 
 def arrived(transfer: Transfer[Held]) -> Held:
@@ -120,7 +120,7 @@ def host_memory() -> Iterator[None]:
         _ON_HOST.reset(token)
 
 
-def _is_apart(device: torch.device) -> bool:
+def _has_own_memory(device: torch.device) -> bool:
     """Whether a device has its own memory."""
     return device.type == "cuda"
 
@@ -134,7 +134,7 @@ def _host_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _copied_beside(source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event:
+def _copy_on_host_stream(source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event:
     """Copy on the host stream, after everything that the current stream has been given so far."""
     stream = _host_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -164,7 +164,7 @@ def _variant(node: Node) -> _Variant:
     return VARIANTS[node.packet.removeprefix("aten._scaled_dot_product_")]
 
 
-def _torchs_own(node: Node, metas: Metas) -> str:
+def _torch_attention(node: Node, metas: Metas) -> str:
     """Write the rule. These kernels do not draw dropout by global position, so with dropout nothing is cut."""
     kind = _variant(node)
     if arg(node, kind.dropout, 0.0, "dropout_p"):
@@ -184,7 +184,7 @@ def _torchs_own(node: Node, metas: Metas) -> str:
     return f"{', '.join(terms)} -> {', '.join(gives)}"
 
 
-def _torchs_flops(node: Node, metas: Metas) -> float:
+def _torch_attention_flops(node: Node, metas: Metas) -> float:
     first = _variant(node).takes.index("q")
     return (BACKWARD if first else 1.0) * _products(*metas[first : first + 3])
 
@@ -192,7 +192,7 @@ def _torchs_flops(node: Node, metas: Metas) -> float:
 for _name in VARIANTS:
     rule(
         f"aten._scaled_dot_product_{_name}",
-        _torchs_own,
+        _torch_attention,
         linear=GRADIENT if "backward" in _name else (),
-        flops=_torchs_flops,
+        flops=_torch_attention_flops,
     )

@@ -142,12 +142,12 @@ def _backward_along(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) ->
     return _along(node, strategy.inputs[1], metas[1], metas[0], metas[2], mesh, backward=True)
 
 
-def _read(c: _Along, *, transposed: bool) -> list[Window]:
+def _read_rows(c: _Along, *, transposed: bool) -> list[Window]:
     """Return the rows of x that each rank's own results are computed from."""
     return [c.slide.made_from(rows) if transposed else c.slide.read_for(rows) for rows in c.y]
 
 
-def _gone_into(c: _Along, *, transposed: bool) -> list[Window]:
+def _contributed_rows(c: _Along, *, transposed: bool) -> list[Window]:
     """Return the rows of the result that each rank's own rows of x contribute to, joined with its own rows."""
     into = [c.slide.read_for(rows) if transposed else c.slide.made_from(rows) for rows in c.x]
     return [(min(a, o), max(b, e)) for (a, b), (o, e) in zip(into, c.y, strict=True)]
@@ -164,7 +164,7 @@ def _convolution_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mes
     if along is None:
         return None
     n = metas[0].shape
-    return _all([halo(0, c.dim, c.axis, n[c.dim], _read(c, transposed=transposed), mesh) for c in along])
+    return _all([halo(0, c.dim, c.axis, n[c.dim], _read_rows(c, transposed=transposed), mesh) for c in along])
 
 
 @windows(aten.convolution_backward)
@@ -174,10 +174,10 @@ def _convolution_backward_windows(node: Node, strategy: Strategy, metas: Metas, 
         return None
     found = []
     for c in along:
-        of_grad = _gone_into(c, transposed=transposed)
+        of_grad = _contributed_rows(c, transposed=transposed)
         found.append(halo(0, c.dim, c.axis, metas[0].shape[c.dim], of_grad, mesh))
         if not transposed:
-            found.append(halo(1, c.dim, c.axis, metas[1].shape[c.dim], _read(c, transposed=False), mesh))
+            found.append(halo(1, c.dim, c.axis, metas[1].shape[c.dim], _read_rows(c, transposed=False), mesh))
     return _all(found)
 
 
@@ -201,7 +201,7 @@ def _lower_convolution(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh)
     padding = _without_padding(_each(node, 4, n), along) if along else padding
     if not (transposed and along):
         return node.op, (*node.args[:4], padding, dilation, transposed, output_padding, local), node.kwargs
-    made = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in _read(c, transposed=True)] for c in along]
+    made = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in _read_rows(c, transposed=True)] for c in along]
     first, size = _own(along, made, [c.y for c in along])
     kwargs: dict[str, LocalArg] = {
         "stride": _each(node, 3, n),
@@ -230,7 +230,7 @@ def _lower_convolution_backward(node: Node, strategy: Strategy, metas: Metas, me
 def _lower_part_backward(node: Node, along: list[_Along], n: int, groups: LocalArg, sizes: LocalArg) -> LocalCall:
     """Return the call of the backward, with the position of the rank's rows in its window of the gradient."""
     transposed = bool(node.args[7])
-    windows_ = [_gone_into(c, transposed=transposed) for c in along]
+    windows_ = [_contributed_rows(c, transposed=transposed) for c in along]
     made_first, made_size = _own(along, windows_, [c.y for c in along])
     if transposed:
         into = [[c.slide.read_for(rows) for rows in c.x] for c in along]

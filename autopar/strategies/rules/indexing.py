@@ -46,12 +46,12 @@ rule(aten._embedding_bag, _embedding_bag)
 rule(aten._embedding_bag_backward, _embedding_bag_backward, linear=((0,),))
 
 
-def _same(left: tuple[int, ...], right: tuple[int, ...], dim: int) -> list[int]:
+def _shorter_dims(left: tuple[int, ...], right: tuple[int, ...], dim: int) -> list[int]:
     """Return the dims besides ``dim`` in which the index is shorter than the tensor. They are never cut."""
     return [i for i in range(len(left)) if i != dim and left[i] != right[i]]
 
 
-def _truth(x: TensorMeta) -> bool:
+def _is_bool(x: TensorMeta) -> bool:
     """Whether the values are booleans, which have no sum."""
     return x.dtype == "bool"
 
@@ -61,9 +61,9 @@ def _gather(node: Node, metas: Metas) -> str:
     if not x:
         return "-, - -> -"
     dim = dim_arg(node, 1, len(x))
-    short = _same(x, index, dim)
+    short = _shorter_dims(x, index, dim)
     dims = names(len(x))
-    whole = [dim, *short] if _truth(metas[0]) else short
+    whole = [dim, *short] if _is_bool(metas[0]) else short
     read = term([f"x{i}" if i == dim or i in short else d for i, d in enumerate(dims)], whole)
     indexed = term(["j" if i == dim else f"j{i}" if i in short else d for i, d in enumerate(dims)], short)
     return f"{read}, {indexed} -> {indexed}"
@@ -78,7 +78,7 @@ def _scatter(node: Node, metas: Metas) -> str:
     dims = names(len(x))
     dim = dim_arg(node, 1, len(x)) if x else 0
     others = [m.shape for m in metas[1:]]
-    short = sorted({i for o in others for i in _same(x, o, dim)})
+    short = sorted({i for o in others for i in _shorter_dims(x, o, dim)})
     whole = [dim, *short] if x else []
     written = term([f"x{i}" if i in whole else d for i, d in enumerate(dims)], short)
     rest = (term([f"{s}{i}" if i in whole else d for i, d in enumerate(dims)], whole) for s in "js"[: len(others)])
@@ -100,7 +100,7 @@ def _index_select(node: Node, metas: Metas) -> str:
     dim = dim_arg(node, 1, len(dims))
     index = "j" if metas[1].shape else "-"
     after = [*dims[:dim], "j" if metas[1].shape else "1", *dims[dim + 1 :]]
-    whole = [] if metas[1].shape and not _truth(metas[0]) else [dim]
+    whole = [] if metas[1].shape and not _is_bool(metas[0]) else [dim]
     return f"{term(dims, whole)}, {index} -> {term(after)}" if dims else "-, [one] -> -"
 
 
@@ -138,7 +138,7 @@ def _indexed(node: Node) -> tuple[int, ...]:
     return tuple(i for i, index in enumerate(indices) if isinstance(index, Value))
 
 
-def _parted(node: Node, metas: Metas) -> int:
+def _cuttable_dim(node: Node, metas: Metas) -> int:
     """Return the indexed dim that may be cut, the longest."""
     return max(_indexed(node), key=lambda i: metas[0].shape[i], default=-1)
 
@@ -159,7 +159,7 @@ def _index_terms(node: Node, metas: Metas, indices: Metas, index: str) -> tuple[
     adjacent = not at or at == tuple(range(at[0], at[0] + len(at)))
     front = at[0] if at and adjacent else 0
     terms = [" ".join(picked[width - len(m.shape) :]) or "-" for m in indices]
-    whole = [i for i in at if i != _parted(node, metas) or _truth(metas[0])]
+    whole = [i for i in at if i != _cuttable_dim(node, metas) or _is_bool(metas[0])]
     return term(x, whole), terms, " ".join([*kept[:front], *picked, *kept[front:]]) or "-"
 
 
@@ -224,7 +224,7 @@ def _lower_index_select(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh
 @lowering(aten.index.Tensor)
 @lowering(aten._unsafe_index.Tensor)
 def _lower_index(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    at = _parted(node, metas)
+    at = _cuttable_dim(node, metas)
     offset = _offset(metas[0], strategy, at) if at >= 0 else None
     if offset is None:
         return node.op, node.args, node.kwargs
@@ -234,7 +234,7 @@ def _lower_index(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Lo
 @lowering(aten.index_put)
 @lowering(aten._unsafe_index_put)
 def _lower_index_put(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    at = _parted(node, metas)
+    at = _cuttable_dim(node, metas)
     offset = _offset(metas[0], strategy, at) if at >= 0 else None
     if offset is None:
         return node.op, node.args, node.kwargs

@@ -9,7 +9,7 @@ from autopar.strategies.rules.terms import int_arg, replicated
 NONE, MEAN = 0, 1
 
 
-def _compared(position: int) -> Notation:
+def _elementwise_loss(position: int) -> Notation:
     """Return the rule of an elementwise loss. The argument at ``position`` is its reduction."""
 
     def notation(node: Node, metas: Metas) -> str:
@@ -20,7 +20,7 @@ def _compared(position: int) -> Notation:
     return notation
 
 
-def _compared_backward(position: int) -> Notation:
+def _elementwise_loss_backward(position: int) -> Notation:
     """Return the rule of a loss's gradient. A mean's is divided by the count, which must be global, so it is whole."""
 
     def notation(node: Node, metas: Metas) -> str:
@@ -31,19 +31,19 @@ def _compared_backward(position: int) -> Notation:
 
 
 for _op in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
-    rule(_op, _compared(2))
+    rule(_op, _elementwise_loss(2))
 for _op in (
     aten.mse_loss_backward,
     aten.smooth_l1_loss_backward,
     aten.huber_loss_backward,
     aten.soft_margin_loss_backward,
 ):
-    rule(_op, _compared_backward(3), linear=((0,),))
+    rule(_op, _elementwise_loss_backward(3), linear=((0,),))
 
 
-rule(aten.binary_cross_entropy, _compared(3))
-rule(aten.binary_cross_entropy_backward, _compared_backward(4), linear=((0,),))
-rule(aten.binary_cross_entropy_with_logits, _compared(4))
+rule(aten.binary_cross_entropy, _elementwise_loss(3))
+rule(aten.binary_cross_entropy_backward, _elementwise_loss_backward(4), linear=((0,),))
+rule(aten.binary_cross_entropy_with_logits, _elementwise_loss(4))
 
 
 def _nll(node: Node, metas: Metas) -> str:

@@ -102,14 +102,14 @@ def _backward(kind: _Pool, operands: Sequence[int]) -> Callable[[Node, Strategy,
             return None
         made = []
         for dim, axis in cuts:
-            into = _into(kind, node, metas, dim, axis, mesh)
+            into = _contributed_rows(kind, node, metas, dim, axis, mesh)
             made += [halo(i, dim, axis, metas[i].shape[dim], into, mesh) for i in operands]
         return _all(made)
 
     return found
 
 
-def _into(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> list[Window]:
+def _contributed_rows(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> list[Window]:
     """Return the rows of the result that each rank's own rows of x contribute to."""
     shape = metas[1].shape
     slide = kind.slide(node, dim - len(shape) + kind.n)
@@ -228,7 +228,7 @@ def _average(n: int) -> None:
             return node.op, node.args, node.kwargs
         kernel, stride, _ = kind_back.geometry(node)
         firsts = tuple(LocalChoice(_first(kind_back, node, metas, dim, axis, mesh), axis) for dim, axis in cuts)
-        rows = [_into(kind_back, node, metas, dim, axis, mesh) for dim, axis in cuts]
+        rows = [_contributed_rows(kind_back, node, metas, dim, axis, mesh) for dim, axis in cuts]
         none: dict[str, LocalArg] = {"pads": (), "starts": (), "whole": ()}
         kwargs: dict[str, LocalArg] = {
             "kernel": kernel,
@@ -262,7 +262,7 @@ def _first(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mes
     """Return where each rank's own rows of x begin among the rows that its window of the gradient depends on."""
     shape = metas[1].shape
     slide = kind.slide(node, dim - len(shape) + kind.n)
-    into = _into(kind, node, metas, dim, axis, mesh)
+    into = _contributed_rows(kind, node, metas, dim, axis, mesh)
     own = own_rows(shape[dim], mesh.shape[axis])
     return tuple(o - slide.read_for((a, b))[0] for (o, _), (a, b) in zip(own, into, strict=True))
 
