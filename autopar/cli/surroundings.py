@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 LEAST_TORCH = (2, 11)
+"""Oldest supported release of torch."""
+
 OPTIONAL = {
     "transformers": "Hugging Face models by name or config on the command line",
     "safetensors": "reading and writing safetensors",
@@ -22,6 +24,7 @@ OPTIONAL = {
     "accelerate": "Hugging Face Trainer and Accelerate",
     "lightning": "PyTorch Lightning",
 }
+"""Optional packages, and what they are for."""
 
 
 class Finding(NamedTuple):

@@ -25,6 +25,7 @@ from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered
 
 WIDTH = 120
+"""Longest line of an emitted program, in characters."""
 REGISTERS = "# registers"
 """Comment that marks the import of a module that registers ops."""
 

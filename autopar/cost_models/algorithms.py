@@ -47,8 +47,13 @@ from typing import NamedTuple
 from autopar.mesh import AxisLink, Library
 
 TREE_EFFICIENCY = 0.92
+"""Share of the bandwidth that trees reach."""
+
 LOW_LATENCY_INSIDE, LOW_LATENCY_BETWEEN = 0.6 / 1.9, 2.7 / 4.0
+"""Latencies inside and between nodes with the LL protocol, relative to LL128."""
+
 LOW_LATENCY_RING, LOW_LATENCY_TREE = 0.5, 1 / 3.8
+"""Share of the bandwidth that rings and trees reach with the LL protocol."""
 
 
 class Algorithm(NamedTuple):

@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 
 MOST_BYTES = 2**25
+"""Most bytes of parameters in a chunk, on one rank."""
+
 LEAST_CHUNKS = 8
+"""Fewest chunks in which all such parameters step."""
 
 
 def optimizer_chunk_bytes(total: int) -> int:

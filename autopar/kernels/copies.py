@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 OUTER = 4
+"""Dims outside the tile that the kernel walks."""
 
 
 @triton.jit

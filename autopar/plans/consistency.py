@@ -9,6 +9,7 @@ from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
 
 MOST_RANKS = 1 << 24
+"""Largest mesh that a plan may have."""
 
 
 def check_consistent(plan: PlanRecord) -> None:

@@ -13,7 +13,7 @@ LONGEST = 1 << 16
 """Most characters of a formula. Formulas of FLOPs have hundreds."""
 
 LARGEST_POWER = 64
-
+"""Largest exponent in a formula."""
 _INFIX: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

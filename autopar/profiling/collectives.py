@@ -19,6 +19,7 @@ from autopar.spmd.ranks import Exchange, ProcessRank
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 ITEMSIZE = 4
 ROUNDS = 9
+"""Repetitions of each of the three timings of `measured_overlap`."""
 COLUMNS = 16
 """Columns of the float32 matrices that are sent."""
 

@@ -26,6 +26,7 @@ aten = torch.ops.aten
 own = torch.ops.autopar
 
 COLUMNS = 256
+"""Columns of streamed matrices."""
 Call = Callable[[], object]
 Made = tuple[Call, float]
 """A function that runs a kernel, and its amount: FLOPs, or bytes read and written."""
@@ -86,6 +87,7 @@ def _thin_matmul(n: int, dtype: torch.dtype, device: torch.device) -> Made:
 
 
 HEADS, WIDTH, SHORT = 4, 64, 16
+"""Heads, their width, and the length of a short sequence, for attention."""
 
 
 def _attention_operands(
@@ -124,6 +126,7 @@ def _short_attention_backward(size: int, dtype: torch.dtype, device: torch.devic
 
 
 IMAGES, SIDE = 4, 28
+"""Number of images and their side in pixels, for convolutions."""
 
 
 def _convolution_operands(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], float]:
@@ -169,6 +172,7 @@ def _on_images(op: Callable[[Tensor, Tensor], object], read: int, written: float
 
 
 CHANNELS, PIXELS = 8, 8
+"""Channels of images and their side in pixels, for batch norms and pooling."""
 
 
 def _batch_var_mean(x: Tensor, _: Tensor) -> object:
@@ -290,7 +294,10 @@ def runs(device: torch.device, largest: int) -> Iterator[Run]:
 
 
 ROTATED_BYTES = 2**25
+"""Bytes of all sets of operands that a `Rotation` cycles through."""
+
 MOST_SETS = 32
+"""Most sets of operands of a `Rotation`."""
 
 
 @dataclass

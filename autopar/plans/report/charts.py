@@ -14,11 +14,14 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.report.markup import tag
 from autopar.plans.table import seconds, size
 
-WIDTH = 1000.0
-HEIGHT = 260.0
-MOST_POINTS = 500
-MOST_BLOCKS = 1500
+WIDTH, HEIGHT = 1000.0, 260.0
+"""Size of a chart in SVG units."""
 
+MOST_POINTS = 500
+"""About how many points the memory chart keeps."""
+
+MOST_BLOCKS = 1500
+"""Blocks shorter than the step time over this are joined with their neighbours."""
 MOST_EMPTY = 4
 """A budget of more than this many times the peak is not drawn, since the rest would be a stripe."""
 
@@ -185,6 +188,7 @@ def _named(block: Block, count: int) -> Block:
 
 
 LANE = 34
+"""Height of a stream's lane in SVG units."""
 
 
 def timeline_chart(plan: PlanRecord) -> str:
