@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
         metavar="GLOB=SPEC",
         help="force a spec such as S0R, or a style: column, row, shard, replicate; may be repeated",
     )
-    parser.add_argument("--search", default="joint", help="joint, two-stage, or baseline:NAME (default joint)")
+    parser.add_argument(
+        "--search", default="joint", help="search method: joint, two-stage, or baseline:NAME (default joint)"
+    )
     parser.add_argument("--solver", default="auto", help="highs, cbc, or another solver that PuLP knows (default auto)")
     parser.add_argument(
         "--time-limit", type=_seconds, default=16.0, metavar="S", help="seconds for the solver (default 16)"

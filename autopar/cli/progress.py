@@ -29,16 +29,16 @@ class Progress:
         self.live = self.out.isatty()
         self.began = time.monotonic()
         self.stage = ""
-        self.told = -1.0
+        self.printed_at = -1.0
 
     def __call__(self, text: str) -> None:
         stage, detail, _ = text.partition(": ")
         now = time.monotonic()
-        if stage == self.stage and not self.live and now - self.told < 2.0:
+        if stage == self.stage and not self.live and now - self.printed_at < 2.0:
             return
         if stage == self.stage and not detail:
             return
-        self.stage, self.told = stage, now
+        self.stage, self.printed_at = stage, now
         said = STAGES.get(stage, stage) if not detail else text
         stopping = " (stopping)" if hurried() else ""
         line = f"{now - self.began:6.1f} s  {said}{stopping}"
