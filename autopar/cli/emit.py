@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "example:\n  autopar plan gpt2 --mesh 2x4 --cluster dgx-h100 --output plan.json\n"
         "  autopar emit plan.json --output program.py\n\n"
-        "The file that --output names runs under torchrun and needs only torch. Standard output gets the bare program,\n"
+        "The file of --output runs under torchrun and needs only torch. Standard output gets the bare program,\n"
         "plan.source. You may edit either and run it instead: autoparallelize(..., source=FILE).\n"
     )
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="saved by autopar plan --output or plan.save")
