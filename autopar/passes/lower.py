@@ -209,7 +209,7 @@ class _Builder:
         operands = iter(self._widened(op) if op.halos else op.reads)
         made = self._made_args(args, kwargs, operands)
         if name.rpartition(".")[0] in DENSE:
-            made = tuple(map(self._contiguous, made[0])), made[1]
+            made = tuple(map(self._dense, made[0])), made[1]
         target = resolve_op(name)
         if op.in_place:
             target, made = _overwriting_call(target, *made, op.operand)
@@ -225,7 +225,7 @@ class _Builder:
         for index, tensor in zip(present, op.writes, strict=True):
             self._item(call, index, tensor)
 
-    def _contiguous(self, arg: Any) -> Any:
+    def _dense(self, arg: Any) -> Any:
         """Make an operand contiguous for a kernel that needs it; vectors always are."""
         tensor = arg.meta.get("tensor") if isinstance(arg, fx.Node) else None
         several = isinstance(tensor, LocalTensor) and len(tensor.meta.shape) > 1
