@@ -38,7 +38,7 @@ def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     if not last.accumulators:
         return last
     before = _lower(without_delivery(program, graph), graph, mesh)
-    assert before.saved == last.saved, "the delivery of gradients must not read the forward"
+    assert before.saved == last.saved, "the delivery of gradients reads nothing of the forward"
     return replace(last, accumulate=before.backward, accumulated=before.gradients)
 
 
