@@ -1,1 +1,1 @@
-"""Architectures of benchmarks/workloads.toml that no installed library builds, each at its published size by default."""
+"""The set-ups of benchmarks/workloads.toml, and the architectures that no installed library builds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,8 +15,8 @@ class GraphSAGE(nn.Module):
     def __init__(self, features: int, classes: int, width: int = 256, layers: int = 3) -> None:
         super().__init__()
         sizes = [features, *[width] * (layers - 1), classes]
-        self.own = nn.ModuleList(nn.Linear(i, o) for i, o in zip(sizes, sizes[1:]))
-        self.neighbours = nn.ModuleList(nn.Linear(i, o, bias=False) for i, o in zip(sizes, sizes[1:]))
+        self.own = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(sizes))
+        self.neighbours = nn.ModuleList(nn.Linear(i, o, bias=False) for i, o in pairwise(sizes))
 
     def forward(self, x: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
         source, target = edges

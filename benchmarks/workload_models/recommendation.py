@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 def perceptron(sizes: Sequence[int], *, ends_in_relu: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:]):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers if ends_in_relu else layers[:-1])
 
@@ -21,7 +22,8 @@ class PairProducts(nn.Module):
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
-        self.rows, self.columns = (list(x) for x in zip(*((i, j) for i in range(features) for j in range(i))))
+        pairs = list(combinations(range(features), 2))
+        self.rows, self.columns = [i for i, _ in pairs], [j for _, j in pairs]
         self.outputs = width + len(self.rows)
 
     def forward(self, features: Tensor) -> Tensor:
