@@ -71,10 +71,6 @@ class Case(NamedTuple):
     def name(self) -> str:
         return f"{self.workload.name}@{self.budget}"
 
-    @property
-    def is_share(self) -> bool:
-        return not isinstance(self.budget, str)
-
 
 def cases(workloads: Mapping[str, Workload], patterns: Sequence[str]) -> list[Case]:
     """Those whose own name, or whose set-up's, matches a pattern; all where there is none."""
@@ -102,16 +98,8 @@ def planned(case: Case, free_peak: int | None, time_limit: float, *, compare: bo
                 model, inputs, memory_budget=budget, time_limit=time_limit, **workload.options(), **more
             )
 
-        if case.is_share and free_peak is None:
-            started_s = time.perf_counter()
-            free_peak = plan(UNLIMITED).peak_memory
-            record["free_s"] = time.perf_counter() - started_s
-        if case.is_share:
-            record["free_peak_bytes"] = free_peak
-        started_s = time.perf_counter()
-        budget = _budget(case, free_peak, plan)
-        if case.budget == "least":
-            record["least_s"] = time.perf_counter() - started_s
+        budget, found = budget_of(case, free_peak, plan)
+        record |= found
         started_s, cpu_started_s = time.perf_counter(), time.process_time()
         made = plan(budget, compare=compare)
         record["total_s"] = time.perf_counter() - started_s
@@ -123,25 +111,33 @@ def planned(case: Case, free_peak: int | None, time_limit: float, *, compare: bo
     return record | {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def _budget(case: Case, free_peak: int | None, plan: Callable[[int], Any]) -> int | str | None:
-    """What ``autopar.plan`` takes."""
-    if case.is_share:
-        assert free_peak is not None
-        return int(float(case.budget) * free_peak)
+def budget_of(case: Case, free_peak: int | None, plan: Callable[[int | str], Any]) -> tuple[int | str | None, Record]:
+    """What ``autopar.plan`` takes, and what had to be planned to know it."""
+    if case.budget == "device":
+        return None, {}
+    started_s = time.perf_counter()
     if case.budget == "least":
-        return least_budget(plan)
-    return None if case.budget == "device" else str(case.budget)
+        least, so_far = least_budget(plan)
+        return least, {"least_so_far": so_far, "least_s": time.perf_counter() - started_s}
+    if isinstance(case.budget, str):
+        return case.budget, {}
+    found: Record = {}
+    if free_peak is None:
+        free_peak = int(plan(UNLIMITED).peak_memory)
+        found["free_s"] = time.perf_counter() - started_s
+    return int(case.budget * free_peak), found | {"free_peak_bytes": free_peak}
 
 
-def least_budget(plan: Callable[[int], Any]) -> int:
-    """The smallest budget that works, in bytes, as the error of a budget of one byte names it."""
+def least_budget(plan: Callable[[int], Any]) -> tuple[int, bool]:
+    """The smallest budget that works, in bytes, as the error of a budget of one byte names it; and whether the error
+    says that more time may find a smaller one."""
     try:
         plan(1)
     except InfeasibleError as error:
         named = re.search(r"memory_budget=(\d+)", error.hint)
         if named is None:
             raise
-        return int(named[1])
+        return int(named[1]), "so far" in error.hint
     raise ValueError("a budget of one byte was met")
 
 
@@ -178,7 +174,9 @@ def described(plan: Any) -> Record:
 
 def _step(record: Any) -> Record:
     """A line of ``plan.trace``, without what is not finite: before the first plan there is no cost."""
-    said = {name: getattr(record, name) for name in ("phase", "work", "seconds", "cost", "bound")}
+    names = ("phase", "work", "seconds", "cost", "bound")
+    values = record if isinstance(record, tuple) else [getattr(record, name) for name in names]
+    said = dict(zip(names, values, strict=True))
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in said.items()}
 
 
@@ -196,8 +194,9 @@ def alone(work: Callable[[], Record], limit_s: float) -> Record:
         process.start()
         sender.close()
         try:
-            record = receiver.recv() if receiver.poll(limit_s) else {"error": f"ended after {limit_s:.0f} s"}
-            process.join(ENDING_S if "error" not in record else 0)
+            came = receiver.poll(limit_s)
+            record = receiver.recv() if came else {"error": f"ended after {limit_s:.0f} s"}
+            process.join(ENDING_S if came else 0)
         except EOFError:
             process.join()
             record = {"error": f"the process ended with {process.exitcode}"}
