@@ -78,6 +78,7 @@ class Workload:
     def _of_transformers(self) -> Any:
         import transformers
 
+        transformers.logging.set_verbosity_error()  # what it warns of is not about planning
         kind = getattr(transformers, self.transformers)
         return kind(kind.config_class(use_cache=False, **self.fields))
 
