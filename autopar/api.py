@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from autopar import codegen
 from autopar.arguments import as_bytes, as_cluster, as_constraints, as_mesh, as_optimizer, canonical_names
-from autopar.assembly import assembled
-from autopar.emission import ready
+from autopar.assembly import assemble
+from autopar.emission import with_emitted_source
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
@@ -268,8 +268,8 @@ def autoparallelize(
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     capture = as_planned(capture, made)
-    made, local = together(lambda: ready(made, capture, options))
-    return assembled(
+    made, local = together(lambda: with_emitted_source(made, capture, options))
+    return assemble(
         model,
         meta_inputs,
         capture,
@@ -362,7 +362,7 @@ def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, see
     capture = capture_model(model, call, options, plan.mesh.size)
     capture = as_planned(capture, plan)
     plan = belonging(plan, capture, call)
-    plan, local = ready(plan, capture, options)
+    plan, local = with_emitted_source(plan, capture, options)
     outputs, rest = simulate_program(local, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)

@@ -1,4 +1,4 @@
-"""From a plan to a module that trains: parameters on the mesh, and the programs of its calls."""
+"""Turns a plan into a module that trains: places parameters on the mesh, and compiles programs for its calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import codegen, passes, planner
-from autopar.attributes import as_before, remember
-from autopar.emission import ready
+from autopar.attributes import record_attributes, restored_attributes
+from autopar.emission import with_emitted_source
 from autopar.ir import Value
 from autopar.mesh import Cluster
 from autopar.planner import Options
@@ -41,10 +41,10 @@ from autopar.tracer.calls import Call, bind
 from autopar.tracer.tracer import as_call
 
 Edited = tuple[str, str]
-"""The text of a program that someone edited, and its path."""
+"""The text of an edited program, and its path."""
 
 
-def assembled(
+def assemble(
     model: nn.Module,
     meta_inputs: Any,
     capture: Capture,
@@ -57,7 +57,7 @@ def assembled(
     initialize: bool = True,
     edited: Edited | None = None,
 ) -> nn.Module:
-    """The point of no return: shard the parameters and swap the class."""
+    """Shard the parameters and swap the model's class; this cannot be undone."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
     planned = _shapes(bind(model, *as_call(meta_inputs)))
     original = type(model)
@@ -91,7 +91,7 @@ def assembled(
     state = State(
         made.mesh,
         device_mesh,
-        _bound_as(original),
+        _bind_to(original),
         compile_variant,
         place,
         made,
@@ -116,13 +116,13 @@ def assembled(
 
 
 def _keep_states(model: nn.Module, made: Plan, state: State) -> None:
-    """The host keeps the optimizer state that the plan says, also where only a later batch's plan does."""
+    """Keep optimizer state on the host where the plan says so, even if only a later batch's plan does."""
     for name in made.offloaded_optimizer:
         keep_state_on_host(model.get_parameter(name), state.rank)
 
 
-def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
-    """Bind calls to the forward that the user wrote."""
+def _bind_to(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
+    """Return a function that binds calls to the signature of the user's own forward."""
 
     def bind_original(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         return bind(model, args, kwargs, original.forward)
@@ -133,17 +133,17 @@ def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], 
 def _compile(
     model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
 ) -> Variant:
-    """Plan and lower the model for another batch or mode, with the parameters where they are."""
+    """Plan and lower the model for another batch or mode, with the parameters placed as they are."""
 
     def captured() -> Capture:
-        with as_before(model, state.before):
+        with restored_attributes(model, state.attributes_before):
             return capture_model(model, call, options, state.mesh.size, every=every, trains=False)
 
     capture = together(captured, lambda c: c.graph.digest)
-    there = placed_specs(model, capture, state.mesh)
-    fixed = dataclasses.replace(options, constraints=there, accumulators=_accumulators(state))
-    reusable = not every and all(str(state.plan.specs.get(name)) == spec for name, spec in there.items())
-    plan = _still_fitting(state, as_planned(capture, state.plan), call) if reusable else None
+    current_specs = placed_specs(model, capture, state.mesh)
+    fixed = dataclasses.replace(options, constraints=current_specs, accumulators=_accumulators(state))
+    reusable = not every and all(str(state.plan.specs.get(name)) == spec for name, spec in current_specs.items())
+    plan = _reused_plan(state, as_planned(capture, state.plan), call) if reusable else None
     if plan is None:
         made = decided_by_first(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
@@ -151,9 +151,9 @@ def _compile(
     return _variant(model, as_planned(capture, plan), plan, fixed, state, call, cluster)
 
 
-def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
-    """The plan of the first program, where the one that is asked for is like it but for sizes in the planned range, or
-    for numbers that it computes with."""
+def _reused_plan(state: State, capture: Capture, call: Call) -> Plan | None:
+    """Return the first program's plan if the requested program is like it but for sizes in the planned range or numbers
+    that it computes with, else None."""
     plan: Plan = state.plan
     if _same_shapes(state.planned, call) and alike(state.graph, capture.graph):
         return carried_to(plan, capture)
@@ -165,14 +165,14 @@ def _same_shapes(planned: BoundCall, call: Call) -> bool:
 
 
 def _shapes(call: Call) -> Call:
-    """The call on the meta device: what is kept of it holds no batch alive."""
+    """Return the call on the meta device, so that keeping it keeps no batch alive."""
     with torch.no_grad():
         tensors = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in call.tensors)
         return Call(call.structure, tuple(tensors))
 
 
 def _accumulators(state: State) -> dict[str, str]:
-    """The specs in which gradients add up: the same for every program of a step."""
+    """Return the specs in which gradients accumulate; every program of a step must use the same."""
     newest_first = reversed(state.programs)
     return {meaning.name: str(spec) for v in newest_first for meaning, spec, _ in v.executable.accumulators}
 
@@ -189,21 +189,21 @@ def _variant(
     edited: Edited | None = None,
 ) -> Variant:
     if local is None:
-        made, local = together(lambda: ready(made, capture, options))
+        made, local = together(lambda: with_emitted_source(made, capture, options))
     executable = _executable(capture, made, local, options, state.rank, edited)
     call = _shapes(call)
     given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
-    as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
+    whole_outputs = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
 
     @functools.cache
     def every_tangent() -> Variant:
-        """The same call with a backward from every output."""
-        return _compile(model, state, call, cluster, as_they_are, every=True)
+        """Compile the same call with a backward from every output."""
+        return _compile(model, state, call, cluster, whole_outputs, every=True)
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
     shapes = {i.name: capture.graph.meta(Value(i.node)).shape for i in capture.graph.inputs if i.kind == "parameter"}
     state.compiled += 1
-    remember(state.before, model, [each.place for each in capture.left])
+    record_attributes(state.attributes_before, model, [each.place for each in capture.attribute_outputs])
     return Variant(
         executable,
         _builder(capture.returned, outputs),
@@ -213,7 +213,7 @@ def _variant(
         capture.guards,
         {m.name: (spec, shapes[m.name]) for m, spec in executable.inputs if m.name in shapes},
         state.compiled,
-        capture.left,
+        capture.attribute_outputs,
         list(capture.lost),
     )
 
@@ -261,7 +261,7 @@ def _executable(
 
 
 def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]:
-    """The functions of the plan's program, whose text was emitted from it just now."""
+    """Load the functions of the plan's program, whose text was just emitted."""
     functions = codegen.load(made.source, f"autopar_{made.digest}", capture.graph)
     inference = codegen.emit(passes.forward_only(lowered), made.mesh, ["Forward without gradients."])
     name = f"autopar_{made.digest}_inference"
@@ -269,7 +269,7 @@ def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]
 
 
 def _edited(made: Plan, lowered: Lowered, capture: Capture, rank: Rank, text: str, path: str) -> dict[str, Any]:
-    """The functions of a program that someone edited, on this rank."""
+    """Load the functions of an edited program on this rank."""
     functions = together(lambda: codegen.load(text, path, capture.graph))
     for name, module in (("forward", lowered.forward), ("backward", lowered.backward)):
         functions[name] = codegen.checked(functions[name], name, codegen.results_of(module, made.mesh, rank.coordinate))

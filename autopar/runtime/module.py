@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.attributes import Held, Left, Place
+from autopar.attributes import AttributeOutput, Held, Place
 from autopar.errors import AutoparError, InputError
 from autopar.guards import Difference, Guards
 from autopar.mesh import Mesh
@@ -67,7 +67,7 @@ class Variant:
         guards: what of the model the program was captured from.
         parameters: spec and whole shape of each that the program takes.
         number: of the program among those that were compiled, the same on every rank.
-        left: what a call leaves in attributes of modules.
+        attribute_outputs: what a call leaves in attributes of modules.
         lost: names of what else the forward leaves tensors in, until the user has been told.
     """
 
@@ -79,7 +79,7 @@ class Variant:
     guards: Guards
     parameters: Mapping[str, tuple[ShardingSpec, tuple[int, ...]]]
     number: int
-    left: tuple[Left, ...] = ()
+    attribute_outputs: tuple[AttributeOutput, ...] = ()
     lost: list[str] = field(default_factory=list)
 
 
@@ -94,7 +94,7 @@ class State:
         planned: the call that the plan was made for.
         place: puts parameters and buffers, by name, onto the mesh at these specs.
         mixed_precision: the precision of every call's autocast, if any.
-        before: what attributes held in which calls leave tensors, before any call.
+        attributes_before: what attributes held in which calls leave tensors, before any call.
         graph: that the plan was made for.
         variants: compiled programs by key, the one that was used last in front.
         compiled: how many programs there have been.
@@ -115,7 +115,7 @@ class State:
     variants: dict[Any, list[Variant]] = field(default_factory=dict)
     compiled: int = 0
     numbers: dict[Any, int] = field(default_factory=dict)
-    before: dict[Place, Held] = field(default_factory=dict)
+    attributes_before: dict[Place, Held] = field(default_factory=dict)
     plain_evaluation: bool = True
     compared: set[Any] = field(default_factory=set)
     rank: ProcessRank = field(init=False)
@@ -289,7 +289,7 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise
     settle()
     _write_back(variant, mutations, stored)
-    if variant.left or variant.lost:
+    if variant.attribute_outputs or variant.lost:
         _leave(model, variant, outputs)
     return variant.build(outputs)
 
@@ -422,8 +422,8 @@ def _write_back(variant: Variant, mutations: Sequence[Any], stored: Tables) -> N
 def _leave(model: ParallelModule, variant: Variant, outputs: Sequence[Any]) -> None:
     """Set what the forward leaves in attributes, and say once what it leaves elsewhere."""
     named = dict(zip(variant.outputs, outputs, strict=True))
-    for each in variant.left:
-        each.give(model, named)
+    for each in variant.attribute_outputs:
+        each.assign(model, named)
     if variant.lost and this_rank() == 0:
         kind: Any = type(model)
         warnings.warn(

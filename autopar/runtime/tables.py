@@ -87,7 +87,7 @@ class Tables:
         binding = self.bindings.get(guards)
         if binding is not None and binding.is_unchanged():
             return not any(condition.difference(model) for condition in guards.conditions)
-        if (binding is not None and binding.is_changed()) or guards.difference(model) is not None:
+        if (binding is not None and binding.holds_other_data()) or guards.difference(model) is not None:
             return False
         self.bindings[guards] = guards.bind(model)
         return True

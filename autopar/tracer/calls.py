@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.attributes import Left, Place
+from autopar.attributes import AttributeOutput, Place
 from autopar.errors import CaptureError, InputError
 from autopar.structure import Structure, flatten
-from autopar.tracer import left
+from autopar.tracer import attribute_outputs
 from autopar.tracer.python_state import Change, changed, plain_state
 from autopar.tracer.reads import watched_reads
 from autopar.tracer.side_effects import constant_requires_grad
@@ -104,33 +104,33 @@ class FlatModel(nn.Module):
         self.returned = LastCall()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before, plain, attributes = _held(self.model), plain_state(self.model), left.attributes(self.model)
+        before, plain, attributes = _held(self.model), plain_state(self.model), attribute_outputs.attributes(self.model)
         with constant_requires_grad(self.model), watched_reads():
             out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
-        out += self._left_since(attributes)
+        out += self._attribute_outputs_since(attributes)
         self.returned.differentiable = tuple(t.requires_grad for t in out)
         _write_in_place(self.model, before)
         self.returned.changes = changed(plain, plain_state(self.model))
         return tuple(out)
 
-    def _left_since(self, attributes: left.Attributes) -> list[torch.Tensor]:
+    def _attribute_outputs_since(self, attributes: attribute_outputs.Attributes) -> list[torch.Tensor]:
         """What the forward has left in attributes, which are outputs too."""
-        if self.returned.left_out is None:
+        if self.returned.excluded is None:
             return []
-        found = left.left_in(self.model, attributes, self.returned.left_out)
-        self.returned.left = tuple(each for each, _ in found)
+        found = attribute_outputs.outputs_since(self.model, attributes, self.returned.excluded)
+        self.returned.attribute_outputs = tuple(each for each, _ in found)
         return [t for _, tensors in found for t in tensors]
 
 
 class LastCall:
-    """What the last call returned, and left in attributes but those of ``left_out``. An object of its own: torch.export
+    """What the last call returned, and left in attributes but those of ``excluded``. An object of its own: torch.export
     resets the attributes of modules."""
 
     structure: Structure | None = None
     differentiable: tuple[bool, ...] = ()
     changes: Mapping[str, Change] = MappingProxyType({})
-    left: tuple[Left, ...] = ()
-    left_out: frozenset[Place] | None = None
+    attribute_outputs: tuple[AttributeOutput, ...] = ()
+    excluded: frozenset[Place] | None = None
 
 
 def _held(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -22,11 +22,11 @@ from autopar._torch import (
     masks_kept,
     without_hooks_left,
 )
-from autopar.attributes import Held, Left, Place, as_before, remember
+from autopar.attributes import AttributeOutput, Held, Place, record_attributes, restored_attributes
 from autopar.errors import AutoparError, CaptureError
 from autopar.guards import AttributeKey, table_key
 from autopar.structure import Structure
-from autopar.tracer import functions, left
+from autopar.tracer import attribute_outputs, functions
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples
 from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
 from autopar.tracer.calls import Call, FlatModel, LastCall
@@ -62,9 +62,9 @@ class Exported:
         notices: what the program will do otherwise than the model, one sentence each.
         cut: runs of equal blocks whose middle was not run.
         changed: attributes that the forward changes, or leaves outputs in.
-        left: what the forward leaves in attributes, as further outputs.
+        attribute_outputs: what the forward leaves in attributes, as further outputs.
         lost: what it leaves where no output of a program gets.
-        left_out: attributes among these.
+        excluded: attributes among these.
     """
 
     program: torch.export.ExportedProgram | None
@@ -74,14 +74,14 @@ class Exported:
     notices: tuple[str, ...] = ()
     cut: tuple[Run, ...] = ()
     changed: tuple[AttributeKey, ...] = ()
-    left: tuple[Left, ...] = ()
+    attribute_outputs: tuple[AttributeOutput, ...] = ()
     lost: tuple[str, ...] = ()
-    left_out: frozenset[Place] = frozenset()
+    excluded: frozenset[Place] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of all outputs."""
-        return (*self.returned.paths, *(path for each in self.left for path in each.value.paths))
+        return (*self.returned.paths, *(path for each in self.attribute_outputs for path in each.value.paths))
 
 
 def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = False) -> Exported:
@@ -110,7 +110,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     plain = dict(call.structure.plain)
     cached = without_caches(model) and plain.get("use_cache") is not False
     flat, overridden = FlatModel(model, call.structure), list[str]()
-    flat.returned.left_out, findings = frozenset(), left.Findings()
+    flat.returned.excluded, findings = frozenset(), attribute_outputs.Findings()
     try:
         with (
             masks_as_in_eager(call.names, cached=cached),
@@ -133,13 +133,13 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         ):
             with kept(model):
                 program = _exported(flat, call)
-            changes = flat.returned.changes or flat.returned.left
+            changes = flat.returned.changes or flat.returned.attribute_outputs
             equal = cut(skipped, program.graph) and not (skipped.cut and changes)
             if changes and equal:
                 with kept(model):
-                    findings = left.looked_through(flat, flat.returned, call.tensors, mode)
-                if findings.unfit:
-                    flat.returned.left_out = findings.unfit
+                    findings = attribute_outputs.trial_calls(flat, flat.returned, call.tensors, mode)
+                if findings.unusable:
+                    flat.returned.excluded = findings.unusable
                     with kept(model):
                         program = _exported(flat, call)
                 with kept(model):
@@ -169,8 +169,8 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         flat.returned.differentiable,
         notices,
         tuple(skipped.cut),
-        _changed(flat, findings.left),
-        findings.left,
+        _changed(flat, findings.attribute_outputs),
+        findings.attribute_outputs,
         findings.lost,
     )
 
@@ -183,7 +183,7 @@ def _asked_of_tensors() -> Iterator[list[str]]:
 
 
 def _exported(flat: FlatModel, call: Call) -> torch.export.ExportedProgram:
-    with left.same_objects(flat.model), warnings.catch_warnings():
+    with attribute_outputs.same_objects(flat.model), warnings.catch_warnings():
         # Recurrent layers keep a list of their parameters, for which capture puts in its own.
         warnings.filterwarnings("ignore", message=".*_flat_weights")
         warnings.filterwarnings("ignore", message=".*assigned during export")
@@ -204,10 +204,10 @@ def run_once(model: nn.Module, call: Call) -> Exported:
             watched(overridden),
             _asked_of_tensors() as checks,
         ):
-            flat.returned.left_out = frozenset()
+            flat.returned.excluded = frozenset()
             with kept(model):
-                findings = left.looked_through(flat, flat.returned, call.tensors, contextlib.nullcontext())
-            flat.returned.left_out = findings.unfit
+                findings = attribute_outputs.trial_calls(flat, flat.returned, call.tensors, contextlib.nullcontext())
+            flat.returned.excluded = findings.unusable
             with kept(model):
                 values = flat(*call.tensors)
     except CaptureError as error:
@@ -223,14 +223,14 @@ def run_once(model: nn.Module, call: Call) -> Exported:
         flat.returned.differentiable,
         tuple(notices),
         (),
-        _changed(flat, findings.left),
-        findings.left,
+        _changed(flat, findings.attribute_outputs),
+        findings.attribute_outputs,
         findings.lost,
-        findings.unfit,
+        findings.unusable,
     )
 
 
-def _changed(flat: FlatModel, outputs: Sequence[Left]) -> tuple[AttributeKey, ...]:
+def _changed(flat: FlatModel, outputs: Sequence[AttributeOutput]) -> tuple[AttributeKey, ...]:
     places = [place for each in outputs for place in (each.place, *each.also)]
     given = [(table_key(flat.model.get_submodule(path)), name) for path, name in places]
     return *given, *((table_key(c.place.owner), c.place.name) for c in flat.returned.changes.values())
@@ -303,7 +303,11 @@ def _dense_gradients(graph: fx.Graph) -> list[str]:
 
 
 def _refuse_state(
-    program: torch.export.ExportedProgram, flat: FlatModel, call: Call, mode: FakeTensorMode, fixed: Sequence[Left]
+    program: torch.export.ExportedProgram,
+    flat: FlatModel,
+    call: Call,
+    mode: FakeTensorMode,
+    fixed: Sequence[AttributeOutput],
 ) -> None:
     """What the forward changes in Python may be for show, or a cache of what is always the same: else the program of
     the second call is another.
@@ -315,7 +319,7 @@ def _refuse_state(
         CaptureError: it is.
     """
     before: dict[Place, Held] = {}
-    remember(before, flat.model, [each.place for each in fixed])
+    record_attributes(before, flat.model, [each.place for each in fixed])
     with contextlib.suppress(DynamicOutputShapeException):  # what a mask chooses has a shape in an export alone
         with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
             flat(*call.tensors)
@@ -324,14 +328,17 @@ def _refuse_state(
             return
     changes = flat.returned.changes
     try:
-        with as_before(flat.model, before):
+        with restored_attributes(flat.model, before):
             again = _exported(flat, call)
     except Exception:  # noqa: BLE001  it worked in the first call
         same = False
     else:
         same = _text_of(program) == _text_of(again)
     if not same:
-        named = [*changes.items(), *((each.names[0], "an object with tensors in it") for each in flat.returned.left)]
+        named = [
+            *changes.items(),
+            *((each.names[0], "an object with tensors in it") for each in flat.returned.attribute_outputs),
+        ]
         name, change = named[0]
         raise CaptureError(
             f"The forward changes {name} and computes with it: the program would keep one value.",
@@ -357,7 +364,7 @@ def _notices(returned: LastCall, cached: bool, checks: Sequence[str], overridden
     notices = [
         f"{name} {change.verb} in forward, and keeps its old value outside of it"
         for name, change in returned.changes.items()
-        if not left.is_part(name, returned.left)
+        if not attribute_outputs.is_part(name, returned.attribute_outputs)
     ]
     if checks:
         notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")

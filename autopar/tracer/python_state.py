@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar._torch import TorchDispatchMode
-from autopar.attributes import MISSING
+from autopar.attributes import MISSING, MUTABLE_CONTAINERS, add_items
 from autopar.guards import LONGEST, View
 from autopar.tracer.blame import is_installed, is_ours
 
 _DATA = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, deque)
 _CACHED = type(cache(len))
 _SHORT = 60
 _OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
@@ -124,7 +122,7 @@ def _home(x: Any) -> str:
 def _add(found: State, owner: Any, prefix: str, by_library: bool) -> None:
     for name, value in vars(owner).items():
         place = Place(owner, name, prefix + name, by_library)
-        if isinstance(value, (*_DATA, *_CONTAINERS, tuple, Tensor)):
+        if isinstance(value, (*_DATA, *MUTABLE_CONTAINERS, tuple, Tensor)):
             if name not in _OF_MODULES and not name.startswith("__"):
                 found[id(owner), name] = place, _held(value)
         elif _is_users_object(value) and (id(value), "") not in found:
@@ -137,7 +135,7 @@ def _is_users_object(value: Any) -> bool:
 
 
 def _held(value: Any) -> Held:
-    content = copy.copy(value) if isinstance(value, _CONTAINERS) and len(value) <= LONGEST else value
+    content = copy.copy(value) if isinstance(value, MUTABLE_CONTAINERS) and len(value) <= LONGEST else value
     return Held(value, content, View(identity=True)(value))
 
 
@@ -205,18 +203,15 @@ def _cached_functions(model: nn.Module) -> list[Any]:
 
 def _fill(held: Held) -> None:
     """Give a container what it had in it."""
-    if isinstance(held.value, _CONTAINERS) and held.content is not held.value:
+    if isinstance(held.value, MUTABLE_CONTAINERS) and held.content is not held.value:
         content = copy.copy(held.content)
         held.value.clear()
-        if isinstance(held.value, (list, deque)):
-            held.value.extend(content)
-        else:
-            held.value.update(content)
+        add_items(held.value, content)
 
 
 def _text(held: Held) -> str:
     """A value in a few words: tensors of a trace say nothing."""
-    if isinstance(held.value, _CONTAINERS):
+    if isinstance(held.value, MUTABLE_CONTAINERS):
         if not any(isinstance(x, Tensor) for x in tree_leaves(held.content)) and len(repr(held.content)) < _SHORT:
             return repr(held.content)
         return f"a {type(held.value).__name__} of {len(held.content)}"

@@ -20,11 +20,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from autopar.attributes import MISSING
+from autopar.attributes import CONTAINERS, MISSING
 from autopar.errors import CaptureError
 from autopar.guards import (
     BY_IDENTITY,
-    CONTAINERS,
     DATA,
     DEEPEST,
     LONGEST,
@@ -32,7 +31,7 @@ from autopar.guards import (
     Read,
     Scope,
     Step,
-    held_by,
+    instance_dict,
     is_watched,
     look_up,
     table_key,
@@ -260,7 +259,7 @@ def _note_attributes(
 
 
 def _attributes_of(value: Any) -> Mapping[str, Any] | None:
-    return vars(value) if isinstance(value, (type, ModuleType)) else held_by(value)
+    return vars(value) if isinstance(value, (type, ModuleType)) else instance_dict(value)
 
 
 def _of(owner: Any, name: str, default: Any) -> Any:

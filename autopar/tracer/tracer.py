@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar import ir
 from autopar._torch import FakeTensorMode, JointInput, JointOutput, compiled_when_called
-from autopar.attributes import Left
+from autopar.attributes import AttributeOutput
 from autopar.errors import AutoparError, CaptureError
 from autopar.garbage import collected_later
 from autopar.guards import Guards
@@ -54,7 +54,7 @@ class Capture:
         requires_grad: names of the outputs that have a gradient on one device, whether or not it is captured.
         unsaved: values of buffers that the model's ``state_dict`` leaves out.
         guards: what of the model was read, beside its parameters and buffers.
-        left: what a call leaves in attributes, made of further outputs.
+        attribute_outputs: what a call leaves in attributes, made of further outputs.
         lost: names of what else the forward leaves tensors in.
     """
 
@@ -69,7 +69,7 @@ class Capture:
     requires_grad: frozenset[str] = frozenset()
     unsaved: Mapping[str, torch.Tensor] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
-    left: tuple[Left, ...] = ()
+    attribute_outputs: tuple[AttributeOutput, ...] = ()
     lost: tuple[str, ...] = ()
 
 
@@ -171,7 +171,7 @@ class ColoTracer:
             (*_notices(returned, call, joint.outputs), *exported.notices),
             frozenset(p for p, d in zip(names, exported.differentiable, strict=True) if d),
             guards=Guards.of(model, reads, recorder.known.conditions),
-            left=exported.left,
+            attribute_outputs=exported.attribute_outputs,
             lost=exported.lost,
         )
 
@@ -203,7 +203,7 @@ class ColoTracer:
             with device_neutral_ops():
                 if exported.program is None:
                     flat = FlatModel(copied, call.structure)
-                    flat.returned.left_out = exported.left_out
+                    flat.returned.excluded = exported.excluded
                     return (
                         loss,
                         differentiable,
