@@ -35,7 +35,7 @@ from autopar.planning import (
 from autopar.plans import Plan
 from autopar.precision import as_precision, stored_dtype
 from autopar.ranged import shapes_of
-from autopar.runtime.agreement import decided_by_first, together, world_size
+from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks, world_size
 from autopar.runtime.launch import ensure_process_group
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulation import Simulation, simulate_program
@@ -241,14 +241,14 @@ def autoparallelize(
             options = dataclasses.replace(options, **planned_with)
         return hardware, given, edited, options
 
-    hardware, given, edited, options = together(
+    hardware, given, edited, options = on_all_ranks(
         asked, lambda a: _wanted(*a, mesh), "request", "give every rank the same arguments."
     )
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
-    capture = together(lambda: capture_model(model, call, options, world_size()), lambda c: c.graph.digest)
+    capture = on_all_ranks(lambda: capture_model(model, call, options, world_size()), lambda c: c.graph.digest)
     if given is not None:
-        made = together(lambda: belonging(given, as_planned(capture, given), call))
+        made = on_all_ranks(lambda: belonging(given, as_planned(capture, given), call))
         mesh = mesh_of_shared(model, mesh if mesh is not None else made.mesh)
         with_shared(model, capture, mesh, options, made)
     else:
@@ -263,12 +263,12 @@ def autoparallelize(
             captured_s=time.perf_counter() - started,
             progress=progress,
         )
-        text = decided_by_first(
+        text = decided_on_rank_0(
             lambda: as_shared(planned_over_range(found, model, call, capture, options, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     capture = as_planned(capture, made)
-    made, local = together(lambda: with_emitted_source(made, capture, options))
+    made, local = on_all_ranks(lambda: with_emitted_source(made, capture, options))
     return assemble(
         model,
         meta_inputs,

@@ -22,15 +22,15 @@ from autopar.plans import Plan
 from autopar.precision import policy_of, stored_dtype
 from autopar.ranged import alike, carried_to, fitted
 from autopar.runtime.accumulation import Sums, watch_steps
-from autopar.runtime.agreement import decided_by_first, together
+from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks
 from autopar.runtime.execution import Executable
 from autopar.runtime.frameworks import wrap_frameworks
-from autopar.runtime.gathering import ask_before_full_tensor
+from autopar.runtime.gathering import check_callers_of_full_tensor
 from autopar.runtime.handing_over import refuse_unfit_state
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for
 from autopar.runtime.loading import accept_whole_tensors
-from autopar.runtime.materialize import install, placed, prepare
+from autopar.runtime.materialize import existing_dtensor, install, prepare
 from autopar.runtime.module import Call as BoundCall
 from autopar.runtime.module import State, Variant, parallel_class, variant_key
 from autopar.sharding import ShardingSpec
@@ -65,13 +65,13 @@ def assemble(
     def compile_variant(module: nn.Module, call: Call) -> Variant:
         return _compile(module, state, call, cluster, options)
 
-    seed = decided_by_first(torch.initial_seed)
+    seed = decided_on_rank_0(torch.initial_seed)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
 
     def place(module: nn.Module, names: Sequence[str] | None, specs: Mapping[str, ShardingSpec]) -> None:
         meant = ((n, p) for n, p in module.named_parameters() if names is None or n in names)
-        optimizers = refuse_unfit_state({n: p for n, p in meant if placed(p) is None})
-        replacements = together(
+        optimizers = refuse_unfit_state({n: p for n, p in meant if existing_dtensor(p) is None})
+        replacements = on_all_ranks(
             lambda: prepare(
                 module,
                 specs,
@@ -111,7 +111,7 @@ def assemble(
     model._autopar_sums = Sums(made.options.get("accumulation_steps", 1))  # type: ignore[assignment]
     watch_steps(model)
     wrap_frameworks()
-    ask_before_full_tensor(device_mesh)
+    check_callers_of_full_tensor(device_mesh)
     return model
 
 
@@ -139,13 +139,13 @@ def _compile(
         with restored_attributes(model, state.attributes_before):
             return capture_model(model, call, options, state.mesh.size, every=every, trains=False)
 
-    capture = together(captured, lambda c: c.graph.digest)
+    capture = on_all_ranks(captured, lambda c: c.graph.digest)
     current_specs = placed_specs(model, capture, state.mesh)
     fixed = dataclasses.replace(options, constraints=current_specs, accumulators=_accumulators(state))
     reusable = not every and all(str(state.plan.specs.get(name)) == spec for name, spec in current_specs.items())
     plan = _reused_plan(state, as_planned(capture, state.plan), call) if reusable else None
     if plan is None:
-        made = decided_by_first(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
+        made = decided_on_rank_0(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
     _keep_states(model, plan, state)
     return _variant(model, as_planned(capture, plan), plan, fixed, state, call, cluster)
@@ -189,7 +189,7 @@ def _variant(
     edited: Edited | None = None,
 ) -> Variant:
     if local is None:
-        made, local = together(lambda: with_emitted_source(made, capture, options))
+        made, local = on_all_ranks(lambda: with_emitted_source(made, capture, options))
     executable = _executable(capture, made, local, options, state.rank, edited)
     call = _shapes(call)
     given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
@@ -270,7 +270,7 @@ def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]
 
 def _edited(made: Plan, lowered: Lowered, capture: Capture, rank: Rank, text: str, path: str) -> dict[str, Any]:
     """Load the functions of an edited program on this rank."""
-    functions = together(lambda: codegen.load(text, path, capture.graph))
+    functions = on_all_ranks(lambda: codegen.load(text, path, capture.graph))
     for name, module in (("forward", lowered.forward), ("backward", lowered.backward)):
         functions[name] = codegen.checked(functions[name], name, codegen.results_of(module, made.mesh, rank.coordinate))
     forward, count = functions["forward"], len(lowered.results)

@@ -1,6 +1,6 @@
 """The module that users train: their own, with its forward replaced by the compiled program.
 
-Like FSDP2, the model's class is swapped for a subclass: attributes, methods, FQNs and ``isinstance`` stay.
+As in FSDP2, the model's class is swapped for a subclass: attributes, methods, FQNs and ``isinstance`` keep working.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from autopar.mesh import Mesh
 from autopar.precision import computing_in
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import same_call, this_rank, warn_of_other_values
-from autopar.runtime.execution import Executable, Step, evaluated, forward_values
+from autopar.runtime.execution import Executable, Step, forward_values, plain_outputs
 from autopar.runtime.frameworks import Prepared
-from autopar.runtime.gathering import EVERY_RANK, saving
+from autopar.runtime.gathering import EVERY_RANK, save_pretrained_method
 from autopar.runtime.measured_steps import Marks, PredictionCheck, StepClock, stamp
 from autopar.runtime.tables import Tables, tables, without_tables
 from autopar.runtime.waiting import roll_call
@@ -41,7 +41,7 @@ from autopar.structure import Structure
 STORED = ("parameter", "buffer")
 
 MAX_VARIANTS = 16
-"""Programs kept for other batch shapes and modes: with more the user is warned that each costs a compilation."""
+"""Number of programs kept for other batch shapes and modes; beyond it a warning says that each costs a compilation."""
 
 
 class Call(Protocol):
@@ -57,18 +57,18 @@ class Call(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A compiled program with how its inputs are named and its outputs are put together.
+    """A compiled program with how its inputs are named and how its outputs are assembled.
 
     Args:
-        build: from the list of output tensors to what the model returns.
+        build: turns the list of output tensors into what the model returns.
         outputs: names of the outputs, in order.
         every_tangent: compiles the same program with a backward from every output.
         constants: tensors that the program holds as literals.
-        guards: what of the model the program was captured from.
-        parameters: spec and whole shape of each that the program takes.
-        number: of the program among those that were compiled, the same on every rank.
-        attribute_outputs: what a call leaves in attributes of modules.
-        lost: names of what else the forward leaves tensors in, until the user has been told.
+        guards: what the program was captured from.
+        parameters: spec and global shape of each parameter that the program takes.
+        number: index of the program in the order of compilation, the same on every rank.
+        attribute_outputs: what a call stores in attributes of modules.
+        lost: names of other places in which the forward stores tensors; cleared once the user is warned.
     """
 
     executable: Executable
@@ -89,17 +89,17 @@ class State:
 
     Args:
         bind: binds a call to the signature of the model's own forward.
-        compile: makes the variant for a call of other shapes, another mode, or a model that has changed.
+        compile: compiles the variant for a call with other shapes, another mode, or a model that has changed.
         plan: the plan of the first variant.
         planned: the call that the plan was made for.
-        place: puts parameters and buffers, by name, onto the mesh at these specs.
+        place: places the named parameters and buffers on the mesh at these specs.
         mixed_precision: the precision of every call's autocast, if any.
-        attributes_before: what attributes held in which calls leave tensors, before any call.
-        graph: that the plan was made for.
-        variants: compiled programs by key, the one that was used last in front.
-        compiled: how many programs there have been.
-        plain_evaluation: whether a call without gradients gives no DTensors, also beside a loss.
-        compared: kinds of calls whose first was compared between the ranks, which are to pass the same batch.
+        attributes_before: values that attributes had before any call, for those in which calls store tensors.
+        graph: the graph that the plan was made for.
+        variants: compiled programs by key, the most recently used first.
+        compiled: number of programs compiled so far.
+        plain_evaluation: whether a call without gradients returns plain tensors even beside a loss.
+        compared: kinds of calls whose inputs were compared between the ranks, which should pass the same batch.
     """
 
     mesh: Mesh
@@ -126,11 +126,11 @@ class State:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's shards live."""
+        """The device of this rank's shards."""
         return self.rank.device
 
     def number_of(self, key: Any) -> int:
-        """A number that stands for a program and whether it is to be differentiated, the same on every rank."""
+        """Return a number that identifies a program and whether gradients are enabled, the same on every rank."""
         asked = key, torch.is_grad_enabled()
         if asked not in self.numbers:
             digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).digest()
@@ -139,11 +139,11 @@ class State:
 
     @property
     def programs(self) -> list[Variant]:
-        """All of them, in the order in which they were compiled."""
+        """All programs, in the order in which they were compiled."""
         return sorted((v for known in self.variants.values() for v in known), key=lambda v: v.number)
 
     def add(self, key: Any, variant: Variant) -> None:
-        """Keep a program; the one that was used longest ago goes when there are too many."""
+        """Keep a program; if there are too many, drop the least recently used."""
         if len(self.programs) >= MAX_VARIANTS:
             oldest = next(iter(self.variants))
             self.variants[oldest].pop()
@@ -152,17 +152,17 @@ class State:
         self.variants.setdefault(key, []).insert(0, variant)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """The autocast under which every call runs."""
+        """Return the autocast context under which every call runs."""
         return computing_in(self.mixed_precision, self.device.type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        """A copy of the model has parameters of its own and runs the same programs."""
+        """Return the same object: a copy of the model has its own parameters but runs the same programs."""
         return self
 
 
 @dataclass
 class _VariantHost:
-    """One call's view of the state, for autograd."""
+    """One call's view of the state, as execution needs it."""
 
     model: nn.Module
     rank: StartingRank
@@ -176,40 +176,40 @@ class _VariantHost:
 
 
 class ParallelModule(nn.Module):
-    """Mixed into the user's class; ``autoparallelize`` puts it there."""
+    """The mixin that ``autoparallelize`` adds to the user's class."""
 
     _autopar: State
     _is_accelerate_prepared = Prepared()
-    """For Hugging Face Accelerate and its Trainer: the model is parallel, and is wrapped in nothing more."""
+    """Tells Hugging Face Accelerate and its Trainer that the model is already prepared, so that they do not wrap it."""
     accepts_loss_kwargs = False
-    """For the Trainer: the loss is the mean over all ranks as it is; how many tokens a step has is not to be passed."""
+    """Tells the Trainer that the loss is already the mean over all ranks, and not to pass a number of tokens."""
     _autopar_sums: Sums
 
     @property
     def plan(self) -> Any:
-        """The plan that this module runs."""
+        """The plan of this module."""
         return self._autopar.plan
 
     def deliver_gradients(self) -> int:
-        """After an incomplete cycle of ``accumulation_steps``: give the parameters the gradients summed up so far.
+        """Give the parameters the gradients summed up so far, after an incomplete cycle of ``accumulation_steps``.
 
         Returns:
-            Of how many micro-batches they are; 0 where none is pending.
+            The number of micro-batches in these gradients; 0 if none are pending.
         """
         roll_call("deliver_gradients", EVERY_RANK)
         return self._autopar_sums.deliver(self, self._autopar)
 
     def compare_with_prediction(self, k: int = 10) -> PredictionCheck:
-        """Predicted and measured seconds, of the last ``k`` steps at the time of reading, and peak memory.
+        """Compare predicted and measured seconds, of the last ``k`` steps at the time of reading, and peak memory.
 
-        Seconds are those of forward and backward, on a CPU also of modules. A CPU counts no memory by itself: the next
-        step with its optimizer is metered, which is slow, and left out of the seconds.
+        Seconds are those of forward and backward, on a CPU also by module. A CPU does not track memory, so the next
+        step with its optimizer is metered, which is slow, and excluded from the seconds.
 
         Raises:
-            AutoparError: ``k`` is no positive number.
+            AutoparError: ``k`` is not a positive integer.
         """
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise AutoparError("Steps are counted from 1 on.", found=repr(k), hint="model.compare_with_prediction(10)")
+            raise AutoparError("k must be a positive integer.", found=repr(k), hint="model.compare_with_prediction(10)")
         self._autopar.clock.memory.wanted = True
         return PredictionCheck(self.plan, self._autopar.clock, k, self._autopar.device)
 
@@ -217,7 +217,7 @@ class ParallelModule(nn.Module):
         return run(self, args, kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to`` and its like swap DTensors for new ones, which are to keep what is remembered of the parameters."""
+        """Keep our attributes of the parameters when ``to`` and its like replace DTensors by new ones."""
         known = {name: dict(vars(p)) for name, p in self.named_parameters()}
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for name, parameter in self.named_parameters():
@@ -244,14 +244,14 @@ class ParallelModule(nn.Module):
 
 
 def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``kind`` whose forward is the compiled program, with the signature of the original."""
+    """Return the subclass of ``kind`` whose forward is the compiled program, with the original's signature."""
 
     @functools.wraps(kind.forward)
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
 
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_autopar_original": kind, "forward": forward}
-    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names | saving(kind))
+    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names | save_pretrained_method(kind))
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,9 @@ class Asked:
     """A call as one rank sees it.
 
     Args:
-        key: of the programs that may serve it.
-        variant: one whose guards are met; None where it has to be compiled.
-        loose: parameters and buffers that the user put into the model since.
+        key: the key of the programs that may serve it.
+        variant: a program whose guards hold; None if it has to be compiled.
+        loose: parameters and buffers that the user has put into the model since it was placed.
     """
 
     call: Call
@@ -275,7 +275,7 @@ class Asked:
 
 
 def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the compiled program as the model would be called."""
+    """Run the compiled program for a call of the model."""
     stored = tables(model)
     asked, settle = _agreed_call(model, args, kwargs, stored)
     if asked.loose:
@@ -285,7 +285,7 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     try:
         variant, outputs, mutations = _called(model, asked, stored, settle)
     except Exception:
-        settle()  # another rank's error comes first: this one may be due to it, and the others wait to hear from all
+        settle()  # another rank's error may be the cause, and takes precedence; the other ranks wait to hear from all
         raise
     settle()
     _write_back(variant, mutations, stored)
@@ -295,7 +295,7 @@ def run(model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _place(model: ParallelModule, asked: Asked) -> None:
-    """Place the tensors that the user put into the model by the specs of a known program, or else of a new one."""
+    """Place the tensors that the user put into the model, by the specs of a known program or else of a new one."""
     state, stored = model._autopar, tables(model)
     loose = {name: stored.tensor(name) for name in asked.loose}
     known = {
@@ -321,8 +321,11 @@ def _compiled(model: ParallelModule, asked: Asked) -> Variant:
 def _called(
     model: ParallelModule, asked: Asked, stored: Tables, settle: Callable[[], None]
 ) -> tuple[Variant, list[Any], list[Any]]:
-    """The program of a call, and its outputs and mutations. ``settle`` comes before anything that ranks do together:
-    a compilation, a gather of inputs, a common seed, and the program's first collective."""
+    """Run the program of a call. Return it, its outputs and its mutations.
+
+    ``settle`` must come before anything that ranks do together: a compilation, a gather of inputs, a common seed, and
+    the program's first collective.
+    """
     state, call = model._autopar, asked.call
     if asked.variant is None or any(isinstance(t, DTensor) for t in call.tensors):
         settle()
@@ -334,7 +337,7 @@ def _called(
     with state.precision():
         variant = _variant(model, asked)
     executable = variant.executable
-    if executable.random or executable.compiled:  # compiled code begins collectives by itself
+    if executable.random or executable.compiled:  # compiled code starts collectives by itself
         settle()
     given = _given(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else given[m.kind, m.name] for m, _ in executable.inputs]
@@ -360,12 +363,12 @@ def _called(
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
         if state.plain_evaluation:
             settle()
-            outputs = evaluated(outputs, _whole_batch(call, state), state.device_mesh)
+            outputs = plain_outputs(outputs, _whole_batch(call, state), state.device_mesh)
     return variant, outputs, mutations
 
 
 def _every_tangent(model: ParallelModule, key: Any, variant: Variant) -> Executable:
-    """The same program with a backward from every output; later calls take it at once."""
+    """Compile the same program with a backward from every output; later calls use it from the start."""
     state = model._autopar
     changed = variant.guards.difference(model)
     if changed is not None:
@@ -381,14 +384,14 @@ def _every_tangent(model: ParallelModule, key: Any, variant: Variant) -> Executa
 
 
 def _whole_batch(call: Call, state: State) -> int | None:
-    """With local batches, how many samples all ranks pass together."""
+    """Return how many samples all ranks pass together, with local batches; else None."""
     if not state.local_batch:
         return None
     return next((t.shape[0] for t in call.tensors if t.ndim), 0) * state.mesh.size
 
 
 def _given(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:
-    """What a program can ask for beside parameters and buffers, by kind and name."""
+    """Return what a program can take besides parameters and buffers, by kind and name."""
     found = {("constant", n): t.to(state.device) for n, t in variant.constants.items()}
     for name, tensor in zip(call.names, call.tensors, strict=True):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -401,9 +404,9 @@ def _given(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], 
 
 
 def _drawn_seed(state: State) -> Tensor:
-    """Rank 0 draws from torch's generator, so that ``torch.manual_seed`` and saved generator states repeat a run.
+    """Draw a seed from torch's generator on rank 0, so that ``torch.manual_seed`` and saved generators repeat a run.
 
-    Every rank draws, to keep equally seeded ranks equal; ranks that were seeded differently take rank 0's number.
+    Every rank draws, which keeps equally seeded ranks equal; ranks that were seeded differently take rank 0's number.
     """
     seed = torch.randint(2**62, (), dtype=torch.int64).to(state.device)
     if dist.get_world_size() > 1:
@@ -420,15 +423,15 @@ def _write_back(variant: Variant, mutations: Sequence[Any], stored: Tables) -> N
 
 
 def _leave(model: ParallelModule, variant: Variant, outputs: Sequence[Any]) -> None:
-    """Set what the forward leaves in attributes, and say once what it leaves elsewhere."""
+    """Set the attributes in which the forward stores tensors, and warn once of tensors that it stores elsewhere."""
     named = dict(zip(variant.outputs, outputs, strict=True))
     for each in variant.attribute_outputs:
         each.assign(model, named)
     if variant.lost and this_rank() == 0:
         kind: Any = type(model)
         warnings.warn(
-            f"The forward of {kind._autopar_original.__name__} leaves tensors in {', '.join(variant.lost)}, where a "
-            "parallel model leaves none: return them, or set an attribute of the module anew in every call.",
+            f"The forward of {kind._autopar_original.__name__} stores tensors in {', '.join(variant.lost)}, which a "
+            "parallel model cannot do: return them, or set an attribute of the module anew in every call.",
             stacklevel=5,
         )
     variant.lost.clear()
@@ -437,7 +440,7 @@ def _leave(model: ParallelModule, variant: Variant, outputs: Sequence[Any]) -> N
 def _agreed_call(
     model: ParallelModule, args: Sequence[Any], kwargs: Mapping[str, Any], stored: Tables
 ) -> tuple[Asked, Callable[[], None]]:
-    """The call, which is that of every rank once the second result was called."""
+    """Bind a call. It is known to be the same on every rank once the second result was called."""
     state = model._autopar
 
     def bound() -> Asked:
@@ -468,24 +471,24 @@ def _described(model: ParallelModule, asked: Asked, gradients: bool) -> dict[str
 
 
 def _difference(model: ParallelModule, asked: Asked) -> Difference | None:
-    """Why none of the programs of these shapes serves a call: what the nearest of them lacks."""
+    """Return why no program of these shapes serves a call: the difference from the one that fits best."""
     found = (variant.guards.difference(model) for variant in model._autopar.variants.get(asked.key, ()))
     return max((d for d in found if d is not None), key=lambda d: d.at, default=None)
 
 
 def _variant(model: ParallelModule, asked: Asked) -> Variant:
-    """The program for a call."""
+    """Return the program for a call, compiled if need be, and mark it as the most recently used."""
     state, variant = model._autopar, asked.variant
     if variant is None:
         changed = _difference(model, asked)
         if changed is not None and this_rank() == 0:
             warnings.warn(
-                f"{changed}, so the program is compiled again; what changes often should be an input or a buffer.",
+                f"{changed}, so the program is compiled again; make what changes often an input or a buffer.",
                 stacklevel=7,
             )
         elif len(state.programs) >= MAX_VARIANTS:
             warnings.warn(
-                f"{MAX_VARIANTS} programs were compiled for different batches, and the oldest is dropped; pad batches "
+                f"{MAX_VARIANTS} programs were compiled for different batches, so the oldest is dropped; pad batches "
                 f"to few sizes, or plan for a range of them with dynamic_shapes.",
                 stacklevel=7,
             )
@@ -498,10 +501,10 @@ def _variant(model: ParallelModule, asked: Asked) -> Variant:
 
 
 def variant_key(model: nn.Module, call: Call, stored: Tables | None = None) -> Any:
-    """What a program depends on: shapes, plain arguments, which modules train, which tensors it has, and autocast.
+    """Return what a program depends on: shapes, plain arguments, modules' modes, the model's tensors, and autocast.
 
     Args:
-        stored: the model's tables, where they are known.
+        stored: the model's tables, if known.
     """
     named, stored = zip(call.names, call.tensors, strict=True), stored or tables(model)
     tensors = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named)
@@ -512,11 +515,12 @@ def variant_key(model: nn.Module, call: Call, stored: Tables | None = None) -> A
 
 
 def check_call(planned: Call, call: Call) -> None:
-    """Refuse inputs of another kind than the plan was made for. Sizes may differ; without gradients, as in a
-    validation without labels, inputs may come or go.
+    """Refuse inputs of another kind than the plan was made for.
+
+    Sizes may differ. Without gradients, as in a validation without labels, inputs may be added or missing.
 
     Raises:
-        InputError: another structure, rank or dtype.
+        InputError: another structure, number of dims or dtype.
     """
     missing, new = set(planned.names) - set(call.names), set(call.names) - set(planned.names)
     if (missing or new) and torch.is_grad_enabled():
@@ -530,7 +534,7 @@ def check_call(planned: Call, call: Call) -> None:
         like = known.get(name, tensor)
         if tensor.ndim != like.ndim or tensor.dtype != like.dtype:
             raise InputError(
-                f"The input {name} has another rank or dtype than the plan was made for.",
+                f"The input {name} has another number of dims or another dtype than the plan was made for.",
                 found=f"{tuple(tensor.shape)} {tensor.dtype}, planned {tuple(like.shape)} {like.dtype}",
                 hint="convert the input, or parallelize the model with meta_inputs like it.",
             )

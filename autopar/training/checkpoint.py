@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from autopar import _torch
 from autopar.errors import AutoparError, RankError
 from autopar.plans import Plan
-from autopar.runtime.agreement import decided_by_first, this_rank, together, world_size
+from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks, this_rank, world_size
 from autopar.runtime.gathering import EVERY_RANK
 from autopar.runtime.waiting import roll_call
 from autopar.training import state
@@ -165,7 +165,7 @@ class Checkpointer:
 
         Pass it to ``autoparallelize`` so that a resumed run repeats bit for bit; None plans again.
         """
-        text = decided_by_first(lambda: self._plan_text(step))
+        text = decided_on_rank_0(lambda: self._plan_text(step))
         plan = None if text is None else Plan.from_json(text)
         return plan if plan is not None and plan.mesh.size == world_size() else None
 
@@ -197,7 +197,7 @@ class Checkpointer:
         roll_call("Checkpointer.load", EVERY_RANK)
         self.wait()
         self._ensure_group()
-        steps = decided_by_first(self.steps)
+        steps = decided_on_rank_0(self.steps)
         if step is not None and step not in steps:
             raise AutoparError(
                 "There is no checkpoint for this step.",
@@ -207,14 +207,14 @@ class Checkpointer:
         if not steps:
             return None
         path = self._path(steps[-1] if step is None else step)
-        common = together(lambda: _read(path / "common.pt"))
+        common = on_all_ranks(lambda: _read(path / "common.pt"))
         self._load_tensors(path, model, optimizer, common)
         if lr_scheduler is not None and common["lr_scheduler"] is not None:
             lr_scheduler.load_state_dict(common["lr_scheduler"])
         scaler = scaler_of(optimizer)
         if scaler is not None and common["scaler"]:
             scaler.load_state_dict(common["scaler"])
-        own = together(lambda: _read(path / f"rank-{this_rank() if this_rank() < common['world_size'] else 0}.pt"))
+        own = on_all_ranks(lambda: _read(path / f"rank-{this_rank() if this_rank() < common['world_size'] else 0}.pt"))
         if data is not None and own["data"] is not None:
             data.load_state_dict(own["data"])
         state.set_generators(own["random"])
@@ -222,8 +222,8 @@ class Checkpointer:
 
     def _load_tensors(self, path: Path, model: nn.Module, optimizer: Any, common: Mapping[str, Any]) -> None:
         reader = _torch.shard_reader(path)
-        saved = together(reader.read_metadata).state_dict_metadata
-        targets, finish = together(lambda: state.to_load(model, optimizer, saved, common), key=lambda t: list(t[0]))
+        saved = on_all_ranks(reader.read_metadata).state_dict_metadata
+        targets, finish = on_all_ranks(lambda: state.to_load(model, optimizer, saved, common), key=lambda t: list(t[0]))
         _torch.load_shards(targets, reader, self._group)
         finish()
 

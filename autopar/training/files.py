@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
-from autopar.runtime.agreement import this_rank, together
-from autopar.runtime.gathering import EVERY_RANK, whole
+from autopar.runtime.agreement import on_all_ranks, this_rank
+from autopar.runtime.gathering import EVERY_RANK, gather_whole
 from autopar.runtime.loading import state_like
 from autopar.runtime.safetensors import files_of_index
 from autopar.runtime.waiting import roll_call
@@ -174,7 +174,7 @@ def _gather_to_rank_0(value: Any) -> Any:
     """Gather the whole tensor to rank 0's host; other ranks keep nothing."""
     if not isinstance(value, Tensor):
         return value
-    gathered = whole(value)
+    gathered = gather_whole(value)
     return gathered.cpu().contiguous() if this_rank() == 0 else torch.empty(0)
 
 
@@ -342,4 +342,4 @@ def _on_every_rank(function: Callable[[], Any]) -> None:
             raise AutoparError("The file cannot be written or read.", found=str(error), hint=hint) from error
         return True
 
-    together(run)
+    on_all_ranks(run)

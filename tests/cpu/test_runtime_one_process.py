@@ -272,7 +272,7 @@ def test_only_what_is_on_meta_is_initialised():
 
 def test_what_nothing_initialises_is_named():
     model = Table().to("meta")
-    with pytest.raises(AutoparError, match="known is on the meta device and nothing initialises it"):
+    with pytest.raises(AutoparError, match="known is on the meta device and nothing initializes it"):
         made(model, x=torch.randn(2, 4))
     assert type(model) is Table
     assert all(p.is_meta for p in model.parameters())
