@@ -31,8 +31,10 @@ from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for
 from autopar.runtime.loading import accept_whole_tensors
 from autopar.runtime.materialize import existing_dtensor, install, prepare
-from autopar.runtime.module import Call as BoundCall
-from autopar.runtime.module import State, Variant, parallel_class, variant_key
+from autopar.runtime.module import parallel_class
+from autopar.runtime.requests import variant_key
+from autopar.runtime.variants import Call as BoundCall
+from autopar.runtime.variants import State, Variant
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered, Rank
 from autopar.structure import Structure

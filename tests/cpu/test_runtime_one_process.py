@@ -113,7 +113,7 @@ def test_plain_arguments_of_another_value_are_another_program():
 
 
 def test_more_programs_than_are_kept_warn_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("autopar.runtime.module.MAX_VARIANTS", 2)
+    monkeypatch.setattr("autopar.runtime.variants.MAX_VARIANTS", 2)
     model = made()
     with torch.no_grad():
         for size in (6, 5):
