@@ -37,7 +37,7 @@ def device_type(model: nn.Module) -> str:
 
 def device_mesh_for(mesh: Mesh, given: Any, model: nn.Module) -> DeviceMesh:
     """Return the torch DeviceMesh for ``mesh``: the user's own if they gave one."""
-    _torch.end_quietly()
+    _torch.idle_gloo_at_exit()
     if isinstance(given, DeviceMesh):
         return given
     return init_device_mesh(device_type(model), mesh.shape, mesh_dim_names=mesh.names)

@@ -43,8 +43,8 @@ def _watch() -> None:
     register_optimizer_step_pre_hook(_check)
     register_optimizer_step_pre_hook(_cut_loaded)
     step_on_shards()
-    _torch.route_data(put_data)
-    _torch.find_overflow_in_every_gradient()
+    _torch.intercept_data_assignment(put_data)
+    _torch.share_overflow_findings()
 
 
 def _cut_loaded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

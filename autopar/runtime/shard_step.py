@@ -97,7 +97,7 @@ def _step_group(optimizer: Optimizer, step: Any, group: Mapping[str, Any], param
         for p, shard in zip(parameters, shards, strict=True):
             shard.grad = None
             _store_new_state(optimizer.state[p], twin.state[shard], p, shard)
-    _torch.count_as_changed(parameters)
+    _torch.bump_versions(parameters)
 
 
 def _shards_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar._torch import as_later_versions, grouped_products
+from autopar._torch import backported_fixes, grouped_products
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def device_neutral_ops() -> Iterator[None]:
     with _without_tf32_warning():
         flags.__enter__()
     try:
-        with grouped_products(), as_later_versions():
+        with grouped_products(), backported_fixes():
             yield
     finally:
         with _without_tf32_warning():

@@ -17,10 +17,10 @@ from autopar._torch import (
     HigherOrderOperator,
     OpOverload,
     changes_arguments,
-    failing_quietly,
     is_functionalized,
-    masks_kept,
-    without_hooks_left,
+    without_causal_detection,
+    without_export_prints,
+    without_leftover_hooks,
 )
 from autopar.attributes import AttributeOutput, Held, Place, record_attributes, restored_attributes
 from autopar.errors import AutoparError, CaptureError
@@ -96,7 +96,7 @@ def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = 
     """
     runs = () if whole else repeated_blocks(model)
     try:
-        with failing_quietly():
+        with without_export_prints():
             return _export(model, call, mode, runs)
     except DerivativeError:
         raise
@@ -126,10 +126,10 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             clusters_of_all_samples(),
             covariances(),
             combinations_by_index(),
-            masks_kept(),
+            without_causal_detection(),
             _asked_of_tensors() as checks,
             skipping(model, runs) as skipped,
-            without_hooks_left(),
+            without_leftover_hooks(),
         ):
             with kept(model):
                 program = _exported(flat, call)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar._torch import with_ends_of
+from autopar._torch import with_signature_of
 from autopar.tracer.joint import Joint
 from autopar.tracer.pattern import MIDDLE, Pattern, Phase, numbered, require
 from autopar.tracer.repeated import Run
@@ -68,7 +68,7 @@ class _Writer:
                 for block in range(MIDDLE + 1, MIDDLE + 1 + self._count):
                     self._copy("forward", block)
                 further["forward"] = self._count
-        return with_ends_of(self.graph, self.pattern.graph)
+        return with_signature_of(self.graph, self.pattern.graph)
 
     def _copy(self, phase: Phase, block: int) -> None:
         """The block in the middle once more, as the one at the place ``block`` of the run."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autopar import ir
-from autopar._torch import FakeTensorMode, JointInput, JointOutput, compiled_when_called
+from autopar._torch import FakeTensorMode, JointInput, JointOutput, lazy_graph_modules
 from autopar.attributes import AttributeOutput
 from autopar.errors import AutoparError, CaptureError
 from autopar.garbage import collected_later
@@ -121,7 +121,7 @@ class ColoTracer:
             torch.enable_grad(),
             ambient_autocast(),
             functions.recorded(),
-            compiled_when_called(),
+            lazy_graph_modules(),
             collected_later(),
         ):
             return self._capture(model, meta_inputs)
