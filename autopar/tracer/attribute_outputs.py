@@ -1,4 +1,4 @@
-"""Which tensors a forward leaves in attributes of modules, and whether every call leaves them in the same way."""
+"""Finds the tensors that a forward stores in attributes of modules, and whether every call stores them alike."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Found = list[tuple[AttributeOutput, list[Tensor]]]
 
 @dataclass(frozen=True)
 class Findings:
-    """What two calls, one after the other, show of the tensors that a forward leaves.
+    """What two calls in a row show of the tensors that a forward stores.
 
     Args:
-        attribute_outputs: in attributes, in the same way every time.
-        fixed: what depends on no data, as in caches.
-        unusable: where it leaves that, or something else the second time.
-        lost: names of what holds tensors that depend on data, and is none of ``attribute_outputs``.
+        attribute_outputs: stored in attributes, alike in both calls.
+        fixed: stored, but independent of data, as in caches.
+        unusable: places of ``fixed``, and those in which the second call stores something else.
+        lost: names of other places that hold tensors which depend on data.
     """
 
     attribute_outputs: tuple[AttributeOutput, ...] = ()
@@ -50,14 +50,14 @@ class Returned(Protocol):
 def trial_calls(
     flat: nn.Module, returned: Returned, inputs: Sequence[Tensor], mode: AbstractContextManager[Any]
 ) -> Findings:
-    """Call ``flat`` twice, on fake tensors; as far as it runs on them."""
+    """Call ``flat`` twice on fake tensors, as far as it runs on them."""
     first = returned.attribute_outputs
     try:
         with mode, Depending((*flat.parameters(), *flat.buffers(), *inputs)) as data:
             made = list(flat(*inputs))
             first, changes = returned.attribute_outputs, returned.changes
             flat(*inputs)
-    except DynamicOutputShapeException:  # what a mask chooses has a shape in an export alone
+    except DynamicOutputShapeException:  # a masked selection has a shape during an export only
         unknown = [each for each in first if each.how != "set"]
         outputs = tuple(each for each in first if each.how == "set")
         return Findings(outputs, (), frozenset(u.place for u in unknown), tuple(u.names[0] for u in unknown))
@@ -72,12 +72,12 @@ def trial_calls(
 
 
 def is_part(name: str, outputs: Sequence[AttributeOutput]) -> bool:
-    """Whether a name is that of an attribute in which tensors are stored, or of a part of that."""
+    """Whether a name is that of an attribute in ``outputs``, or of a part of one."""
     return any(f"{name}.".startswith(f"{n}.") for each in outputs for n in each.names)
 
 
 def attributes(model: nn.Module) -> Attributes:
-    """What the attributes of the user's modules and of torch's hold, and what is in them."""
+    """Return the values of attributes of the user's and torch's modules, with snapshots of their contents."""
     return {place: (value, snapshot(value)) for place, value in _attributes(model)}
 
 
@@ -90,17 +90,17 @@ def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
 
 
 def _is_made_of_parameters(module: nn.Module, name: str) -> bool:
-    """As ``weight`` is of ``weight_g`` and ``weight_v`` by ``weight_norm``, whose hook sets it in every call."""
+    """Whether a hook such as that of ``weight_norm`` sets the attribute in every call, from ``weight_g`` and others."""
     return any(parameter.startswith(f"{name}_") for parameter in module._parameters)
 
 
 def outputs_since(model: nn.Module, before: Attributes, excluded: Collection[Place]) -> Found:
-    """What a forward has stored in attributes since ``before``."""
+    """Return what a forward has stored in attributes since ``before``."""
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: dict[Any, Any] = {}
     for place, value in _attributes(model):
         key = id(value) if isinstance(value, OUTPUT_CONTAINERS) else place
-        if key in found:  # a container that several modules hold is changed once
+        if key in found:  # a container that several modules share changes only once
             found[key] = found[key] and _also(place, *found[key])
         elif place not in excluded:
             found[key] = _new_output(place, value, *before.get(place, (MISSING, MISSING)))
@@ -137,7 +137,7 @@ def _as_outputs(place: Place, how: Any, value: Any) -> tuple[AttributeOutput, li
 
 @contextlib.contextmanager
 def same_objects(model: nn.Module) -> Iterator[None]:
-    """An export leaves every module a container of its own where several had one."""
+    """Restore containers that several modules share, of which an export gives each module its own."""
     held = [
         (vars(m), name, v) for m in model.modules() for name, v in vars(m).items() if isinstance(v, OUTPUT_CONTAINERS)
     ]
@@ -150,7 +150,7 @@ def same_objects(model: nn.Module) -> Iterator[None]:
 
 
 def unlike(first: Sequence[AttributeOutput], second: Sequence[AttributeOutput]) -> set[Place]:
-    """Places in which the second call leaves something else than the first."""
+    """Return the places in which the second call stores something else than the first."""
     values = {output.place: output.value for output in second}
     return {output.place for output in first if not _alike(output.value, values.get(output.place))}
 

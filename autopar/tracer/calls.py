@@ -1,4 +1,4 @@
-"""A call of the user's model by the names of its arguments, and the model as a function of flat tensors."""
+"""Calls of the user's model by argument names, and the model as a function of flat tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from autopar.tracer.side_effects import constant_requires_grad
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model: its tensors by name, and how to give them back.
+    """One call of a model: its tensors by name, and their places in the arguments.
 
     Args:
-        structure: of the bound arguments; its paths are the names of the inputs.
+        structure: that of the bound arguments; its paths are the names of the inputs.
         tensors: one for each path.
     """
 
@@ -40,20 +40,20 @@ class Call:
 
 @functools.lru_cache(maxsize=64)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """Of a method that is bound."""
+    """Return the signature of a method once it is bound."""
     return inspect.signature(forward.__get__(object()))
 
 
 def bind(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
 ) -> Call:
-    """Bind a call to the signature of ``model.forward``, so that the same call by position or keyword is one.
+    """Bind a call to the signature of ``model.forward``, so that positional and keyword calls are treated alike.
 
     Args:
-        forward: the unbound function whose signature counts, when ``model.forward`` is not the user's own.
+        forward: the unbound function whose signature is used if ``model.forward`` is not the user's own.
 
     Raises:
-        InputError: the arguments do not fit the signature.
+        InputError: the arguments do not match the signature.
     """
     signature = inspect.signature(model.forward) if forward is None else _signature(forward)
     try:
@@ -75,7 +75,7 @@ def bind(
 
 
 def call_with(model: nn.Module, named: Mapping[str, Any]) -> Any:
-    """Call ``model`` with the arguments that ``bind`` named."""
+    """Call ``model`` with arguments named by ``bind``."""
     parameters = inspect.signature(model.forward).parameters
     positional: list[Any] = []
     keywords = dict(named)
@@ -95,7 +95,7 @@ def _by_position(p: inspect.Parameter) -> bool:
 
 
 class FlatModel(nn.Module):
-    """The model as a function of flat tensors to flat tensors; remembers the structure of what it returned."""
+    """The model as a function from flat tensors to flat tensors; it records the structure of what it returned."""
 
     def __init__(self, model: nn.Module, call: Structure) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class FlatModel(nn.Module):
         return tuple(out)
 
     def _attribute_outputs_since(self, attributes: attribute_outputs.Attributes) -> list[torch.Tensor]:
-        """What the forward has left in attributes, which are outputs too."""
+        """Return what the forward has stored in attributes, as further outputs."""
         if self.returned.excluded is None:
             return []
         found = attribute_outputs.outputs_since(self.model, attributes, self.returned.excluded)
@@ -123,8 +123,10 @@ class FlatModel(nn.Module):
 
 
 class LastCall:
-    """What the last call returned, and left in attributes but those of ``excluded``. An object of its own: torch.export
-    resets the attributes of modules."""
+    """What the last call returned, and what it stored in attributes except for ``excluded``.
+
+    It is a separate object because torch.export resets the attributes of modules.
+    """
 
     structure: Structure | None = None
     differentiable: tuple[bool, ...] = ()
@@ -134,20 +136,20 @@ class LastCall:
 
 
 def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Buffers of every module, by module and name."""
+    """Return the buffers of all modules, by module path and name."""
     modules = model.named_modules()
     return {(path, name): b for path, m in modules for name, b in m._buffers.items() if b is not None}
 
 
 def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> None:
-    """Buffers that the forward replaced are written in place, which torch.export sees."""
+    """Copy buffers that the forward replaced into the old ones in place, which torch.export can see."""
     for (path, name), new in _held(model).items():
         old, fqn = before.get((path, name)), f"{path}.{name}" if path else name
         if new is old:
             continue
         if old is None or old.shape != new.shape or old.dtype != new.dtype:
             raise CaptureError(
-                f"The forward gives the buffer {fqn} another shape or dtype.",
+                f"The forward changes the shape or dtype of the buffer {fqn}.",
                 found=f"{'nothing' if old is None else _text(old)} becomes {_text(new)}",
                 hint="give the buffer its final shape and dtype in __init__.",
             )

@@ -1,4 +1,4 @@
-"""The loss of speech recognition: torch's own makes a table whose shape depends on values, which no graph holds."""
+"""CTC loss: torch's own version creates a table whose shape depends on values, which no graph can hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ordinary, _masked_select = torch.ctc_loss, Tensor.masked_select
 
 @contextlib.contextmanager
 def without_tables() -> Iterator[None]:
-    """While exporting, the loss of a batch is an op of our own; labels that were packed for it are unpacked again."""
+    """Compute CTC losses with an op of our own during an export, and unpack labels that were packed for it."""
     with (
         mock.patch.object(torch, "ctc_loss", _ctc_loss),
         mock.patch.object(Tensor, "masked_select", _remembered_select),
@@ -27,7 +27,7 @@ def without_tables() -> Iterator[None]:
 
 
 def forget_packed(graph: fx.Graph) -> None:
-    """Drop selections that only the loss read, and all lengths of selections: what is left of them are checks."""
+    """Drop masked selections that only the loss read, and lengths of selections, which only checks still read."""
     aten = torch.ops.aten
     for node in [n for n in graph.nodes if n.target in (aten.masked_select.default, aten.sym_size.int)]:
         after = _everything_after(node)
@@ -37,7 +37,7 @@ def forget_packed(graph: fx.Graph) -> None:
 
 
 def _everything_after(node: fx.Node) -> list[fx.Node]:
-    """The node and what depends on it, in order."""
+    """Return the node and everything that depends on it, in order."""
     found = {node}
     for n in node.graph.nodes:
         if found & set(n.all_input_nodes):
@@ -66,7 +66,7 @@ def _ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As ``torch.ctc_loss``."""
+    """Compute the loss with ``torch.ops.autopar.ctc``; the arguments are those of ``torch.ctc_loss``."""
     frames, labels = (torch.as_tensor(lengths, dtype=torch.int64) for lengths in (input_lengths, target_lengths))
     if log_probs.dim() != 3:
         return _ordinary(log_probs, targets, frames, labels, blank, reduction, zero_infinity)
@@ -79,7 +79,7 @@ def _ctc_loss(
 
 
 def _unpacked(targets: Tensor, lengths: Tensor) -> Tensor:
-    """Labels of all samples in one row [sum of lengths] as rows [n, at most that many]."""
+    """Return labels that are packed in one row [sum of lengths] as rows [n, at most that many]."""
     if hasattr(targets, _PACKED):
         x, mask = getattr(targets, _PACKED)
         first = torch.argsort((~mask).expand_as(x).reshape(-1).to(torch.int64), stable=True)

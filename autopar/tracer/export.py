@@ -1,4 +1,4 @@
-"""From the user's model to an exported forward graph on fake tensors."""
+"""Exports the user's model to a forward graph on fake tensors."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Exported:
     """A forward graph of ATen ops, the structure of what the model returned, and which outputs have gradients.
 
     Args:
-        program: None where the forward takes derivatives, which no exported graph holds.
-        values: of the outputs, on fake tensors: of those returned, and of those left in attributes.
-        notices: what the program will do otherwise than the model, one sentence each.
+        program: None if the forward takes derivatives, which no exported graph holds.
+        values: fake tensors of the outputs: those returned, and those stored in attributes.
+        notices: differences between the program and the model, one sentence each.
         cut: runs of equal blocks whose middle was not run.
-        changed: attributes that the forward changes, or leaves outputs in.
-        attribute_outputs: what the forward leaves in attributes, as further outputs.
-        lost: what it leaves where no output of a program gets.
-        excluded: attributes among these.
+        changed: attributes that the forward changes, or stores outputs in.
+        attribute_outputs: what the forward stores in attributes, as further outputs.
+        lost: names of places that hold tensors no output of a program can reach.
+        excluded: attributes whose tensors are not outputs, because calls do not store them alike.
     """
 
     program: torch.export.ExportedProgram | None
@@ -80,7 +80,7 @@ class Exported:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all outputs."""
+        """Names of all outputs."""
         return (*self.returned.paths, *(path for each in self.attribute_outputs for path in each.value.paths))
 
 
@@ -88,10 +88,10 @@ def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = 
     """Export the forward of ``model``, which is on fake tensors.
 
     Args:
-        whole: run every block, also of a run of equal ones.
+        whole: run every block, even in a run of equal ones.
 
     Raises:
-        CaptureError: naming the line of the user's code where capturing stopped.
+        CaptureError: capture failed; it names the line of the user's code.
         IrregularError: blocks that looked equal are not.
     """
     runs = () if whole else repeated_blocks(model)
@@ -101,7 +101,7 @@ def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = 
     except DerivativeError:
         raise
     except AutoparError as error:
-        if runs:  # the user's error is the one that comes without skipping
+        if runs:  # an export without skipping gives the error that the user should see
             raise IrregularError from error
         raise
 
@@ -152,7 +152,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         raise capture_error(model, error) from error
     if not equal:
         raise IrregularError
-    for part in program.graph_module.modules():  # what is under no_grad or autocast is a graph of its own
+    for part in program.graph_module.modules():  # code under no_grad or autocast is a graph of its own
         if isinstance(part, fx.GraphModule):
             _refuse_functions(part.graph)
             _refuse_sparse(part.graph)
@@ -177,21 +177,21 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
 
 @contextlib.contextmanager
 def _asked_of_tensors() -> Iterator[list[str]]:
-    """While tracing: values that the forward asks of tensors come from checks that pass, and from buffers."""
-    with answering(), taken_as_passed() as checks:  # a check, which looks at its line, comes first
+    """Answer, while tracing, requests for values of tensors from checks that pass, and from buffers."""
+    with answering(), taken_as_passed() as checks:  # a check looks at its caller's line, so it comes first
         yield checks
 
 
 def _exported(flat: FlatModel, call: Call) -> torch.export.ExportedProgram:
     with attribute_outputs.same_objects(flat.model), warnings.catch_warnings():
-        # Recurrent layers keep a list of their parameters, for which capture puts in its own.
+        # Recurrent layers keep a list of their parameters, in which capture puts its own.
         warnings.filterwarnings("ignore", message=".*_flat_weights")
         warnings.filterwarnings("ignore", message=".*assigned during export")
         return torch.export.export(flat, call.tensors, strict=False)
 
 
 def run_once(model: nn.Module, call: Call) -> Exported:
-    """What ``model``, on fake tensors, returns.
+    """Run ``model`` once on fake tensors, and describe what it returns.
 
     Raises:
         CaptureError: it does not run on them.
@@ -248,7 +248,7 @@ def _refuse_functions(graph: fx.Graph) -> None:
         name = getattr(node.target, "__name__", "")
         if isinstance(node.target, HigherOrderOperator) and name.startswith("triton_kernel_wrapper"):
             raise CaptureError(
-                "The forward launches a Triton kernel, of which a graph knows neither the results nor a gradient.",
+                "The forward launches a Triton kernel, whose results and gradient a graph does not know.",
                 found=source_line(node.meta) or name,
                 hint=AS_AN_OP,
             )
@@ -261,11 +261,12 @@ def _refuse_functions(graph: fx.Graph) -> None:
 
 
 def refuse_changed_arguments(graph: fx.Graph) -> None:
-    """Ops of a plan return what they make; one of the user's that changes its arguments is called on copies of them,
-    and what it has changed are results of the call.
+    """Refuse ops that change their arguments, because ops of a plan return what they make.
+
+    A custom op that does is called on copies of them, and what it changed are results of the call, if torch can do so.
 
     Raises:
-        CaptureError: an op changes its arguments, and torch has found no such call for it.
+        CaptureError: an op changes its arguments, and torch could not turn it into such a call.
     """
     for node in graph.nodes:
         if is_functionalized(node.target):
@@ -273,10 +274,9 @@ def refuse_changed_arguments(graph: fx.Graph) -> None:
         op = node.args[0] if str(node.target).startswith("auto_functionalized") else node.target
         if changes_arguments(op):
             raise CaptureError(
-                f"The forward calls {op}, an op of yours that changes its arguments.",
+                f"The forward calls {op}, a custom op that changes its arguments.",
                 found=source_line(node.meta) or str(op._schema),
-                hint="let the op return what it makes: @custom_op(..., mutates_args=()), with a copy of the argument "
-                "inside.",
+                hint="let the op return its result: @custom_op(..., mutates_args=()), with a copy of the argument.",
             )
 
 
@@ -285,7 +285,7 @@ def _refuse_sparse(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise CaptureError(
-                "The forward makes a sparse tensor, which has no shards.",
+                "The forward creates a sparse tensor, which cannot be sharded.",
                 found=source_line(node.meta) or str(value.layout),
                 hint="keep its indices and values as two dense tensors, and write a product with it as index_select, "
                 "a multiplication and index_add.",
@@ -293,7 +293,7 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 
 
 def _dense_gradients(graph: fx.Graph) -> list[str]:
-    """What is said where a gradient would be a sparse tensor on one device."""
+    """Return a notice if a gradient would be a sparse tensor on one device."""
     for node in graph.nodes:
         names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
         asked = "sparse" in names and dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -309,18 +309,19 @@ def _refuse_state(
     mode: FakeTensorMode,
     fixed: Sequence[AttributeOutput],
 ) -> None:
-    """What the forward changes in Python may be for show, or a cache of what is always the same: else the program of
-    the second call is another.
+    """Refuse a forward whose second call would be another program because of Python data that the first one changed.
+
+    Data that is only for show is fine, and so are caches of what never changes.
 
     Args:
         fixed: caches, which the second call finds as the first did.
 
     Raises:
-        CaptureError: it is.
+        CaptureError: the second call would be another program.
     """
     before: dict[Place, Held] = {}
     record_attributes(before, flat.model, [each.place for each in fixed])
-    with contextlib.suppress(DynamicOutputShapeException):  # what a mask chooses has a shape in an export alone
+    with contextlib.suppress(DynamicOutputShapeException):  # a masked selection has a shape during an export only
         with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
             flat(*call.tensors)
         kept_tensors = tensors_in(flat.returned.changes.values())
@@ -341,7 +342,7 @@ def _refuse_state(
         ]
         name, change = named[0]
         raise CaptureError(
-            f"The forward changes {name} and computes with it: the program would keep one value.",
+            f"The forward changes {name} and computes with it, but the program would keep a single value.",
             found=str(change),
             hint=f"keep it as a tensor, self.register_buffer({name.rpartition('.')[2]!r}, torch.tensor(...)), or pass "
             "it as an input.",
@@ -349,13 +350,13 @@ def _refuse_state(
 
 
 def _text_of(program: torch.export.ExportedProgram) -> list[Any]:
-    """All that a program computes with."""
+    """Return everything that a program computes with, as text."""
     nodes = [(str(n.target), str(n.args), str(n.kwargs)) for n in program.graph.nodes]
     return [nodes, [(name, str(t)) for name, t in program.constants.items()]]
 
 
 def _located(error: CaptureError) -> AutoparError:
-    """An error of our own, raised below a line of the user's."""
+    """Add the user's line to one of our own errors that was raised below it."""
     where = user_line(error)
     return CaptureError(f"{error.what[:-1]}: {where}." if where else error.what, found=error.found, hint=error.hint)
 
@@ -367,10 +368,10 @@ def _notices(returned: LastCall, cached: bool, checks: Sequence[str], overridden
         if not attribute_outputs.is_part(name, returned.attribute_outputs)
     ]
     if checks:
-        notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")
+        notices.append(f"checks of values are assumed to pass: {', '.join(dict.fromkeys(checks))}")
     if overridden:
         notices.append(
-            "torch.utils.checkpoint is overridden: what is recomputed is the plan's decision, by the memory_budget"
+            "torch.utils.checkpoint is overridden: the plan decides what is recomputed, by the memory_budget"
         )
     if cached:
         notices.append("caches for generation (past_key_values) are None in training")

@@ -1,9 +1,9 @@
-"""What a mask chooses, ``x[mask]``: how many elements that are depends on values, and no graph holds such a tensor.
+"""Masked selections ``x[mask]``: the number of selected elements depends on values, so no graph can hold them.
 
-What is computed with each element by itself is computed with every one, and what the mask did not choose is dropped
-where the result is written back (``h[mask] *= 2``) or added up (``loss[mask].mean()``). Other operands may have any
-shape that does not depend on how many are chosen. Whatever enters is filled with ones where it was not chosen, so that
-nothing flows back from there: not even the NaN of an op without a gradient there.
+Elementwise ops are computed for every element, and those that the mask did not select are dropped where the result is
+written back (``h[mask] *= 2``) or reduced (``loss[mask].mean()``). Other operands may have any shape that does not
+depend on the number of selected elements. Inputs are filled with ones where they are not selected, so that no gradient
+flows back from there, not even the NaN of an op without a gradient there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ aten = torch.ops.aten
 
 @dataclass
 class Masked(Deferred):
-    """``whole[..., mask]``. Ops in place change ``whole``, which nothing else holds.
+    """``whole[..., mask]``. In-place ops change ``whole``, which nothing else holds.
 
     Args:
-        lead: dims of ``whole`` before those of the mask.
-        version: of the mask, which must not change before the result is written back.
-        shared: whether another is a view of it, or it of another: then neither may be changed.
+        lead: number of dims of ``whole`` before those of the mask.
+        version: version of the mask, which must not change before the result is written back.
+        shared: whether it is a view of another selection, or another is a view of it: then neither may be changed.
     """
 
     whole: Tensor
@@ -45,70 +45,70 @@ class Masked(Deferred):
 
     @property
     def rest(self) -> int:
-        """Dims of ``whole`` behind those of the mask."""
+        """Number of dims of ``whole`` after those of the mask."""
         return self.whole.ndim - self.lead - self.mask.ndim
 
     def with_whole(self, whole: Tensor) -> Masked:
         return Masked(whole, self.mask, self.lead, self.version)
 
     def with_result(self, whole: Tensor) -> Masked:
-        """Of an op that leaves the dims behind the mask as many as they are, and may put others before it."""
+        """Return the result of an op that keeps the dims after the mask, and may change those before it."""
         return Masked(whole, self.mask, whole.ndim - self.rest - self.mask.ndim, self.version)
 
     def _shares_mask(self, other: Masked) -> bool:
-        """Whether both are chosen by the same mask, which did not change."""
+        """Whether the same mask selects both, and it has not changed."""
         return self.mask is other.mask and self.version == other.version == self.mask._version
 
     def is_chosen_with(self, other: Masked) -> bool:
-        """Whether both are chosen by the same mask and have as many dims behind it."""
+        """Whether the same mask selects both, with equally many dims after it."""
         return self._shares_mask(other) and self.rest == other.rest
 
     def is_beside(self, other: Masked) -> bool:
-        """Whether both are chosen by the same mask behind as many dims."""
+        """Whether the same mask selects both, with equally many dims before it."""
         return self._shares_mask(other) and self.lead == other.lead
 
     def fits(self, other: Masked) -> bool:
-        """Whether both are chosen alike, element for element."""
+        """Whether the same mask selects both, element for element."""
         return self.is_beside(other) and self.rest == other.rest
 
     @property
     def ndim(self) -> int:
-        """Of what is chosen, where the dims of the mask are one."""
+        """Number of dims of the selection, in which those of the mask are one."""
         return self.lead + 1 + self.rest
 
     def dims_of(self, d: int) -> range:
-        """Of ``whole``, those that are dim ``d`` of what is chosen."""
+        """Return the dims of ``whole`` that form dim ``d`` of the selection."""
         first = d + (self.mask.ndim - 1) * (d > self.lead)
         return range(first, first + (self.mask.ndim if d == self.lead else 1))
 
     def view(self, whole: Tensor) -> Masked:
-        """``whole``, which has the memory of this one's, chosen as it is."""
+        """Return a selection by the same mask from ``whole``, which shares its memory with this one's."""
         self.shared = True
         return replace(self, whole=whole)
 
     def broadcasts(self, x: Tensor) -> bool:
-        """Whether ``x`` is the same for all that is chosen, however many that are."""
+        """Whether ``x`` is the same for all selected elements, however many they are."""
         return x.ndim <= self.rest or x.shape[-self.rest - 1] == 1
 
     def beside(self, x: Tensor) -> Tensor:
-        """``x``, which is the same for all that is chosen, with a dim of size 1 for each one of the mask."""
+        """Return ``x``, which is the same for all selected elements, with a dim of size 1 for each dim of the mask."""
         if x.ndim <= self.rest:
             return x
         at = x.ndim - self.rest
         return x.reshape(*x.shape[: at - 1], *[1] * self.mask.ndim, *x.shape[at:])
 
     def filled(self, x: Tensor, value: float) -> Tensor:
-        """``x`` with ``value`` where it was not chosen."""
+        """Return ``x`` with ``value`` where it is not selected."""
         return x.masked_fill(~spread(self.mask, self.rest), value)
 
     def total(self) -> Tensor:
-        """How many elements are chosen."""
+        """Return the number of selected elements."""
         before, behind = self.whole.shape[: self.lead], self.whole.shape[self.whole.ndim - self.rest :]
         count: Tensor = self.mask.sum() * math.prod((*before, *behind))
         return count
 
     def materialize(self) -> Tensor:
-        """Where there is no way around it torch's own error names the line."""
+        """Select for real; if a graph cannot hold that, torch's own error names the line."""
         chosen: Tensor = aten.index.Tensor(self.whole, [*[None] * self.lead, self.mask])
         return chosen
 
@@ -118,7 +118,7 @@ def spread(mask: Tensor, rest: int) -> Tensor:
 
 
 def mask_in(indices: Sequence[Any]) -> tuple[Tensor | None, int]:
-    """The one mask among indices, and the whole dims before it; None where there are others."""
+    """Return the only mask among indices and the number of full dims before it; None if there are other indices."""
     lead = next((i for i, index in enumerate(indices) if index is not None), 0)
     mask, *others = (*indices[lead:], None)
     alone = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim and all(o is None for o in others)
@@ -126,7 +126,7 @@ def mask_in(indices: Sequence[Any]) -> tuple[Tensor | None, int]:
 
 
 def _unflattened(x: Operand, indices: Sequence[Operand | None]) -> tuple[Tensor, list[Tensor | None]]:
-    """Where a tensor and its mask have the same dims flattened they stay apart."""
+    """Unflatten a tensor and its mask if both have the same dims flattened."""
     mask = indices[0] if len(indices) == 1 else None
     if isinstance(x, Flat) and isinstance(mask, Flat) and x.lead_shape == mask.base.shape:
         return x.base, [mask.base]
@@ -155,8 +155,10 @@ def _chosen(x: Tensor, mask: Tensor, lead: int) -> Masked:
 
 
 def merge_equal_masks(graph: fx.Graph) -> None:
-    """``y[x > 0] = h[x > 0]`` and ``loss(h[x > 0], y[x > 0])`` compute a mask twice: they become one, where nothing
-    that they read is ever changed."""
+    """Merge masks that are computed twice, if nothing that they read is ever changed.
+
+    ``y[x > 0] = h[x > 0]`` and ``loss(h[x > 0], y[x > 0])`` compute a mask twice.
+    """
     if not any(node.target in (aten.index.Tensor, aten.index_put_.default) for node in graph.nodes):
         return
     written = {storage_key(value) for node in graph.nodes for value in _written(node)}
@@ -172,7 +174,7 @@ def merge_equal_masks(graph: fx.Graph) -> None:
             continue
         computed = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
         earlier = first.setdefault((target, str(computed)), node)
-        if target._opname == "to" and storage_key(value) == storage_key(read[0]):  # as it was already
+        if target._opname == "to" and storage_key(value) == storage_key(read[0]):  # a conversion that changes nothing
             earlier = computed[0][0]
         same[node] = earlier
         if earlier is not node and value.dtype == torch.bool:
@@ -183,7 +185,7 @@ _WRITE_UNSAID = {aten.batch_norm.default, aten.instance_norm.default}
 
 
 def _written(node: fx.Node) -> Iterator[Tensor]:
-    """Tensors that a node changes, or may."""
+    """Yield the tensors that a node changes, or may change."""
     if node.op != "call_function":
         return
     target, written = node.target, node.all_input_nodes
@@ -212,7 +214,7 @@ def has_masked(tree: Any) -> bool:
 
 
 def run(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op on what masks chose; NotImplemented where what was not chosen could show."""
+    """Run an op on masked selections; NotImplemented if elements that are not selected could affect the result."""
     if target in _OPS:
         return _OPS[target](tracer, *args, **kwargs)
     if target in _ROW_BY_ROW:
@@ -238,7 +240,7 @@ def _pointwise(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if first is None or not all(_may_enter(x, first) for x in leaves) or _may_stop(target, args):
         return NotImplemented
 
-    # Filling gives dims to a scalar tensor that has none, and with them its dtype would count in the result's.
+    # Filling would give a scalar tensor dims, and its dtype would then count in the result's.
     scalars = any(isinstance(x, Tensor) and x.requires_grad and _has_own_dtype(x, first) for x in leaves)
 
     def enter(x: Any) -> Any:
@@ -285,16 +287,16 @@ _ALONG = {
     aten.slice.Tensor: 1,
     aten.unsqueeze.default: 1,
 }
-"""Which of their arguments is the dim, where not the last."""
+"""Position of the argument that names the dim, for ops that do not always work on the last one."""
 
 
 def _by_rows(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op on every row, where it treats rows alike: then it can be done while leading dims are flattened, too."""
+    """Run an op that treats all rows alike on every row, as it can run on flattened leading dims."""
     at, along = 1 if target is aten.embedding.default else 0, _ALONG.get(target, len(args))
     x, others = args[at], (*args[:at], *args[at + 1 :])
     if not is_masked(x) or has_masked((others, kwargs)):
         return NotImplemented
-    if along < len(args) and args[along] >= 0:  # dims before the mask are flattened with its own
+    if along < len(args) and args[along] >= 0:  # dims before the mask are flattened together with its own
         if args[along] <= x.lead:
             return NotImplemented
         args = (*args[:along], args[along] - x.lead, *args[along + 1 :])
@@ -308,28 +310,28 @@ def _by_rows(tracer: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _may_stop(target: Any, args: Any) -> bool:
-    """A division of integers by zero is an error on CPUs, also where nobody asked for it."""
+    """Whether an op divides integers, where a zero is an error on CPUs even at elements that are not selected."""
     divides = target._opname in ("floor_divide", "remainder", "fmod") or target._overloadname.endswith("_mode")
     return divides and is_masked(args[1]) and not args[1].whole.is_floating_point()
 
 
 def _may_enter(x: Any, first: Masked) -> bool:
-    """Numbers, what is chosen alike, and tensors that are the same for all that is chosen."""
+    """Whether ``x`` is a number, selected by the same mask, or the same for all selected elements."""
     if is_masked(x):
         return first.is_chosen_with(x)
     return first.broadcasts(x) if isinstance(x, Tensor) else not isinstance(x, Count)
 
 
 def _turn(mask: Tensor) -> Tensor:
-    """Which one of those that are chosen an element is, in order; for the others that before them."""
+    """Return each selected element's position among the selected ones; for the others, that of the one before."""
     return (mask.reshape(-1).cumsum(0) - 1).reshape(mask.shape)
 
 
 @replaces(aten.index_put_.default)
 def put(tracer: Any, given: Operand, indices: Sequence[Operand | None], values: Any, accumulate: bool = False) -> Any:
-    """``x[mask] = token``, ``x[mask] = rows``, and what was computed with ``x[mask]`` written by the same mask.
+    """Write ``x[mask] = token``, ``x[mask] = rows``, or results of ``x[mask]`` by the same mask.
 
-    That there are as many rows as the mask chooses is a check of values, which is taken as passed.
+    There must be as many rows as the mask selects, which is a check of values and assumed to pass.
     """
     x, indices = _unflattened(given, indices)
     mask, lead = mask_in(indices)
@@ -348,15 +350,17 @@ def put(tracer: Any, given: Operand, indices: Sequence[Operand | None], values: 
 def put_in_copy(
     tracer: Any, given: Operand, indices: Sequence[Operand | None], values: Any, accumulate: bool = False
 ) -> Any:
-    """As ``x.clone()[mask] = values``."""
+    """Write as in ``x.clone()[mask] = values``."""
     if mask_in(materialize(list(indices)))[0] is None:
         return NotImplemented
     return put(tracer, materialize(given).clone(), indices, values, accumulate)
 
 
 def _for_all(values: Any, place: Masked) -> Tensor | None:
-    """``values``, which are written to what ``place`` chooses, for all of its elements; None where how many are chosen
-    could show."""
+    """Extend ``values``, which are written where ``place`` selects, to all elements of ``place``.
+
+    Return None if the result could depend on the number of selected elements.
+    """
     if is_masked(values):
         whole = values.whole
         while whole.ndim > place.whole.ndim and whole.shape[0] == 1:
@@ -367,7 +371,7 @@ def _for_all(values: Any, place: Masked) -> Tensor | None:
         found = found.squeeze(0)
     if place.broadcasts(found):
         return place.beside(found)
-    at = found.ndim - place.rest - 1  # of the rows
+    at = found.ndim - place.rest - 1  # the dim of the rows
     rows = found.shape[at]
     return found[(slice(None),) * at + (_turn(place.mask).clamp(0, rows - 1),)] if rows else None
 
@@ -377,7 +381,7 @@ def _sum(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _mean(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Rounded once, as torch's own: neither the sum nor the count is what half precision can hold."""
+    """Average, rounding once as torch does: half precision can hold neither the sum nor the count."""
     kind = dtype or x.whole.dtype
     wide = torch.float32 if kind in HALF else kind
     return (_sum(tracer, x, dtype=wide) / x.total()).to(kind)
@@ -386,8 +390,8 @@ def _mean(tracer: Any, x: Masked, *, dtype: torch.dtype | None = None) -> Tensor
 def _sum_along(
     tracer: Any, x: Masked, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor | Masked:
-    """Along the mask, what was not chosen is left out; along other dims each one that was chosen has a sum of its
-    own."""
+    """Sum along dims: along the mask, elements that are not selected are left out; along other dims each selected one
+    has its own sum."""
     at = {d % x.ndim for d in dims} if dims else set(range(x.ndim))
     counted, along = x.lead in at, [e for d in sorted(at) for e in x.dims_of(d)]
     made = (x.filled(x.whole, 0) if counted else x.whole).sum(along, keepdim, dtype=dtype)
@@ -400,7 +404,7 @@ def _sum_along(
 def _mean_along(
     tracer: Any, x: Masked, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Rounded once, as the mean of all."""
+    """Average along dims, rounding once as ``_mean`` does."""
     at = {d % x.ndim for d in dims} if dims else set(range(x.ndim))
     kind = dtype or x.whole.dtype
     total = _sum_along(tracer, x, dims, keepdim, dtype=torch.float32 if kind in HALF else kind)
@@ -427,12 +431,12 @@ def _expand_as(tracer: Any, x: Any, other: Any) -> Any:
 
 @dataclass
 class Count(Deferred):
-    """How many elements a mask chooses, which shapes alone may say."""
+    """The number of elements that a mask selects, which only shapes may use."""
 
     chosen: Masked
 
     def materialize(self) -> Tensor:
-        """Where there is no way around it torch's own error names the line."""
+        """Select for real; if a graph cannot hold that, torch's own error names the line."""
         return self.chosen.materialize()
 
 
@@ -442,12 +446,12 @@ def _size(tracer: Any, x: Masked, dim: int) -> Any:
 
 
 def _holds(tracer: Any, *compared: Any) -> bool:
-    """That a count is within its bounds."""
+    """Assume that a count is within its bounds."""
     return True
 
 
 def reshape(tracer: Any, x: Any, shape: Sequence[Any]) -> Any:
-    """A view that leaves what is chosen, or that and all dims before it, one dim."""
+    """View a selection so that the selected elements, or these and all dims before them, remain one dim."""
     if not is_masked(x) or x.whole.numel() == 0:
         return NotImplemented
     at = [i for i, n in enumerate(shape) if isinstance(n, Count) or n == -1]
@@ -501,7 +505,7 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """What was not chosen is ignored, as labels can say."""
+    """Compute cross-entropy with unselected elements ignored by their labels."""
     if not (is_masked(x) and is_masked(target) and x.is_beside(target)) or reduction not in (MEAN, SUM):
         return NotImplemented
     if x.lead or x.rest != 1 or target.rest or target.whole.is_floating_point():
@@ -517,7 +521,7 @@ def _loss_of_elements(loss: Any) -> Callable[..., Any]:
 
     def reduced(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
-        # Some of them refuse probabilities beyond 1, which what was not chosen may have become.
+        # Some losses reject probabilities above 1, which unselected elements may have become.
         values = [v.with_whole(v.filled(v.whole, 1)) if isinstance(v, Masked) else v for v in map(given.get, names)]
         values[names.index("reduction")] = 0
         each = _pointwise(loss, tuple(values), {})

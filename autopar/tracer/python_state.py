@@ -1,7 +1,7 @@
-"""Plain Python data that a forward changes: counters, lists and caches of modules, of classes and of the user's files.
+"""Plain Python data that a forward changes: counters, lists and caches in modules, classes and the user's files.
 
-A captured program keeps what it was captured with. Where a forward only writes such data, that is worth a notice; where
-it computes with them too, the second call would be another program.
+A captured program keeps the values from its capture. If a forward only writes such data, a notice is enough; if it also
+computes with them, the second call would need another program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 
 @dataclass(frozen=True)
 class Place:
-    """A name that holds plain data: of a module, a class, or a file; ``by_library`` where the user did not write it."""
+    """A name that holds plain data, in a module, a class or a file; ``by_library`` if the user did not write it."""
 
     owner: Any
     name: str
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Held:
-    """What a place held: the object, what a container had in it, and what to compare it by."""
+    """What a place held: the object, its contents if it is a container, and an image to compare it by."""
 
     value: Any
     content: Any
@@ -60,7 +60,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Change:
-    """What a forward made of the plain data at a place."""
+    """A change by a forward of the plain data at a place."""
 
     place: Place
     old: Held
@@ -79,7 +79,7 @@ State = dict[tuple[int, str], tuple[Place, Held]]
 
 
 def plain_state(model: nn.Module) -> State:
-    """Every name that the forward of ``model`` could change without torch's seeing it."""
+    """Return every name that the forward of ``model`` could change without torch noticing, with its value."""
     found: State = {}
     for path, module in model.named_modules():
         _add(found, module, f"{path}." if path else "", not _is_users(type(module).__module__))
@@ -91,15 +91,15 @@ def plain_state(model: nn.Module) -> State:
 
 
 def _kinds(model: nn.Module) -> Iterable[type]:
-    """Classes of ``model``, and those of the user's files."""
+    """Return the classes of ``model``, and those in the user's files."""
     files = [vars(file).values() for file in _files(model) if _is_users(file.__name__)]
     own = [k for values in files for k in values if isinstance(k, type) and _is_users(k.__module__)]
     return dict.fromkeys([*own, *(k for m in model.modules() for k in type(m).__mro__ if not _is_of_torch(k))])
 
 
 def _files(model: nn.Module) -> Iterable[ModuleType]:
-    """Where the classes of ``model`` and the functions that it holds are written, and what the user's own files import
-    of each other."""
+    """Return the files that define the model's classes and the functions that it holds, and what the user's own files
+    import of each other."""
     made = [x for m in model.modules() for x in (*type(m).__mro__, *vars(m).values())]
     found: dict[str, ModuleType] = {}
     waiting: list[Any] = [x for x in made if isinstance(x, (type, FunctionType)) and not _is_of_torch(x)]
@@ -140,8 +140,10 @@ def _held(value: Any) -> Held:
 
 
 def changed(before: State, after: State) -> Mapping[str, Change]:
-    """What the forward changed, by the name that the user gave it. Of a library's own, which knows what it does, only
-    the numbers of its modules count."""
+    """Return what the forward changed, under the names that the user gave.
+
+    A library is assumed to know what it does with its own data, so only the numbers in its modules are included.
+    """
     found = _changed(before, after)
     return {c.place.text: c for c in found if not c.place.by_library or _is_number_of_module(c)}
 
@@ -159,8 +161,8 @@ def _is_number_of_module(change: Change) -> bool:
 
 @contextlib.contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """What the forward changes inside is as before after it: the user's all, a library's where it holds tensors of a
-    trace, which no one else can use."""
+    """Restore afterwards what the forward changes in the body: all of the user's data, and a library's data if it holds
+    tensors of a trace, which nothing else can use."""
     before = plain_state(model)
     cached = [(f, f.cache_info().currsize) for f in _cached_functions(model)]
     try:
@@ -176,7 +178,7 @@ def kept(model: nn.Module) -> Iterator[None]:
 
 
 class Depending(TorchDispatchMode):
-    """While a forward runs: which tensors depend on ``roots``."""
+    """Records which tensors depend on ``roots`` while a forward runs."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -197,12 +199,12 @@ def tensors_in(changes: Iterable[Change]) -> list[Tensor]:
 
 
 def _cached_functions(model: nn.Module) -> list[Any]:
-    """Functions under ``functools.cache``, of files and of classes."""
+    """Return functions under ``functools.cache``, in files and in classes."""
     return [f for owner in (*_files(model), *_kinds(model)) for f in vars(owner).values() if isinstance(f, _CACHED)]
 
 
 def _fill(held: Held) -> None:
-    """Give a container what it had in it."""
+    """Restore the contents of a container."""
     if isinstance(held.value, MUTABLE_CONTAINERS) and held.content is not held.value:
         content = copy.copy(held.content)
         held.value.clear()
@@ -210,7 +212,7 @@ def _fill(held: Held) -> None:
 
 
 def _text(held: Held) -> str:
-    """A value in a few words: tensors of a trace say nothing."""
+    """Return a short description of a value; values in a trace have no content worth printing."""
     if isinstance(held.value, MUTABLE_CONTAINERS):
         if not any(isinstance(x, Tensor) for x in tree_leaves(held.content)) and len(repr(held.content)) < _SHORT:
             return repr(held.content)
@@ -226,6 +228,6 @@ def _is_of_torch(x: Any) -> bool:
 
 @cache
 def _is_users(name: str) -> bool:
-    """Whether a file by the name under which it was imported is the user's own."""
+    """Whether a module, by the name under which it was imported, is the user's own."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and not is_installed(path := Path(file).resolve()) and not is_ours(path)

@@ -1,4 +1,4 @@
-"""What a forward may do that a graph would hold wrongly and without a word: refused, or done so that it is right."""
+"""Refuses side effects of a forward that a graph would silently get wrong, or makes them right."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _COLLECTIVES = (
 
 @contextlib.contextmanager
 def watched(overridden: list[str]) -> Iterator[None]:
-    """While tracing: what follows raises, and inference mode is no_grad, whose tensors a graph can hold.
+    """Refuse side effects while tracing; inference mode becomes no_grad, whose tensors a graph can hold.
 
     Args:
-        overridden: gets the user's own checkpoints.
+        overridden: receives the user's own checkpoints.
     """
     refusals: list[tuple[Any, str, str, str]] = [
-        (Tensor, "backward", "calls backward", "return the loss; a gradient inside the forward is torch.autograd.grad"),
+        (Tensor, "backward", "calls backward", "return the loss; for a gradient in forward use torch.autograd.grad"),
         (torch.autograd, "backward", "calls backward", "return the loss, and call backward outside"),
         (torch, "manual_seed", "seeds torch's generator", "seed outside of forward"),
         (torch.random, "manual_seed", "seeds torch's generator", "seed outside of forward"),
     ]
     if dist.is_available():
-        hint = "leave it out: the program's collectives are the plan's, and every sum is already over all ranks"
+        hint = "remove it: the plan places the program's collectives, and every sum is already over all ranks"
         refusals += [(dist, name, f"calls torch.distributed.{name}", hint) for name in _COLLECTIVES]
     hooks, mode = torch.autograd.graph.saved_tensors_hooks, torch.inference_mode
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def watched(overridden: list[str]) -> Iterator[None]:
 
 
 def _by_torch(depth: int = 2) -> bool:
-    """Whether torch itself asks, on behalf of what is captured otherwise."""
+    """Whether torch itself makes the call, for something that is captured in another way."""
     return sys._getframe(depth).f_code.co_filename.startswith(_TORCH)
 
 
@@ -86,7 +86,7 @@ def _entered(original: Callable[..., Any], overridden: list[str]) -> Callable[..
             raise CaptureError(
                 "The forward packs the tensors that are saved for the backward.",
                 found=f"saved_tensors_hooks with {getattr(self.pack_hook, '__qualname__', self.pack_hook)}",
-                hint="what is saved is the plan's decision: with a memory_budget it recomputes or offloads.",
+                hint="the plan decides what is saved: with a memory_budget it recomputes or offloads.",
             )
         return original(self)
 
@@ -114,7 +114,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         _plain_data.__set__(tensor, value)
         return
     raise CaptureError(
-        "The forward gives a tensor other data.",
+        "The forward assigns to a tensor's data.",
         found=f"an assignment to .data of {tuple(tensor.shape)}",
         hint="compute a new tensor, or change parameters outside of forward.",
     )
@@ -122,7 +122,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 @contextlib.contextmanager
 def constant_requires_grad(model: nn.Module) -> Iterator[None]:
-    """Which parameters train is decided before the capture.
+    """Refuse a forward that changes which parameters train, which must be decided before the capture.
 
     Raises:
         CaptureError: the forward changes it.

@@ -44,18 +44,18 @@ class Capture:
 
     Args:
         graph_module: the joint torch.fx graph; every node has ``meta["val"]`` (fake) and ``meta["phase"]``.
-        graph: the same as plain data.
-        call: how inputs are named; ``call.structure.paths`` in the order of the input placeholders.
+        graph: the same graph as plain data.
+        call: names of the inputs; ``call.structure.paths`` are in the order of the input placeholders.
         returned: structure of the model's outputs.
-        loss: position of the scalar loss that the backward is of; None when it is of every output.
+        loss: position of the scalar loss from which the backward starts; None if it starts from every output.
         differentiable: positions of the outputs that have tangents.
         constants: values of tensors that the program holds as literals, by name.
         notices: what the user should know, one sentence each.
         requires_grad: names of the outputs that have a gradient on one device, whether or not it is captured.
         unsaved: values of buffers that the model's ``state_dict`` leaves out.
-        guards: what of the model was read, beside its parameters and buffers.
-        attribute_outputs: what a call leaves in attributes, made of further outputs.
-        lost: names of what else the forward leaves tensors in.
+        guards: what was read of the model besides its parameters and buffers.
+        attribute_outputs: what a call stores in attributes, built from further outputs.
+        lost: names of other places in which the forward stores tensors.
     """
 
     graph_module: fx.GraphModule
@@ -74,7 +74,7 @@ class Capture:
 
 
 def ambient_autocast() -> contextlib.AbstractContextManager[Any]:
-    """The autocast around the call, on whatever device, for the trace on the CPU."""
+    """Return an autocast for the trace on the CPU that matches the one around the call, on whatever device."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return torch.autocast("cpu", dtype=torch.get_autocast_dtype(device))
@@ -85,11 +85,11 @@ class ColoTracer:
     """Captures a model and its loss as one joint forward and backward torch.fx graph.
 
     Args:
-        outputs: ``"auto"`` captures the backward of the scalar loss alone when the model returns one; any other
-            value captures the backward of every differentiable output.
-        stored_dtype: in which a parameter or buffer is stored, where that is not its own dtype.
-        whole: run every block of the model; else some of a run of equal ones are copies of those before them.
-        trains: refuse a model none of whose outputs has a gradient.
+        outputs: ``"auto"`` captures only the backward of the scalar loss if the model returns one; any other value
+            captures the backward of every differentiable output.
+        stored_dtype: returns the dtype in which a parameter or buffer is stored; None means its own.
+        whole: run every block of the model; otherwise some blocks of a run of equal ones are copied from others.
+        trains: refuse a model without an output that has a gradient.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class ColoTracer:
         self._trains = trains
 
     def trace(self, model: nn.Module, meta_inputs: Any) -> fx.GraphModule:
-        """The joint graph of ``model`` on ``meta_inputs``; ``node.meta["val"]`` on every node.
+        """Return the joint graph of ``model`` on ``meta_inputs``, with ``node.meta["val"]`` on every node.
 
         Raises:
-            CaptureError: naming the line of the model that cannot be captured.
+            CaptureError: names the line of the model that cannot be captured.
         """
         return self.capture(model, meta_inputs).graph_module
 
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
-        """As ``trace``, with the meaning of every input and output. The backward is captured under ``no_grad`` too."""
+        """Capture like ``trace``, with the meaning of inputs and outputs; under ``no_grad`` too."""
         with (
             torch.enable_grad(),
             ambient_autocast(),
@@ -134,7 +134,7 @@ class ColoTracer:
         return self._captured(model, call, whole=True)
 
     def _captured(self, model: nn.Module, call: Call, *, whole: bool) -> Capture:
-        """On a copy of the model, which the forward may change."""
+        """Capture a copy of the model, which the forward may change."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode, self._stored_dtype)
         without_lost_hooks(copied)
@@ -177,7 +177,7 @@ class ColoTracer:
 
     @staticmethod
     def _forward(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool) -> Exported:
-        """The exported forward, or, of a model that takes derivatives in it, what it returns alone."""
+        """Return the exported forward, or only what the model returns if its forward takes derivatives."""
         try:
             return export(model, call, mode, whole=whole)
         except DerivativeError:
@@ -193,7 +193,7 @@ class ColoTracer:
         seed: torch.Tensor,
         exported: Exported,
     ) -> tuple[int | None, tuple[int, ...], Joint]:
-        """Which output is the loss, which have tangents, and the forward with its backward."""
+        """Return which output is the loss, which outputs have tangents, and the forward with its backward."""
         loss = None
         if not self._every_tangent:
             count = len(exported.returned.paths)
@@ -215,15 +215,17 @@ class ColoTracer:
                     joint_of(exported.program, copied, call.tensors, seed, loss, differentiable, detached),
                 )
         except Exception as error:
-            if exported.cut:  # the user's error is the one that comes without skipping
+            if exported.cut:  # a capture without skipping gives the error that the user should see
                 raise IrregularError from error
             if isinstance(error, AutoparError):
                 raise
             raise _by_running(copied, call, mode, error) from error
 
     def _differentiable(self, exported: Exported, loss: int | None) -> tuple[tuple[int, ...], frozenset[int]]:
-        """The outputs from which the backward starts, and those that are detached: what is left in attributes rarely is
-        part of a loss."""
+        """Return the outputs from which the backward starts, and those that are detached.
+
+        Tensors stored in attributes are detached, because they are rarely part of a loss.
+        """
         if loss is not None:
             return (loss,), frozenset(range(len(exported.names))) - {loss}
         found = [i for i, d in enumerate(exported.differentiable) if d]
@@ -234,7 +236,7 @@ class ColoTracer:
 
 
 def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
-    """The error of the joint trace, which knows an op's module, by the line at which the model itself fails so."""
+    """Return an error with the line at which the model itself fails like the joint trace, which only knows modules."""
     try:
         with mode, packed_by_mask():
             run_once(model, call)
@@ -245,7 +247,7 @@ def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Excep
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``meta_inputs`` as arguments: a tensor, a tuple (positional) or a mapping (by keyword)."""
+    """Return ``meta_inputs`` as arguments: a tensor, a tuple (positional) or a mapping (by keyword)."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
@@ -271,8 +273,8 @@ def _meanings(
             kind, name = ("input", call.names[at]) if at < len(call.names) else ("seed", "seed")
         elif kind == "tangent" and not isinstance(meaning.target, int):
             raise CaptureError(
-                "The forward gives a buffer a value that has a gradient.",
-                found=f"{name} keeps the program that made it, and so its activations, from step to step",
+                "The forward writes a value that has a gradient to a buffer.",
+                found=f"{name} keeps the graph that computed it, and so its activations, from step to step",
                 hint="detach what is written to buffers: buffer.copy_(value.detach()).",
             )
         elif kind == "tangent":
@@ -293,7 +295,7 @@ def _meanings(
 
 
 def _refuse_changed(joint: Joint) -> None:
-    """Parameters change in the optimizer's step, and constants never."""
+    """Refuse changes of parameters, which only the optimizer's step may change, and of constants."""
     buffers = {i.target for i in joint.inputs if i.kind == "buffer"} - set(joint.constants)
     for output in joint.outputs:
         if output is None or output.kind != "mutation" or isinstance(output.target, int) or output.target in buffers:
@@ -304,7 +306,7 @@ def _refuse_changed(joint: Joint) -> None:
             found="a tensor kept as a plain attribute" if is_constant else "a parameter",
             hint="keep it with register_buffer."
             if is_constant
-            else "change it outside of forward: an embedding without max_norm, its rows scaled after optimizer.step().",
+            else "change it outside of forward, e.g. an embedding without max_norm whose rows are scaled after step().",
         )
 
 
@@ -313,7 +315,7 @@ def _changes_input(meant: JointOutput) -> bool:
 
 
 def _check_gradients(outs: Sequence[ir.Output], ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]) -> None:
-    """A missing gradient would train silently wrong: torch gives none for parameters it lost on the way."""
+    """Refuse a model without gradients: torch gives none for parameters that are lost on the way."""
     if not any(o is not None and o.kind == "gradient" for o in outputs) and any(i.trainable for i in ins):
         raise CaptureError(
             "No trainable parameter gets a gradient.",

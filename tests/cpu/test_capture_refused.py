@@ -162,7 +162,7 @@ def test_a_buffer_that_would_keep_the_graph_of_its_value() -> None:
         m.state.copy_(y[0])
         return y
 
-    with refused(CaptureError, "state keeps the program", "value.detach()"):
+    with refused(CaptureError, "state keeps the graph", "value.detach()"):
         captured(Refused(body), torch.randn(4, 4))
 
 
