@@ -37,10 +37,10 @@ from autopar.tracer.ctc import forget_packed, without_tables
 from autopar.tracer.cutting import cut
 from autopar.tracer.derivatives import DerivativeError, refused
 from autopar.tracer.device_neutral import device_neutral_ops
+from autopar.tracer.equal_masks import merge_equal_masks
 from autopar.tracer.experts import experts_by_token
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
 from autopar.tracer.linear_algebra import covariances
-from autopar.tracer.masked import merge_equal_masks
 from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.packed import packed_by_mask
 from autopar.tracer.python_state import Depending, kept, tensors_in

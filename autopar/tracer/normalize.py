@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autopar.ops.registration import HALF
-from autopar.tracer import flat, linear_algebra, losses, masked, random_ops
+from autopar.tracer import flat, linear_algebra, losses, masked, masked_ops, random_ops
 from autopar.tracer.flat import Flat
 from autopar.tracer.replacements import REPLACEMENTS
 
@@ -121,7 +121,7 @@ class Normalizing(fx.Interpreter):
         if name in CONTEXTS:
             return self._nested(name, args)
         if masked.has_masked((args, kwargs)):
-            result = masked.run(self, target, args, kwargs)
+            result = masked_ops.run(self, target, args, kwargs)
             if result is not NotImplemented:
                 return result
             args, kwargs = flat.materialize((args, kwargs))
