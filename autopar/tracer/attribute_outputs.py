@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar._torch import DynamicOutputShapeException
 from autopar.attributes import MISSING, OUTPUT_CONTAINERS, AttributeOutput, Held, Place, snapshot
 from autopar.structure import Structure, flatten
-from autopar.tracer.python_state import Change, Depending, _is_users, tensors_in
+from autopar.tracer.python_state import Change, DependencyRecorder, is_users_file, tensors_in
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 Attributes = Mapping[Place, Held]
@@ -53,7 +53,7 @@ def trial_calls(
     """Call ``flat`` twice on fake tensors, as far as it runs on them."""
     first = returned.attribute_outputs
     try:
-        with mode, Depending((*flat.parameters(), *flat.buffers(), *inputs)) as data:
+        with mode, DependencyRecorder((*flat.parameters(), *flat.buffers(), *inputs)) as data:
             made = list(flat(*inputs))
             first, changes = returned.attribute_outputs, returned.changes
             flat(*inputs)
@@ -84,7 +84,7 @@ def attributes(model: nn.Module) -> Attributes:
 def _attributes(model: nn.Module) -> Iterator[tuple[Place, Any]]:
     for path, module in model.named_modules():
         owner = type(module).__module__
-        if _is_users(owner) or owner.partition(".")[0] == "torch":
+        if is_users_file(owner) or owner.partition(".")[0] == "torch":
             own = ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
             yield from (((path, name), value) for name, value in own if not _is_made_of_parameters(module, name))
 

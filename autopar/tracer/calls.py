@@ -104,7 +104,11 @@ class FlatModel(nn.Module):
         self.returned = LastCall()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before, plain, attributes = _held(self.model), plain_state(self.model), attribute_outputs.attributes(self.model)
+        before, plain, attributes = (
+            _buffers(self.model),
+            plain_state(self.model),
+            attribute_outputs.attributes(self.model),
+        )
         with constant_requires_grad(self.model), watched_reads():
             out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
         out += self._attribute_outputs_since(attributes)
@@ -135,7 +139,7 @@ class LastCall:
     excluded: frozenset[Place] | None = None
 
 
-def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
+def _buffers(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the buffers of all modules, by module path and name."""
     modules = model.named_modules()
     return {(path, name): b for path, m in modules for name, b in m._buffers.items() if b is not None}
@@ -143,7 +147,7 @@ def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> None:
     """Copy buffers that the forward replaced into the old ones in place, which torch.export can see."""
-    for (path, name), new in _held(model).items():
+    for (path, name), new in _buffers(model).items():
         old, fqn = before.get((path, name)), f"{path}.{name}" if path else name
         if new is old:
             continue

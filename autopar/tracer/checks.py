@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @contextlib.contextmanager
-def taken_as_passed() -> Iterator[list[str]]:
+def assume_checks_pass() -> Iterator[list[str]]:
     """Make ``if x.max() >= n: raise`` and ``assert (x > 0).all().item()`` pass while tracing; yield their locations.
 
     The values that they check do not exist yet. Any other use of a tensor as a truth value is unaffected.
@@ -30,18 +30,18 @@ def taken_as_passed() -> Iterator[list[str]]:
     found: list[str] = []
     ordinary, ordinary_item, ordinary_bincount = Tensor.__bool__, Tensor.item, torch.bincount
 
-    def passing_at(frame: FrameType) -> bool | None:
+    def record_check(frame: FrameType) -> bool | None:
         passing = passing_value(frame.f_code, frame.f_lineno)
         if passing is not None:
             found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         return passing
 
     def truth(tensor: Tensor) -> bool:
-        passing = passing_at(sys._getframe(1))
+        passing = record_check(sys._getframe(1))
         return ordinary(tensor) if passing is None else passing
 
     def item(tensor: Tensor) -> Any:
-        passing = passing_at(sys._getframe(1)) if tensor.dtype == torch.bool else None
+        passing = record_check(sys._getframe(1)) if tensor.dtype == torch.bool else None
         return ordinary_item(tensor) if passing is None else passing
 
     def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:  # noqa: A002

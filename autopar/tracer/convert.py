@@ -31,7 +31,7 @@ def meta_of(value: Any) -> ir.TensorMeta | None:
     return ir.TensorMeta(tuple(int(n) for n in value.shape), dtype_name(value.dtype))
 
 
-def called(node: fx.Node) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+def op_and_arguments(node: fx.Node) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
     """Return a node's op and arguments; a custom op that changes some of its arguments returns those too."""
     if not is_functionalized(node.target):
         return op_name(node.target), node.args, node.kwargs
@@ -120,19 +120,19 @@ def source_line(meta: Mapping[str, Any]) -> str:
         text = lines[at].strip()
         if text.startswith("File ") and not text.startswith('File "<'):
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
-            own, of_torch = _whose(file)
-            if own:
+            ours, of_torch = _origin(file)
+            if ours:
                 continue
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-            said = f"{Path(file).name}:{line} {code}".strip()
+            text_of_line = f"{Path(file).name}:{line} {code}".strip()
             if not of_torch:
-                return said
-            found = found or said
+                return text_of_line
+            found = found or text_of_line
     return found
 
 
 @cache
-def _whose(file: str) -> tuple[bool, bool]:
+def _origin(file: str) -> tuple[bool, bool]:
     """Whether a file belongs to autopar, and whether it belongs to torch."""
     return is_ours(Path(file)), Path(file).is_relative_to(TORCH)
 
@@ -146,7 +146,7 @@ def to_ir(
         if node.op == "output" or node.target is operator.getitem:
             continue
         placeholder = node.op in ("placeholder", "get_attr")
-        op, args, options = called(node)
+        op, args, options = op_and_arguments(node)
         kwargs = tuple((k, arg_of(v)) for k, v in options.items() if k not in _DROPPED_KWARGS)
         value = node.meta["val"]
         nodes.append(

@@ -17,26 +17,26 @@ _ordinary, _masked_select = torch.ctc_loss, Tensor.masked_select
 
 
 @contextlib.contextmanager
-def without_tables() -> Iterator[None]:
+def ctc_losses_as_ops() -> Iterator[None]:
     """Compute CTC losses with an op of our own during an export, and unpack labels that were packed for it."""
     with (
         mock.patch.object(torch, "ctc_loss", _ctc_loss),
-        mock.patch.object(Tensor, "masked_select", _remembered_select),
+        mock.patch.object(Tensor, "masked_select", _recording_select),
     ):
         yield
 
 
-def forget_packed(graph: fx.Graph) -> None:
+def drop_packed_selections(graph: fx.Graph) -> None:
     """Drop masked selections that only the loss read, and lengths of selections, which only checks still read."""
     aten = torch.ops.aten
     for node in [n for n in graph.nodes if n.target in (aten.masked_select.default, aten.sym_size.int)]:
-        after = _everything_after(node)
+        after = _dependents(node)
         if all(n is node or _is_check(n) for n in after):
             for n in reversed(after):
                 graph.erase_node(n)
 
 
-def _everything_after(node: fx.Node) -> list[fx.Node]:
+def _dependents(node: fx.Node) -> list[fx.Node]:
     """Return the node and everything that depends on it, in order."""
     found = {node}
     for n in node.graph.nodes:
@@ -51,7 +51,7 @@ def _is_check(node: fx.Node) -> bool:
     return arithmetic or any(part in name for part in ("sym_", "assert", "_check"))
 
 
-def _remembered_select(x: Tensor, mask: Tensor) -> Tensor:
+def _recording_select(x: Tensor, mask: Tensor) -> Tensor:
     packed = _masked_select(x, mask)
     setattr(packed, _PACKED, (x, mask))
     return packed

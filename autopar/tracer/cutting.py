@@ -50,10 +50,10 @@ def _cut(run: Run, calls: Sequence[fx.Node | None], results: Sequence[fx.Node | 
     found = [c for c in calls if c is not None]
     if len(found) != len(run.paths):
         return False
-    made = [_made(call, result) for call, result in zip(found, results, strict=True)]
+    made = [_block_outputs(call, result) for call, result in zip(found, results, strict=True)]
     links = [_links(found[k], made[k - 1]) for k in range(1, len(found))]
     last = len(found) - TAIL - 1
-    if any(link != links[0] for link in links) or not _read_in_turn(run, found, made, last):
+    if any(link != links[0] for link in links) or not _is_read_by_next_only(run, found, made, last):
         return False
     for at, old in made[last].items():
         old.replace_all_uses_with(made[HEAD - 1][at])
@@ -64,7 +64,7 @@ def _cut(run: Run, calls: Sequence[fx.Node | None], results: Sequence[fx.Node | 
     return True
 
 
-def _made(call: fx.Node, result: fx.Node | None) -> dict[int, fx.Node]:
+def _block_outputs(call: fx.Node, result: fx.Node | None) -> dict[int, fx.Node]:
     """Return the tensors that a block itself returns, by position."""
     if result is not None:
         return dict(enumerate(result.args[0]))  # type: ignore[arg-type]
@@ -73,12 +73,12 @@ def _made(call: fx.Node, result: fx.Node | None) -> dict[int, fx.Node]:
 
 def _links(call: fx.Node, before: dict[int, fx.Node]) -> list[Any]:
     """Return a block's inputs: positions of outputs of the block before, or nodes that all blocks read."""
-    positions = {_itself(node): at for at, node in before.items()}
-    read = [_itself(node) for node in call.args[0]]  # type: ignore[union-attr, arg-type]
+    positions = {_unconverted(node): at for at, node in before.items()}
+    read = [_unconverted(node) for node in call.args[0]]  # type: ignore[union-attr, arg-type]
     return [positions.get(node, node) for node in read]
 
 
-def _itself(node: fx.Node) -> fx.Node:
+def _unconverted(node: fx.Node) -> fx.Node:
     """Return the argument of a chain of conversions that change nothing and so return their argument."""
     while node.target in _CONVERSIONS and isinstance(node.args[0], fx.Node):
         value, given = node.meta["val"], node.args[0].meta["val"]
@@ -88,7 +88,7 @@ def _itself(node: fx.Node) -> fx.Node:
     return node
 
 
-def _read_in_turn(run: Run, calls: Sequence[fx.Node], made: Sequence[dict[int, fx.Node]], last: int) -> bool:
+def _is_read_by_next_only(run: Run, calls: Sequence[fx.Node], made: Sequence[dict[int, fx.Node]], last: int) -> bool:
     """Whether only the next block reads what each skipped block returns."""
     after = run.paths[last + 1]
     for k in range(HEAD, last + 1):

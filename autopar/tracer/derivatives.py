@@ -27,7 +27,7 @@ class DerivativeError(CaptureError):
 
 
 @contextlib.contextmanager
-def refused() -> Iterator[None]:
+def refused_derivatives() -> Iterator[None]:
     """Make derivatives raise ``DerivativeError`` during an export."""
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -37,13 +37,13 @@ def experts_by_token() -> Iterator[None]:
         return
     ordinary = moe.ExpertsInterface.get_interface
 
-    def chosen(self: Any, implementation: str, default: Forward) -> Forward:
+    def interface(self: Any, implementation: str, default: Forward) -> Forward:
         found: Forward = ordinary(self, implementation, default)
         if found is default or found is getattr(moe, "grouped_mm_experts_forward", None):
             return functools.partial(_forward, found, found is default)
         return found
 
-    with mock.patch.object(moe.ExpertsInterface, "get_interface", chosen):
+    with mock.patch.object(moe.ExpertsInterface, "get_interface", interface):
         yield
 
 
@@ -73,8 +73,8 @@ def _is_known(module: nn.Module, hidden: Any, ids: Any, scale: Any) -> bool:
     """Whether this process has all tokens and experts, and each token equally many: not so in expert parallelism."""
     if not all(isinstance(t, Tensor) and t.dim() == 2 for t in (hidden, ids, scale)) or ids.shape != scale.shape:
         return False
-    told = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
-    if not told or getattr(module, "_is_expert_parallel", False):
+    has_options = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+    if not has_options or getattr(module, "_is_expert_parallel", False):
         return False
     matrices = [getattr(module, name, None) for name in (_first_name(module), "down_proj")]
     return all(isinstance(w, Tensor) and w.dim() == 3 and w.is_floating_point() for w in matrices)

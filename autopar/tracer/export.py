@@ -30,25 +30,25 @@ from autopar.tracer import attribute_outputs, functions
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples
 from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
 from autopar.tracer.calls import Call, FlatModel, LastCall
-from autopar.tracer.checks import taken_as_passed
+from autopar.tracer.checks import assume_checks_pass
 from autopar.tracer.combinations import combinations_by_index
 from autopar.tracer.convert import source_line
-from autopar.tracer.ctc import forget_packed, without_tables
+from autopar.tracer.ctc import ctc_losses_as_ops, drop_packed_selections
+from autopar.tracer.cumulative_batch_norm import cumulative_batch_norms
 from autopar.tracer.cutting import cut
-from autopar.tracer.derivatives import DerivativeError, refused
+from autopar.tracer.derivatives import DerivativeError, refused_derivatives
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.equal_masks import merge_equal_masks
 from autopar.tracer.experts import experts_by_token
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
-from autopar.tracer.linear_algebra import covariances
+from autopar.tracer.linear_algebra import unchecked_covariances
 from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.packed import packed_by_mask
-from autopar.tracer.python_state import Depending, kept, tensors_in
+from autopar.tracer.python_state import DependencyRecorder, restored_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
 from autopar.tracer.reads import answering
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
-from autopar.tracer.running import averaged_by_count
-from autopar.tracer.side_effects import watched
+from autopar.tracer.side_effects import refused_side_effects
 from autopar.tracer.skipping import skipping
 
 
@@ -117,32 +117,32 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)),
             device_neutral_ops(),
-            refused(),
-            without_tables(),
-            averaged_by_count(),
+            refused_derivatives(),
+            ctc_losses_as_ops(),
+            cumulative_batch_norms(),
             experts_by_token(),
-            watched(overridden),
+            refused_side_effects(overridden),
             packed_by_mask(),
             clusters_of_all_samples(),
-            covariances(),
+            unchecked_covariances(),
             combinations_by_index(),
             without_causal_detection(),
-            _asked_of_tensors() as checks,
+            _answered_requests() as checks,
             skipping(model, runs) as skipped,
             without_leftover_hooks(),
         ):
-            with kept(model):
+            with restored_state(model):
                 program = _exported(flat, call)
             changes = flat.returned.changes or flat.returned.attribute_outputs
             equal = cut(skipped, program.graph) and not (skipped.cut and changes)
             if changes and equal:
-                with kept(model):
+                with restored_state(model):
                     findings = attribute_outputs.trial_calls(flat, flat.returned, call.tensors, mode)
                 if findings.unusable:
                     flat.returned.excluded = findings.unusable
-                    with kept(model):
+                    with restored_state(model):
                         program = _exported(flat, call)
-                with kept(model):
+                with restored_state(model):
                     _refuse_state(program, flat, call, mode, findings.fixed)
     except DerivativeError:
         raise
@@ -156,7 +156,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         if isinstance(part, fx.GraphModule):
             _refuse_functions(part.graph)
             _refuse_sparse(part.graph)
-            forget_packed(part.graph)
+            drop_packed_selections(part.graph)
     merge_equal_masks(program.graph)
     returned = flat.returned.structure
     assert returned is not None
@@ -169,16 +169,16 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         flat.returned.differentiable,
         notices,
         tuple(skipped.cut),
-        _changed(flat, findings.attribute_outputs),
+        _changed_attributes(flat, findings.attribute_outputs),
         findings.attribute_outputs,
         findings.lost,
     )
 
 
 @contextlib.contextmanager
-def _asked_of_tensors() -> Iterator[list[str]]:
+def _answered_requests() -> Iterator[list[str]]:
     """Answer, while tracing, requests for values of tensors from checks that pass, and from buffers."""
-    with answering(), taken_as_passed() as checks:  # a check looks at its caller's line, so it comes first
+    with answering(), assume_checks_pass() as checks:  # a check looks at its caller's line, so it comes first
         yield checks
 
 
@@ -201,14 +201,14 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     try:
         with (
             refuse_python_random(lambda: flat(*call.tensors)),
-            watched(overridden),
-            _asked_of_tensors() as checks,
+            refused_side_effects(overridden),
+            _answered_requests() as checks,
         ):
             flat.returned.excluded = frozenset()
-            with kept(model):
+            with restored_state(model):
                 findings = attribute_outputs.trial_calls(flat, flat.returned, call.tensors, contextlib.nullcontext())
             flat.returned.excluded = findings.unusable
-            with kept(model):
+            with restored_state(model):
                 values = flat(*call.tensors)
     except CaptureError as error:
         raise _located(error) from error.__cause__
@@ -223,14 +223,14 @@ def run_once(model: nn.Module, call: Call) -> Exported:
         flat.returned.differentiable,
         tuple(notices),
         (),
-        _changed(flat, findings.attribute_outputs),
+        _changed_attributes(flat, findings.attribute_outputs),
         findings.attribute_outputs,
         findings.lost,
         findings.unusable,
     )
 
 
-def _changed(flat: FlatModel, outputs: Sequence[AttributeOutput]) -> tuple[AttributeKey, ...]:
+def _changed_attributes(flat: FlatModel, outputs: Sequence[AttributeOutput]) -> tuple[AttributeKey, ...]:
     places = [place for each in outputs for place in (each.place, *each.also)]
     given = [(table_key(flat.model.get_submodule(path)), name) for path, name in places]
     return *given, *((table_key(c.place.owner), c.place.name) for c in flat.returned.changes.values())
@@ -296,8 +296,8 @@ def _dense_gradients(graph: fx.Graph) -> list[str]:
     """Return a notice if a gradient would be a sparse tensor on one device."""
     for node in graph.nodes:
         names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
-        asked = "sparse" in names and dict(zip(names, node.args, strict=False)) | node.kwargs
-        if asked and asked.get("sparse"):
+        options = "sparse" in names and dict(zip(names, node.args, strict=False)) | node.kwargs
+        if options and options.get("sparse"):
             return ["gradients of embeddings with sparse=True are dense: SparseAdam cannot take them, AdamW can"]
     return []
 
@@ -322,7 +322,7 @@ def _refuse_state(
     before: dict[Place, Held] = {}
     record_attributes(before, flat.model, [each.place for each in fixed])
     with contextlib.suppress(DynamicOutputShapeException):  # a masked selection has a shape during an export only
-        with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
+        with mode, DependencyRecorder((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
             flat(*call.tensors)
         kept_tensors = tensors_in(flat.returned.changes.values())
         if kept_tensors and not any(t in data for t in kept_tensors):
@@ -330,11 +330,11 @@ def _refuse_state(
     changes = flat.returned.changes
     try:
         with restored_attributes(flat.model, before):
-            again = _exported(flat, call)
+            second = _exported(flat, call)
     except Exception:  # noqa: BLE001  it worked in the first call
         same = False
     else:
-        same = _text_of(program) == _text_of(again)
+        same = _computation(program) == _computation(second)
     if not same:
         named = [
             *changes.items(),
@@ -349,7 +349,7 @@ def _refuse_state(
         )
 
 
-def _text_of(program: torch.export.ExportedProgram) -> list[Any]:
+def _computation(program: torch.export.ExportedProgram) -> list[Any]:
     """Return everything that a program computes with, as text."""
     nodes = [(str(n.target), str(n.args), str(n.kwargs)) for n in program.graph.nodes]
     return [nodes, [(name, str(t)) for name, t in program.constants.items()]]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from autopar._torch import FakeTensorMode
 from autopar.errors import CaptureError, InputError
 from autopar.structure import is_dense
-from autopar.tracer.unread import described, stand_in, take_out
+from autopar.tracer.unread import describe, detach_stand_ins, stand_in
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -29,7 +29,7 @@ def fake_like(
     if not is_dense(tensor):
         raise InputError(
             "Inputs of a parallel model must be dense tensors.",
-            found=f"{name}: {described(tensor)}",
+            found=f"{name}: {describe(tensor)}",
             hint="pass indices and values as dense tensors and multiply with index_add, or pad ragged data.",
         )
     with mode:
@@ -67,7 +67,7 @@ def fake_copy(
                     memo[id(tensor)] = _constant(tensor, f"{name}.{key}" if name else key)
     try:
         copied = copy.deepcopy(model, memo)
-        take_out(copied)
+        detach_stand_ins(copied)
         return _as_written(copied)
     except CaptureError:
         raise

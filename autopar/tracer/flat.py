@@ -137,7 +137,7 @@ _DIM: dict[Callable[..., Any], int] = {
 """Ops along some dims that leave the others as they are, with the position of the argument that names the dims."""
 
 
-def behind(target: Callable[..., Any], x: Flat, args: Sequence[Any], kwargs: Any) -> Any:
+def along_rest(target: Callable[..., Any], x: Flat, args: Sequence[Any], kwargs: Any) -> Any:
     """Run an op along dims after the flattened one; ``args`` count that as one dim."""
     at = _DIM.get(target)
     if at is None or at > len(args) or args[at - 1] is None:

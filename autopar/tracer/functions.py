@@ -27,7 +27,7 @@ _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 
 @dataclass
-class _Called:
+class _FunctionCall:
     """One call: ``args`` without its tensors, whose positions are ``at``; likewise ``returned``."""
 
     function: type[torch.autograd.Function]
@@ -49,7 +49,7 @@ class _Called:
 
 
 _TENSOR = object()
-_calls: ContextVar[list[_Called]] = ContextVar("calls")
+_calls: ContextVar[list[_FunctionCall]] = ContextVar("calls")
 
 
 @contextlib.contextmanager
@@ -102,20 +102,20 @@ def _refuse_hook(tensor: Tensor, hook: Any) -> None:
 
 def _record(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-    called = _Called(function, [None if i in at else a for i, a in enumerate(args)], at)
+    recorded_call = _FunctionCall(function, [None if i in at else a for i, a in enumerate(args)], at)
     calls = _calls.get()
-    calls.append(called)
+    calls.append(recorded_call)
     made = torch.ops.autopar_capture.function([args[i] for i in at], len(calls) - 1)
-    return called.rebuild(made)
+    return recorded_call.rebuild(made)
 
 
 def _fake(tensors: list[Tensor], call: int) -> list[Tensor]:
-    called = _calls.get()[call]
+    recorded_call = _calls.get()[call]
     with torch.no_grad():
-        result = called.run([t.detach() for t in tensors])
-    called.is_tuple = isinstance(result, tuple)
-    values = list(result) if called.is_tuple else [result]
-    called.returned = [_TENSOR if isinstance(v, Tensor) else v for v in values]
+        result = recorded_call.run([t.detach() for t in tensors])
+    recorded_call.is_tuple = isinstance(result, tuple)
+    values = list(result) if recorded_call.is_tuple else [result]
+    recorded_call.returned = [_TENSOR if isinstance(v, Tensor) else v for v in values]
     return [v.clone() for v in values if isinstance(v, Tensor)]
 
 

@@ -19,8 +19,10 @@ from autopar._torch import FakeTensor, OpOverload, is_mutable, is_random, traced
 from autopar.errors import CaptureError
 from autopar.guards import Condition
 
-_ASKING = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
-_METHODS = [(kind, name) for kind in (Tensor, FakeTensor) for name in _ASKING if kind is Tensor or name in vars(kind)]
+_VALUE_METHODS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+_METHODS = [
+    (kind, name) for kind in (Tensor, FakeTensor) for name in _VALUE_METHODS if kind is Tensor or name in vars(kind)
+]
 
 
 class KnownValues:
@@ -32,11 +34,11 @@ class KnownValues:
         self._values = {name: b.detach() for name, b in model.named_buffers() if type(b) is Tensor and not b.is_meta}
         self._placeholders: dict[fx.Node, str] = {}
         self._answers: list[Any] = []
-        self._asked = 0
+        self._answered = 0
 
     def begin(self) -> None:
         """Find the nodes that stand for buffers in a trace, at the beginning of a run of the forward."""
-        self._asked = 0
+        self._answered = 0
         nodes = ((traced_node(buffer), name) for name, buffer in self._copied.named_buffers() if name in self._values)
         self._placeholders = {node: name for node, name in nodes if node is not None}
         if self._placeholders:
@@ -47,11 +49,11 @@ class KnownValues:
         """Patch tensors while the forward runs, so that values that buffers determine are computed from them."""
         with contextlib.ExitStack() as stack:
             for kind, name in _METHODS:
-                stack.enter_context(mock.patch.object(kind, name, self._asking(name, getattr(kind, name))))
+                stack.enter_context(mock.patch.object(kind, name, self._patched(name, getattr(kind, name))))
             yield
 
-    def _asking(self, name: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(tensor: Tensor) -> Any:
+    def _patched(self, name: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        def value_of(tensor: Tensor) -> Any:
             node = traced_node(tensor)
             if node is None:
                 return self._repeated(tensor, ordinary)
@@ -60,20 +62,20 @@ class KnownValues:
                 return ordinary(tensor)
             self.conditions.append(condition)
             self._answers.append(condition.value)
-            self._asked += 1
+            self._answered += 1
             return condition.value
 
-        return ask
+        return value_of
 
     def _repeated(self, tensor: Tensor, ordinary: Callable[..., Any]) -> Any:
         """Repeat the earlier answer if a forward outside of a trace takes the same value again."""
         try:
             return ordinary(tensor)
         except Exception:
-            if self._asked >= len(self._answers):
+            if self._answered >= len(self._answers):
                 raise
-            self._asked += 1
-            return self._answers[self._asked - 1]
+            self._answered += 1
+            return self._answers[self._answered - 1]
 
     def refuse_changing(self, changed: Collection[str]) -> None:
         """Refuse Python numbers that change in every call, since every call would need another program.
@@ -95,7 +97,7 @@ class KnownValues:
 
 
 def _condition(
-    node: fx.Node, placeholders: Mapping[fx.Node, str], ask: str, values: Mapping[str, Tensor]
+    node: fx.Node, placeholders: Mapping[fx.Node, str], method: str, values: Mapping[str, Tensor]
 ) -> Condition | None:
     """Return the computation of a value from buffers; None if anything else determines it too."""
     inside = _leading_to(node, placeholders)
@@ -108,7 +110,7 @@ def _condition(
             constants[str(each.target)] = traced_constant(each)
     graph.output(copies[node])
     buffers = tuple(placeholders[each] for each in inside if each.op == "placeholder")
-    return Condition(buffers, fx.GraphModule(constants, graph), ask).with_value([values[name] for name in buffers])
+    return Condition(buffers, fx.GraphModule(constants, graph), method).with_value([values[name] for name in buffers])
 
 
 def _leading_to(node: fx.Node, placeholders: Mapping[fx.Node, str]) -> list[fx.Node] | None:

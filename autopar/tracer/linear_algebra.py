@@ -61,7 +61,7 @@ def lu_factor(tracer: Any, a: Tensor, *, pivot: bool = True) -> tuple[Tensor, Te
 
 
 @contextlib.contextmanager
-def covariances() -> Iterator[None]:
+def unchecked_covariances() -> Iterator[None]:
     """Compute covariances without checks of values during an export.
 
     torch's own versions check the number of weights, and its distributions check whether a matrix is square and

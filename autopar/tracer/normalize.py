@@ -93,7 +93,7 @@ class Normalizing(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if (n.target in _WIDENS and _only_for_losses(n)) or n.target in _SHIFTS:
-            self._remember(n.target, *self.fetch_args_kwargs_from_env(n), result)
+            self._record_narrow_source(n.target, *self.fetch_args_kwargs_from_env(n), result)
         return result
 
     def before_widening(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Normalizing(fx.Interpreter):
         """
         return self._narrow[id(x)][1]() if id(x) in self._narrow else x
 
-    def _remember(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _record_narrow_source(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record which half-precision tensor a float32 one comes from; holding it keeps its identity unique."""
         x, made = args[0], result
         if not isinstance(x, torch.Tensor) or not isinstance(made, torch.Tensor) or x is made:
@@ -177,7 +177,7 @@ class Normalizing(fx.Interpreter):
             return flat.trailing(target, x, *args[1:], **kwargs)
         if target in _LAST_DIM and x.rest and args[1] in (-1, len(x.rest)) and len(x.rest) == 1:
             return flat.trailing(target, x, -1, *args[2:], **kwargs)
-        return flat.behind(target, x, args[1:], kwargs)
+        return flat.along_rest(target, x, args[1:], kwargs)
 
     def _nested(self, name: str, args: tuple[Any, ...]) -> Any:
         """Run a graph of its own, which code under no_grad or autocast becomes."""

@@ -93,11 +93,11 @@ class Pattern:
         for node in self.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            late = node.meta.get("partitioner_tag") == "is_backward"
+            is_backward = node.meta.get("partitioner_tag") == "is_backward"
             path = module_path(node.meta)
-            if path or not late:
+            if path or not is_backward:
                 block = block_of(path, captured)
-                current = None if block is None else ("backward" if late else "forward", block)
+                current = None if block is None else ("backward" if is_backward else "forward", block)
             if current is None:
                 continue
             if not order or order[-1] != current:
@@ -168,9 +168,9 @@ class Pattern:
 
     def _compare(self, phase: Phase, block: int) -> None:
         """Require that a block equals the next one up to the shift."""
-        mine, its = self.sections[phase, block], self.sections[phase, block + 1]
-        require(len(mine) == len(its))
-        for a, b in zip(mine, its, strict=True):
+        nodes, next_nodes = self.sections[phase, block], self.sections[phase, block + 1]
+        require(len(nodes) == len(next_nodes))
+        for a, b in zip(nodes, next_nodes, strict=True):
             require(a.op == b.op and a.target == b.target and _metas(a) == _metas(b))
             require(set(a.kwargs) == set(b.kwargs))
             self._same(a.args, b.args, block)
@@ -209,10 +209,10 @@ class Pattern:
             require(a is b)
             return
         require(b in self.places)
-        here, there = self.places[a], self.places[b]
-        require(here.phase == there.phase and there.block - here.block == 1)
-        inner = here.block >= 1 and there.block <= HEAD  # the outer blocks may be arranged differently
-        require(not inner or here.at == there.at)
+        place, next_place = self.places[a], self.places[b]
+        require(place.phase == next_place.phase and next_place.block - place.block == 1)
+        inner = place.block >= 1 and next_place.block <= HEAD  # the outer blocks may be arranged differently
+        require(not inner or place.at == next_place.at)
         require(_metas(a) == _metas(b))
 
 

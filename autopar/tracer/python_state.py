@@ -42,7 +42,7 @@ class Place:
     def held(self) -> Any:
         return vars(self.owner).get(self.name, MISSING)
 
-    def hold(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         if value is MISSING:
             delattr(self.owner, self.name)
         else:
@@ -55,7 +55,7 @@ class Held:
 
     value: Any
     content: Any
-    shown: Any
+    image: Any
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,18 @@ def plain_state(model: nn.Module) -> State:
     """Return every name that the forward of ``model`` could change without torch noticing, with its value."""
     found: State = {}
     for path, module in model.named_modules():
-        _add(found, module, f"{path}." if path else "", not _is_users(type(module).__module__))
-    for kind in _kinds(model):
-        _add(found, kind, f"{kind.__name__}.", not _is_users(kind.__module__))
+        _add(found, module, f"{path}." if path else "", not is_users_file(type(module).__module__))
+    for kind in _classes(model):
+        _add(found, kind, f"{kind.__name__}.", not is_users_file(kind.__module__))
     for file in _files(model):
-        _add(found, file, "", not _is_users(file.__name__))
+        _add(found, file, "", not is_users_file(file.__name__))
     return found
 
 
-def _kinds(model: nn.Module) -> Iterable[type]:
+def _classes(model: nn.Module) -> Iterable[type]:
     """Return the classes of ``model``, and those in the user's files."""
-    files = [vars(file).values() for file in _files(model) if _is_users(file.__name__)]
-    own = [k for values in files for k in values if isinstance(k, type) and _is_users(k.__module__)]
+    files = [vars(file).values() for file in _files(model) if is_users_file(file.__name__)]
+    own = [k for values in files for k in values if isinstance(k, type) and is_users_file(k.__module__)]
     return dict.fromkeys([*own, *(k for m in model.modules() for k in type(m).__mro__ if not _is_of_torch(k))])
 
 
@@ -105,17 +105,19 @@ def _files(model: nn.Module) -> Iterable[ModuleType]:
     waiting: list[Any] = [x for x in made if isinstance(x, (type, FunctionType)) and not _is_of_torch(x)]
     while waiting:
         x = waiting.pop()
-        name = _home(x)
+        name = _module_name(x)
         if name in found or (file := sys.modules.get(name)) is None:
             continue
         found[name] = file
-        if _is_users(name):
+        if is_users_file(name):
             others = vars(file).values()
-            waiting += [o for o in others if isinstance(o, (type, FunctionType, ModuleType)) and _is_users(_home(o))]
+            waiting += [
+                o for o in others if isinstance(o, (type, FunctionType, ModuleType)) and is_users_file(_module_name(o))
+            ]
     return found.values()
 
 
-def _home(x: Any) -> str:
+def _module_name(x: Any) -> str:
     return x.__name__ if isinstance(x, ModuleType) else x.__module__
 
 
@@ -131,7 +133,7 @@ def _add(found: State, owner: Any, prefix: str, by_library: bool) -> None:
 
 
 def _is_users_object(value: Any) -> bool:
-    return _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
+    return is_users_file(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
 
 
 def _held(value: Any) -> Held:
@@ -149,7 +151,7 @@ def changed(before: State, after: State) -> Mapping[str, Change]:
 
 
 def _changed(before: State, after: State) -> list[Change]:
-    names = [k for k in after if k not in before or before[k][1].shown != after[k][1].shown]
+    names = [k for k in after if k not in before or before[k][1].image != after[k][1].image]
     return [Change(after[k][0], before[k][1] if k in before else _NOTHING, after[k][1]) for k in names]
 
 
@@ -160,7 +162,7 @@ def _is_number_of_module(change: Change) -> bool:
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
+def restored_state(model: nn.Module) -> Iterator[None]:
     """Restore afterwards what the forward changes in the body: all of the user's data, and a library's data if it holds
     tensors of a trace, which nothing else can use."""
     before = plain_state(model)
@@ -170,14 +172,14 @@ def kept(model: nn.Module) -> Iterator[None]:
     finally:
         for change in _changed(before, plain_state(model)):
             if not change.place.by_library or tensors_in([change]):
-                _fill(change.old)
-                change.place.hold(change.old.value)
+                _restore_content(change.old)
+                change.place.assign(change.old.value)
         for function, size in cached:
             if function.cache_info().currsize > size:
                 function.cache_clear()
 
 
-class Depending(TorchDispatchMode):
+class DependencyRecorder(TorchDispatchMode):
     """Records which tensors depend on ``roots`` while a forward runs."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
@@ -200,10 +202,10 @@ def tensors_in(changes: Iterable[Change]) -> list[Tensor]:
 
 def _cached_functions(model: nn.Module) -> list[Any]:
     """Return functions under ``functools.cache``, in files and in classes."""
-    return [f for owner in (*_files(model), *_kinds(model)) for f in vars(owner).values() if isinstance(f, _CACHED)]
+    return [f for owner in (*_files(model), *_classes(model)) for f in vars(owner).values() if isinstance(f, _CACHED)]
 
 
-def _fill(held: Held) -> None:
+def _restore_content(held: Held) -> None:
     """Restore the contents of a container."""
     if isinstance(held.value, MUTABLE_CONTAINERS) and held.content is not held.value:
         content = copy.copy(held.content)
@@ -227,7 +229,7 @@ def _is_of_torch(x: Any) -> bool:
 
 
 @cache
-def _is_users(name: str) -> bool:
+def is_users_file(name: str) -> bool:
     """Whether a module, by the name under which it was imported, is the user's own."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and not is_installed(path := Path(file).resolve()) and not is_ours(path)

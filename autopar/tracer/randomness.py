@@ -20,11 +20,11 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
-def refuse_python_random(again: Callable[[], Any]) -> Iterator[None]:
+def refuse_python_random(rerun: Callable[[], Any]) -> Iterator[None]:
     """Refuse a program that draws from ``random`` or ``numpy.random``, and restore their states.
 
     Args:
-        again: runs the program once more, to find the line that draws.
+        rerun: runs the program once more, to find the line that draws.
 
     Raises:
         CaptureError: the program drew.
@@ -34,7 +34,7 @@ def refuse_python_random(again: Callable[[], Any]) -> Iterator[None]:
         yield
         changed = _changed(before)
         if changed:
-            line = _line_that_draws(again)
+            line = _line_that_draws(rerun)
             raise CaptureError(
                 f"The model draws from {changed}{f' in {line}' if line else ''}.",
                 found="a number that the captured program would repeat in every step",

@@ -61,9 +61,9 @@ class Recorder:
 
     def __init__(self, model: nn.Module, known: KnownValues) -> None:
         self.known = known
-        self._where: dict[int, tuple[str, tuple[Step, ...]]] = {}
+        self._paths: dict[int, tuple[str, tuple[Step, ...]]] = {}
         for path, module in model.named_modules():
-            self._where[id(vars(module))] = path, ()
+            self._paths[id(vars(module))] = path, ()
         self._seen: dict[AttributeKey, Read] = {}
         self._held: list[Any] = []
         self._parameters = frozenset(map(id, model.parameters()))
@@ -98,10 +98,10 @@ class Recorder:
 
     def note(self, owner: Any, name: str, value: Any) -> None:
         key = table_key(owner)
-        where = self._where.get(key)
-        if where is None or (key, name) in self._seen:
+        path = self._paths.get(key)
+        if path is None or (key, name) in self._seen:
             return
-        root, steps = where
+        root, steps = path
         if isinstance(owner, nn.Module) and (name in _OF_MODULES or (name in _OF_ROOT and not root and not steps)):
             return
         read = self._seen[key, name] = Read(root, steps, name)
@@ -121,7 +121,7 @@ class Recorder:
         elif isinstance(value, functools.partial):
             self._follow(value.func, root, (*steps, ("attribute", "func")), depth + 1)
         elif not isinstance(value, (*DATA, *BY_IDENTITY, Tensor, MethodType)):
-            if self._where.setdefault(table_key(value), (root, steps)) == (root, steps):
+            if self._paths.setdefault(table_key(value), (root, steps)) == (root, steps):
                 self._held.append(value)  # keeps another object from reusing its identity
             self._patch(type(value))
 
@@ -253,7 +253,7 @@ def _note_attributes(
     functions: list[FunctionType] = []
     for name in sorted(attributes & held.keys()):
         if isinstance(held[name], _COMPARED):
-            found[table_key(owner), name] = Read(Scope(text, functools.partial(_of, owner)), (), name)
+            found[table_key(owner), name] = Read(Scope(text, functools.partial(_attribute, owner)), (), name)
             functions += _functions_of(held[name])
     return functions
 
@@ -262,7 +262,7 @@ def _attributes_of(value: Any) -> Mapping[str, Any] | None:
     return vars(value) if isinstance(value, (type, ModuleType)) else instance_dict(value)
 
 
-def _of(owner: Any, name: str, default: Any) -> Any:
+def _attribute(owner: Any, name: str, default: Any) -> Any:
     return (_attributes_of(owner) or {}).get(name, default)
 
 

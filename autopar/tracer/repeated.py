@@ -89,8 +89,10 @@ def _differing(blocks: list[nn.Module]) -> frozenset[tuple[type[nn.Module], str]
     first = list(blocks[0].modules())
     for other in blocks[1:]:
         for a, b in zip(first, other.modules(), strict=True):
-            mine, its = vars(a), vars(b)
-            found |= {(type(a), n) for n in mine.keys() - _OF_EVERY_MODULE if not _equal(mine[n], its[n])}
+            attributes, others = vars(a), vars(b)
+            found |= {
+                (type(a), n) for n in attributes.keys() - _OF_EVERY_MODULE if not _equal(attributes[n], others[n])
+            }
     return frozenset(found)
 
 

@@ -37,7 +37,7 @@ _COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def watched(overridden: list[str]) -> Iterator[None]:
+def refused_side_effects(overridden: list[str]) -> Iterator[None]:
     """Refuse side effects while tracing; inference mode becomes no_grad, whose tensors a graph can hold.
 
     Args:
@@ -56,33 +56,33 @@ def watched(overridden: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, what, hint in refusals:
             stack.enter_context(mock.patch.object(owner, name, _refusing(getattr(owner, name), what, hint)))
-        stack.enter_context(mock.patch.object(hooks, "__enter__", _entered(hooks.__enter__, overridden)))
+        stack.enter_context(mock.patch.object(hooks, "__enter__", _checked_enter(hooks.__enter__, overridden)))
         stack.enter_context(mock.patch.object(mode, "__enter__", _enter_inference))
         stack.enter_context(mock.patch.object(mode, "__exit__", _exit_inference))
         stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
         yield
 
 
-def _by_torch(depth: int = 2) -> bool:
+def _called_by_torch(depth: int = 2) -> bool:
     """Whether torch itself makes the call, for something that is captured in another way."""
     return sys._getframe(depth).f_code.co_filename.startswith(_TORCH)
 
 
 def _refusing(original: Callable[..., Any], what: str, hint: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if _by_torch():
+        if _called_by_torch():
             return original(*args, **kwargs)
         raise CaptureError(f"The forward {what}.", found="a side effect, done once at capture", hint=f"{hint}.")
 
     return refuse
 
 
-def _entered(original: Callable[..., Any], overridden: list[str]) -> Callable[..., Any]:
+def _checked_enter(original: Callable[..., Any], overridden: list[str]) -> Callable[..., Any]:
     def enter(self: Any) -> Any:
         if type(self).__name__ == "_checkpoint_hook":
             overridden.append("torch.utils.checkpoint")
         own = type(self).__module__.partition(".")[0] == "torch" and type(self).__name__ != "saved_tensors_hooks"
-        if not own and not _by_torch():
+        if not own and not _called_by_torch():
             raise CaptureError(
                 "The forward packs the tensors that are saved for the backward.",
                 found=f"saved_tensors_hooks with {getattr(self.pack_hook, '__qualname__', self.pack_hook)}",
@@ -106,11 +106,11 @@ _plain_data: Any = Tensor.data
 
 
 def _data(tensor: Tensor) -> Any:
-    return _plain_data.__get__(tensor) if _by_torch() else tensor.detach()
+    return _plain_data.__get__(tensor) if _called_by_torch() else tensor.detach()
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    if _by_torch():
+    if _called_by_torch():
         _plain_data.__set__(tensor, value)
         return
     raise CaptureError(

@@ -58,13 +58,13 @@ class _Watched:
         if not self.is_real(index):
             return self._stand_in(index, inputs)
         OPS.block_enters(inputs, self.number, index)
-        before = _held(self.blocks[index])
+        before = _attribute_identities(self.blocks[index])
         self.inside = True
         try:
             made = forward(*args, **kwargs)
         finally:
             self.inside = False
-        self.broken = self.broken or _held(self.blocks[index]) != before
+        self.broken = self.broken or _attribute_identities(self.blocks[index]) != before
         after, shape_after = _flatten((args, kwargs))
         if shape_after != shape or any(a is not b and isinstance(a, Tensor) for a, b in zip(given, after, strict=True)):
             self.broken = True  # the block changes an argument that is passed along
@@ -74,7 +74,7 @@ class _Watched:
     def _compare(self, index: int, given: list[Any], shape: Any) -> None:
         """Mark the run as broken unless each block is called once, in order, and alike from the second on."""
         plain = all(isinstance(v, (Tensor, *_PLAIN)) for v in given) and any(isinstance(v, Tensor) for v in given)
-        entered = (shape, [_described(v, given) for v in given], _modes())
+        entered = (shape, [_signature(v, given) for v in given], _modes())
         if index > 1 and entered != self.entered:
             self.broken = True
         self.entered = entered
@@ -89,7 +89,7 @@ class _Watched:
                 leaves.append(("input", at))
             elif isinstance(value, Tensor):
                 own.append(value)
-                leaves.append(("output", _described(value, [value])))
+                leaves.append(("output", _signature(value, [value])))
             else:
                 leaves.append(("plain", value))
                 self.broken = self.broken or not isinstance(value, _PLAIN)
@@ -106,7 +106,7 @@ class _Watched:
         values: list[Any] = []
         for kind, what in leaves:
             values.append(next(made) if kind == "output" else inputs[what] if kind == "input" else what)
-            if kind == "output" and _described(values[-1], [values[-1]]) != what:
+            if kind == "output" and _signature(values[-1], [values[-1]]) != what:
                 self.broken = True
         return _build(shape, iter(values))
 
@@ -200,7 +200,7 @@ def _modes() -> tuple[Any, ...]:
     return (torch.is_grad_enabled(), *autocast, torch.get_default_dtype())
 
 
-def _described(value: Any, among: Sequence[Any]) -> Any:
+def _signature(value: Any, among: Sequence[Any]) -> Any:
     """Return what a block can tell of a value without reading numbers, and which of the values it is."""
     if not isinstance(value, Tensor):
         return (type(value), value)
@@ -208,7 +208,7 @@ def _described(value: Any, among: Sequence[Any]) -> Any:
     return (first, type(value), value.shape, value.stride(), value.dtype, value.requires_grad)
 
 
-def _held(block: nn.Module) -> list[Any]:
+def _attribute_identities(block: nn.Module) -> list[Any]:
     """Return what a block's attributes hold, one level deep, by identity, which shows if a shared list grows."""
     held: list[Any] = []
     for module in block.modules():

@@ -26,7 +26,7 @@ def stamp(joint: Joint, runs: Sequence[Run]) -> None:
         IrregularError: it is not certain what they look like.
     """
     for run in runs:
-        joint.graph_module.graph = _Writer(Pattern(joint, run)).written()
+        joint.graph_module.graph = _Writer(Pattern(joint, run)).write()
 
 
 @dataclass
@@ -47,36 +47,36 @@ class _Writer:
     def _count(self) -> int:
         return self.pattern.missing
 
-    def written(self) -> fx.Graph:
+    def write(self) -> fx.Graph:
         """Write the new graph.
 
         Raises:
             IrregularError: its names are not those that torch would give.
         """
         forward, backward = (self.pattern.sections[phase, MIDDLE] for phase in ("forward", "backward"))
-        further: dict[Phase, int] = {"forward": 0, "backward": 0}
+        added: dict[Phase, int] = {"forward": 0, "backward": 0}
         for node in self.pattern.graph.nodes:
             if node is backward[0]:
                 for block in range(MIDDLE + self._count, MIDDLE, -1):
                     self._copy("backward", block)
-                further["backward"] = self._count
+                added["backward"] = self._count
             if node.op == "output":
                 self._finish(node)
             else:
-                self.made[node] = self._create(node, self._place(node), self._renumbered(node, further))
+                self.made[node] = self._create(node, self._place(node), self._new_name(node, added))
             if node is forward[-1]:
                 for block in range(MIDDLE + 1, MIDDLE + 1 + self._count):
                     self._copy("forward", block)
-                further["forward"] = self._count
+                added["forward"] = self._count
         return with_signature_of(self.graph, self.pattern.graph)
 
     def _copy(self, phase: Phase, block: int) -> None:
         """Copy the middle block as the one at place ``block`` of the run."""
-        past: dict[Phase, int] = {"forward": block - MIDDLE, "backward": 0}
+        added: dict[Phase, int] = {"forward": block - MIDDLE, "backward": 0}
         if phase == "backward":
-            past = {"forward": self._count, "backward": self._count - (block - MIDDLE)}
+            added = {"forward": self._count, "backward": self._count - (block - MIDDLE)}
         for node in self.pattern.sections[phase, MIDDLE]:
-            made = self._create(node, block, self._renumbered(node, past))
+            made = self._create(node, block, self._new_name(node, added))
             for key in ("nn_module_stack", "fwd_nn_module_stack"):
                 if key in made.meta:
                     made.meta[key] = self._stack(made.meta[key], block)
@@ -89,17 +89,17 @@ class _Writer:
             return None
         return place.block if place.block < HEAD else place.block + self._count
 
-    def _renumbered(self, node: fx.Node, past: dict[Phase, int]) -> str:
+    def _new_name(self, node: fx.Node, added: dict[Phase, int]) -> str:
         """Return the node's name after the given numbers of additional blocks."""
         if node.op == "placeholder":
             return node.name
         kind, number = numbered(node.name)
-        number += sum(count * self.pattern.steps.get((phase, kind), 0) for phase, count in past.items())
+        number += sum(count * self.pattern.steps.get((phase, kind), 0) for phase, count in added.items())
         return f"{kind}_{number}" if number or node.name.endswith("_0") else kind
 
     def _create(self, node: fx.Node, block: int | None, name: str) -> fx.Node:
         """Create ``node`` in the block at place ``block`` of the run, or outside of all blocks."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._found(n, node, block))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._operand(n, node, block))
         if kwargs.get("site"):
             kwargs = {**kwargs, "site": self._site(node, int(str(kwargs["site"])), block)}
         made = self.graph.create_node(node.op, node.target, args, kwargs, name)
@@ -107,7 +107,7 @@ class _Writer:
         made.meta = dict(node.meta)
         return made
 
-    def _found(self, node: fx.Node, reader: fx.Node, block: int | None) -> fx.Node:
+    def _operand(self, node: fx.Node, reader: fx.Node, block: int | None) -> fx.Node:
         """Return what the copy of ``reader`` in that block reads in place of ``node``."""
         pattern = self.pattern
         if block is None:

@@ -130,10 +130,10 @@ class ColoTracer:
         call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
         if not self._whole:
             with contextlib.suppress(IrregularError):
-                return self._captured(model, call, whole=False)
-        return self._captured(model, call, whole=True)
+                return self._capture_copy(model, call, whole=False)
+        return self._capture_copy(model, call, whole=True)
 
-    def _captured(self, model: nn.Module, call: Call, *, whole: bool) -> Capture:
+    def _capture_copy(self, model: nn.Module, call: Call, *, whole: bool) -> Capture:
         """Capture a copy of the model, which the forward may change."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode, self._stored_dtype)
@@ -148,7 +148,7 @@ class ColoTracer:
         returned = exported.returned
         recorder.known.refuse_changing({str(o.target) for o in joint.outputs if o is not None and o.kind == "mutation"})
         stamp(joint, exported.cut)
-        _refuse_changed(joint)
+        _refuse_mutations(joint)
         refuse_random(joint.graph_module.graph)
         refuse_changed_arguments(joint.graph_module.graph)
         clean(joint.graph_module)
@@ -219,7 +219,7 @@ class ColoTracer:
                 raise IrregularError from error
             if isinstance(error, AutoparError):
                 raise
-            raise _by_running(copied, call, mode, error) from error
+            raise _error_by_running(copied, call, mode, error) from error
 
     def _differentiable(self, exported: Exported, loss: int | None) -> tuple[tuple[int, ...], frozenset[int]]:
         """Return the outputs from which the backward starts, and those that are detached.
@@ -235,7 +235,7 @@ class ColoTracer:
         return tuple(returned), frozenset(found) - {*returned}
 
 
-def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
+def _error_by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
     """Return an error with the line at which the model itself fails like the joint trace, which only knows modules."""
     try:
         with mode, packed_by_mask():
@@ -284,17 +284,17 @@ def _meanings(
         ins.append(ir.Input(node.name, kind, name, trainable=name in trainable and kind == "parameter"))
     outs = []
     output = next(n for n in module.graph.nodes if n.op == "output")
-    for arg, meant in zip(output.args[0], outputs, strict=True):
-        if meant is None or not isinstance(arg, fx.Node) or _changes_input(meant):
+    for arg, result in zip(output.args[0], outputs, strict=True):
+        if result is None or not isinstance(arg, fx.Node) or _changes_input(result):
             continue
-        name = names[int(meant.target)] if meant.kind == "output" else str(meant.target)
-        if meant.kind == "gradient" and isinstance(meant.target, int):
-            name = f"input:{call.names[meant.target]}"
-        outs.append(ir.Output(value_of(arg), meant.kind, name))
+        name = names[int(result.target)] if result.kind == "output" else str(result.target)
+        if result.kind == "gradient" and isinstance(result.target, int):
+            name = f"input:{call.names[result.target]}"
+        outs.append(ir.Output(value_of(arg), result.kind, name))
     return module, ins, outs
 
 
-def _refuse_changed(joint: Joint) -> None:
+def _refuse_mutations(joint: Joint) -> None:
     """Refuse changes of parameters, which only the optimizer's step may change, and of constants."""
     buffers = {i.target for i in joint.inputs if i.kind == "buffer"} - set(joint.constants)
     for output in joint.outputs:
@@ -310,8 +310,8 @@ def _refuse_changed(joint: Joint) -> None:
         )
 
 
-def _changes_input(meant: JointOutput) -> bool:
-    return meant.kind == "mutation" and isinstance(meant.target, int)
+def _changes_input(meaning: JointOutput) -> bool:
+    return meaning.kind == "mutation" and isinstance(meaning.target, int)
 
 
 def _check_gradients(outs: Sequence[ir.Output], ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]) -> None:

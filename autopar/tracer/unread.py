@@ -65,7 +65,7 @@ def stand_in(tensor: Tensor, name: str) -> StandIn:
     return made
 
 
-def take_out(model: nn.Module) -> None:
+def detach_stand_ins(model: nn.Module) -> None:
     """Make stand-ins among the parameters and buffers of a copy plain attributes, which are not inputs."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -80,11 +80,11 @@ def _refused(found: StandIn) -> CaptureError:
         kind = "MKL-DNN"
     return CaptureError(
         f"The forward reads {found.fqn}, a {kind} tensor, but programs take only dense tensors.",
-        found=described(tensor),
+        found=describe(tensor),
         hint=_HINTS[kind],
     )
 
 
-def described(tensor: Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     shape = "" if tensor.is_nested else f"{tuple(tensor.shape)} "
     return f"{shape}{tensor.dtype}, {tensor.layout}"

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 
 @contextlib.contextmanager
-def averaged_by_count() -> Iterator[None]:
+def cumulative_batch_norms() -> Iterator[None]:
     """Make such modules count batches in the program during an export."""
     ordinary = nn.modules.batchnorm._BatchNorm.forward
 
