@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(pool: RankPool, tmp_path: Pa
         assert "different precisions" in found["precisions"]
         assert "part of the program" in found["no plugin"]
         assert "does not exist" in found["no file"]
-        assert "missing bias, weight, new down.bias" in found["other model"]
+        assert "missing bias, weight, unexpected down.bias" in found["other model"]
         assert "no index" in found["no index"]
         assert "cannot be written" in found["not writable"]
 
