@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 
 from autopar import codegen
 from autopar.arguments import as_cluster, as_mesh
-from autopar.assembly import assembled
-from autopar.emission import ready
+from autopar.assembly import assemble
+from autopar.emission import with_emitted_source
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh
 from autopar.plan_options import PlanOptions, lists_options, planner_options
@@ -35,7 +35,7 @@ from autopar.planning import (
 )
 from autopar.plans import Plan
 from autopar.precision import stored_dtype
-from autopar.runtime.agreement import decided_by_first, together, world_size
+from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks, world_size
 from autopar.runtime.launch import ensure_process_group
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.simulation import Simulation, simulate_program
@@ -160,14 +160,14 @@ def autoparallelize(
             wanted = dataclasses.replace(wanted, **{k: given.options[k] for k in kept if k in given.options})
         return as_cluster(cluster), given, edited, wanted
 
-    hardware, given, edited, wanted = together(
+    hardware, given, edited, wanted = on_all_ranks(
         requested, lambda r: _wanted(*r, mesh), "request", "give every rank the same arguments."
     )
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
-    capture = together(lambda: capture_model(model, call, wanted, world_size()), lambda c: c.graph.digest)
+    capture = on_all_ranks(lambda: capture_model(model, call, wanted, world_size()), lambda c: c.graph.digest)
     if given is not None:
-        made = together(lambda: belonging(given, as_planned(capture, given), call))
+        made = on_all_ranks(lambda: belonging(given, as_planned(capture, given), call))
         mesh = mesh_of_shared(model, mesh if mesh is not None else made.mesh)
         with_shared(model, capture, mesh, wanted, made)
     else:
@@ -182,13 +182,13 @@ def autoparallelize(
             captured_s=time.perf_counter() - started,
             progress=progress,
         )
-        text = decided_by_first(
+        text = decided_on_rank_0(
             lambda: as_shared(planned_over_range(found, model, call, capture, wanted, world_size()))
         )
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     capture = as_planned(capture, made)
-    made, local = together(lambda: ready(made, capture, wanted))
-    return assembled(
+    made, local = on_all_ranks(lambda: with_emitted_source(made, capture, wanted))
+    return assemble(
         model,
         meta_inputs,
         capture,
@@ -281,7 +281,7 @@ def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, see
     capture = capture_model(model, call, options, plan.mesh.size)
     capture = as_planned(capture, plan)
     plan = belonging(plan, capture, call)
-    plan, local = ready(plan, capture, options)
+    plan, local = with_emitted_source(plan, capture, options)
     outputs, rest = simulate_program(local, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
     built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
     return dataclasses.replace(rest, outputs=built)

@@ -1,4 +1,4 @@
-"""From a plan to a module that trains: parameters on the mesh, and the programs of its calls."""
+"""Turns a plan into a module that trains: places parameters on the mesh, and compiles programs for its calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import codegen, passes, planner
-from autopar.attributes import as_before, remember
-from autopar.emission import ready
+from autopar.attributes import record_attributes, restored_attributes
+from autopar.emission import with_emitted_source
 from autopar.ir import Value
 from autopar.mesh import Cluster
 from autopar.planner import Options
@@ -22,17 +22,19 @@ from autopar.plans import Plan
 from autopar.precision import policy_of, stored_dtype
 from autopar.ranged import carried_to, fitted, same_but_for_sizes
 from autopar.runtime.accumulation import Sums, watch_steps
-from autopar.runtime.agreement import decided_by_first, together
+from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks
 from autopar.runtime.execution import Executable
 from autopar.runtime.frameworks import wrap_frameworks
-from autopar.runtime.gathering import ask_before_full_tensor
+from autopar.runtime.gathering import check_callers_of_full_tensor
 from autopar.runtime.handing_over import refuse_unfit_state
 from autopar.runtime.host_state import keep_state_on_host
 from autopar.runtime.launch import device_mesh_for
 from autopar.runtime.loading import accept_whole_tensors
-from autopar.runtime.materialize import install, placed, prepare
-from autopar.runtime.module import Call as BoundCall
-from autopar.runtime.module import State, Variant, parallel_class, variant_key
+from autopar.runtime.materialize import existing_dtensor, install, prepare
+from autopar.runtime.module import parallel_class
+from autopar.runtime.requests import variant_key
+from autopar.runtime.variants import Call as BoundCall
+from autopar.runtime.variants import State, Variant
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered, Rank
 from autopar.structure import Structure
@@ -41,10 +43,10 @@ from autopar.tracer.calls import Call, bind
 from autopar.tracer.tracer import as_call
 
 Edited = tuple[str, str]
-"""The text of a program that someone edited, and its path."""
+"""The text of an edited program, and its path."""
 
 
-def assembled(
+def assemble(
     model: nn.Module,
     meta_inputs: Any,
     capture: Capture,
@@ -57,7 +59,7 @@ def assembled(
     initialize: bool = True,
     edited: Edited | None = None,
 ) -> nn.Module:
-    """The point of no return: shard the parameters and swap the class."""
+    """Shard the parameters and swap the model's class; this cannot be undone."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
     planned = _shapes(bind(model, *as_call(meta_inputs)))
     original = type(model)
@@ -65,13 +67,13 @@ def assembled(
     def compile_variant(module: nn.Module, call: Call) -> Variant:
         return _compile(module, state, call, cluster, options)
 
-    seed = decided_by_first(torch.initial_seed)
+    seed = decided_on_rank_0(torch.initial_seed)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
 
     def place(module: nn.Module, names: Sequence[str] | None, specs: Mapping[str, ShardingSpec]) -> None:
         meant = ((n, p) for n, p in module.named_parameters() if names is None or n in names)
-        optimizers = refuse_unfit_state({n: p for n, p in meant if placed(p) is None})
-        replacements = together(
+        optimizers = refuse_unfit_state({n: p for n, p in meant if existing_dtensor(p) is None})
+        replacements = on_all_ranks(
             lambda: prepare(
                 module,
                 specs,
@@ -91,7 +93,7 @@ def assembled(
     state = State(
         made.mesh,
         device_mesh,
-        _bound_as(original),
+        _bind_to(original),
         compile_variant,
         place,
         made,
@@ -111,18 +113,18 @@ def assembled(
     model._autopar_sums = Sums(made.options.get("accumulation_steps", 1))  # type: ignore[assignment]
     watch_steps(model)
     wrap_frameworks()
-    ask_before_full_tensor(device_mesh)
+    check_callers_of_full_tensor(device_mesh)
     return model
 
 
 def _keep_states(model: nn.Module, made: Plan, state: State) -> None:
-    """The host keeps the optimizer state that the plan says, also where only a later batch's plan does."""
+    """Keep optimizer state on the host where the plan says so, even if only a later batch's plan does."""
     for name in made.offloaded_optimizer:
         keep_state_on_host(model.get_parameter(name), state.rank)
 
 
-def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
-    """Bind calls to the forward that the user wrote."""
+def _bind_to(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
+    """Return a function that binds calls to the signature of the user's own forward."""
 
     def bind_original(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         return bind(model, args, kwargs, original.forward)
@@ -133,27 +135,27 @@ def _bound_as(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], 
 def _compile(
     model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
 ) -> Variant:
-    """Plan and lower the model for another batch or mode, with the parameters where they are."""
+    """Plan and lower the model for another batch or mode, with the parameters placed as they are."""
 
     def captured() -> Capture:
-        with as_before(model, state.before):
+        with restored_attributes(model, state.attributes_before):
             return capture_model(model, call, options, state.mesh.size, every=every, trains=False)
 
-    capture = together(captured, lambda c: c.graph.digest)
-    there = placed_specs(model, capture, state.mesh)
-    fixed = dataclasses.replace(options, constraints=there, accumulators=_accumulators(state))
-    reusable = not every and all(str(state.plan.specs.get(name)) == spec for name, spec in there.items())
-    plan = _still_fitting(state, as_planned(capture, state.plan), call) if reusable else None
+    capture = on_all_ranks(captured, lambda c: c.graph.digest)
+    current_specs = placed_specs(model, capture, state.mesh)
+    fixed = dataclasses.replace(options, constraints=current_specs, accumulators=_accumulators(state))
+    reusable = not every and all(str(state.plan.specs.get(name)) == spec for name, spec in current_specs.items())
+    plan = _reused_plan(state, as_planned(capture, state.plan), call) if reusable else None
     if plan is None:
-        made = decided_by_first(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
+        made = decided_on_rank_0(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
     _keep_states(model, plan, state)
     return _variant(model, as_planned(capture, plan), plan, fixed, state, call, cluster)
 
 
-def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
-    """The plan of the first program, where the one that is asked for is like it but for sizes in the planned range, or
-    for numbers that it computes with."""
+def _reused_plan(state: State, capture: Capture, call: Call) -> Plan | None:
+    """Return the first program's plan if the requested program is like it but for sizes in the planned range or numbers
+    that it computes with, else None."""
     plan: Plan = state.plan
     if _same_shapes(state.planned, call) and same_but_for_sizes(state.graph, capture.graph):
         return carried_to(plan, capture)
@@ -165,14 +167,14 @@ def _same_shapes(planned: BoundCall, call: Call) -> bool:
 
 
 def _shapes(call: Call) -> Call:
-    """The call on the meta device: what is kept of it holds no batch alive."""
+    """Return the call on the meta device, so that keeping it keeps no batch alive."""
     with torch.no_grad():
         tensors = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in call.tensors)
         return Call(call.structure, tuple(tensors))
 
 
 def _accumulators(state: State) -> dict[str, str]:
-    """The specs in which gradients add up: the same for every program of a step."""
+    """Return the specs in which gradients accumulate; every program of a step must use the same."""
     newest_first = reversed(state.programs)
     return {meaning.name: str(spec) for v in newest_first for meaning, spec, _ in v.executable.accumulators}
 
@@ -189,21 +191,21 @@ def _variant(
     edited: Edited | None = None,
 ) -> Variant:
     if local is None:
-        made, local = together(lambda: ready(made, capture, options))
+        made, local = on_all_ranks(lambda: with_emitted_source(made, capture, options))
     executable = _executable(capture, made, local, options, state.rank, edited)
     call = _shapes(call)
     given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
-    as_they_are = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
+    whole_outputs = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
 
     @functools.cache
     def every_tangent() -> Variant:
-        """The same call with a backward from every output."""
-        return _compile(model, state, call, cluster, as_they_are, every=True)
+        """Compile the same call with a backward from every output."""
+        return _compile(model, state, call, cluster, whole_outputs, every=True)
 
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
     shapes = {i.name: capture.graph.meta(Value(i.node)).shape for i in capture.graph.inputs if i.kind == "parameter"}
     state.compiled += 1
-    remember(state.before, model, [each.place for each in capture.left])
+    record_attributes(state.attributes_before, model, [each.place for each in capture.attribute_outputs])
     return Variant(
         executable,
         _builder(capture.returned, outputs),
@@ -213,7 +215,7 @@ def _variant(
         capture.guards,
         {m.name: (spec, shapes[m.name]) for m, spec in executable.inputs if m.name in shapes},
         state.compiled,
-        capture.left,
+        capture.attribute_outputs,
         list(capture.lost),
     )
 
@@ -261,7 +263,7 @@ def _executable(
 
 
 def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]:
-    """The functions of the plan's program, whose text was emitted from it just now."""
+    """Load the functions of the plan's program, whose text was just emitted."""
     functions = codegen.load(made.source, f"autopar_{made.digest}", capture.graph)
     inference = codegen.emit(passes.forward_only(lowered), made.mesh, ["Forward without gradients."])
     name = f"autopar_{made.digest}_inference"
@@ -269,8 +271,8 @@ def _functions(made: Plan, lowered: Lowered, capture: Capture) -> dict[str, Any]
 
 
 def _edited(made: Plan, lowered: Lowered, capture: Capture, rank: Rank, text: str, path: str) -> dict[str, Any]:
-    """The functions of a program that someone edited, on this rank."""
-    functions = together(lambda: codegen.load(text, path, capture.graph))
+    """Load the functions of an edited program on this rank."""
+    functions = on_all_ranks(lambda: codegen.load(text, path, capture.graph))
     for name, module in (("forward", lowered.forward), ("backward", lowered.backward)):
         functions[name] = codegen.checked(functions[name], name, codegen.results_of(module, made.mesh, rank.coordinate))
     forward, count = functions["forward"], len(lowered.results)

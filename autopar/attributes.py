@@ -1,4 +1,4 @@
-"""Tensors that a forward leaves in attributes of modules: outputs that it does not return."""
+"""Tensors that a forward stores in attributes of modules: outputs that it does not return."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from torch import nn
 
 from autopar.structure import Structure
 
-CONTAINERS = (list, dict, deque)
+OUTPUT_CONTAINERS = (list, dict, deque)
+"""Containers whose items can be outputs of a captured call, since they have an order or keys."""
+MUTABLE_CONTAINERS = (*OUTPUT_CONTAINERS, set)
+"""Containers that a forward can change in place."""
+CONTAINERS = (*MUTABLE_CONTAINERS, tuple, frozenset)
+"""Containers that guards compare by content."""
+
 Place = tuple[str, str]
 """The path of a module, and the name of an attribute."""
 
 Held = tuple[Any, Any]
-"""What an attribute holds, and what is in that."""
+"""An attribute's value, and a snapshot of its content if it is a container."""
 
 
 class _Missing:
-    """What an attribute has that is not there."""
+    """Stands for the value of an attribute that does not exist."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -32,12 +38,12 @@ MISSING = _Missing()
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a call leaves in one attribute.
+class AttributeOutput:
+    """What a call stores in one attribute.
 
     Args:
-        how: ``"set"``, or what becomes of the container that is there: it is filled anew, or the new part is added.
-        value: the new value, or the new part of it; its paths are names of outputs.
+        how: ``"set"`` assigns the value, ``"fill"`` replaces the existing container's items, ``"add"`` extends it.
+        value: the new value, or the part that is added; its paths are names of outputs.
         also: other attributes that hold the same container.
     """
 
@@ -48,51 +54,52 @@ class Left:
 
     @property
     def names(self) -> list[str]:
-        """Of the attributes, as the user would write them after ``self``."""
+        """The attributes' names, as the user would write them after ``self``."""
         return [".".join(filter(None, place)) for place in (self.place, *self.also)]
 
-    def give(self, model: nn.Module, outputs: Mapping[str, Any]) -> None:
-        """Leave it in ``model``, made of ``outputs`` by name."""
+    def assign(self, model: nn.Module, outputs: Mapping[str, Any]) -> None:
+        """Store it in ``model``, built from ``outputs`` by name."""
         value = self.value.build([outputs.get(path) for path in self.value.paths])
         held = _attributes(model, self.place)
         container = held.get(self.place[1])
-        if self.how == "set" or not isinstance(container, CONTAINERS):
+        if self.how == "set" or not isinstance(container, OUTPUT_CONTAINERS):
             held[self.place[1]] = value
             return
         if self.how == "fill":
             container.clear()
-        _add(container, value)
+        add_items(container, value)
 
 
-def _add(container: Any, value: Any) -> None:
-    if isinstance(container, dict):
-        container.update(value)
+def add_items(container: Any, items: Any) -> None:
+    """Add ``items`` to a mutable container."""
+    if isinstance(container, (dict, set)):
+        container.update(items)
     else:
-        container.extend(value)
+        container.extend(items)
 
 
 def _attributes(model: nn.Module, place: Place) -> dict[str, Any]:
     return vars(model.get_submodule(place[0]))
 
 
-def content(value: Any) -> Any:
-    """What is in a container now, whatever is put into it or taken out later; another value as it is."""
-    return copy.copy(value) if isinstance(value, CONTAINERS) else value
+def snapshot(value: Any) -> Any:
+    """Return a shallow copy of a container, which later changes do not affect; any other value unchanged."""
+    return copy.copy(value) if isinstance(value, OUTPUT_CONTAINERS) else value
 
 
-def remember(before: dict[Place, Held], model: nn.Module, places: Iterable[Place]) -> None:
-    """Note in ``before`` what is held in places that it does not have yet."""
+def record_attributes(before: dict[Place, Held], model: nn.Module, places: Iterable[Place]) -> None:
+    """Record in ``before`` the values of attributes that it does not have yet."""
     for place in places:
         if place not in before:
             value = _attributes(model, place).get(place[1], MISSING)
-            before[place] = value, content(value)
+            before[place] = value, snapshot(value)
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module, before: Mapping[Place, Held]) -> Iterator[None]:
-    """For a capture: attributes are as they were before any call, and afterwards as they are."""
+def restored_attributes(model: nn.Module, before: Mapping[Place, Held]) -> Iterator[None]:
+    """Restore, for a capture, the attributes from before any call; afterwards set them back."""
     now: dict[Place, Held] = {}
-    remember(now, model, before)
+    record_attributes(now, model, before)
     try:
         _hold(model, before)
         yield
@@ -101,13 +108,13 @@ def as_before(model: nn.Module, before: Mapping[Place, Held]) -> Iterator[None]:
 
 
 def _hold(model: nn.Module, held: Mapping[Place, Held]) -> None:
-    """The same objects, since others may hold them too."""
-    for place, (value, inside) in held.items():
+    """Restore attributes and contents in the same objects, since others may hold them too."""
+    for place, (value, items) in held.items():
         attributes = _attributes(model, place)
         if value is MISSING:
             attributes.pop(place[1], None)
             continue
         attributes[place[1]] = value
-        if isinstance(value, CONTAINERS):
+        if isinstance(value, OUTPUT_CONTAINERS):
             value.clear()
-            _add(value, inside)
+            add_items(value, items)

@@ -1,4 +1,4 @@
-"""What is kept on disk between runs: of each kind one file, that may be missing or unreadable at any time."""
+"""Caches kept on disk between runs: one file of each kind, which may be missing or unreadable at any time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """``$AUTOPAR_CACHE_DIR``, else ``autopar`` in the user's folder of caches."""
+    """Return ``$AUTOPAR_CACHE_DIR``, or ``autopar`` in the user's cache folder."""
     given = os.environ.get("AUTOPAR_CACHE_DIR")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "autopar"
 
 
 def store(path: Path, data: Any) -> None:
-    """``data`` as JSON in place of what the file held; a folder that cannot be written is no error."""
+    """Write ``data`` as JSON over the file; a folder that cannot be written is not an error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

@@ -1,4 +1,4 @@
-"""From a plan's decisions to the text that runs: always anew, whatever text the plan brings along."""
+"""Emits the text that runs from a plan's decisions, always anew, whatever text the plan contains."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from autopar.runtime.agreement import this_rank
 from autopar.spmd import Lowered
 from autopar.tracer import Capture
 
-OTHER_TEXT = (
-    "The text under 'source' in this plan is not what runs: the program is emitted anew from 'program', and differs "
-    "from that text, which someone has edited or another version of autopar has written. To run an edited text, give "
+SOURCE_DIFFERS = (
+    "The text under 'source' in this plan does not run: autopar emits the program from 'program', and the result "
+    "differs from that text, which was edited or comes from another version of autopar. To run an edited text, pass "
     "its file: autoparallelize(..., plan=plan, source='step.py')."
 )
 
 
 def lowered(made: Plan, graph: Graph) -> Lowered:
-    """The plan's program for ``graph`` as torch.fx graphs."""
+    """Return the plan's program for ``graph`` as torch.fx graphs."""
     return passes.compose(passes.lower(made.program, graph, made.mesh), graph)
 
 
 def emitted(made: Plan, local: Lowered, capture: Capture) -> str:
-    """The text of the plan's program: a function of its decisions and of the model alone."""
+    """Return the text of the plan's program, which depends only on its decisions and the model."""
     constants = {**capture.unsaved, **capture.constants}
     return codegen.emit(local, made.mesh, codegen.header(made), constants, made.options.get("accumulation_steps", 1))
 
 
-def ready(made: Plan, capture: Capture, options: Options) -> tuple[Plan, Lowered]:
-    """The plan with the text that runs, and its program; a warning on rank 0 where the plan had another text.
+def with_emitted_source(made: Plan, capture: Capture, options: Options) -> tuple[Plan, Lowered]:
+    """Return the plan with the text that runs, and its lowered program; warn on rank 0 if the plan had another text.
 
     Args:
-        capture: of the graph that the plan is for.
+        capture: the capture of the graph that the plan is for.
 
     Raises:
-        PlanError: the program does not compute what the graph does.
+        PlanError: the program does not compute what the graph computes.
     """
     planned = dataclasses.replace(options, batch=made.options.get("batch", "global"))
     planner.verify(made, capture.graph, planned)
@@ -49,13 +49,13 @@ def ready(made: Plan, capture: Capture, options: Options) -> tuple[Plan, Lowered
         local = lowered(made, capture.graph)
     except (AssertionError, LookupError, TypeError, ValueError, RuntimeError) as error:
         found = f"{type(error).__name__}: {error!s:.200}"
-        hint = "plan again, or undo what was changed in the plan's program."
+        hint = "plan again, or undo the changes to the plan's program."
         raise PlanError("The plan's program cannot be lowered.", found=found, hint=hint) from error
     text = emitted(made, local, capture)
     if text == made.source:
         return made, local
     if codegen.digest(text) != codegen.digest(made.source) and this_rank() == 0:
-        warnings.warn(OTHER_TEXT, stacklevel=2)
+        warnings.warn(SOURCE_DIFFERS, stacklevel=2)
     return dataclasses.replace(made, source=text), local
 
 
@@ -63,7 +63,7 @@ def _check_kernels(made: Plan) -> None:
     unknown = {name for op in made.program.ops for name in op.kernels} - KERNELS.keys()
     if unknown:
         raise PlanError(
-            "The plan runs kernels that this version of autopar has not.",
+            "The plan uses kernels that this version of autopar does not have.",
             found=f"{', '.join(sorted(unknown)):.200}",
-            hint=f"plan again; there are {', '.join(KERNELS)}.",
+            hint=f"plan again; the available kernels are {', '.join(KERNELS)}.",
         )

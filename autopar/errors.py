@@ -1,14 +1,14 @@
-"""Every error that autopar raises on purpose: what went wrong, what was found, and what to do."""
+"""The errors that autopar raises on purpose: what went wrong, what was found, and what to do."""
 
 from __future__ import annotations
 
 
 class AutoparError(Exception):
-    """Base of all deliberate errors. The message has three parts: what, ``found:`` and ``hint:``.
+    """Base class of all deliberate errors. The message has three parts: what, ``found:`` and ``hint:``.
 
     Args:
         what: one sentence that says what is wrong, in the user's terms.
-        found: the offending value, in its text form, with units.
+        found: the offending value as text, with units.
         hint: what the user can do about it.
     """
 
@@ -34,23 +34,23 @@ class CaptureError(AutoparError):
 
 
 class SpecError(AutoparError):
-    """A sharding spec that cannot be read, or does not fit its tensor or mesh."""
+    """A sharding spec cannot be parsed, or does not fit its tensor or mesh."""
 
 
 class MeshError(AutoparError):
-    """A mesh or cluster description that is wrong or does not fit the world size."""
+    """A mesh or cluster description is invalid or does not fit the world size."""
 
 
 class RuleError(AutoparError):
-    """A sharding rule that cannot be read, is registered twice, or does not fit its op."""
+    """A sharding rule cannot be parsed, is registered twice, or does not fit its op."""
 
 
 class ConstraintError(AutoparError):
-    """A constraint that names nothing, cannot be met, or contradicts another."""
+    """A constraint matches nothing, cannot be met, or contradicts another."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits the memory budget; the hint names the smallest budget that would do."""
+    """No plan fits the memory budget; the hint names the smallest budget that works."""
 
 
 class SolverError(AutoparError):
@@ -58,11 +58,11 @@ class SolverError(AutoparError):
 
 
 class PlanError(AutoparError):
-    """A plan that cannot be read or belongs to another model."""
+    """A plan cannot be read, or belongs to another model."""
 
 
 class InputError(AutoparError):
-    """Inputs whose structure, rank or dtype differ from those planned."""
+    """Inputs differ in structure, number of dims or dtype from those planned."""
 
 
 class RankError(AutoparError):

@@ -1,4 +1,4 @@
-"""Planning makes objects by the hundred thousand, and drops few in cycles: the collector would look at them in vain."""
+"""Pauses the garbage collector: planning creates hundreds of thousands of objects, and few of them in cycles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_later() -> Iterator[None]:
-    """Without the collector of cycles until the end. What was made meanwhile then counts as old, so that nothing looks
-    at all of it at once; unless the caller froze something, which would thaw."""
+    """Disable the cyclic garbage collector in the body.
+
+    Afterwards the objects created meanwhile count as old, so that no collection scans all of them at once, unless the
+    caller has frozen objects, which this would unfreeze.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

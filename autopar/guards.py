@@ -1,8 +1,8 @@
-"""What a captured program was read from, beside its tensors, and whether that is still as it was.
+"""What a captured program read beside its tensors, and whether that has changed since.
 
-Capture runs the user's Python once. A program therefore holds whatever attributes, options and functions that run read,
-as Dynamo's programs do, and like those it may run again only while they are unchanged. A read is an attribute by its
-path in the model, so that a copy of the model is checked by what the copy holds.
+Capture runs the user's Python once. A program therefore depends on the attributes, options and functions that this run
+read, as Dynamo's programs do, and like those it may run again only while they are unchanged. A read is identified by
+the attribute's path in the model, so that a copy of the model is checked by what the copy holds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import without_modes
-from autopar.attributes import MISSING
+from autopar.attributes import CONTAINERS, MISSING
 
 DATA = (
     bool,
@@ -38,17 +37,16 @@ DATA = (
     torch.memory_format,
     np.generic,
 )
-"""Immutable values, which are compared by type and text."""
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+"""Types of immutable values, which are compared by type and text."""
 LONGEST = 1000
-"""Items of a container that are compared one by one; of a longer one only the length is."""
+"""Containers with up to this many items are compared item by item; longer ones only by length."""
 DEEPEST = 6
-"""Levels of nested containers that are compared by content; a deeper one is compared by identity."""
+"""Containers nested up to this many levels are compared by content; deeper ones by identity."""
 LARGEST_BYTES = 1 << 22
-"""Size up to which the values of an array or tensor are kept for comparison; a larger one is compared by identity."""
+"""Bytes up to which the values of an array or tensor are kept for comparison; larger ones are compared by identity."""
 _OWN = frozenset({"torch", "numpy", "builtins", "autopar", "types"})
 _HEAP_TYPE = 1 << 9
-"""The flag of a class that was made at run time, and so can be changed there (Py_TPFLAGS_HEAPTYPE)."""
+"""The flag of classes created at run time, which can be modified (Py_TPFLAGS_HEAPTYPE)."""
 BY_IDENTITY = (
     FunctionType,
     BuiltinFunctionType,
@@ -61,12 +59,12 @@ BY_IDENTITY = (
 )
 
 Step = tuple[str, Any]
-"""How to go from an object to one that it holds: ``("attribute", name)`` or ``("item", key)``."""
+"""A step from an object to one that it holds: ``("attribute", name)`` or ``("item", key)``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """Variables that functions see: the globals of a file, the attributes of a class, or a closure's cells."""
+    """Variables that functions can see: the globals of a file, the attributes of a class, or a closure's cells."""
 
     text: str
     get: Callable[[str, Any], Any]
@@ -77,9 +75,9 @@ class Read:
     """An attribute that capture read.
 
     Args:
-        root: the path of a module in the model, or a scope outside of the model.
-        steps: from there to the object that has the attribute.
-        name: of the attribute.
+        root: the path of a module in the model, or a scope outside the model.
+        steps: the steps from the root to the object that has the attribute.
+        name: the name of the attribute.
     """
 
     root: str | Scope
@@ -94,7 +92,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that is no longer what capture saw, and its place in the order in which values were looked at."""
+    """A value that has changed since capture, and its position ``at`` in the order in which values are checked."""
 
     what: str
     old: str
@@ -108,17 +106,17 @@ class Difference:
 
 
 AttributeKey = tuple[int, str]
-"""What keeps an attribute, by ``table_key``, and the name of the attribute."""
+"""The ``table_key`` of the object that holds an attribute, and the attribute's name."""
 
 
 def table_key(owner: Any) -> int:
-    """Tells owners of attributes apart; the stand-ins of a module that torch.export makes share its attributes."""
-    table = None if isinstance(owner, type) else held_by(owner)
+    """Return a key for an owner of attributes; torch.export's stand-ins for a module share its attributes."""
+    table = None if isinstance(owner, type) else instance_dict(owner)
     return id(owner) if table is None else id(table)
 
 
-def held_by(value: Any) -> dict[str, Any] | None:
-    """The attributes of an instance, where it keeps them in a dict."""
+def instance_dict(value: Any) -> dict[str, Any] | None:
+    """Return an instance's attributes if it keeps them in a dict, else None."""
     try:
         table = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -127,18 +125,18 @@ def held_by(value: Any) -> dict[str, Any] | None:
 
 
 def is_watched(kind: type) -> bool:
-    """Whether reads of an instance's attributes can be seen: where they cannot, all attributes count as read."""
+    """Whether reads of an instance's attributes can be observed; if they cannot, all attributes count as read."""
     return bool(kind.__flags__ & _HEAP_TYPE) and kind.__module__.partition(".")[0] not in _OWN
 
 
 class View:
-    """Comparable images of values: data by type and text, containers by content, functions by identity.
+    """Computes comparable images of values: data by type and text, containers by content, functions by identity.
 
-    Other objects are compared by type and by which of the objects seen so far they are: what capture read of an object
-    is a read of its own, and an equal object may take its place.
+    Other objects are compared by type and by which of the objects seen so far they are: an attribute that capture read
+    of an object is a read of its own, so an equal object may take the object's place.
 
     Args:
-        identity: compare tensors and objects by identity, as within one process where nothing is copied.
+        identity: compare tensors and objects by identity, which is right within one process where nothing is copied.
     """
 
     def __init__(self, *, identity: bool = False) -> None:
@@ -164,7 +162,7 @@ class View:
             return functools.partial, *(self(v, depth + 1) for v in (value.func, value.args, value.keywords))
         if isinstance(value, MethodType):
             return MethodType, _Same(value.__func__), self._of_object(value.__self__)
-        held = opened(value, depth)
+        held = compared_attributes(value, depth)
         return self._of_object(value) if held is None else (type(value), self(held, DEEPEST - 1))
 
     def _contents(self, value: Any, depth: int) -> Any:
@@ -183,15 +181,15 @@ def _image_of(tensor: Tensor) -> Any:
     return (nn.Parameter, tuple(tensor.shape)) if isinstance(tensor, nn.Parameter) else _TensorImage.of(tensor)
 
 
-def opened(value: Any, depth: int) -> dict[str, Any] | None:
-    """The attributes of an object that are compared with it."""
+def compared_attributes(value: Any, depth: int) -> dict[str, Any] | None:
+    """Return the attributes of an object that is compared by them, or None if it is compared otherwise."""
     closed = isinstance(value, nn.Module) or is_watched(type(value)) or depth > 1
-    return None if closed else held_by(value)
+    return None if closed else instance_dict(value)
 
 
 @dataclass(frozen=True)
 class _Same:
-    """An object that has to be the very same."""
+    """An object that is compared by identity."""
 
     value: Any
 
@@ -204,7 +202,7 @@ class _Same:
 
 @dataclass(frozen=True, eq=False)
 class _TensorImage:
-    """A tensor that is no parameter: the program holds its values."""
+    """A tensor that is not a parameter; the program holds its values."""
 
     tensor: Tensor
     version: int | None
@@ -231,43 +229,43 @@ class _TensorImage:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; inference tensors do not count it."""
+    """Return how often a tensor was changed in place; None for inference tensors, which do not count it."""
     return None if tensor.is_inference() else tensor._version
 
 
 def type_of(value: Any) -> type:
-    """The class as the user wrote it: that of a parallel model is a subclass."""
+    """Return the class as the user wrote it; a parallel model's class is a subclass of that."""
     return vars(type(value)).get("_autopar_original", type(value))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """A Python value that the forward takes from tensors, and that buffers alone decide.
+    """A Python value that the forward takes from a tensor which depends on buffers alone.
 
     Args:
-        buffers: their names.
-        compute: the tensor that is asked, from the buffers.
-        ask: the method that gives the value, such as ``__bool__``.
-        value: what it gave at capture.
+        buffers: names of the buffers.
+        compute: computes the tensor from the buffers.
+        method: the method that takes the value from the tensor, such as ``__bool__``.
+        value: the value at capture.
     """
 
     buffers: tuple[str, ...]
     compute: Callable[..., Tensor]
-    ask: str
+    method: str
     value: Any = None
 
     def with_value(self, values: Sequence[Tensor]) -> Condition:
-        """The condition with the value that these buffers give."""
-        return replace(self, value=self.of(values))
+        """Return the condition with the value that these buffers give."""
+        return replace(self, value=self.evaluate(values))
 
-    def of(self, values: Sequence[Tensor]) -> Any:
-        """The value for these buffers, which stay as they are."""
+    def evaluate(self, values: Sequence[Tensor]) -> Any:
+        """Return the value for these buffers, which are not changed."""
         with without_modes(), torch.no_grad():
-            return getattr(self.compute(*[v.detach().cpu().clone() for v in values]), self.ask)()
+            return getattr(self.compute(*[v.detach().cpu().clone() for v in values]), self.method)()
 
     def difference(self, model: nn.Module) -> Difference | None:
-        """Whether the buffers of ``model`` give another value than those at capture."""
-        now = self.of([model.get_buffer(name) for name in self.buffers])
+        """Return the difference if the buffers of ``model`` give another value than at capture, else None."""
+        now = self.evaluate([model.get_buffer(name) for name in self.buffers])
         if (type(now), repr(now)) == (type(self.value), repr(self.value)):
             return None
         return Difference(f"a condition on {', '.join(self.buffers)}", repr(self.value), repr(now))
@@ -275,7 +273,7 @@ class Condition:
 
 @dataclass(frozen=True, eq=False)
 class Guards:
-    """What a program was captured from: reads with an image of the value that each had, and what buffers decided."""
+    """What a program was captured from: reads, with an image of the value of each, and the conditions on buffers."""
 
     reads: tuple[Read, ...] = ()
     images: tuple[Any, ...] = ()
@@ -283,15 +281,15 @@ class Guards:
 
     @classmethod
     def of(cls, model: nn.Module, reads: Iterable[Read], conditions: Iterable[Condition] = ()) -> Guards:
-        """Guards for ``model`` as it is now."""
+        """Return guards for the present state of ``model``."""
         kept = tuple(dict.fromkeys(reads))
         view = View()
-        return cls(kept, tuple(view(found.value) for found in _found(model, kept)), tuple(conditions))
+        return cls(kept, tuple(view(found.value) for found in _lookups(model, kept)), tuple(conditions))
 
     def difference(self, model: nn.Module) -> Difference | None:
-        """The first value that is no longer what it was."""
+        """Return the first value that has changed, or None."""
         view = View()
-        found = _found(model, self.reads)
+        found = _lookups(model, self.reads)
         for i, (read, each, image) in enumerate(zip(self.reads, found, self.images, strict=True)):
             now = view(each.value)
             if now != image:
@@ -300,12 +298,12 @@ class Guards:
         return next((replace(d, at=len(self.reads)) for d in differing if d is not None), None)
 
     def bind(self, model: nn.Module) -> Binding:
-        """Where ``model`` holds what was read, for a check that takes little time."""
-        return Binding.to(_found(model, self.reads))
+        """Locate in ``model`` what was read, which makes the next check cheap."""
+        return Binding.to(_lookups(model, self.reads))
 
 
 def _text(image: Any) -> str:
-    """An image in a few words."""
+    """Return a short description of an image."""
     if isinstance(image, _Same):
         return getattr(image.value, "__qualname__", None) or repr(image.value)
     if isinstance(image, _TensorImage):
@@ -320,12 +318,12 @@ def _text(image: Any) -> str:
 
 
 class _Registered:
-    """Stands for a parameter or buffer of the model, which the program takes as it is at each call."""
+    """Stands for a parameter or buffer of the model, which the program reads anew in each call."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place that is looked up by name, and what it holds now."""
+    """A place that is looked up by name, and its present value."""
 
     get: Callable[[str, Any], Any]
     name: str
@@ -334,33 +332,33 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The value of a read, the places that decide it, and the table in which no such name may appear."""
+class _Lookup:
+    """The value of a read, the places that decide it, and a table in which its name must not appear."""
 
     value: Any
     slots: tuple[_Slot, ...] = ()
     table: Mapping[str, Any] | None = None
 
 
-_NOWHERE = _Found(MISSING)
-_REGISTERED = _Found(_Registered())
+_NOWHERE = _Lookup(MISSING)
+_REGISTERED = _Lookup(_Registered())
 
 
-def _found(model: nn.Module, reads: Sequence[Read]) -> Iterator[_Found]:
+def _lookups(model: nn.Module, reads: Sequence[Read]) -> Iterator[_Lookup]:
     owners: dict[tuple[Any, tuple[Step, ...]], Any] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for read in reads:
         where = read.root, read.steps
         if where not in owners:
             owners[where] = (
-                _walked(modules.get(read.root, MISSING), read.steps)
+                _follow(modules.get(read.root, MISSING), read.steps)
                 if isinstance(read.root, str)
-                else _walked(read.root, read.steps)
+                else _follow(read.root, read.steps)
             )
         yield look_up(owners[where], read.name, registered=not read.steps)
 
 
-def _walked(owner: Any, steps: Iterable[Step]) -> Any:
+def _follow(owner: Any, steps: Iterable[Step]) -> Any:
     for kind, key in steps:
         if owner is MISSING:
             return MISSING
@@ -371,56 +369,56 @@ def _walked(owner: Any, steps: Iterable[Step]) -> Any:
     return owner
 
 
-def look_up(owner: Any, name: str, *, registered: bool = False) -> _Found:
-    """Find an attribute where it is kept, without running a property.
+def look_up(owner: Any, name: str, *, registered: bool = False) -> _Lookup:
+    """Look up an attribute where it is stored, without running a property.
 
     Args:
-        registered: whether the owner, where it is a module, is one of the model's, with its parameters and buffers.
+        registered: whether ``owner``, if it is a module, belongs to the model, and so do its parameters and buffers.
     """
     if owner is MISSING:
         return _NOWHERE
     if isinstance(owner, Scope):
         value = owner.get(name, MISSING)
-        return _Found(value, (_Slot(owner.get, name, value, id(owner)),))
-    table = held_by(owner)
+        return _Lookup(value, (_Slot(owner.get, name, value, id(owner)),))
+    table = instance_dict(owner)
     if table is not None and name in table:
-        return _Found(table[name], (_Slot(table.get, name, table[name], id(table)),))
+        return _Lookup(table[name], (_Slot(table.get, name, table[name], id(table)),))
     if isinstance(owner, nn.Module):
         for kept in (owner._parameters, owner._buffers, owner._modules):
             if name in kept:
-                return _REGISTERED if registered and isinstance(kept[name], Tensor) else _kept(kept, name)
+                return _REGISTERED if registered and isinstance(kept[name], Tensor) else _module_entry(kept, name)
     slots = []
     for kind in type_of(owner).__mro__:
         value = vars(kind).get(name, MISSING)
         slots.append(_Slot(vars(kind).get, name, value, kind))
         if value is not MISSING and not isinstance(value, MemberDescriptorType):
-            return _Found(value, tuple(slots), table)
+            return _Lookup(value, tuple(slots), table)
     if isinstance(owner, nn.Module):
-        return _Found(MISSING, tuple(slots), table)
+        return _Lookup(MISSING, tuple(slots), table)
     value = getattr(owner, name, MISSING)
-    return _Found(value, (_Slot(functools.partial(getattr, owner), name, value, id(owner)),))
+    return _Lookup(value, (_Slot(functools.partial(getattr, owner), name, value, id(owner)),))
 
 
-def _kept(table: Mapping[str, Any], name: str) -> _Found:
-    """A module or None, or a tensor of a module that is not the model's, whose values the program holds."""
+def _module_entry(table: Mapping[str, Any], name: str) -> _Lookup:
+    """Return a submodule or None, or a tensor of a module outside the model, whose values the program holds."""
     value = table[name]
     if not isinstance(value, Tensor):
-        return _Found(value)
-    return _Found(value.detach(), (_Slot(table.get, name, value, id(table)),))
+        return _Lookup(value)
+    return _Lookup(value.detach(), (_Slot(table.get, name, value, id(table)),))
 
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """Where one model holds what was read. As long as ``is_unchanged``, nothing has to be compared by value.
+    """Where one model holds what was read. While ``is_unchanged`` holds, nothing has to be compared by value.
 
     Args:
         slots: places by name.
-        values: what each holds.
-        tables: attributes of instances among which a new one would hide one of the class, with ``lengths``.
+        values: the value of each place.
+        tables: attribute dicts of instances, in which a new name would hide a class attribute, with their ``lengths``.
         empty: containers without items.
-        filled: other containers with their items.
-        tensors: with how often each was changed in place.
-        arrays: NumPy arrays with their bytes.
+        filled: the other containers, with their items.
+        tensors: tensors, with how often each was changed in place.
+        arrays: NumPy arrays, with their bytes.
     """
 
     slots: tuple[_Slot, ...]
@@ -433,7 +431,7 @@ class Binding:
     arrays: list[tuple[Any, bytes]] = field(default_factory=list)
 
     @classmethod
-    def to(cls, found: Iterable[_Found]) -> Binding:
+    def to(cls, found: Iterable[_Lookup]) -> Binding:
         slots: dict[tuple[Any, str], _Slot] = {}
         tables: dict[int, Mapping[str, Any]] = {}
         values: dict[int, Any] = {}
@@ -453,7 +451,7 @@ class Binding:
             self.tensors.append((value, version_of(value)))
         elif isinstance(value, np.ndarray) and value.nbytes <= LARGEST_BYTES:
             self.arrays.append((value, value.tobytes()))
-        elif (held := None if isinstance(value, CONTAINERS) else opened(value, depth)) is not None:
+        elif (held := None if isinstance(value, CONTAINERS) else compared_attributes(value, depth)) is not None:
             self._watch(held, DEEPEST - 1)
         elif isinstance(value, CONTAINERS) and depth < DEEPEST:
             if not value:
@@ -475,8 +473,8 @@ class Binding:
             and all(array.tobytes() == held for array, held in self.arrays)
         )
 
-    def is_changed(self) -> bool:
-        """Whether a place holds other plain data, which needs no comparison with the rest."""
+    def holds_other_data(self) -> bool:
+        """Whether a place holds different plain data, which settles the question without comparing the rest."""
         now = (s.get(s.name, MISSING) for s in self.slots)
         return any(_is_other_data(old, new) for old, new in zip(self.values, now, strict=True) if old is not new)
 

@@ -23,7 +23,7 @@ from autopar.plans import Plan
 from autopar.precision import computing_in, stored_dtype
 from autopar.ranged import fitted, largest, over_range, resized
 from autopar.runtime.agreement import world_size
-from autopar.runtime.materialize import placed
+from autopar.runtime.materialize import existing_dtensor
 from autopar.spmd.placements import from_placements
 from autopar.structure import is_dense
 from autopar.tracer import Capture, ColoTracer
@@ -166,13 +166,15 @@ def placed_specs(model: nn.Module, capture: Capture, mesh: Mesh) -> dict[str, st
     return {
         name: str(from_placements(p.placements, p.ndim, mesh))
         for name, parameter in model.named_parameters()
-        if name in used and (p := placed(parameter)) is not None
+        if name in used and (p := existing_dtensor(parameter)) is not None
     }
 
 
 def mesh_of_shared(model: nn.Module, mesh: MeshLike) -> MeshLike:
     """The mesh of parameters that another parallel model has already; without such, the given one."""
-    there = {n: p.device_mesh for n, parameter in model.named_parameters() if (p := placed(parameter)) is not None}
+    there = {
+        n: p.device_mesh for n, parameter in model.named_parameters() if (p := existing_dtensor(parameter)) is not None
+    }
     if not there:
         return mesh
     name, kept = next(iter(there.items()))
@@ -202,7 +204,7 @@ def with_shared(model: nn.Module, capture: Capture, mesh: MeshLike, options: Opt
                 hint="leave it out of the constraints, and plan this model after the other was made parallel.",
             )
         dtype = stored_dtype(model.get_parameter(name), precision=options.mixed_precision)
-        if (kept := placed(model.get_parameter(name))) is not None and kept.dtype != dtype:
+        if (kept := existing_dtensor(model.get_parameter(name))) is not None and kept.dtype != dtype:
             raise PlanError(
                 f"The parameter {name} belongs to another parallel model too, which stores it in another dtype.",
                 found=f"{kept.dtype} there, {dtype} here",

@@ -1,8 +1,7 @@
-"""Mixed precision: what parameters are stored in, what is computed in, what gradients are reduced in, and what the
-optimizer steps on.
+"""Mixed precision: the dtypes of stored parameters, of ops, of reduced gradients and of the optimizer's step.
 
-``"bf16"`` and ``"fp16"`` are autocast: parameters, gradients and optimizer state stay as they are, the parameters being
-the master weights. A ``MixedPrecision`` says more.
+``"bf16"`` and ``"fp16"`` mean autocast: parameters, gradients and optimizer state keep their dtypes, and the parameters
+are the master weights. A ``MixedPrecision`` sets each dtype separately.
 """
 
 from __future__ import annotations
@@ -39,14 +38,15 @@ class MixedPrecision:
     """The dtypes of a training step; each is a name such as ``"bf16"``, a torch dtype, or None.
 
     Args:
-        parameter: in which parameters are stored, converted when the model becomes parallel; None leaves them.
-        compute: of the autocast under which every call runs; None is ``parameter`` where that has 16 bits.
-        reduce: in which gradients add up over micro-batches and ranks; None is the gradient's own.
-        master: of the weights that the optimizer steps on, kept beside the parameters by
-            ``autopar.training.MasterWeights``; None steps on the parameters.
+        parameter: the dtype in which parameters are stored, converted when the model is made parallel; None keeps
+            theirs.
+        compute: the autocast dtype of every call; None means ``parameter`` if that has 16 bits, else no autocast.
+        reduce: the dtype in which gradients are summed over micro-batches and ranks; None means the gradient's own.
+        master: the dtype of the weights that the optimizer steps on, which ``autopar.training.MasterWeights`` keeps
+            beside the parameters; None steps on the parameters.
 
     Raises:
-        AutoparError: a dtype that the place cannot have.
+        AutoparError: a dtype is not allowed for its purpose.
     """
 
     parameter: str | None = None
@@ -68,14 +68,14 @@ class MixedPrecision:
         for name, dtypes in allowed.items():
             if getattr(self, name) not in (None, *dtypes):
                 raise AutoparError(
-                    f"MixedPrecision has no {name} of this dtype.",
+                    f"MixedPrecision does not support this dtype for {name}.",
                     found=f"{name}={getattr(self, name)}",
                     hint=f"use one of {', '.join(dtypes)}."
-                    + (' For fp16 write mixed_precision="fp16".' if name == "parameter" else ""),
+                    + (' For fp16 pass mixed_precision="fp16".' if name == "parameter" else ""),
                 )
 
     def __str__(self) -> str:
-        """``"bf16"`` where it is autocast alone, else ``"parameter=bfloat16,compute=bfloat16"``; ``parse`` reads it."""
+        """Return ``"bf16"`` for autocast alone, else ``"parameter=bfloat16,compute=bfloat16"``, for ``parse``."""
         given = {name: dtype for name, dtype in asdict(self).items() if dtype is not None}
         return _SHORT[given["compute"]] if set(given) == {"compute"} else ",".join(f"{k}={v}" for k, v in given.items())
 
@@ -86,7 +86,7 @@ class MixedPrecision:
         return _of_mapping(dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part))
 
 
-_HINT = 'write "bf16", "fp16" or autopar.MixedPrecision(parameter="bf16", reduce="fp32", master="fp32").'
+_HINT = 'use "bf16", "fp16" or autopar.MixedPrecision(parameter="bf16", reduce="fp32", master="fp32").'
 
 
 def _dtype_name(place: str, dtype: Any) -> str | None:
@@ -94,20 +94,23 @@ def _dtype_name(place: str, dtype: Any) -> str | None:
         return None
     known = _NAMES.get(str(dtype).removeprefix("torch."))
     if known is None:
-        raise AutoparError("mixed_precision names no precision.", found=f"{place}={dtype!r}", hint=_HINT)
+        raise AutoparError("mixed_precision is not a known precision.", found=f"{place}={dtype!r}", hint=_HINT)
     return known
 
 
 def _of_mapping(dtypes: Mapping[str, Any]) -> MixedPrecision:
     unknown = set(dtypes) - set(MixedPrecision.__dataclass_fields__)
     if unknown:
-        raise AutoparError("mixed_precision names no precision.", found=f"{sorted(unknown)}", hint=_HINT)
+        raise AutoparError("mixed_precision is not a known precision.", found=f"{sorted(unknown)}", hint=_HINT)
     return MixedPrecision(**dtypes)
 
 
 def as_precision(mixed_precision: Any) -> str | None:
-    """The text of a ``MixedPrecision``: of one, of a dict of its arguments, of FSDP2's ``MixedPrecisionPolicy``, or of
-    what autocast computes in: ``"bf16"``, ``"fp16"`` or a torch dtype. None stays None.
+    """Return the text form of a precision.
+
+    Args:
+        mixed_precision: a ``MixedPrecision``, a dict of its arguments, FSDP2's ``MixedPrecisionPolicy``, or an autocast
+            dtype: ``"bf16"``, ``"fp16"`` or a torch dtype. None stays None.
 
     Raises:
         AutoparError: it is none of these.
@@ -119,7 +122,7 @@ def as_precision(mixed_precision: Any) -> str | None:
     if isinstance(mixed_precision, Mapping):
         return str(_of_mapping(mixed_precision)) or None
     if hasattr(mixed_precision, "param_dtype") and hasattr(mixed_precision, "reduce_dtype"):
-        # FSDP2 stores parameters as they are and casts them for computing.
+        # FSDP2 stores parameters in their own dtype and casts them for computing.
         policy = MixedPrecision(compute=mixed_precision.param_dtype, reduce=mixed_precision.reduce_dtype)
         return str(policy) or None
     try:
@@ -128,7 +131,7 @@ def as_precision(mixed_precision: Any) -> str | None:
         pass
     if mixed_precision in DTYPES.values():
         return str(MixedPrecision(compute=mixed_precision))
-    raise AutoparError("mixed_precision names no precision.", found=repr(mixed_precision), hint=_HINT)
+    raise AutoparError("mixed_precision is not a known precision.", found=repr(mixed_precision), hint=_HINT)
 
 
 @lru_cache(maxsize=64)
@@ -137,7 +140,7 @@ def policy_of(precision: str | None) -> MixedPrecision:
 
 
 def computing_in(precision: str | None, device: str = "cpu") -> contextlib.AbstractContextManager[Any]:
-    """Autocast to what ``precision`` computes in; whatever surrounds it where that is None."""
+    """Return an autocast context for ``precision``; one that changes nothing if it sets no compute dtype."""
     compute = policy_of(precision).compute
     if compute is None:
         return contextlib.nullcontext()
@@ -145,7 +148,7 @@ def computing_in(precision: str | None, device: str = "cpu") -> contextlib.Abstr
 
 
 def stored_dtype(tensor: torch.Tensor, precision: str | None) -> torch.dtype:
-    """The dtype in which a parallel model stores ``tensor``."""
+    """Return the dtype in which a parallel model stores ``tensor``."""
     parameter = policy_of(precision).parameter
     if parameter is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
         return tensor.dtype

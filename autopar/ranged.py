@@ -1,4 +1,4 @@
-"""One plan for a range of sizes: checked at the corners of the range, and carried to each size that comes."""
+"""One plan for a range of sizes: checked at the corners of the range, and adapted to each size that occurs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from autopar.tracer.calls import Call
 
 
 def shapes_of(call: Call) -> Shapes:
-    """The shape of every input, by name."""
+    """Return the shape of every input, by name."""
     return {name: tuple(t.shape) for name, t in zip(call.names, call.tensors, strict=True)}
 
 
 def resized(call: Call, ranges: Ranges, sizes: Sizes) -> Call:
-    """The call with inputs of other sizes, which have no values."""
+    """Return the call with inputs of other sizes, which have no values."""
 
     def like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(tensor.shape) == shape:
@@ -37,19 +37,19 @@ def resized(call: Call, ranges: Ranges, sizes: Sizes) -> Call:
 
 
 def largest(ranges: Ranges) -> Sizes:
-    """Every size at its most."""
+    """Return every size at its maximum."""
     return {s.name: s.most for s in ranges.symbols}
 
 
 def over_range(made: Plan, base: Capture, ranges: Ranges, capture_at: Callable[[Sizes], Capture]) -> Plan:
-    """``made`` with its range and formulas.
+    """Return ``made`` with its range and formulas.
 
     Args:
         base: the capture at the planned sizes.
         capture_at: captures the model at other sizes.
 
     Raises:
-        PlanError: at a corner of the range the program is another one.
+        PlanError: the program differs at a corner of the range.
     """
     corners = [dict(c) for c in ranges.corners()]
     graphs = [base.graph]
@@ -57,9 +57,9 @@ def over_range(made: Plan, base: Capture, ranges: Ranges, capture_at: Callable[[
         graph = capture_at(corner).graph
         if not same_but_for_sizes(base.graph, graph):
             raise PlanError(
-                "The program is another one at the end of the range, so that one plan cannot serve it.",
+                "One plan cannot serve the range: the program differs at the end of the range.",
                 found=f"{len(base.graph.nodes)} nodes at {corners[0]}, {len(graph.nodes)} at {corner}",
-                hint="give a smaller range on one side of where the model branches on a size.",
+                hint="choose a smaller range, on one side of the size at which the model branches.",
             )
         graphs.append(graph)
     data = ranges.to_data()
@@ -67,22 +67,22 @@ def over_range(made: Plan, base: Capture, ranges: Ranges, capture_at: Callable[[
     try:
         data["formulas"] = formulas(graphs, corners, made.program, made.mesh, ranges)
     except NoFormulaError as error:
-        notices.append(f"a size has no formula in {', '.join(s.name for s in ranges.symbols)}: {error}")
+        notices.append(f"there is no formula in {', '.join(s.name for s in ranges.symbols)} for a size: {error}")
     for corner, graph in zip(corners[1:], graphs[1:], strict=True):
         if with_sizes_of(made.program, graph, made.mesh) is None:
-            notices.append(f"at {corner} a cut of the plan leaves ranks without elements; such sizes are planned anew")
+            notices.append(f"at {corner} a sharding of the plan leaves ranks empty; such sizes are planned anew")
     options = {**made.options, "dynamic_shapes": data}
     return dataclasses.replace(made, options=options, notices=tuple(notices))
 
 
 def ranges_of(made: Plan) -> Ranges | None:
-    """The range that a plan serves."""
+    """Return the range that a plan serves."""
     data: Any = made.options.get("dynamic_shapes")
     return Ranges.from_data(data) if data else None
 
 
 def fitted(made: Plan, capture: Capture, call: Call) -> Plan | None:
-    """The plan for a call of any sizes in its range; None where it was planned for another program."""
+    """Return the plan for a call of any size in its range; None if it was planned for another program."""
     if made.graph_digest == capture.graph.digest:
         return made
     ranges = ranges_of(made)
@@ -92,7 +92,7 @@ def fitted(made: Plan, capture: Capture, call: Call) -> Plan | None:
 
 
 def carried_to(made: Plan, capture: Capture) -> Plan | None:
-    """The plan for a program that is like the one that it was made for; None where a cut of it cannot be."""
+    """Adapt the plan to a program that is alike but for sizes or numbers; None if a sharding of it is impossible."""
     if made.graph_digest == capture.graph.digest:
         return made
     try:

@@ -1,6 +1,6 @@
-"""Nested inputs and outputs as flat lists of tensors: what a model takes and returns, taken apart and put together.
+"""Flattens nested inputs and outputs into lists of tensors, and rebuilds them.
 
-torch's pytree leaves out unregistered dataclasses; models return those too.
+torch's pytree leaves out unregistered dataclasses, but models return those too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Structure:
     """Where each tensor sits in a nested value.
 
     Args:
-        paths: a name for each tensor, ``"logits"`` or ``"hidden_states.0"``.
+        paths: a name for each tensor, such as ``"logits"`` or ``"hidden_states.0"``.
         build: puts tensors (in the order of ``paths``) back into a value of the same structure.
         plain: paths and values of the plain data (numbers, text, None) beside the tensors.
-        dropped: paths of objects that are no tensors and were replaced by None, with their type's name.
-        first: the path of what stands first in a tuple or dataclass.
+        dropped: paths of objects that are not tensors and were replaced by None, with their type's name.
+        first: the path of the first element of a tuple or the first field of a dataclass.
     """
 
     paths: tuple[str, ...]
@@ -35,7 +35,7 @@ class Structure:
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors in ``value`` and its structure. Plain data (numbers, text, None) is kept as it is."""
+    """Return the tensors in ``value`` and its structure, which keeps plain data (numbers, text, None)."""
     found = _Found([], [], [])
     build = _take_apart(value, "", found)
     paths = tuple(p for p, _ in found.tensors)
@@ -59,7 +59,7 @@ class _Found:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is an array of numbers: neither sparse nor nested nor quantized."""
+    """Whether a tensor is dense: neither sparse nor nested nor quantized."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
@@ -82,7 +82,7 @@ def _take_apart(value: Any, path: str, found: _Found) -> Build:
 def _children(value: Any) -> tuple[list[tuple[Any, Any]] | None, Callable[[list[tuple[Any, Any]]], Any]]:
     kind = type(value)
     if isinstance(value, Mapping):
-        # A Hugging Face ModelOutput is both a mapping and a dataclass; its mapping side leaves out what is None.
+        # A Hugging Face ModelOutput is both a mapping and a dataclass; as a mapping it omits fields that are None.
         if dataclasses.is_dataclass(kind):
             return list(value.items()), lambda items: kind(**dict(items))
         return list(value.items()), lambda items: kind(items) if kind is not dict else dict(items)

@@ -1,6 +1,6 @@
-"""The one door to torch's private interfaces: what is used, and why no public name does it.
+"""The only module that uses torch's private interfaces: which ones, and why no public name will do.
 
-Each module says which part of torch it wraps. Everything here is known to work on torch 2.11 and 2.13.
+Each submodule says which part of torch it wraps. Everything here is known to work with torch 2.11 and 2.13.
 """
 
 # The type of a resolved op such as torch.ops.aten.mm.default; torch.ops has no public name for it.
@@ -10,11 +10,11 @@ from torch._ops import HigherOrderOperator, OpOverload
 # FakeTensorMode: tensors with shapes and no storage. torch.export uses it inside; no public constructor exists.
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
-# A GraphModule that prints and compiles its own code when that is first asked for: most of ours never are.
+# A GraphModule that prints and compiles its code only on demand; most of ours never need it.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 # Sees every op that runs; there is no public hook below autograd.
-# without_modes: real values while a trace on fake tensors is under way; modes leave in no other way from inside.
+# without_modes: gives real values during a trace on fake tensors; nothing else suspends modes from inside.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -32,11 +32,11 @@ from autopar._torch.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
-    end_quietly,
     fused_gather_product,
     fused_product_scatter,
     group_name,
     idle_gloo,
+    idle_gloo_at_exit,
     in_order,
     permute,
     reduce_scatter,
@@ -54,19 +54,19 @@ from autopar._torch.dtensor import (
     before_full_tensor,
     dtensor_like,
     dtensor_spec,
-    find_overflow_in_every_gradient,
     gradient_of,
+    intercept_data_assignment,
     output_of,
     redistribution_steps,
     replace_shard,
-    route_data,
     shard_of,
+    share_overflow_findings,
     strided_shard,
     strided_shard_type,
 )
 from autopar._torch.tensors import (
+    bump_versions,
     copy_each,
-    count_as_changed,
     keep_gpu_busy,
     profiler_is_running,
 )
@@ -74,24 +74,24 @@ from autopar._torch.tracing import (
     JointInput,
     JointOutput,
     active_fake_mode,
-    as_later_versions,
+    backported_fixes,
     changes_arguments,
-    compiled_when_called,
     defining_module,
-    failing_quietly,
     function_transforms,
     grouped_products,
     is_functionalized,
     is_mutable,
     is_random,
     joint_graph,
-    masks_kept,
+    lazy_graph_modules,
     storage_key,
     torch_decompositions,
     traced_constant,
     traced_node,
-    with_ends_of,
-    without_hooks_left,
+    with_signature_of,
+    without_causal_detection,
+    without_export_prints,
+    without_leftover_hooks,
 )
 
 __all__ = [
@@ -109,18 +109,14 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "as_later_versions",
+    "backported_fixes",
     "before_full_tensor",
+    "bump_versions",
     "changes_arguments",
-    "compiled_when_called",
     "copy_each",
-    "count_as_changed",
     "defining_module",
     "dtensor_like",
     "dtensor_spec",
-    "end_quietly",
-    "failing_quietly",
-    "find_overflow_in_every_gradient",
     "flash_attention",
     "flash_attention_backward",
     "flash_takes",
@@ -131,15 +127,17 @@ __all__ = [
     "group_name",
     "grouped_products",
     "idle_gloo",
+    "idle_gloo_at_exit",
     "in_order",
     "inductor",
+    "intercept_data_assignment",
     "is_functionalized",
     "is_mutable",
     "is_random",
     "joint_graph",
     "keep_gpu_busy",
+    "lazy_graph_modules",
     "load_shards",
-    "masks_kept",
     "output_of",
     "permute",
     "profiler_is_running",
@@ -147,10 +145,10 @@ __all__ = [
     "redistribution_steps",
     "reduce_scatter",
     "replace_shard",
-    "route_data",
     "save_shards",
     "shard_of",
     "shard_reader",
+    "share_overflow_findings",
     "storage_key",
     "store",
     "strided_shard",
@@ -161,7 +159,9 @@ __all__ = [
     "traced_node",
     "wait",
     "whole_group",
-    "with_ends_of",
-    "without_hooks_left",
+    "with_signature_of",
+    "without_causal_detection",
+    "without_export_prints",
+    "without_leftover_hooks",
     "without_modes",
 ]

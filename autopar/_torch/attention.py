@@ -1,4 +1,4 @@
-"""torch's own kernels of attention."""
+"""torch's own attention kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar._torch.tensors import as_tensor
 
 
 def flash_takes(q: torch.Tensor) -> bool:
-    """Whether torch's flash kernels for GPUs work on heads like those of ``q`` on its device."""
+    """Whether torch's flash attention kernels for GPUs support heads like those of ``q`` on its device."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return False
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -17,7 +17,7 @@ def flash_takes(q: torch.Tensor) -> bool:
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(attention, logarithm of each row's sum of exponentials) of [b, h, s, d] and [b, g, t, d], h a multiple of g."""
+    """Return attention and each row's log-sum-exp for [b, h, s, d] and [b, g, t, d], with h a multiple of g."""
     q, k, v = (_dense(x) for x in (q, k, v))
     made = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
     return as_tensor(made[0]).contiguous(), as_tensor(made[1]).contiguous()
@@ -34,7 +34,7 @@ def flash_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
     unused = [torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2)]  # seed and offset of a dropout
     made = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(

@@ -24,12 +24,12 @@ from autopar._torch.tracing import active_fake_mode
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The name by which the functional collectives find a process group."""
+    """Return the name by which functional collectives find a process group."""
     return group.group_name
 
 
 def whole_group(device_mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh; every process of the job must call this at the same time."""
+    """Return the group of all ranks of a mesh; every process of the job must call this at the same time."""
     if device_mesh.ndim == 1:
         return device_mesh.get_group(0)
     ranks = sorted(device_mesh.mesh.flatten().tolist())
@@ -45,16 +45,16 @@ IN_ORDER = "gloo_in_order"
 
 
 _in_order: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups made by ``in_order``, by the job's group and their ranks."""
+"""Groups made by ``in_order``: by the job's group, and then by their ranks."""
 
 
 def in_order(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same processes on which any number of collectives may be under way at once.
+    """Return a group of the same processes on which any number of collectives may be in flight at once.
 
-    On gloo one of its own with a single thread: the two threads that a group has by default both assign to one
-    unguarded string of the group (the name of the work that ended last), which can corrupt the heap. What is waited
-    for before the next is launched, as DTensor's own collectives are, may use any group. Every process of the group
-    must call this at the same time.
+    For gloo this is a separate group with a single thread: the two threads that a group has by default both assign to
+    one unguarded string of the group (the name of the work that ended last), which can corrupt the heap. Collectives
+    that are waited for before the next is launched, such as DTensor's own, may use any group. Every process of the
+    group must call this at the same time.
     """
     device = torch.device("cpu")
     world = dist.group.WORLD
@@ -84,19 +84,19 @@ def _gloo_in_order(store: Any, rank: int, size: int, timeout: timedelta) -> dist
 
 
 @cache
-def end_quietly() -> None:
-    """Let gloo's threads finish before the interpreter ends; say it as often as you like.
+def idle_gloo_at_exit() -> None:
+    """Let gloo's threads finish before the interpreter exits; calling this again does nothing.
 
-    A thread of gloo lets go of a collective's tensors a moment after it has told that the collective is done. Where the
-    interpreter is going down by then, it waits for Python's lock in vain and the process aborts, after
-    ``destroy_process_group`` too: device meshes in DTensor's caches keep groups, and so threads, alive.
+    A gloo thread releases a collective's tensors a moment after it has reported the collective as done. If the
+    interpreter is shutting down by then, the thread waits for the GIL in vain and the process aborts, even after
+    ``destroy_process_group``: device meshes in DTensor's caches keep groups, and so threads, alive.
     https://github.com/pytorch/pytorch/pull/179291
     """
     atexit.register(idle_gloo)
 
 
 def idle_gloo(limit_s: float = 2.0) -> None:
-    """Wait, at most ``limit_s``, until no thread that runs collectives of gloo has anything to do (Linux only)."""
+    """Wait at most ``limit_s`` seconds until all threads that run gloo's collectives are idle (Linux only)."""
     end, calm = time.monotonic() + limit_s, 0
     while calm < 2 and time.monotonic() < end:
         calm = 0 if any(state == "R" for state in _gloo_states()) else calm + 1
@@ -112,7 +112,7 @@ def _gloo_states() -> Iterator[str]:
 
 
 def store(name: str) -> Any:
-    """A part of the store by which the job's processes found each other; only launchers are given it in public."""
+    """Return a section of the store through which the job's processes met; no public function returns that store."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     return PrefixStore(name, _get_default_store())
@@ -124,15 +124,15 @@ def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, reduction: str, group: str, *, in_place: bool = False) -> torch.Tensor:
-    """Start reducing ``x`` by sum, max or min; ``in_place`` where ``x`` may be overwritten."""
+    """Start reducing ``x`` by sum, max or min; ``in_place`` allows ``x`` to be overwritten."""
     tracing = torch.compiler.is_compiling() or active_fake_mode() is not None
-    if in_place and not tracing:  # Inductor finds out by itself where it may
+    if in_place and not tracing:  # Inductor decides by itself what to do in place
         return as_tensor(torch.ops._c10d_functional.all_reduce_(x, reduction, group))
     return as_tensor(torch.ops._c10d_functional.all_reduce(x, reduction, group))
 
 
 def reduce_scatter(x: torch.Tensor, reduction: str, size: int, group: str) -> torch.Tensor:
-    """Start reducing ``x`` and cutting it evenly along dim 0."""
+    """Start reducing ``x`` and splitting it evenly along dim 0."""
     return as_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(x, reduction, size, group))
 
 
@@ -157,8 +157,10 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def symmetric_group(group: dist.ProcessGroup) -> str:
-    """The name of ``group``, its symmetric memory set up, where all its ranks are GPUs of one host that reach each
-    other's memory; else empty. The answer is the same on all of them."""
+    """Return the name of ``group`` after setting up its symmetric memory, or an empty text if that is not possible.
+
+    It is possible if all ranks are GPUs of one host that can access each other's memory. All ranks get the same answer.
+    """
     ranks, here = dist.get_process_group_ranks(group), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not torch.cuda.is_available() or len({r // here for r in ranks}) > 1 or len(ranks) > torch.cuda.device_count():
         return ""
@@ -167,7 +169,7 @@ def symmetric_group(group: dist.ProcessGroup) -> str:
         return ""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    with warnings.catch_warnings():  # newer versions of torch do this by themselves, and say so
+    with warnings.catch_warnings():  # newer versions of torch do this by themselves and warn
         warnings.simplefilter("ignore")
         enable_symm_mem_for_group(group.group_name)
     return group.group_name
@@ -176,11 +178,11 @@ def symmetric_group(group: dist.ProcessGroup) -> str:
 def fused_gather_product(
     x: torch.Tensor, matrix: torch.Tensor, dim: int, group: str, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``gathered @ matrix`` and, with ``keep``, ``x`` of all ranks of ``group`` joined along ``dim``."""
+    """Return ``gathered @ matrix`` and, with ``keep``, the gathered ``x`` of all ranks, concatenated along ``dim``."""
     gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [matrix], dim, group, return_A=keep)
     return as_tensor(products[0]).contiguous(), as_tensor(gathered).contiguous() if keep else None
 
 
 def fused_product_scatter(x: torch.Tensor, matrix: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """This rank's part along ``dim`` of the sum of ``x @ matrix`` of all ranks of ``group``."""
+    """Return this rank's part along ``dim`` of the sum over ranks of ``x @ matrix``."""
     return as_tensor(torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group)).contiguous()

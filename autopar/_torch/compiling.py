@@ -1,4 +1,4 @@
-"""Inductor, told to keep the order of a plan."""
+"""Compiles with Inductor while keeping the order of a plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def inductor(
     inputs: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Callable[[list[Any]], Any]:
-    """``function`` as Inductor compiles it for ``inputs``; it takes them as a list, which it empties.
+    """Compile ``function`` for ``inputs`` with Inductor; the result takes its inputs as a list, which it empties.
 
-    ``torch.compile`` would trace by Dynamo, keep the list's tensors alive and guard each call; Inductor's own entry
-    takes a graph of ATen ops. What a program launches, waits for and frees when is planned: of Inductor's passes those
-    that move ops, by what they take for memory or locality, are off. They would also order collectives by sizes of
+    ``torch.compile`` would trace with Dynamo, keep the list's tensors alive and guard each call; Inductor's own entry
+    point takes a graph of ATen ops. The plan decides what a program launches, waits for and frees when, so those of
+    Inductor's passes that move ops for memory or locality are off. They would also order collectives by the sizes of
     shards, which differ between ranks.
     """
     from torch._guards import TracingContext, tracing
@@ -42,16 +42,16 @@ def inductor(
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Inductor keeps what it made of a graph on disk only where sizes could be symbols.
+    # Inductor caches a compiled graph on disk only if its sizes could be symbols.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    # A mode that counts memory, as the first step may run under, would see the trace.
+    # A mode that counts memory, under which the first step may run, would otherwise see the trace.
     with torch.no_grad(), without_modes(), mode:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
         table = {op: d for op, d in select_decomp_table().items() if _packet(op) not in _PRODUCTS | _GATHERED}
         table |= decompositions
-        # Inductor takes graphs without mutations: it moves an addition in place as if it were a read.
+        # Inductor takes functional graphs: it would move an in-place addition as if it were a read.
         functional = torch.func.functionalize(function, remove="mutations")
-        table = {op: _marks_inner(d) for op, d in table.items()}
+        table = {op: _marking_inner(d) for op, d in table.items()}
         graph = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
     _mark_sections(graph.graph)
     _mark_shared(graph.graph)
@@ -63,7 +63,7 @@ def inductor(
         pattern_matcher=False,
         _post_fusion_custom_pass=in_order,
     )
-    # On CPUs all kernels up to the next product are put into one function, which would be given all their buffers.
+    # On CPUs all kernels up to the next product go into one function, which would hold all their buffers.
     one_by_one = mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -73,7 +73,7 @@ def inductor(
         stack.enter_context(V.set_choices_handler(choices))
         stack.enter_context(as_planned)
         stack.enter_context(one_by_one)
-        stack.enter_context(_cpp_kernels_together())
+        stack.enter_context(_cpp_kernels_in_units())
         made: Any = compile_fx_inner(graph, fakes, is_inference=True)
 
     def run(tensors: list[Any]) -> Any:
@@ -84,7 +84,7 @@ def inductor(
 
 @dataclass(frozen=True)
 class _CppKernel:
-    """One that Inductor wrote and that waits to be compiled."""
+    """A kernel that Inductor has generated but not yet compiled."""
 
     argtypes: tuple[str, ...]
     source: str
@@ -94,18 +94,21 @@ class _CppKernel:
         return [line for line in self.source.splitlines() if line.startswith("#include")]
 
     def within(self, namespace: str) -> str:
-        """Its source in a namespace of its own: all are called ``kernel``."""
+        """Return its source in its own namespace, since all kernels are called ``kernel``."""
         lines = (line for line in self.source.splitlines() if not line.startswith("#include"))
         return "\n".join([f"namespace {namespace} {{", *lines, "}"]).replace('extern "C"', "")
 
 
-KERNELS_A_UNIT = 64
+KERNELS_PER_UNIT = 64
+"""Number of kernels that are compiled in one unit."""
 
 
 @contextlib.contextmanager
-def _cpp_kernels_together() -> Iterator[None]:
-    """Inductor's kernels for CPUs, compiled many in one unit: most of what a compiler does for one by itself is to read
-    headers. Each is a function of one extension module, bound as Inductor binds them."""
+def _cpp_kernels_in_units() -> Iterator[None]:
+    """Compile many of Inductor's CPU kernels in one unit, since most of the time for a single one goes into headers.
+
+    Each kernel is a function of one extension module, bound as Inductor binds them.
+    """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
@@ -113,7 +116,7 @@ def _cpp_kernels_together() -> Iterator[None]:
     at, end = template.find("static PyObject* {entry_func}_py"), template.find("static PyMethodDef")
     method = '{{"{entry_func}", {entry_func}_py, METH_VARARGS, ""}},'
     if not 0 < at < end or method not in template[end:]:
-        yield  # a torch that binds them otherwise
+        yield  # this torch version binds kernels differently
         return
     finish = AsyncCompile.wait
 
@@ -141,7 +144,7 @@ def _cpp_kernels_together() -> Iterator[None]:
 
     def wait(self: Any, scope: dict[str, Any]) -> None:
         names = [n for n, v in scope.items() if isinstance(v, _CppKernel)]
-        parts = [names[i : i + KERNELS_A_UNIT] for i in range(0, len(names), KERNELS_A_UNIT)]
+        parts = [names[i : i + KERNELS_PER_UNIT] for i in range(0, len(names), KERNELS_PER_UNIT)]
         for part in parts:
             module = Cache.load_async(unit([scope[n] for n in part]))()
             scope.update({n: getattr(module, f"kernel_{i}") for i, n in enumerate(part)})
@@ -153,9 +156,9 @@ def _cpp_kernels_together() -> Iterator[None]:
 
 @cache
 def realized_for(*ops: OpOverload) -> None:
-    """Inductor gives ``ops`` their operands as every other reader gets them, with the strides of the traced ones.
+    """Make Inductor pass operands to ``ops`` as to every other reader, with the strides of the traced operands.
 
-    By itself it makes a copy for each op of what it has not computed yet.
+    By default it makes a copy for each op of anything that it has not computed yet.
     """
     from torch._inductor.ir import TensorBox
     from torch._inductor.lowering import constrain_to_fx_strides, fallback_handler, register_lowering
@@ -180,18 +183,18 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
 _GATHERED = frozenset({"max_pool2d_with_indices_backward"})
-"""Lowered, each element from where it came from, not decomposed into additions, over whose result nothing is made."""
+"""Ops lowered as gathers rather than decomposed into additions, on whose result nothing can be fused."""
 
 
 _RESHAPING = ("pool", "upsample", "index_put", "scatter")
 
 
 def _mark_sections(graph: fx.Graph) -> None:
-    """Number the stretches between kernels that should be fused with nothing: products, collectives, attention, and
-    those that change sizes, whose operands would be held beside what others in the kernel make.
+    """Number the sections between kernels that nothing should be fused with: products, collectives, attention, and ops
+    that change sizes, whose operands would be held beside what other ops in the kernel create.
 
-    It may fuse within a section. Fused with something of another section, an op would run sooner or later than the
-    plan has it, and what it reads or makes would live for longer. So what another section reads becomes a tensor.
+    Inductor may fuse within a section. Fused with an op of another section, an op would run sooner or later than in the
+    plan, and its operands or results would live longer. So what another section reads is realized as a tensor.
     """
     section = 0
     for node in graph.nodes:
@@ -212,8 +215,8 @@ _INNER = "autopar_inner"
 _REDUCTION = getattr(torch.Tag, "reduction", None)
 
 
-def _marks_inner(decompose: Callable[..., Any]) -> Callable[..., Any]:
-    """``decompose``, all of whose nodes but those of its results are marked: no plan counts them as tensors."""
+def _marking_inner(decompose: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``decompose`` to mark all of its nodes except its results, because no plan counts them as tensors."""
     from torch.fx.experimental import proxy_tensor
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -237,8 +240,10 @@ def _marks_inner(decompose: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark_shared(graph: fx.Graph) -> None:
-    """What several ops read becomes a tensor where Inductor would compute it anew for each of them, and hold operands
-    of more bytes than it has until the last one has."""
+    """Realize values with several readers that Inductor would recompute for each reader from larger operands.
+
+    It would hold these operands until the last reader has run.
+    """
     operands: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         read = frozenset[fx.Node]().union(*(operands.get(n, {n}) for n in map(_base, node.all_input_nodes)))
@@ -265,7 +270,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a view is of."""
+    """Return the node that a chain of views starts from."""
     while node.op == "call_function" and _is_view(node.target):
         node = node.all_input_nodes[0]
     return node
@@ -293,10 +298,10 @@ def _is_view(target: Any) -> bool:
 
 
 def _as_planned(marks: str) -> tuple[Any, Any]:
-    """What keeps Inductor from fusing across sections, and the pass that puts its kernels into the order of the graph.
+    """Return a policy that keeps Inductor from fusing across sections, and a pass that restores the graph's order.
 
-    The plan's order is that in which collectives overlap with what runs, and in which tensors are freed as predicted.
-    Inductor's own sorts by what it takes for memory, though it counts what it is given as held to the end.
+    In the plan's order, collectives overlap with computation and tensors are freed as predicted. Inductor's own order
+    is made for memory, but assumes that all inputs are held to the end.
     """
     from torch._inductor import custom_graph_pass
     from torch._inductor.choices import InductorChoices
@@ -304,8 +309,8 @@ def _as_planned(marks: str) -> tuple[Any, Any]:
     class Choices(InductorChoices):
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            together = _section(node1) == _section(node2)
-            return together and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+            same_section = _section(node1) == _section(node2)
+            return same_section and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
     class InOrder(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
         def __call__(self, kernels: list[Any]) -> list[Any]:
@@ -314,7 +319,7 @@ def _as_planned(marks: str) -> tuple[Any, Any]:
         def uuid(self) -> str:
             return hashlib.sha256(Path(__file__).read_bytes() + marks.encode()).hexdigest()
 
-        def __reduce__(self) -> tuple[Any, ...]:  # a part of the key under which Inductor keeps what it made
+        def __reduce__(self) -> tuple[Any, ...]:  # part of Inductor's cache key
             return _in_order_of, (marks, self.uuid())
 
     return Choices(), InOrder()
@@ -325,7 +330,7 @@ def _in_order_of(marks: str, _: str) -> Any:
 
 
 def _marks(graph: fx.Graph) -> str:
-    """What the marks of a graph's ops say, which its code does not."""
+    """Return the marks of a graph's ops, which its code does not show, as text."""
     return repr([(n.meta[_SECTION], n.meta.get("inductor_realize_to_strides", False)) for n in graph.nodes])
 
 
@@ -334,7 +339,7 @@ def _section(kernel: Any) -> int:
 
 
 def _in_program_order(kernels: list[Any]) -> list[Any]:
-    """Inductor's kernels in the order of the graph that they were made of, as far as their operands allow."""
+    """Return Inductor's kernels in the order of their graph, as far as their dependencies allow."""
     from torch._inductor.virtualized import V
 
     position = {node: i for i, node in enumerate(V.graph.graph.nodes)}

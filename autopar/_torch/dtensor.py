@@ -1,4 +1,4 @@
-"""DTensor: what is between a parameter and its shard."""
+"""DTensor: the layer between a parameter and its shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.errors import AutoparError
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """``like`` with another shard, which may lie on the host: ``DTensor.from_local`` moves it to the mesh's device."""
+    """Return ``like`` with another shard, which may be on the host; ``DTensor.from_local`` would move that."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 def dtensor_spec(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """What DTensor keeps of a contiguous tensor beside the shard: to find it takes longer than to wrap the shard."""
+    """Return a contiguous tensor's DTensorSpec; keep it, since building it takes longer than wrapping a shard."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     stride = torch.empty(tuple(shape), device="meta").stride()
@@ -37,33 +37,35 @@ def dtensor_spec(
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """The DTensor of ``spec`` whose shard on this rank is ``local``; without gradient.
+    """Return the DTensor of ``spec`` whose shard on this rank is ``local``, without gradient.
 
-    Its ``__init__``, which does nothing, is left out: what hides it from Dynamo takes longer than all the rest.
+    It skips DTensor's ``__init__``, which does nothing: hiding it from Dynamo takes longer than all the rest.
     """
-    kind = _dtensor()
+    kind = _dtensor_type()
     made: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     return made
 
 
 def gradient_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """The same for autograd, which detaches what it puts into ``.grad``: a DTensor there, without a search for what
-    that means for shards."""
-    kind = _arriving()
+    """Return the same as ``dtensor_of`` for autograd, which detaches what it puts into ``.grad``.
+
+    Detaching then yields a plain DTensor, without DTensor's dispatch of that op.
+    """
+    kind = _arriving_type()
     made: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     return made
 
 
 @cache
-def _dtensor() -> type[DTensor]:
+def _dtensor_type() -> type[DTensor]:
     from torch.distributed.tensor import DTensor
 
     return DTensor
 
 
 @cache
-def _arriving() -> type[DTensor]:
-    """A DTensor on its way to ``.grad``."""
+def _arriving_type() -> type[DTensor]:
+    """Return the class of DTensors on their way to ``.grad``."""
     from torch.distributed.tensor import DTensor
 
     class Arriving(DTensor):
@@ -83,17 +85,20 @@ def _arriving() -> type[DTensor]:
 
 
 def output_of(local: torch.Tensor, spec: Any, name: str) -> DTensor:
-    """The DTensor of an output of the model, which says what to do where it, or what is computed from it, meets what
-    takes no DTensors: torch's own errors cannot know."""
-    kind = _returned()
+    """Return the DTensor of an output of the model.
+
+    If it, or a result computed from it, meets code that takes no DTensors, it raises an error that says what to do,
+    which torch's own errors cannot.
+    """
+    kind = _returned_type()
     made: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
     made._autopar_name = name  # type: ignore[attr-defined]
     return made
 
 
 @cache
-def _returned() -> type[DTensor]:
-    """A DTensor with a name, for the ops of a training loop."""
+def _returned_type() -> type[DTensor]:
+    """Return a class of DTensors that carry an output's name through the ops of a training loop."""
     from torch.distributed.tensor import DTensor
 
     class Returned(DTensor):
@@ -105,16 +110,16 @@ def _returned() -> type[DTensor]:
         ) -> Any:
             given = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Returned)}
             plain = {key: dtensor_of(x._local_tensor, x._spec) for key, x in given.items()}
-            own = {id(plain[key]): x for key, x in given.items()}  # what an op changes in place it also returns
+            own = {id(plain[key]): x for key, x in given.items()}  # an op returns what it changes in place
             first = next(iter(given.values()))
             if func is torch.ops.aten._local_scalar_dense.default and not _is_whole(first):
-                raise _meeting(first, "item()")  # torch gives this rank's part of it
+                raise _plain_tensor_error(first, "item()")  # torch would return this rank's part
             args, kwargs = tree_map(lambda x: plain.get(id(x), x), (args, kwargs or {}))
             try:
                 made = func(*args, **kwargs)
             except RuntimeError as error:
-                if getattr(func, "namespace", "") == "c10d" or any(said in str(error) for said in _NO_DTENSORS):
-                    raise _meeting(first, str(func)) from error
+                if getattr(func, "namespace", "") == "c10d" or any(message in str(error) for message in _NO_DTENSORS):
+                    raise _plain_tensor_error(first, str(func)) from error
                 raise
 
             def named(x: Any) -> Any:
@@ -123,10 +128,10 @@ def _returned() -> type[DTensor]:
             return tree_map(lambda x: own[id(x)] if id(x) in own else named(x), made)
 
         def numpy(self, *_: Any, **__: Any) -> Any:
-            raise _meeting(self, "numpy()")
+            raise _plain_tensor_error(self, "numpy()")
 
         def tolist(self) -> Any:
-            raise _meeting(self, "tolist()")
+            raise _plain_tensor_error(self, "tolist()")
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain: Any = dtensor_of(self._local_tensor, self._spec)
@@ -142,8 +147,10 @@ def _returned() -> type[DTensor]:
 
 
 class Whole(torch.Tensor):
-    """A plain tensor in the place of a DTensor: a loop that asks for its ``full_tensor()`` gets it. What is computed
-    from it, and what is saved of it, is an ordinary tensor."""
+    """A plain tensor that stands in for a DTensor, so that a loop that asks for its ``full_tensor()`` gets it.
+
+    What is computed from it, or saved, is an ordinary tensor.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -163,41 +170,44 @@ _NO_DTENSORS = (
     "does not have a sharding strategy registered",
     "Sharding propagation failed",
 )
-"""What torch says where an op takes no DTensors, or none beside plain tensors."""
+"""Parts of torch's messages for ops that take no DTensors, or none beside plain tensors."""
 
 
 def _is_whole(tensor: Any) -> bool:
     return all(p.is_replicate() for p in tensor.placements)
 
 
-def _meeting(tensor: Any, what: str) -> AutoparError:
+def _plain_tensor_error(tensor: Any, what: str) -> AutoparError:
     return AutoparError(
-        f"The output {tensor._autopar_name} is a DTensor, which this takes only as a plain tensor, or among DTensors.",
-        found=f"{what} of it, or of what is computed from it: {tuple(tensor.shape)} as {list(tensor.placements)}",
-        hint='parallelize with outputs="whole", for plain tensors, or take its full_tensor() on every rank.',
+        f"The output {tensor._autopar_name} is a DTensor, but this call needs a plain tensor, or DTensors only.",
+        found=f"{what} of it, or of a result computed from it: {tuple(tensor.shape)} as {list(tensor.placements)}",
+        hint='parallelize with outputs="whole" for plain tensors, or take its full_tensor() on every rank.',
     )
 
 
 def shard_of(value: Any) -> Any:
-    """A DTensor's shard on this rank, anything else as it is; outside autograd, where ``to_local`` gives the same after
-    a look at compilers and gradients."""
+    """Return a DTensor's shard on this rank, or any other value unchanged.
+
+    Outside autograd ``to_local`` returns the same, but first checks for compilers and gradients.
+    """
     return getattr(value, "_local_tensor", value)
 
 
 def replace_shard(tensor: DTensor, local: torch.Tensor) -> None:
-    """Give a DTensor another shard of the same shape and dtype; no public name does it in place."""
+    """Replace a DTensor's shard in place by one of the same shape and dtype; no public name does this."""
     tensor._local_tensor = local
 
 
-def route_data(to: Callable[[DTensor, torch.Tensor], bool]) -> None:
-    """From now on ``tensor.data = value`` on a DTensor goes to ``to`` first: torch gives the value to the DTensor's
-    outer shell, which holds no data, and so loses it without a word.
+def intercept_data_assignment(to: Callable[[DTensor, torch.Tensor], bool]) -> None:
+    """Pass ``tensor.data = value`` on a DTensor to ``to`` first, from now on.
+
+    torch assigns the value to the DTensor's outer shell, which holds no data, and so silently loses it.
 
     Args:
-        to: takes the tensor and the value, and tells whether it has taken care of them.
+        to: takes the tensor and the value, and returns whether it has handled them.
     """
 
-    def plain() -> Any:  # looked up each time: a capture puts in its own
+    def plain() -> Any:  # looked up each time, since a capture replaces it
         return torch.Tensor.data
 
     def get(tensor: Any) -> Any:
@@ -207,49 +217,49 @@ def route_data(to: Callable[[DTensor, torch.Tensor], bool]) -> None:
         if not to(tensor, value):
             plain().__set__(tensor, value)
 
-    setattr(_dtensor(), "data", property(get, put))  # noqa: B010  mypy holds it for read-only
+    setattr(_dtensor_type(), "data", property(get, put))  # noqa: B010  mypy holds it for read-only
 
 
 @lru_cache(maxsize=1)
-def find_overflow_in_every_gradient() -> None:
-    """Make the check of ``torch.amp.GradScaler`` one of all ranks.
+def share_overflow_findings() -> None:
+    """Make the overflow check of ``torch.amp.GradScaler`` agree on all ranks.
 
-    DTensor reduces what a rank found over the mesh axes that cut the first gradient of the list. An overflow in a
-    gradient that other axes cut stays unknown to some ranks, which then step where the others do not. The op has no
-    public hook.
+    DTensor reduces a rank's finding over the mesh axes that cut the first gradient of the list. An overflow in a
+    gradient cut by other axes would be unknown to some ranks, which would then step where the others do not. The op has
+    no public hook.
     """
     from torch.distributed.tensor import DTensor
 
     handlers = DTensor._op_dispatcher._custom_op_handlers
     op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    of_first = handlers[op]
+    check_first = handlers[op]
 
-    def of_all(op_call: Any, args: Any, kwargs: Any) -> None:
-        of_first(op_call, args, kwargs)
+    def check_all(op_call: Any, args: Any, kwargs: Any) -> None:
+        check_first(op_call, args, kwargs)
         mesh = args[0][0].device_mesh
-        for axis in range(mesh.ndim):  # replicas too, which may differ in rounding
+        for axis in range(mesh.ndim):  # replicating axes too: replicas may differ in rounding
             dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
-    handlers[op] = of_all
+    handlers[op] = check_all
 
 
 @cache
-def before_full_tensor(ask: Callable[[DTensor], None]) -> None:
-    """Call ``ask`` before a DTensor is made whole, which all ranks do at once. It has no public hook."""
+def before_full_tensor(check: Callable[[DTensor], None]) -> None:
+    """Call ``check`` before a DTensor is gathered by ``full_tensor``, which has no public hook."""
     from torch.distributed.tensor import DTensor
 
     original = DTensor.full_tensor
 
     @functools.wraps(original)
     def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        ask(self)
+        check(self)
         return original(self, *args, **kwargs)
 
     DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """DTensor's shard of a dim that other mesh axes, later in the mesh, have cut before it."""
+    """Return DTensor's placement for a shard of a dim that mesh axes later in the mesh have cut first."""
     placement: Placement = strided_shard_type()(dim, split_factor=split_factor)
     return placement
 
@@ -268,12 +278,12 @@ def redistribution_steps(
     *,
     by_cost: bool | None = None,
 ) -> list[tuple[int, Placement, Placement]]:
-    """(mesh axis, placement before, placement after) of each step that DTensor takes between two lists of placements.
+    """Return (mesh axis, placement before, placement after) of each step of DTensor's redistribution.
 
-    To compare with: no public name plans a redistribution without running it. Needs no process group.
+    It serves for comparison: no public name plans a redistribution without running it. It needs no process group.
 
     Args:
-        by_cost: DTensor's search by its own costs; False its heuristic; None what it takes by itself.
+        by_cost: True for DTensor's search by its own costs, False for its heuristic, None for its default.
     """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

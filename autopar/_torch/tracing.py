@@ -1,4 +1,4 @@
-"""torch.export, AOTAutograd, torch.fx and fake tensors: what capture takes of them."""
+"""torch.export, AOTAutograd, torch.fx and fake tensors: what capture needs of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 @dataclass(frozen=True)
 class JointInput:
-    """Meaning of a joint graph's placeholder: ``target`` is a parameter's or buffer's name in the traced module,
-    or the position of an input, or of the output whose tangent it is."""
+    """Meaning of a joint graph's placeholder.
+
+    ``target`` is the name of a parameter or buffer in the traced module, the position of an input, or the position of
+    the output whose tangent it is.
+    """
 
     kind: Literal["parameter", "buffer", "input", "tangent"]
     target: str | int
@@ -34,21 +37,21 @@ class JointOutput:
 
 
 def function_transforms() -> tuple[tuple[Any, str], ...]:
-    """What every derivative of torch.func passes through, as module and name; there is no public hook."""
+    """Return module and name of the functions that every derivative of torch.func calls; there is no public hook."""
     from torch._functorch import eager_transforms
 
     return (eager_transforms, "grad_increment_nesting"), (eager_transforms, "jvp_increment_nesting")
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a (fake or functional) tensor: aliasing outputs have equal keys."""
+    """Return the identity of the memory behind a (fake or functional) tensor; aliases have equal keys."""
     if torch._is_functional_tensor(tensor):
         torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
     return int(tensor.untyped_storage()._cdata)
 
 
 def active_fake_mode() -> FakeTensorMode | None:
-    """The fake mode under which ops run now, if any."""
+    """Return the fake mode under which ops run now, if any."""
     from torch._guards import active_fake_mode as active
 
     return active()
@@ -57,19 +60,19 @@ def active_fake_mode() -> FakeTensorMode | None:
 def joint_graph(
     module: nn.Module, args: tuple[torch.Tensor, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> tuple[fx.GraphModule, list[JointInput], list[JointOutput | None]]:
-    """The joint forward and backward ATen graph of ``module(*args)`` with the meaning of each end.
+    """Return the joint forward and backward ATen graph of ``module(*args)``, with the meaning of each input and output.
 
-    ``aot_export_joint_with_descriptors`` is what torch's own compilers stack on; the public exporters stop at
-    the forward. An output without gradient appears as None.
+    ``aot_export_joint_with_descriptors`` is what torch's own compilers build on; the public exporters stop at the
+    forward. A result that does not exist appears as None.
     """
     import torch._functorch.config
     import torch._inductor.config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with contextlib.ExitStack() as stack:
-        # An op by triton_op stays one op, as any custom op does: its rule and its CPU kernel go with it.
+        # An op registered by triton_op stays one op like any custom op, together with its rule and its CPU kernel.
         stack.enter_context(torch._functorch.config.patch(decompose_custom_triton_ops=False))
-        # What an op changes is a result of a call of its own, rather than a part of a base shared with others.
+        # Each argument that an op changes is a result of the op's own call, not part of a base shared with others.
         stack.enter_context(torch._inductor.config.patch(enable_auto_functionalized_v2=False))
         stack.enter_context(_unordered("aten::_linalg_check_errors"))
         joint = aot_export_joint_with_descriptors(stack, module, args, decompositions=dict(decompositions))
@@ -85,17 +88,20 @@ def joint_graph(
     return graph_module, inputs, outputs
 
 
-def compiled_when_called() -> contextlib.AbstractContextManager[Any]:
-    """While capturing: Python code of the graphs on the way, which nobody runs, is not made."""
+def lazy_graph_modules() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which intermediate graphs, which nobody runs, do not generate Python code."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     return _use_lazy_graph_module(True)
 
 
 @contextlib.contextmanager
-def masks_kept() -> Iterator[None]:
-    """While exporting, ``nn.Transformer`` and its parts read their masks as they are, unless the call says that one is
-    causal: torch compares values with a causal mask, only to choose a kernel."""
+def without_causal_detection() -> Iterator[None]:
+    """Keep ``nn.Transformer`` and its parts, during an export, from comparing their masks with a causal one.
+
+    torch compares the values only to choose a kernel. Masks are then taken as they are, unless the call says
+    ``is_causal``.
+    """
 
     def causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
@@ -105,8 +111,8 @@ def masks_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def failing_quietly() -> Iterator[None]:
-    """While exporting, torch does not print the graph so far before it raises: the error says which line it was."""
+def without_export_prints() -> Iterator[None]:
+    """Keep torch from printing the partial graph when an export fails: the error already names the line."""
     from torch.export import _trace
 
     def quiet(*_: Any, **__: Any) -> None:
@@ -125,9 +131,9 @@ def failing_quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_hooks_left() -> Iterator[None]:
-    """Take away the hooks for buffers of any module that were added meanwhile: an export that fails leaves its own,
-    which keeps what was exported alive."""
+def without_leftover_hooks() -> Iterator[None]:
+    """Remove the global hooks for buffers that were added in the body: a failed export leaves its own, which keep the
+    exported module alive."""
     hooks = nn.modules.module._global_buffer_registration_hooks
     before = set(hooks)
     try:
@@ -153,7 +159,7 @@ def is_random(op: OpOverload) -> bool:
 
 
 def traced_node(tensor: torch.Tensor) -> fx.Node | None:
-    """The node that stands for ``tensor`` in the graph that is being traced; only private functions tell it."""
+    """Return the node that stands for ``tensor`` in the graph being traced; only private functions know it."""
     from torch.fx.experimental import proxy_tensor
 
     mode = proxy_tensor.get_proxy_mode()
@@ -162,7 +168,7 @@ def traced_node(tensor: torch.Tensor) -> fx.Node | None:
 
 
 def traced_constant(node: fx.Node) -> Any:
-    """The tensor of a ``get_attr`` node in the graph that is being traced."""
+    """Return the tensor of a ``get_attr`` node in the graph being traced."""
     from torch.fx.experimental import proxy_tensor
 
     mode = proxy_tensor.get_proxy_mode()
@@ -171,8 +177,11 @@ def traced_constant(node: fx.Node) -> Any:
 
 
 def is_functionalized(target: Any) -> bool:
-    """Whether a node calls a custom op on copies of the arguments that it changes: the op is its first argument, all
-    of the op's arguments are given by name, and it returns what the op returns and then the changed copies."""
+    """Whether a node calls a custom op on copies of the arguments that the op changes.
+
+    The op is the node's first argument, and all arguments of the op are given by name. The node returns the op's
+    results, followed by the changed copies.
+    """
     from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
     return target is auto_functionalized
@@ -180,7 +189,7 @@ def is_functionalized(target: Any) -> bool:
 
 @contextlib.contextmanager
 def grouped_products() -> Iterator[None]:
-    """Let fake grouped products take float16 and float32, as the kernels do; torch's own checks for bfloat16 alone."""
+    """Let fake grouped products take float16 and float32 as the kernels do; torch's check allows bfloat16 only."""
     from torch import _meta_registrations as registered
 
     check: Callable[..., torch.Tensor] = registered._meta_grouped_mm_common
@@ -197,11 +206,11 @@ def grouped_products() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_later_versions() -> Iterator[None]:
-    """While tracing, right what torch 2.11 does wrong; later versions do the same by themselves.
+def backported_fixes() -> Iterator[None]:
+    """Correct, while tracing, what torch 2.11 does wrong and later versions do right.
 
-    The last states of an LSTM keep a dim of size one. A loss asks at once whether it has as many rows as labels, which
-    nobody knows where masks choose both, rather than when the program runs.
+    The last states of an LSTM keep a dim of size one. A loss checks at trace time whether it has as many rows as
+    labels, which nobody knows where masks choose both, instead of at run time.
     """
     from torch._decomp import decompositions
 
@@ -227,7 +236,7 @@ def _of_equal_rows(loss: Callable[..., torch.Tensor], x: torch.Tensor, labels: t
 
 @contextlib.contextmanager
 def _unordered(op: str) -> Iterator[None]:
-    """Keep an op that only raises from being ordered by tokens, which become inputs and outputs of the graph."""
+    """Keep an op that only raises from being ordered by tokens, which would become inputs and outputs of the graph."""
     from torch._higher_order_ops import effects
 
     if not hasattr(effects, "_get_effect"):  # torch 2.11
@@ -242,14 +251,14 @@ def _unordered(op: str) -> Iterator[None]:
 
 
 def torch_decompositions(*ops: OpOverload) -> dict[OpOverload, Callable[..., Any]]:
-    """What torch's own compilers take ops apart into; there is no public table."""
+    """Return the decompositions that torch's own compilers use for ``ops``; there is no public table."""
     from torch._decomp import get_decompositions
 
     return {op: function for op, function in get_decompositions(ops).items() if op in ops}
 
 
-def with_ends_of(graph: fx.Graph, old: fx.Graph) -> fx.Graph:
-    """``graph`` taking and returning what ``old`` does: how it packs them has no public name."""
+def with_signature_of(graph: fx.Graph, old: fx.Graph) -> fx.Graph:
+    """Make ``graph`` take and return what ``old`` does, in its packing of inputs and outputs, which is private."""
     graph.set_codegen(old._codegen)
     return graph
 
@@ -283,7 +292,7 @@ def _output_meaning(desc: Any) -> JointOutput:
 
 
 def defining_module(op: OpOverload) -> str:
-    """The module that registered an op with the decorator ``custom_op``; empty for all others."""
+    """Return the module that registered an op with the decorator ``custom_op``, or an empty text for other ops."""
     from torch._library.custom_ops import OPDEFS
 
     found = OPDEFS.get(f"{op.namespace}::{op._schema.name.split('::')[1]}")

@@ -1,4 +1,4 @@
-"""The sums of gradients between the micro-batches of one step, on this rank."""
+"""The accumulators that hold this rank's part of gradient sums between the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Accumulators = Sequence[tuple[Input, ShardingSpec, TensorMeta]]
 
 
 class Place(Protocol):
-    """Where a rank is."""
+    """What accumulation needs to know of a rank: its coordinate, the mesh and its DeviceMesh."""
 
     @property
     def rank(self) -> Rank: ...
@@ -35,17 +35,17 @@ class Place(Protocol):
 
 
 Key = tuple[str, ShardingSpec, str]
-"""A parameter, and the spec and dtype in which a program adds up its gradient: another program may take others."""
+"""A parameter's name, and the spec and dtype in which a program accumulates its gradient; programs may differ."""
 
 
 @dataclass
 class Sums:
-    """What this rank has added up since the last step.
+    """The sums that this rank has accumulated since the last step.
 
     Args:
-        steps: backwards in one step; gradients appear with the last of them.
+        steps: backwards per step; gradients appear with the last of them.
         done: backwards since the last step.
-        held: this rank's part of each sum, with the shape of the whole.
+        held: this rank's part of each sum, with the global shape.
     """
 
     steps: int = 1
@@ -54,11 +54,11 @@ class Sums:
 
     @property
     def completing(self) -> bool:
-        """Whether the next backward is the last of a step."""
+        """Whether the next backward is the last one of a step."""
         return self.done + 1 >= self.steps
 
     def taken(self, accumulators: Accumulators, place: Place) -> list[Tensor]:
-        """The sums so far, no longer held here; zeros where a program is the first to add to one."""
+        """Remove and return the sums so far, zeros where a program is the first to add to one."""
         return [self._take(*a, place) for a in accumulators]
 
     def _take(self, meaning: Input, spec: ShardingSpec, meta: TensorMeta, place: Place) -> Tensor:
@@ -69,13 +69,15 @@ class Sums:
         return torch.zeros(shape, dtype=getattr(torch, meta.dtype), device=place.rank.device)
 
     def add(self, accumulators: Accumulators, made: Mapping[tuple[str, str], Tensor]) -> None:
-        """One more micro-batch has been added."""
+        """Store the sums that include one more micro-batch."""
         self.held |= {_key(*a): (made["accumulator", a[0].name], a[2].shape) for a in accumulators}
         self.done += 1
 
     def deliver(self, model: nn.Module, place: Place) -> int:
-        """Give parameters the gradients of the micro-batches so far: in the last of a step those which its program did
-        not take. Returns how many micro-batches these were."""
+        """Add the accumulated sums to the parameters' gradients, and return the number of micro-batches in them.
+
+        In a step's last micro-batch these are the sums that its program did not take.
+        """
         for (name, spec, _), (local, shape) in self.held.items():
             parameter = model.get_parameter(name)
             assert isinstance(parameter, DTensor)
@@ -90,7 +92,7 @@ def _key(meaning: Input, spec: ShardingSpec, meta: TensorMeta) -> Key:
 
 
 def _summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter: DTensor, place: Place) -> Tensor:
-    """The gradient of which each rank holds ``local``."""
+    """Return the gradient whose summands the ranks hold as ``local``."""
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
         total = DTensor.from_local(
@@ -105,7 +107,7 @@ def _summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter
 
 
 def _add_to_gradient(parameter: DTensor, gradient: Tensor) -> None:
-    """As a backward does, whose hooks see it; what is frozen by now has none."""
+    """Add a gradient as a backward does, so that hooks see it; set it directly if the parameter is frozen by now."""
     if parameter.requires_grad:
         parameter.backward(gradient)  # type: ignore[no-untyped-call]
     else:
@@ -116,7 +118,7 @@ _PARALLEL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def watch_steps(model: nn.Module) -> None:
-    """An optimizer must not step ``model`` in the middle of an accumulation: what is summed up would count later."""
+    """Make optimizers refuse to step ``model`` amid an accumulation, whose sums would count in a later step."""
     if not _PARALLEL:
         register_optimizer_step_pre_hook(refuse_partial)
     _PARALLEL.add(model)
@@ -128,7 +130,7 @@ def refuse_partial(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any
         sums: Sums = model._autopar_sums  # type: ignore[assignment]
         if sums.done and any(id(p) in stepped for p in model.parameters()):
             raise AutoparError(
-                "The optimizer steps before the gradients of all micro-batches are there.",
+                "The optimizer steps before the gradients of all micro-batches are complete.",
                 found=f"{sums.done} backwards since the last step of a model planned with "
                 f"accumulation_steps={sums.steps}",
                 hint="step after every accumulation_steps-th backward; after an incomplete cycle, as at the end of an "

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a collective is safe: that each of them got this far, and with the same graph."""
+"""Agreement of all ranks before a collective: that each of them got this far, and with the same graph or call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def together(
+def on_all_ranks(
     function: Callable[[], T],
     key: Callable[[T], object] | None = None,
     what: str = "graph",
@@ -34,11 +34,11 @@ def together(
     """Run ``function`` on every rank; if it raises anywhere, every rank raises.
 
     Args:
-        key: what of the result must be equal on all ranks.
-        what: names that in the error, and ``hint`` says what to do about it.
+        key: the part of the result that must be equal on all ranks.
+        what: names that part in the error; ``hint`` tells the user what to do about a difference.
 
     Raises:
-        RankError: another rank failed, or results differ.
+        RankError: another rank failed, or the results differ.
     """
     if world_size() == 1:
         return function()
@@ -46,22 +46,22 @@ def together(
     error: BaseException | None = None
     try:
         result = function()
-    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+    except Exception as caught:  # noqa: BLE001  the other ranks must learn of any error
         error = caught
     digest = key(result) if key and result is not None else None
-    said = _share(("error", type(error).__name__, str(error)) if error else ("ok", digest, ""))
+    reports = _share(("error", type(error).__name__, str(error)) if error else ("ok", digest, ""))
     if error is not None:
         raise error
-    failed = [(rank, name, text) for rank, (kind, name, text) in enumerate(said) if kind == "error"]
+    failed = [(rank, name, text) for rank, (kind, name, text) in enumerate(reports) if kind == "error"]
     if failed:
         rank, name, text = failed[0]
         what_failed = f"Rank {rank} failed, so all ranks stop."
-        raise RankError(what_failed, found=f"{name}: {text}", hint="mend the error of that rank.")
-    other = next((rank for rank, (_, k, _) in enumerate(said) if k != said[0][1]), None)
+        raise RankError(what_failed, found=f"{name}: {text}", hint="fix the error on that rank.")
+    other = next((rank for rank, (_, k, _) in enumerate(reports) if k != reports[0][1]), None)
     if other is not None:
         raise RankError(
             f"The {what} of rank {other} differs from that of rank 0.",
-            found=_difference(said[0][1], said[other][1], other),
+            found=_difference(reports[0][1], reports[other][1], other),
             hint=hint,
         )
     assert result is not None or key is None
@@ -69,63 +69,63 @@ def together(
 
 
 class Agreement:
-    """What the ranks tell each other about one call: under way from the start of the call, and looked at by ``settle``.
+    """An exchange between the ranks about one call: it starts with the call, and ``settle`` waits for it.
 
-    A rank that goes another way would leave the rest waiting in a collective, so every rank settles before its first
-    one, and before anything that the user sees. What is computed until then hides the exchange of two numbers between
-    the hosts; more is said only where something is wrong.
+    If one rank takes another path, the rest wait in a collective, so every rank settles before its first one, and
+    before anything that the user can see. What is computed until then hides the exchange of two numbers between the
+    hosts; more is exchanged only if something is wrong.
 
     Args:
-        number: of the call, below 2**62, which must be equal everywhere; None where this rank cannot make the call.
-        describe: what the call is, by name, for the error.
+        number: identifies the call, below 2**62, equal on all ranks; None if this rank cannot make the call.
+        describe: returns the call's properties by name, for the error.
     """
 
     def __init__(
         self, number: int | None, describe: Callable[[], Mapping[str, str]], error: BaseException | None = None
     ) -> None:
-        said = _FAILED if number is None else number
-        extremes = torch.tensor([said, -said])
+        sent = _FAILED if number is None else number
+        extremes = torch.tensor([sent, -sent])
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=_hosts(), async_op=True)
         self._under_way: tuple[Any, Tensor, Callable[[], Mapping[str, str]]] | None = work, extremes, describe
         self._error = error
 
     def settle(self) -> None:
-        """Wait for what the others said, once.
+        """Wait for the other ranks' numbers; further calls do nothing.
 
         Raises:
-            RankError: another rank failed, or makes another call.
+            RankError: another rank failed, or makes a different call.
         """
         if self._under_way is None:
             return
         work, extremes, describe = self._under_way
-        self._under_way = None  # it holds the inputs
+        self._under_way = None  # releases the inputs
         wait_for(work, "calls the model", _ON_EVERY_RANK)
         most, least = extremes.tolist()
         error = self._error
         if most == -least and error is None:
             return
-        said: list[dict[str, str]] = [{}] * world_size()
+        reports: list[dict[str, str]] = [{}] * world_size()
         failed = {"": f"{type(error).__name__}: {error}"} if error is not None else {}
-        dist.all_gather_object(said, failed or dict(describe()), group=_hosts())
+        dist.all_gather_object(reports, failed or dict(describe()), group=_hosts())
         if error is not None:
             raise error
-        raise _disagreement(said)
+        raise _disagreement(reports)
 
 
 def same_call(
     function: Callable[[], T], key: Callable[[T], int], describe: Callable[[T], Mapping[str, str]]
 ) -> tuple[T, Callable[[], None]]:
-    """Run ``function`` on every rank at the start of each step, and begin to tell the others.
+    """Run ``function`` on every rank at the start of each step, and start the exchange with the other ranks.
 
     Args:
-        key: a number below 2**62 that must be equal everywhere.
-        describe: what the result is, by name, for the error.
+        key: returns a number below 2**62 that must be equal on all ranks.
+        describe: returns the result's properties by name, for the error.
 
     Returns:
-        The result, and what must be called before the step's first collective, and at its end: ``Agreement.settle``.
+        The result, and ``Agreement.settle``, which must be called before the step's first collective and at its end.
 
     Raises:
-        Exception: what ``function`` raises, once the others know.
+        Exception: what ``function`` raises, once the other ranks know.
     """
     if world_size() == 1:
         return function(), _settled
@@ -139,33 +139,33 @@ def same_call(
 
 
 def _settled() -> None:
-    """Nobody else to ask."""
+    """Do nothing: there is no other rank."""
 
 
-def _disagreement(said: Sequence[dict[str, str]]) -> RankError:
-    """The error for what each rank said of its call: under an empty name, why it cannot make one."""
-    broken = next((rank for rank, each in enumerate(said) if "" in each), None)
+def _disagreement(reports: Sequence[dict[str, str]]) -> RankError:
+    """Return the error for the ranks' descriptions; a description with an empty name says why a rank cannot call."""
+    broken = next((rank for rank, each in enumerate(reports) if "" in each), None)
     if broken is not None:
         return RankError(
             f"Rank {broken} cannot make this call, so all ranks stop.",
-            found=said[broken][""],
-            hint="mend the error of that rank.",
+            found=reports[broken][""],
+            hint="fix the error on that rank.",
         )
-    other = next(rank for rank, each in enumerate(said) if each != said[0])
+    other = next(rank for rank, each in enumerate(reports) if each != reports[0])
     return RankError(
         f"Rank {other} calls the model with other inputs, or in another mode, than rank 0.",
-        found=_difference(said[0], said[other], other),
-        hint="give every rank batches of one size: drop or pad a last batch that is smaller (drop_last=True).",
+        found=_difference(reports[0], reports[other], other),
+        hint="give every rank batches of the same size: drop or pad a smaller last batch (drop_last=True).",
     )
 
 
 _FAILED = 2**62
-_ON_EVERY_RANK = "call the model on every rank, outside of `if rank == 0`: each holds a part of it."
+_ON_EVERY_RANK = "call the model on every rank, outside of `if rank == 0`: each rank holds a part of it."
 _hosts_of: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _hosts() -> dist.ProcessGroup:
-    """The job's group for numbers that the hosts hold, so that no device is waited for. Every rank asks at once."""
+    """Return a process group for numbers in host memory, which no device delays. All ranks must call it at once."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _hosts_of:
@@ -174,8 +174,8 @@ def _hosts() -> dist.ProcessGroup:
     return _hosts_of[world]
 
 
-def decided_by_first(function: Callable[[], T]) -> T:
-    """Run ``function`` on rank 0 and give its result to all; if it raises there, every rank raises the same error."""
+def decided_on_rank_0(function: Callable[[], T]) -> T:
+    """Run ``function`` on rank 0 and return its result on all ranks; if it raises, every rank raises the same error."""
     if world_size() == 1:
         return function()
     box: list[Any] = [None]
@@ -205,25 +205,25 @@ def _difference(first: object, other: object, rank: int) -> str:
 
 
 def differing(keys: Sequence[object]) -> list[bool]:
-    """Which of ``keys`` are not the same on all ranks."""
+    """Return which of ``keys`` are not equal on all ranks."""
     if world_size() == 1:
         return [False] * len(keys)
     return [len(set(each)) > 1 for each in zip(*_share(list(keys)), strict=True)]
 
 
 def warn_of_other_values(tensors: Mapping[str, Tensor]) -> None:
-    """Warn where ranks have other ``tensors``; floating ones may differ as kernels do that add in another order."""
+    """Warn if ranks have different ``tensors``; floats may differ by what another order of additions explains."""
     if world_size() == 1:
         return
-    said = _share({name: _sampled(t) for name, t in tensors.items()})
-    for rank, other in enumerate(said):
-        name = next((n for n, values in other.items() if not _close(values, said[0][n])), None)
+    reports = _share({name: _sampled(t) for name, t in tensors.items()})
+    for rank, other in enumerate(reports):
+        name = next((n for n, values in other.items() if not _close(values, reports[0][n])), None)
         if name is not None:
             warnings.warn(
-                f"The model was planned for a batch that is the same on every rank, and {name} has other values on "
-                f'rank {rank} than on rank 0: what it computes is that of no batch. Plan with batch="local" where each '
-                "rank reads samples of its own, as with a DistributedSampler, the Trainer and prepared loaders of "
-                "Accelerate; else seed all ranks alike.",
+                f"The model was planned for a batch that is the same on every rank, but {name} has other values on "
+                f'rank {rank} than on rank 0, so the result belongs to no batch. Plan with batch="local" if each rank '
+                "reads its own samples, as with a DistributedSampler, the Trainer or prepared loaders of Accelerate; "
+                "otherwise seed all ranks alike.",
                 stacklevel=6,
             )
             return
@@ -233,7 +233,7 @@ SAMPLED = 64
 
 
 def _sampled(tensor: Tensor) -> list[float]:
-    """Some elements of a tensor."""
+    """Return up to ``SAMPLED`` elements of a tensor."""
     flat = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED)][:SAMPLED]
     found: list[float] = (flat.abs() if flat.is_complex() else flat).double().nan_to_num().tolist()
     return found
@@ -245,6 +245,6 @@ def _close(values: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _share(item: Any) -> list[Any]:
-    said: list[Any] = [None] * world_size()
-    dist.all_gather_object(said, item)
-    return said
+    reports: list[Any] = [None] * world_size()
+    dist.all_gather_object(reports, item)
+    return reports

@@ -1,4 +1,4 @@
-"""Running a compiled program under autograd: one forward, one backward, and everything freed as planned."""
+"""Runs a compiled program under autograd: one forward, one backward, and memory freed as planned."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Executable:
         results: meaning, spec and global shape and dtype of each result before the saved tensors.
         tangents: names of the outputs whose gradients the backward takes, in order.
         gradients: meaning, spec and global shape and dtype of each gradient.
-        whole: outputs given to the caller as plain tensors, by name; others are DTensors.
+        whole: names of the outputs that the caller gets as plain tensors; others are DTensors.
         differentiable: names of the outputs that have a gradient on one device, captured or not.
         random: whether the program reads its seed.
-        inference: as ``forward``, without the saved tensors and what only they need.
-        accumulators: where gradients add up over micro-batches, meaning, spec and global shape and dtype of each
+        inference: like ``forward``, without the saved tensors and what only they need.
+        accumulators: where gradients add up over micro-batches: meaning, spec and global shape and dtype of each
             accumulator, which the backward takes after the tangents.
         accumulate: the backward of all micro-batches but the last.
         accumulated: meaning of each of its results.
-        compiled: by Inductor, whose code allocates without the dispatcher.
-        held: positions of inputs whose memory is among the saved tensors, once a forward has run.
-        arriving: what DTensor keeps of each gradient, once a backward has run.
+        compiled: whether Inductor compiled it, whose code allocates without the dispatcher.
+        held: positions of inputs whose memory is among the saved tensors; filled by the first forward.
+        arriving: DTensor's spec of each gradient; filled by the first backward.
     """
 
     forward: Local
@@ -67,14 +67,14 @@ class Executable:
 
     @cached_property
     def positions(self) -> tuple[int | None, ...]:
-        """Of each input's gradient among those of the backward, if it has one."""
+        """Position of each input's gradient among the backward's results; None if it has no gradient."""
         made = {o.name: i for i, (o, _, _) in enumerate(self.gradients)}
         names = ({"parameter": m.name, "input": f"input:{m.name}"}.get(m.kind, "") for m, _ in self.inputs)
         return tuple(map(made.get, names))
 
 
 class Host(Place, Protocol):
-    """What execution needs of the module that it runs for."""
+    """What execution needs from the module that it runs for."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -88,7 +88,7 @@ class Host(Place, Protocol):
     def marks(self) -> Marks: ...
 
     def every_tangent(self) -> Executable:
-        """The variant whose backward takes the gradient of every output."""
+        """Return the variant whose backward takes the gradient of every output."""
         ...
 
 
@@ -97,9 +97,9 @@ class Run:
     """One forward and what its backward needs. Autograd's context holds it; the backward empties it.
 
     Args:
-        operands: of the forward, for the variant with a backward from every output.
+        operands: the forward's operands, for the variant with a backward from every output.
         saved: tensors that the forward keeps, in the order of the backward's inputs.
-        versions: parameters whose shards are among the saved tensors, with how often each had been changed.
+        versions: parameters whose shards are among the saved tensors, with the version counter of each.
     """
 
     host: Host
@@ -110,7 +110,7 @@ class Run:
     done: bool = False
 
     def release(self) -> None:
-        """Nothing of the step stays alive, though the loss may."""
+        """Drop everything that belongs to the step, even if the loss stays alive."""
         self.operands, self.saved, self.versions, self.done = (), [], [], True
 
 
@@ -126,12 +126,12 @@ def _described(
 
 
 def uncast(host: Host) -> torch.autocast:
-    """The program holds the casts of the autocast that it was captured under; it must not be cast again."""
+    """Return a context that disables autocast: the program already contains the casts that were captured."""
     return torch.autocast(host.device_mesh.device_type, enabled=False)
 
 
 def _operand(host: Host, meaning: Input, spec: ShardingSpec, value: Any) -> Any:
-    """What the program takes: this rank's shard. A copy where an input is cut, so that it does not hold the whole."""
+    """Return the shard that the program takes: a copy if an input is cut, so that it does not keep the whole alive."""
     if meaning.kind != "input" or host.local_batch or spec.is_replicated:
         return _torch.shard_of(value)
     return value[spec.local_slices(tuple(value.shape), host.mesh, host.rank.coordinate)].clone()
@@ -140,7 +140,7 @@ def _operand(host: Host, meaning: Input, spec: ShardingSpec, value: Any) -> Any:
 def forward_values(
     host: Host, executable: Executable, operands: Sequence[Any], *, keep: bool
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Run the forward. Returns outputs, mutations and, with ``keep``, the saved tensors."""
+    """Run the forward. Return outputs, mutations and, with ``keep``, the saved tensors."""
     fed = [_operand(host, m, s, o) for (m, s), o in zip(executable.inputs, operands, strict=True)]
     with uncast(host):
         results = (executable.forward if keep else executable.inference)(host.rank, fed)
@@ -156,12 +156,14 @@ def forward_values(
     return outputs, mutations, list(results[n:])
 
 
-def evaluated(outputs: Sequence[Any], batch: int | None, device_mesh: DeviceMesh) -> list[Any]:
-    """The outputs of a call without gradients as plain tensors, as metrics and libraries take them; ``full_tensor()``
-    of what is whole gives it, as that of the DTensors in training does.
+def plain_outputs(outputs: Sequence[Any], batch: int | None, device_mesh: DeviceMesh) -> list[Any]:
+    """Return the outputs of a call without gradients as plain tensors, which metrics and libraries expect.
+
+    ``full_tensor()`` of a whole output returns it, so that code written for the DTensors of training works.
 
     Args:
-        batch: with local batches that of all ranks: an output that has it is given as this rank's slice, others whole.
+        batch: global batch size, given with local batches: an output that has it is returned as this rank's slice,
+            others whole.
     """
 
     def plain(output: Any) -> Any:
@@ -207,7 +209,7 @@ def _names(executable: Executable) -> list[str]:
 
 
 def _versions(executable: Executable, saved: Sequence[Any], operands: Sequence[Any]) -> list[tuple[Tensor, int]]:
-    """Changes are counted on the DTensor: ops on its shard run below autograd's counting."""
+    """Return the versions of parameters in use, counted on the DTensor: ops on its shard bypass autograd's counter."""
     if not executable.held:
         kept = {t.data_ptr() for t in saved if isinstance(t, Tensor)}
         sharded = [(i, _torch.shard_of(o)) for i, o in enumerate(operands) if isinstance(o, DTensor)]
@@ -218,26 +220,26 @@ def _versions(executable: Executable, saved: Sequence[Any], operands: Sequence[A
 def _check_backward(run: Run) -> None:
     if torch.is_grad_enabled():
         raise AutoparError(
-            "Second derivatives of a parallel model are not captured.",
+            "Second derivatives of a parallel model are not supported, because they are not captured.",
             found="a backward with create_graph=True",
-            hint="take second derivatives on one device, or leave create_graph out.",
+            hint="take second derivatives on one device, or omit create_graph.",
         )
     if run.done:
         raise AutoparError(
-            "This loss was already used for a backward, and its activations are freed.",
+            "This loss was already used for a backward, which freed its activations.",
             found="a second backward through the same step",
             hint="call the model again; retain_graph=True cannot keep what the plan frees.",
         )
     if any(parameter._version != version for parameter, version in run.versions):
         raise AutoparError(
             "A parameter that the backward needs was changed after the forward.",
-            found="a parameter changed in place, as by optimizer.step() before loss.backward()",
+            found="a parameter changed in place, for example by optimizer.step() before loss.backward()",
             hint="call backward before the optimizer steps, or call the model again.",
         )
 
 
 def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
-    """Gradients of every operand, None where there is none."""
+    """Return the gradient of every operand, None where there is none."""
     executable, host, operands, feeds = run.executable, run.host, run.operands, run.saved
     run.release()
     if set(given) - {i.name for i, _ in executable.tangents}:
@@ -265,7 +267,7 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
 
 
 def _tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Tensor:
-    """A tangent as the program takes it, zeros where the caller's loss does not use the output."""
+    """Return a tangent as the program takes it, zeros if the caller's loss does not use the output."""
     local = spec.local_slices(meta.shape, host.mesh, host.rank.coordinate)
     if given is None:
         sizes = [s.stop - s.start for s in local]

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer and Accelerate, and Lightning, write checkpoints on one rank; here all ranks gather first.
+"""Lets Hugging Face's Trainer and Accelerate, and Lightning, write checkpoints of parallel models.
 
-None of them has a hook at these places that a model can fill, so their functions are wrapped, once they are imported.
-Models that are not parallel pass through.
+They write on one rank, so all ranks must gather first. None of them has a hook for this that a model could fill, so
+their functions are wrapped once they are imported. Models that are not parallel pass through.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from autopar import _torch
-from autopar.runtime.agreement import together
-from autopar.runtime.gathering import gathered, gathered_optimizer, is_parallel
+from autopar.runtime.agreement import on_all_ranks
+from autopar.runtime.gathering import gather_state, gathered_optimizer, is_parallel
 
 _wrapped: set[str] = set()
 
 
 def wrap_frameworks() -> None:
-    """Wrap those that are imported by now."""
+    """Wrap the frameworks that are imported by now."""
     for name, wrap in _WRAPS.items():
         module = sys.modules.get(name)
         if module is not None and name not in _wrapped:
@@ -28,8 +28,10 @@ def wrap_frameworks() -> None:
 
 
 class Prepared:
-    """True for whoever asks whether a model is prepared: a framework does that is about to train it, and that may have
-    been imported after the model was made."""
+    """An attribute that is True when a framework asks whether the model is prepared.
+
+    A framework asks before it trains, possibly having been imported after the model was made, so asking wraps it.
+    """
 
     def __get__(self, model: object, kind: type) -> bool:
         wrap_frameworks()
@@ -44,8 +46,8 @@ def _trainer(module: Any) -> None:
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> Any:
         if state_dict is not None or not is_parallel(self.model.parameters()):
             return save(self, output_dir, state_dict)
-        state = gathered(self.model.state_dict(), "Trainer.save_model", keep=self.args.should_save)
-        return together(lambda: save(self, output_dir, state))
+        state = gather_state(self.model.state_dict(), "Trainer.save_model", keep=self.args.should_save)
+        return on_all_ranks(lambda: save(self, output_dir, state))
 
     @functools.wraps(save_optimizer)
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> Any:
@@ -54,7 +56,7 @@ def _trainer(module: Any) -> None:
         optimizer = self.optimizer
         self.optimizer = gathered_optimizer(optimizer, "Trainer's checkpoint", keep=self.args.should_save)
         try:
-            return together(lambda: save_optimizer(self, output_dir))
+            return on_all_ranks(lambda: save_optimizer(self, output_dir))
         finally:
             self.optimizer = optimizer
 
@@ -74,7 +76,7 @@ def _accelerate(module: Any) -> None:
         state = get(self, model, *args, **kwargs)
         if not is_parallel(model.parameters()):
             return state
-        return gathered(state, "Accelerator.get_state_dict", keep=writes(self))
+        return gather_state(state, "Accelerator.get_state_dict", keep=writes(self))
 
     @functools.wraps(save)
     def save_accelerator_state(output_dir: Any, model_states: Any, optimizers: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +88,7 @@ def _accelerate(module: Any) -> None:
             gathered_optimizer(o, "Accelerator.save_state", keep=keep) if mine else o
             for o, mine in zip(optimizers, ours, strict=True)
         ]
-        return together(lambda: save(output_dir, model_states, stand_ins, *args, **kwargs))
+        return on_all_ranks(lambda: save(output_dir, model_states, stand_ins, *args, **kwargs))
 
     @functools.wraps(load)
     def load_accelerator_state(input_dir: Any, models: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +99,7 @@ def _accelerate(module: Any) -> None:
 
 
 def _loadable(model: Any) -> Any:
-    """What stands for a model where it is filled: safetensors asks where in memory its tensors lie."""
+    """Return a stand-in for a model to be loaded: safetensors asks for the memory addresses of its tensors."""
     if not is_parallel(model.parameters()):
         return model
     shards = {name: _torch.shard_of(tensor) for name, tensor in model.state_dict().items()}
@@ -111,8 +113,8 @@ def _lightning(module: Any) -> None:
     def save_checkpoint(self: Any, checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         if self.lightning_module is None or not is_parallel(self.lightning_module.parameters()):
             return save(self, checkpoint, filepath, *args, **kwargs)
-        state = gathered(checkpoint, "Lightning's checkpoint", keep=self.is_global_zero)
-        return together(lambda: save(self, state, filepath, *args, **kwargs))
+        state = gather_state(checkpoint, "Lightning's checkpoint", keep=self.is_global_zero)
+        return on_all_ranks(lambda: save(self, state, filepath, *args, **kwargs))
 
     module.Strategy.save_checkpoint = save_checkpoint
 

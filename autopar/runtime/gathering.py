@@ -1,4 +1,4 @@
-"""States of parallel models and of their optimizers as whole tensors, for programs that know of no shards."""
+"""Gathers states of parallel models and their optimizers into whole tensors, for programs unaware of shards."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar import _torch
-from autopar.runtime.agreement import this_rank, together
+from autopar.runtime.agreement import on_all_ranks, this_rank
 from autopar.runtime.shard_step import is_marked
 from autopar.runtime.waiting import roll_call
 
-EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each holds a part. Rank 0 may write what it gives."
+EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each rank holds a part. Rank 0 may write the result."
 
 
 def is_parallel(parameters: Iterable[Any]) -> bool:
-    """Whether some of these are parameters of parallel models."""
+    """Whether any of these is a parameter of a parallel model."""
     return any(map(is_marked, parameters))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a DTensor, whose shard may lie on the host; a plain tensor as it is. All ranks ask at once."""
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Gather a DTensor, whose shard may be on the host; return a plain tensor as it is. All ranks must call it."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     local = tensor.to_local().detach()
@@ -47,30 +47,30 @@ def whole(tensor: Tensor) -> Tensor:
     )
 
 
-def ask_before_full_tensor(device_mesh: DeviceMesh) -> None:
-    """From now on ``full_tensor`` on this mesh raises where some ranks do not call it."""
+def check_callers_of_full_tensor(device_mesh: DeviceMesh) -> None:
+    """Make ``full_tensor`` on this mesh raise, from now on, if some ranks do not call it."""
     _meshes.add(device_mesh)
-    _torch.before_full_tensor(_ask)
+    _torch.before_full_tensor(_check_callers)
 
 
 _meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
-def _ask(tensor: DTensor) -> None:
+def _check_callers(tensor: DTensor) -> None:
     whole = all(isinstance(p, Replicate) for p in tensor.placements)
     if whole or torch.compiler.is_compiling() or tensor.device_mesh not in _meshes:
         return
     roll_call(f"full_tensor of {tuple(tensor.shape)}", EVERY_RANK)
 
 
-def gathered(state: Any, caller: str, *, keep: bool) -> Any:
-    """``state``, dicts and lists that hold tensors, with whole tensors on the host; tied ones stay one.
+def gather_state(state: Any, caller: str, *, keep: bool) -> Any:
+    """Return ``state``, nested dicts and lists, with whole tensors on the host; tied tensors stay tied.
 
-    One tensor at a time is whole on the device.
+    Only one tensor at a time is whole on the device.
 
     Args:
-        caller: what the user called, for the error where ranks do not all come here.
-        keep: whether this rank wants them; where not, empty tensors take their place.
+        caller: the function that the user called, for the error if some ranks do not call it.
+        keep: whether this rank keeps the tensors; if not, it gets empty tensors instead.
 
     Raises:
         RankError: some ranks do not call it.
@@ -83,7 +83,7 @@ def gathered(state: Any, caller: str, *, keep: bool) -> Any:
             return value
         key = _identity(value)
         if key not in found:
-            tensor = whole(value)
+            tensor = gather_whole(value)
             found[key] = tensor.cpu().contiguous() if keep else torch.empty(0, dtype=value.dtype)
         return found[key]
 
@@ -91,19 +91,19 @@ def gathered(state: Any, caller: str, *, keep: bool) -> Any:
 
 
 def _identity(tensor: DTensor) -> Any:
-    """Equal for what shares its memory, as tied parameters do in a state dict."""
+    """Return a key that is equal for tensors that share memory, such as tied parameters in a state dict."""
     local = tensor.to_local()
     return (local.data_ptr(), tuple(tensor.shape), tensor.placements) if local.numel() else id(tensor)
 
 
 def gathered_optimizer(optimizer: Any, caller: str, *, keep: bool) -> Any:
-    """What stands for ``optimizer`` where its state is written: its ``state_dict`` has whole tensors."""
-    state = gathered(optimizer.state_dict(), caller, keep=keep)
+    """Return a stand-in for ``optimizer`` whose ``state_dict`` has whole tensors, for code that writes its state."""
+    state = gather_state(optimizer.state_dict(), caller, keep=keep)
     return SimpleNamespace(state_dict=lambda: state)
 
 
-def saving(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """``save_pretrained`` of a parallel ``kind``, where that has one: every rank calls it, and rank 0 writes."""
+def save_pretrained_method(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Return a ``save_pretrained`` for a parallel ``kind`` that has one: every rank calls it, and rank 0 writes."""
     original: Callable[..., Any] | None = getattr(kind, "save_pretrained", None)
     if original is None:
         return {}
@@ -115,13 +115,15 @@ def saving(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         given |= given.pop("kwargs", {})
         state = given.get("state_dict")
         if state is not None and not _has_shards(state):
-            return _as(kind, self, state, lambda: original(self, *args, **kwargs))
+            return _write_as(kind, self, state, lambda: original(self, *args, **kwargs))
         first = this_rank() == 0 and given.get("is_main_process", True)
-        made = gathered(self.state_dict() if state is None else state, "save_pretrained", keep=first)
+        made = gather_state(self.state_dict() if state is None else state, "save_pretrained", keep=first)
         if state is not None:
             kwargs, args = {n: v for n, v in given.items() if n != next(iter(signature.parameters))}, ()
             kwargs["state_dict"] = made
-        return together(lambda: _as(kind, self, made, lambda: original(self, *args, **kwargs)) if first else None)
+        return on_all_ranks(
+            lambda: _write_as(kind, self, made, lambda: original(self, *args, **kwargs)) if first else None
+        )
 
     return {"save_pretrained": save_pretrained}
 
@@ -130,8 +132,8 @@ def _has_shards(state: Any) -> bool:
     return any(isinstance(t, DTensor) for t in tree_leaves(state))
 
 
-def _as(kind: type[nn.Module], model: nn.Module, state: Any, write: Callable[[], Any]) -> Any:
-    """Run ``write`` while ``model`` is one of ``kind`` by name, as files are to say, and its state is ``state``."""
+def _write_as(kind: type[nn.Module], model: nn.Module, state: Any, write: Callable[[], Any]) -> Any:
+    """Run ``write`` while ``model`` has the class name of ``kind``, which files record, and the state ``state``."""
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return state

@@ -1,5 +1,6 @@
-"""What a script made of the parameters before they became DTensors goes over to these: optimizers with their state, and
-gradients. Nobody but the script knows its optimizers, so they are looked for among all that is alive."""
+"""Hands over to the DTensors what a script attached to the parameters before: optimizers with state, and gradients.
+
+Only the script knows its optimizers, so they are found among all live objects."""
 
 from __future__ import annotations
 
@@ -16,31 +17,31 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import AutoparError, RankError
-from autopar.runtime.agreement import differing, together
+from autopar.runtime.agreement import differing, on_all_ranks
 from autopar.runtime.loading import shard_like, state_like
 
 _GRAD: Any = Tensor.grad
-"""What reads and writes the attribute."""
+"""The descriptor behind ``Tensor.grad``."""
 
 
 def optimizers_of(parameters: Iterable[Tensor]) -> list[Optimizer]:
-    """Every optimizer that has one of ``parameters`` in groups of its own."""
+    """Return every optimizer whose own groups contain one of ``parameters``."""
     known = {id(p) for p in parameters}
     alive = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
     return [o for o in alive if any(id(p) in known for p in _members(o))]
 
 
 def refuse_unfit_state(named: Mapping[str, Tensor]) -> list[Optimizer]:
-    """The optimizers of these parameters, all of whose state can be cut as they are.
+    """Return the optimizers of these parameters, after checking that all of their state can be sharded.
 
     Args:
         named: parameters that are about to be replaced.
 
     Raises:
-        AutoparError: some cannot, or has no values; on every rank.
-        RankError: ranks have different state, as where one of them alone has loaded a checkpoint.
+        AutoparError: some state cannot be sharded, or has no values; raised on every rank.
+        RankError: ranks have different state, for example because only one of them has loaded a checkpoint.
     """
-    found = together(lambda: _checked(optimizers_of(named.values()), named))
+    found = on_all_ranks(lambda: _checked(optimizers_of(named.values()), named))
     digests = [_digest(p, found) for p in named.values()]
     name = next((n for n, differ in zip(named, differing(digests), strict=True) if differ), None)
     if name is not None:
@@ -53,25 +54,26 @@ def refuse_unfit_state(named: Mapping[str, Tensor]) -> list[Optimizer]:
 
 
 def hand_over(replaced: Sequence[tuple[str, Tensor, Tensor]], optimizers: Iterable[Optimizer], *, cast: bool) -> None:
-    """Give ``optimizers`` the new parameters, with state and gradients cut as these are; who still asks an old one for
-    its gradient is told so.
+    """Give ``optimizers`` the new parameters, with state and gradients sharded like them.
+
+    Reading the gradient of an old parameter raises an error from then on.
 
     Args:
         replaced: name, old and new parameter of each.
-        cast: whether state in an old parameter's dtype gets that of the new one.
+        cast: whether state in an old parameter's dtype is converted to that of the new one.
     """
     new = {id(old): made for _, old, made in replaced}
     for optimizer in optimizers:
-        _point(optimizer, new, cast=cast)
+        _replace_parameters(optimizer, new, cast=cast)
     for name, old, made in replaced:
         if old.grad is not None and isinstance(made, DTensor) and not old.grad.is_meta:
             made.grad = shard_like(old.grad.to_dense().to(made.dtype), made)
             old.grad = None
-        _retire(old, name)
+        _mark_as_replaced(old, name)
 
 
 def _members(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Of a wrapper, whose groups are those of another, none."""
+    """Yield the parameters of an optimizer's own groups; a wrapper, whose groups are another's, has none."""
     return (p for group in vars(optimizer).get("param_groups", ()) for p in group["params"])
 
 
@@ -87,26 +89,26 @@ def _checked(optimizers: list[Optimizer], named: Mapping[str, Tensor]) -> list[O
     return optimizers
 
 
-def _check(optimizer: Optimizer, what: str, value: Any, parameter: Tensor) -> None:
+def _check(optimizer: Optimizer, name: str, value: Any, parameter: Tensor) -> None:
     kind = type(optimizer).__name__
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     if any(t.is_meta for t in tensors):
         raise AutoparError(
-            "The optimizer has state on the meta device, which has no values.",
-            found=f"{what} in {kind}",
-            hint="make it after the model is parallel, of model.parameters().",
+            "The optimizer's state is on the meta device, so it has no values.",
+            found=f"{name} in {kind}",
+            hint="create the optimizer from model.parameters() after the model is made parallel.",
         )
-    strange = [t for t in tensors if t.numel() > 1 and (t is not value or t.shape != parameter.shape)]
-    if strange:
+    unshardable = [t for t in tensors if t.numel() > 1 and (t is not value or t.shape != parameter.shape)]
+    if unshardable:
         raise AutoparError(
-            "The optimizer has state that cannot be cut as its parameter is.",
-            found=f"{what} in {kind}, {tuple(strange[0].shape)} for a parameter {tuple(parameter.shape)}",
-            hint="make it after the model is parallel, of model.parameters().",
+            "The optimizer has state that cannot be sharded like its parameter.",
+            found=f"{name} in {kind}, {tuple(unshardable[0].shape)} for a parameter {tuple(parameter.shape)}",
+            hint="create the optimizer from model.parameters() after the model is made parallel.",
         )
 
 
 def _digest(parameter: Tensor, optimizers: Iterable[Optimizer]) -> int:
-    """Equal where ranks have the same gradient and state of a parameter, in whatever order their optimizers are."""
+    """Return a digest of a parameter's gradient and state, which does not depend on the order of the optimizers."""
     found = [o for o in optimizers if parameter in _state(o)]
     held = [("grad", parameter.grad), *(item for o in found for item in _state(o)[parameter].items())]
     return sum(zlib.crc32(_bytes(value), zlib.crc32(key.encode())) for key, value in held if value is not None)
@@ -119,8 +121,8 @@ def _bytes(value: Any) -> Any:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def _point(optimizer: Optimizer, new: Mapping[int, Tensor], *, cast: bool) -> None:
-    """In the lists and the dict that are there: others hold them too."""
+def _replace_parameters(optimizer: Optimizer, new: Mapping[int, Tensor], *, cast: bool) -> None:
+    """Replace parameters in the optimizer's existing lists and dict, which other objects may hold too."""
     held = _state(optimizer)
     for group in vars(optimizer)["param_groups"]:
         for i, old in enumerate(group["params"]):
@@ -129,10 +131,10 @@ def _point(optimizer: Optimizer, new: Mapping[int, Tensor], *, cast: bool) -> No
                 continue
             group["params"][i] = made
             if old in held:
-                held[made] = {k: _moved(k, v, old, made, group, cast=cast) for k, v in held.pop(old).items()}
+                held[made] = {k: _converted_state(k, v, old, made, group, cast=cast) for k, v in held.pop(old).items()}
 
 
-def _moved(key: str, value: Any, old: Tensor, made: Tensor, group: Mapping[str, Any], *, cast: bool) -> Any:
+def _converted_state(key: str, value: Any, old: Tensor, made: Tensor, group: Mapping[str, Any], *, cast: bool) -> Any:
     value = state_like(key, value, made)
     if isinstance(value, DTensor):
         return value.to(made.dtype) if cast and value.dtype == old.dtype else value
@@ -141,16 +143,16 @@ def _moved(key: str, value: Any, old: Tensor, made: Tensor, group: Mapping[str, 
 
 
 class Replaced(nn.Parameter):
-    """A parameter in whose place a DTensor is, and which no backward reaches any more."""
+    """A parameter that a DTensor has replaced, and that no backward reaches any more."""
 
     @property
     def grad(self) -> Tensor | None:
         gradient: Tensor | None = _GRAD.__get__(self)
         if gradient is None:
             raise AutoparError(
-                "This parameter gets no gradients any more: a DTensor has taken its place in the parallel model.",
+                "This parameter no longer receives gradients: a DTensor has replaced it in the parallel model.",
                 found=f"{vars(self).get('_autopar_name', 'a parameter')} as it was before autoparallelize",
-                hint="make lists of parameters, and optimizers that are none of torch.optim's, after autoparallelize.",
+                hint="build lists of parameters, and optimizers not derived from torch's, after autoparallelize.",
             )
         return gradient
 
@@ -160,11 +162,11 @@ class Replaced(nn.Parameter):
 
 
 @cache
-def _replaced(kind: type[Any]) -> type[Any]:
+def _replaced_class(kind: type[Any]) -> type[Any]:
     return Replaced if kind is nn.Parameter else type(kind.__name__, (Replaced, kind), {})
 
 
-def _retire(old: Tensor, name: str) -> None:
+def _mark_as_replaced(old: Tensor, name: str) -> None:
     if not isinstance(old, DTensor):
         old._autopar_name = name  # type: ignore[attr-defined]
-        old.__class__ = _replaced(type(old))
+        old.__class__ = _replaced_class(type(old))

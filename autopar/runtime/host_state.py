@@ -1,12 +1,12 @@
 """Optimizer state that the host keeps between the optimizer's steps.
 
-The optimizer stays the user's own. A hook before its step runs that step on a few parameters at a time: their state
-comes from the host, they step on the device, and the state goes back, so the device never holds more than one such
-chunk of it. Each parameter gets what one step over all of them would have given it, bit for bit. Stepping on the host's
-processor instead (Ren et al., ZeRO-Offload, 2021) moves less, but computes elsewhere and on slower kernels.
+The optimizer stays the user's own. A hook before its step runs that step on a few parameters at a time: their state is
+fetched from the host, they step on the device, and the state goes back, so the device never holds more than one such
+chunk of state. Each parameter gets bit for bit what one step over all of them would give it. Stepping on the host's
+processor instead (Ren et al., ZeRO-Offload, 2021) moves less data, but computes elsewhere and with slower kernels.
 
-That holds for optimizers that treat each parameter alone, as torch's do. For any other, all of the state comes before
-the step and goes after it.
+This works for optimizers that treat each parameter alone, as torch's do. For any other, all of the state is fetched
+before the step and sent back after it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.spmd import HostTensor, Rank, arrived, fetch, host_memory, offload
 
 _optim = torch.optim
 
-ALONE = (
+PER_PARAMETER = (
     _optim.SGD,
     _optim.Adam,
     _optim.AdamW,
@@ -43,13 +43,13 @@ ALONE = (
 """Optimizers whose step treats each parameter alone."""
 
 BLOCKWISE = ("Adam8bit", "AdamW8bit")
-"""Those of bitsandbytes that do, whose blocks are then those of a shard."""
+"""Optimizers of bitsandbytes that do the same; their quantization blocks are then blocks of a shard."""
 
 Parameters = Sequence[nn.Parameter]
 
 
 def keep_state_on_host(parameter: nn.Parameter, rank: Rank) -> None:
-    """From now on the host keeps the state that optimizers have for ``parameter``."""
+    """Make the host keep the optimizer state of ``parameter`` from now on."""
     parameter._autopar_state_rank = rank  # type: ignore[attr-defined]
     _watch()
 
@@ -63,8 +63,8 @@ _hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 
 def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The optimizer's own hooks run after those that are for all: ours comes last of them, right before the step."""
-    if not any(map(is_away, _parameters(optimizer))):
+    """Register our hook as the optimizer's last pre-step hook; its own hooks run after global ones, such as this."""
+    if not any(map(has_host_state, _parameters(optimizer))):
         return
     if optimizer in _hooked:
         _hooked[optimizer].remove()
@@ -75,23 +75,23 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Step the parameters whose state is away, and leave the others to the step that was called."""
+    """Step the parameters whose state is on the host, and leave the others to the step that was called."""
     step = step_below_hooks(optimizer)
     if step is None:
         _warn_of_all(type(optimizer).__name__)
         _fetch(optimizer, _stepping(_parameters(optimizer)))
         return None
-    args, kwargs = evaluated(args, kwargs)
+    args, kwargs = with_closure_run(args, kwargs)
     most = _chunk_bytes(optimizer)
     for group in optimizer.param_groups:
         for chunk in _chunks(_stepping(group["params"]), most):
             _fetch(optimizer, chunk)
             try:
-                step(on_groups(optimizer, [{**group, "params": chunk}]))
+                step(with_groups(optimizer, [{**group, "params": chunk}]))
             finally:
                 _send(optimizer, chunk)
-    others = [{**g, "params": [p for p in g["params"] if not is_away(p)]} for g in optimizer.param_groups]
-    return (on_groups(optimizer, others), *args[1:]), kwargs
+    others = [{**g, "params": [p for p in g["params"] if not has_host_state(p)]} for g in optimizer.param_groups]
+    return (with_groups(optimizer, others), *args[1:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -100,19 +100,19 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _send_all(optimizer: Optimizer) -> None:
-    for chunk in _chunks([p for p in _parameters(optimizer) if is_away(p)], _chunk_bytes(optimizer)):
+    for chunk in _chunks([p for p in _parameters(optimizer) if has_host_state(p)], _chunk_bytes(optimizer)):
         _send(optimizer, chunk)
 
 
 def _chunk_bytes(optimizer: Optimizer) -> int:
-    """Bytes of parameters that step together, as the plan counts their state."""
-    return optimizer_chunk_bytes(sum(_local(p).nbytes for p in _parameters(optimizer) if is_away(p)))
+    """Return how many bytes of parameters step together, which is also what the plan assumes."""
+    return optimizer_chunk_bytes(sum(_local(p).nbytes for p in _parameters(optimizer) if has_host_state(p)))
 
 
 def step_below_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
-    """The optimizer's step below its hooks; None where it may look at several parameters together."""
+    """Return the optimizer's step without its hooks; None if it may look at several parameters together."""
     step: Any = type(optimizer).step
-    if any(step is kind.step for kind in ALONE):
+    if any(step is kind.step for kind in PER_PARAMETER):
         return step.__wrapped__  # type: ignore[no-any-return]
     kind = type(optimizer)
     below = f"{kind.__module__}.".startswith("bitsandbytes.") and kind.__name__ in BLOCKWISE
@@ -122,14 +122,14 @@ def step_below_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
 @cache
 def _warn_of_all(name: str) -> None:
     warnings.warn(
-        f"The plan keeps optimizer state on the host, but {name} may look at several parameters together: all of its "
-        "state comes to the device for its step, more than was planned.",
+        f"The plan keeps optimizer state on the host, but {name} may look at several parameters together, so all its "
+        "state is on the device during its step, which is more than was planned.",
         stacklevel=5,
     )
 
 
-def evaluated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with the closure's result in the closure's place: gradients come before any step."""
+def with_closure_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run a step's closure, and put its result in the closure's place: gradients must exist before any step."""
     named = dict(kwargs)
     closure = named.pop("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -139,8 +139,8 @@ def evaluated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[A
     return (args[0], lambda: loss, *args[2:]), named
 
 
-def on_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """The same optimizer with the same state, on other groups."""
+def with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer that shares everything with ``optimizer`` but its groups."""
     twin = object.__new__(type(optimizer))
     twin.__dict__ = {**optimizer.__dict__, "param_groups": groups}
     return twin
@@ -150,16 +150,16 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def is_away(parameter: nn.Parameter) -> bool:
+def has_host_state(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "_autopar_state_rank")
 
 
 def _stepping(parameters: Parameters) -> list[nn.Parameter]:
-    return [p for p in parameters if is_away(p) and p.grad is not None]
+    return [p for p in parameters if has_host_state(p) and p.grad is not None]
 
 
 def _chunks(parameters: Parameters, most: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters in order, up to ``most`` bytes of them at a time."""
+    """Yield parameters in order, in chunks of up to ``most`` bytes."""
     chunk: list[nn.Parameter] = []
     held = 0
     for parameter in parameters:
@@ -174,7 +174,7 @@ def _chunks(parameters: Parameters, most: int) -> Iterator[list[nn.Parameter]]:
 
 
 def _fetch(optimizer: Optimizer, parameters: Parameters) -> None:
-    """Bring the state of ``parameters`` to the device; what is there stays."""
+    """Move the state of ``parameters`` that is on the host to the device."""
     under_way = [
         (p, key, value, fetch(_rank(p), HostTensor(_local(value))))
         for p in parameters
@@ -183,13 +183,13 @@ def _fetch(optimizer: Optimizer, parameters: Parameters) -> None:
     ]
     for p, key, value, transfer in under_way:
         state: Any = _like(arrived(transfer), value)
-        # The same memory of the host is written again when the state goes back.
+        # The same host memory is reused when the state goes back.
         state._autopar_host = value
         optimizer.state[p][key] = state
 
 
 def _send(optimizer: Optimizer, parameters: Parameters) -> None:
-    """Bring the state of ``parameters`` to the host; what is there stays."""
+    """Move the state of ``parameters`` that is on the device to the host."""
     under_way = []
     for p in parameters:
         for key, value in _states(optimizer, p):
@@ -198,7 +198,7 @@ def _send(optimizer: Optimizer, parameters: Parameters) -> None:
                 into = HostTensor(_local(old)) if old is not None and _alike(old, value) else None
                 under_way.append((p, key, value, old if into else None, offload(_rank(p), _local(value), into)))
     for p, key, value, old, transfer in under_way:
-        # A DTensor whose shard lies on the host stands for the state, as FSDP2 has them: checkpoints take it.
+        # As in FSDP2, a DTensor whose shard is on the host stands for the state, which checkpoints can save.
         held: Any = _like(arrived(transfer).tensor, value) if old is None else old
         held._autopar_on_host = True
         optimizer.state[p][key] = held
@@ -209,7 +209,7 @@ def _like(local: Tensor, value: Tensor) -> Tensor:
 
 
 def _states(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[Any, Tensor]]:
-    """What of a parameter's state moves: tensors of its device and the host's twins, but not counters."""
+    """Return the parts of a parameter's state that move: its tensors on the device or host, but not its counters."""
     device = _local(parameter).device.type
     return [
         (key, value)
@@ -231,7 +231,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    with host_memory():  # a view of what the host may hold
+    with host_memory():  # may view memory that is on the host
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

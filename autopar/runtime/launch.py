@@ -1,4 +1,4 @@
-"""The process group and DeviceMesh of a parallel module."""
+"""Creates the process group and DeviceMesh of a parallel module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 
 
 def ensure_process_group(model: nn.Module) -> None:
-    """Join the job that torchrun started, or be a job of one process, unless a process group is there."""
+    """Join the job that torchrun started, or start a job of one process, unless there is a process group."""
     if dist.is_initialized():
         return
     backend = "nccl" if device_type(model) == "cuda" else "gloo"
@@ -29,15 +29,15 @@ def ensure_process_group(model: nn.Module) -> None:
 
 
 def device_type(model: nn.Module) -> str:
-    """Where to train: on CUDA when the process group or the model is there, or when there is a GPU and no group."""
+    """Return the device type to train on: that of the process group, else cuda if there is a GPU."""
     if dist.is_initialized():
         return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_mesh_for(mesh: Mesh, given: Any, model: nn.Module) -> DeviceMesh:
-    """The torch DeviceMesh of ``mesh``: the user's own when they gave one."""
-    _torch.end_quietly()
+    """Return the torch DeviceMesh for ``mesh``: the user's own if they gave one."""
+    _torch.idle_gloo_at_exit()
     if isinstance(given, DeviceMesh):
         return given
     return init_device_mesh(device_type(model), mesh.shape, mesh_dim_names=mesh.names)

@@ -1,4 +1,4 @@
-"""Plain state dicts into parallel models: each whole tensor is cut as its parameter is."""
+"""Loads plain state dicts into parallel models: each whole tensor is sharded like its parameter."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autopar.spmd.placements import from_placements
 
 
 def accept_whole_tensors(model: nn.Module) -> None:
-    """Let ``load_state_dict`` of ``model`` and its modules take whole tensors beside DTensors."""
+    """Make ``load_state_dict`` of ``model`` and its modules accept whole tensors beside DTensors."""
     for module in model.modules():
         if any(isinstance(p, DTensor) for p in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
 
 
 def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """``state_dict`` is load_state_dict's own shallow copy, so the caller's stays as it is."""
+    """Shard whole tensors in ``state_dict``, which is load_state_dict's own copy: the caller's dict is unaffected."""
     for name, parameter in dict[str, Any](module._parameters).items():
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
@@ -38,10 +38,10 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def put_data(parameter: DTensor, value: Tensor) -> bool:
-    """``parameter.data = value`` for a parameter of a parallel model: this rank keeps its shard of a whole tensor.
+    """Assign ``parameter.data`` for a parameter of a parallel model, of which this rank keeps its shard.
 
     Returns:
-        Whether the parameter is one.
+        Whether ``parameter`` belongs to a parallel model; if not, nothing was done.
 
     Raises:
         AutoparError: the value has another shape or dtype.
@@ -50,7 +50,7 @@ def put_data(parameter: DTensor, value: Tensor) -> bool:
         return False
     if value.shape != parameter.shape or value.dtype != parameter.dtype:
         raise AutoparError(
-            "A parameter of a parallel model keeps its shape and dtype.",
+            "A parameter of a parallel model cannot change its shape or dtype.",
             found=f"data of {tuple(value.shape)} {value.dtype} for {tuple(parameter.shape)} {parameter.dtype}",
             hint="assign the whole tensor; replace the module for another shape, and use model.to for another dtype.",
         )
@@ -62,13 +62,13 @@ def put_data(parameter: DTensor, value: Tensor) -> bool:
 
 
 def state_like(key: str, value: Any, parameter: Tensor) -> Any:
-    """Optimizer state of a parameter, cut as that is where it has an element for each of its elements."""
+    """Shard optimizer state like its parameter if it has one element per parameter element, else return it as it is."""
     whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
     return shard_like(value, parameter) if whole and isinstance(parameter, DTensor) and key not in SCALARS else value
 
 
 def shard_like(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's shard of ``whole``, without communication, placed as ``like``."""
+    """Return this rank's shard of ``whole``, placed like ``like``, without communication."""
     device_mesh = like.device_mesh
     mesh = Mesh(tuple(device_mesh.mesh.shape))
     coordinate = device_mesh.get_coordinate()

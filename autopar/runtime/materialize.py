@@ -1,4 +1,4 @@
-"""Parameters and buffers as DTensors: each rank keeps its shard, and holds at most one whole parameter at a time."""
+"""Places parameters and buffers as DTensors: each rank keeps its shard, and holds one whole parameter at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autopar.structure import is_dense
 
 @dataclass(frozen=True)
 class Owner:
-    """One place of a model that holds a parameter or buffer: the table of a module, and the name there."""
+    """A place in a model that holds a parameter or buffer: a module's table, and the key in it."""
 
     table: dict[str, Any]
     attribute: str
@@ -43,7 +43,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A tensor of the parallel model, what it stands for, and every place that it goes to."""
+    """A tensor of the parallel model, the tensor that it replaces, and every place that holds it."""
 
     owners: tuple[Owner, ...]
     tensor: Tensor
@@ -51,17 +51,17 @@ class Replacement:
 
 
 _successors: Any = WeakTensorKeyDictionary()
-"""What stands for a parameter since a model that has it was made parallel: another model may have it too."""
+"""The DTensor that replaced a parameter when its model was made parallel; another model may share the parameter."""
 
 
-def placed(parameter: Tensor) -> DTensor | None:
-    """The DTensor that a parameter is already, or that stands for it in another parallel model."""
+def existing_dtensor(parameter: Tensor) -> DTensor | None:
+    """Return the DTensor that a parameter already is, or that replaced it in another parallel model; else None."""
     found = parameter if isinstance(parameter, DTensor) else _successors.get(parameter)
     return found if isinstance(found, DTensor) else None
 
 
 def owners(model: nn.Module) -> list[tuple[Tensor, tuple[Owner, ...]]]:
-    """Every parameter and buffer that a program can take, with all places that hold it."""
+    """Return every parameter and buffer that a program can take, with all places that hold it."""
     found: dict[int, tuple[Tensor, list[Owner]]] = {}
     for path, module in model.named_modules(remove_duplicate=True):
         for table in (module._parameters, module._buffers):
@@ -84,34 +84,34 @@ def prepare(
     initialize: bool = True,
     only: Collection[str] | None = None,
 ) -> list[Replacement]:
-    """Make this rank's shard of every parameter as a DTensor at its spec, and of every buffer a copy on ``device``.
+    """Create this rank's shard of every parameter as a DTensor at its spec, and copy every buffer to ``device``.
 
-    Tensors on the meta device are initialised as their modules do it, one at a time, from a seed of their own: the
-    values are the same on every mesh. Where ranks have different values, those of rank 0 count, so it alone may have
-    loaded a checkpoint. Parameters that another parallel model has are its own. ``model`` stays as it is.
+    Tensors on the meta device are initialized as their modules do it, one at a time, each from its own seed, so that
+    the values are the same on every mesh. Where ranks have different values, rank 0's are used, so it alone may have
+    loaded a checkpoint. Parameters that another parallel model has are shared with it. ``model`` does not change.
 
     Args:
-        dtype_of: in which each is stored.
-        initialize: without it a parameter on the meta device gets memory for this rank's shard alone, to be loaded.
-        only: the paths of those that are meant; None is all.
+        dtype_of: returns the dtype in which a tensor is stored.
+        initialize: if False, a parameter on the meta device only gets memory for this rank's shard, to be loaded later.
+        only: paths of the tensors to prepare; None means all.
 
     Raises:
-        AutoparError: a tensor is on the meta device and nothing initialises it.
+        AutoparError: a tensor is on the meta device and nothing initializes it.
     """
     every = [(t, places) for t, places in owners(model) if only is None or any(o.fqn in only for o in places)]
-    shared = [(old, places, there) for old, places in every if (there := placed(old)) is not None]
-    found = [(old, places) for old, places in every if placed(old) is None]
+    shared = [(old, places, existing) for old, places in every if (existing := existing_dtensor(old)) is not None]
+    found = [(old, places) for old, places in every if existing_dtensor(old) is None]
     differs = differing([_digest(old) for old, _ in found])
-    made = [Replacement(places, there, old) for old, places, there in shared]
-    with _stand_ins(every):
+    made = [Replacement(places, existing, old) for old, places, existing in shared]
+    with _others_on_meta(every):
         for (old, places), differ in zip(found, differs, strict=True):
             if old.is_meta and not (differ and this_rank()):
-                left_empty = isinstance(old, nn.Parameter) and not initialize and not differ
-                whole = old.detach() if left_empty else _initialised(model, old, places[0], seed)
+                stays_empty = isinstance(old, nn.Parameter) and not initialize and not differ
+                whole = old.detach() if stays_empty else _initialize(model, old, places[0], seed)
             else:
                 whole = old.detach()
             if differ:
-                whole = _from_first(whole, device)
+                whole = _broadcast_from_rank_0(whole, device)
             whole = whole.to(dtype_of(old))
             if isinstance(old, nn.Parameter):
                 spec = next((specs[o.fqn] for o in places if o.fqn in specs), ShardingSpec.replicated(whole.ndim))
@@ -125,20 +125,20 @@ def prepare(
 
 
 def is_placed(tensor: Tensor) -> bool:
-    """Whether a parameter or buffer of a parallel model is one that ``prepare`` made, or a copy of it."""
+    """Whether ``prepare`` made a parameter or buffer of a parallel model, or its original if it is a copy."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "_autopar_placed")
 
 
 def _digest(tensor: Tensor) -> int | str:
-    """Equal where ranks hold the same values."""
+    """Return a value that is equal if ranks hold the same values."""
     if tensor.is_meta:
         return "meta"
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
-def _from_first(whole: Tensor, device: torch.device) -> Tensor:
-    """The values of rank 0."""
+def _broadcast_from_rank_0(whole: Tensor, device: torch.device) -> Tensor:
+    """Broadcast the values of rank 0."""
     received = torch.empty_like(whole, device=device)
     if this_rank() == 0:
         received.copy_(whole)
@@ -148,15 +148,15 @@ def _from_first(whole: Tensor, device: torch.device) -> Tensor:
 
 
 def install(replacements: list[Replacement], optimizers: Sequence[Optimizer] = (), *, cast: bool = True) -> None:
-    """Put the prepared tensors where they belong, also in ``optimizers``; tied parameters stay one object.
+    """Put the prepared tensors into the model and into ``optimizers``; tied parameters stay one object.
 
     Args:
-        cast: whether optimizer state in a parameter's dtype stays in it, where that is stored in another from now on.
+        cast: whether optimizer state in a parameter's dtype is converted if the parameter's dtype changes.
     """
     for replacement in replacements:
         for owner in replacement.owners:
             owner.table[owner.attribute] = replacement.tensor
-    new = [r for r in replacements if isinstance(r.old, nn.Parameter) and placed(r.old) is None]
+    new = [r for r in replacements if isinstance(r.old, nn.Parameter) and existing_dtensor(r.old) is None]
     for replacement in new:
         _successors[replacement.old] = replacement.tensor
     hand_over([(r.owners[0].fqn, r.old, r.tensor) for r in new], optimizers, cast=cast)
@@ -172,7 +172,7 @@ def _parameter(
     requires_grad: bool,
 ) -> nn.Parameter:
     part = whole[spec.local_slices(tuple(whole.shape), mesh, coordinate)]
-    # A parameter that stays whole keeps its memory; a shard must not hold the whole.
+    # A parameter that stays whole keeps its memory; a shard is copied, so as not to keep the whole alive.
     copied = part.shape != whole.shape
     local = torch.empty_like(part, device=device) if part.is_meta else part.to(device, copy=copied).contiguous()
     stride = torch.empty(whole.shape, device="meta").stride()
@@ -190,22 +190,22 @@ def _parameter(
 
 
 @contextlib.contextmanager
-def _stand_ins(found: list[tuple[Tensor, tuple[Owner, ...]]]) -> Iterator[None]:
-    """While tensors on meta are initialised, all others are on meta too: an initialiser sets all that it knows."""
+def _others_on_meta(found: list[tuple[Tensor, tuple[Owner, ...]]]) -> Iterator[None]:
+    """Move all other tensors to meta while tensors on meta are initialized: an initializer sets all that it knows."""
     replaced = [(old, places) for old, places in found if not old.is_meta]
     if len(replaced) == len(found):
         yield
         return
     try:
         for old, places in replaced:
-            _place(_like(torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta"), old), places)
+            _put(_like(torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta"), old), places)
         yield
     finally:
         for old, places in replaced:
-            _place(old, places)
+            _put(old, places)
 
 
-def _place(tensor: Tensor, places: tuple[Owner, ...]) -> None:
+def _put(tensor: Tensor, places: tuple[Owner, ...]) -> None:
     for owner in places:
         owner.table[owner.attribute] = tensor
 
@@ -214,8 +214,8 @@ def _like(tensor: Tensor, old: Tensor) -> Tensor:
     return nn.Parameter(tensor, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else tensor
 
 
-def _initialised(model: nn.Module, meta: Tensor, place: Owner, seed: int) -> Tensor:
-    """The whole tensor, initialised alone: every other tensor of the model is on the meta device."""
+def _initialize(model: nn.Module, meta: Tensor, place: Owner, seed: int) -> Tensor:
+    """Initialize and return one whole tensor, while every other tensor of the model is on the meta device."""
     value = float("nan") if meta.is_floating_point() else 0
     real = _like(torch.full_like(meta, value, device="cpu"), meta)
     untouched = real._version
@@ -223,21 +223,21 @@ def _initialised(model: nn.Module, meta: Tensor, place: Owner, seed: int) -> Ten
         place.table[place.attribute] = real
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed((seed + zlib.crc32(place.fqn.encode())) % 2**31)
-            for initialise in _initialisers(model, place.path):
-                initialise()
+            for initialize_one in _initializers(model, place.path):
+                initialize_one()
         result: Tensor = place.table[place.attribute]
     finally:
         place.table[place.attribute] = meta
     unset = result is real and real._version == untouched
     if unset or result.is_meta or (result.is_floating_point() and bool(result.isnan().any())):
-        raise _uninitialised(place.fqn, model.get_submodule(place.path))
+        raise _uninitialized(place.fqn, model.get_submodule(place.path))
     return result.detach()
 
 
-def _initialisers(model: nn.Module, path: str) -> list[Callable[[], Any]]:
-    """What sets the tensors of the module at ``path``, in the order of construction.
+def _initializers(model: nn.Module, path: str) -> list[Callable[[], Any]]:
+    """Return what sets the tensors of the module at ``path``, in the order of construction.
 
-    First ``reset_parameters`` of the module and of those around it, then the models' ``_init_weights(module)``.
+    First comes ``reset_parameters`` of the module and of those around it, then the models' ``_init_weights(module)``.
     """
     parts = path.split(".") if path else []
     chain = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts), -1, -1)]
@@ -251,7 +251,7 @@ def _initialisers(model: nn.Module, path: str) -> list[Callable[[], Any]]:
 
 
 def _model_init(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """``_init_weights(module)``, which sets one module, where ``module`` has it."""
+    """Return ``_init_weights(module)``, which sets one module, if ``module`` has it."""
     init = getattr(module, "_init_weights", None)
     if not callable(init):
         return None
@@ -259,9 +259,9 @@ def _model_init(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     return init if len(required) == 1 else None
 
 
-def _uninitialised(fqn: str, module: nn.Module) -> AutoparError:
+def _uninitialized(fqn: str, module: nn.Module) -> AutoparError:
     return AutoparError(
-        f"{fqn} is on the meta device and nothing initialises it.",
+        f"{fqn} is on the meta device and nothing initializes it.",
         found=f"{type(module).__name__} without a reset_parameters() that sets it",
         hint="give the module a reset_parameters method, or build the model on the CPU.",
     )

@@ -1,4 +1,4 @@
-"""The peak memory of one real step on the CPU, which keeps no count of its own."""
+"""Measures the peak memory of one real step on the CPU, which does not track it by itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from autopar.runtime.meter import MemoryMeter, held_by
 
 @dataclass
 class MemoryProbe:
-    """Counts bytes in forward, backward and the optimizer's step, once when it is asked to.
+    """Counts bytes in the forward, the backward and the optimizer's step, for one step on request.
 
     Args:
-        wanted: the next step is to be counted.
-        measured: bytes at the worst moment of the last step that was counted.
+        wanted: whether the next step is to be counted.
+        measured: peak bytes of the last step that was counted.
     """
 
     wanted: bool = False
@@ -33,7 +33,7 @@ class MemoryProbe:
     hooks: tuple[Any, ...] = ()
 
     def begin(self, model: nn.Module, operands: Iterable[Any]) -> None:
-        """A step begins: what lives now is counted."""
+        """Start counting a step, beginning with the tensors that live now."""
         self._end()
         self.wanted = False
         self.meter = MemoryMeter()
@@ -48,7 +48,7 @@ class MemoryProbe:
                 state = [t for t in held_by(model, optimizer) if isinstance(t, torch.Tensor)]
                 held, peak = self.meter.held, self.meter.peak
                 self.meter.hold(state)
-                self.meter.peak = max(peak + self.meter.held - held, self.meter.held)  # it was there all the time
+                self.meter.peak = max(peak + self.meter.held - held, self.meter.held)  # the state existed all along
                 self.meter.__enter__()  # type: ignore[no-untyped-call]
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class MemoryProbe:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Around a part of the step."""
+        """Count allocations in the body, which is a part of the step."""
         if self.meter is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""How long real steps take, beside what the plan predicts."""
+"""Measured times of real steps, to compare with the plan's predictions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from autopar.runtime.measured_memory import MemoryProbe
 from autopar.spmd.sections import timed
 
 REMEMBERED = 256
-"""So many of the last steps are remembered."""
+"""Number of last steps whose times are kept."""
 
 IN_DETAIL = 10
-"""Of so many of them, when each module's ops ran."""
+"""Number of last steps for which each module's times are kept."""
 
 SHOWN = 12
-"""So many modules are printed, those that take longest."""
+"""Number of modules printed: those that take longest."""
 
 
 def stamp(device: torch.device) -> Any:
-    """A moment on the device: when what was launched until now is done."""
+    """Return a time stamp on the device: the moment when everything launched so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ def stamp(device: torch.device) -> Any:
 
 
 def between(first: Any, last: Any) -> float:
-    """Seconds from one stamp to another."""
+    """Return the seconds from one stamp to another."""
     if isinstance(first, float):
         return float(last - first)
     last.synchronize()
@@ -47,7 +47,7 @@ def between(first: Any, last: Any) -> float:
 
 @dataclass
 class Marks:
-    """One step: its forward, and its backward where there has been one; on the CPU also when modules' ops began."""
+    """The times of one step: its forward, its backward if it had one, and on the CPU the starts of modules' ops."""
 
     device: torch.device
     forward: tuple[Any, Any] | None = None
@@ -56,7 +56,7 @@ class Marks:
 
     @contextlib.contextmanager
     def in_sections(self) -> Iterator[None]:
-        """Around the program: a GPU runs behind the host, whose times would mean nothing."""
+        """Record sections in the body on a CPU; a GPU runs behind the host, whose times would mean nothing."""
         if self.device.type == "cpu":
             with timed(self.sections):
                 yield
@@ -64,7 +64,7 @@ class Marks:
             yield
 
     def by_module(self) -> Counter[str]:
-        """Seconds, modules that differ in a number alone together."""
+        """Return seconds by module; modules whose names differ only in a number are added up."""
         found: Counter[str] = Counter()
         for (module, began), (_, ended) in zip(self.sections, self.sections[1:], strict=False):
             if module:
@@ -74,14 +74,14 @@ class Marks:
 
 @dataclass
 class StepClock:
-    """The last steps of a model on this rank."""
+    """The times of the last steps of a model on this rank."""
 
     steps: deque[Marks] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     total: int = 0
     memory: MemoryProbe = field(default_factory=MemoryProbe)
 
     def done(self, marks: Marks) -> None:
-        """A step whose backward has run. One whose memory was counted took longer than it would."""
+        """Record a step whose backward has run, unless its memory was counted, which slows it down."""
         self.total += 1
         if self.memory.is_counting:
             return
@@ -92,7 +92,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class PredictionCheck:
-    """The medians of the last ``wanted`` steps of this rank beside the plan's figures; read again, of newer steps."""
+    """Medians of this rank's last ``wanted`` steps beside the plan's figures; later reads cover newer steps."""
 
     plan: Plan
     clock: StepClock
@@ -101,13 +101,15 @@ class PredictionCheck:
 
     @property
     def steps(self) -> int:
-        """How many steps the medians are of."""
+        """Number of steps in the medians."""
         return min(self.wanted, len(self.clock.steps))
 
     @property
     def measured(self) -> dict[str, float]:
-        """Median seconds of forward, backward and both; bytes of the peak. On a CPU that is the peak of one step with
-        its optimizer, the first after the comparison was asked for."""
+        """Median seconds of forward, backward and both, and peak bytes.
+
+        On a CPU the peak is that of one step including its optimizer, the first after the comparison was requested.
+        """
         last = list(self.clock.steps)[-self.wanted :]
         found = {}
         if last:
@@ -123,7 +125,7 @@ class PredictionCheck:
 
     @property
     def predicted(self) -> dict[str, float]:
-        """The same of the plan."""
+        """The plan's figures for the same quantities."""
         ops = self.plan.program.ops
         intervals = self.plan.facts.intervals if self.plan.facts else ()
         forward = max((end for at, _, _, end in intervals if at >= 0 and ops[at].phase == "forward"), default=0.0)
@@ -132,14 +134,16 @@ class PredictionCheck:
 
     @property
     def measured_modules(self) -> dict[str, float]:
-        """Median seconds in which ops of a module ran, or waited for what they read; modules that differ in a number
-        alone are one. Empty on a GPU, where a profiler shows the same ranges, and for compiled programs."""
+        """Median seconds in which a module's ops ran or waited, summed over modules that differ only in a number.
+
+        Empty on a GPU, where a profiler shows the same ranges, and for compiled programs.
+        """
         steps = [m.by_module() for m in list(self.clock.steps)[-min(self.wanted, IN_DETAIL) :] if m.sections]
         return {name: median(s[name] for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
 
     @property
     def predicted_modules(self) -> dict[str, float]:
-        """The same of the plan: on the stream of computation, each op with the wait before it."""
+        """The plan's seconds by module, on the computation stream, where each op includes the wait before it."""
         found: dict[str, float] = defaultdict(float)
         last = 0.0
         facts = self.plan.facts
@@ -152,7 +156,7 @@ class PredictionCheck:
 
     def __str__(self) -> str:
         if not self.steps:
-            return "No step was made yet: call the model and the loss's backward, then read this again."
+            return "No step has run yet: call the model and the loss's backward, then read this again."
         predicted, lines = self.predicted, [f"{'':<12}{'predicted':>12}{'measured':>12}{'ratio':>9}"]
         for name, value in self.measured.items():
             lines.append(_line(name, predicted[name], value, size if name == "peak memory" else seconds))
@@ -166,7 +170,7 @@ class PredictionCheck:
             return []
         width = max(map(len, longest)) + 2
         lines = [_line(name, predicted.get(name, 0.0), measured[name], seconds, width) for name in longest]
-        return ["modules, with what they wait for", *lines]
+        return ["modules, including their waits", *lines]
 
 
 def _line(name: str, predicted: float, measured: float, text: Any, width: int = 12) -> str:

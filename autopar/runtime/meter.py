@@ -1,8 +1,8 @@
-"""Bytes of live storages, counted where every allocation of an eager program passes: at the dispatcher.
+"""Counts the bytes of live storages at the dispatcher, through which every allocation of an eager program passes.
 
-A storage counts once, from the op that makes it until the last tensor on it is gone; views are free. torch's MemTracker
-counts the same way, but it does not look inside custom ops, whose temporaries are as real as any: here the ops of
-autopar are taken apart.
+A storage counts once, from the op that creates it until the last tensor on it is gone; views are free. torch's
+MemTracker counts the same way but does not look inside custom ops, whose temporaries are as real as any: here autopar's
+ops are run through their implementations.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopar.spmd import allocating_on_host
 
 
 class MemoryMeter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors while it is active; what existed before counts from ``hold`` on.
+    """Counts the bytes of tensors created while it is active, and of earlier ones that ``hold`` adds.
 
     Attributes:
         held: bytes of live storages.
-        peak: the most that ``held`` was since the last ``reset``.
-        inside: whether temporaries inside of autopar's own ops count; torch's MemTracker leaves them out.
+        peak: maximum of ``held`` since the last ``reset``.
+        inside: whether temporaries inside autopar's own ops count; torch's MemTracker leaves them out.
     """
 
     def __init__(self, *, inside: bool = True) -> None:
@@ -40,20 +40,20 @@ class MemoryMeter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor runs first; what it asks of its shards comes here
+            return NotImplemented  # DTensor runs first; its ops on shards come back here
         inner = IMPLEMENTATIONS.get(func._schema.name) if self.inside else None
         if inner is None:
             out = func(*args, **(kwargs or {}))
         else:
             with self:
                 out = inner(*args, **(kwargs or {}))
-        # DTensor learns shapes from fake tensors, which take no memory; the host's memory is not the device's.
+        # DTensor infers shapes from fake tensors, which take no memory; host memory is not the device's.
         if _torch.active_fake_mode() is self._fake_mode and not allocating_on_host():
             self.hold(tree_leaves(out))
         return out
 
     def hold(self, values: Iterable[Any]) -> None:
-        """Count the storages of ``values`` (DTensors: of their shards) that are not counted yet."""
+        """Count the storages of ``values`` (of DTensors, their shards) that are not counted yet."""
         for value in values:
             tensor = value.to_local() if isinstance(value, DTensor) else value
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
@@ -68,7 +68,7 @@ class MemoryMeter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.held)
 
     def reset(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak to the present value."""
         self.peak = self.held
 
     def _let_go(self, key: int) -> None:
@@ -76,7 +76,7 @@ class MemoryMeter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def held_by(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """The tensors of a training run that live between steps: parameters, gradients, buffers, optimizer state."""
+    """Return the tensors that live between steps: parameters, gradients, buffers and optimizer state."""
     parameters = list(module.parameters())
     found: list[Any] = [*parameters, *module.buffers(), *(p.grad for p in parameters if p.grad is not None)]
     if optimizer is not None:

@@ -1,5 +1,7 @@
-"""Parameters of parallel models are known as such: to optimizers, which say at their first step where they do not work
-on shards, and to assignments of data."""
+"""Marks the parameters of parallel models, for optimizers that do not work on shards and for assignments of ``data``.
+
+An optimizer that does not work on shards raises an error at its first step.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ UNFIT: dict[type[torch.optim.Optimizer], tuple[str, str]] = {
     _optim.LBFGS: ("it flattens all parameters into one vector", "AdamW"),
     _optim.SparseAdam: ("gradients of a parallel model are dense", "Adam"),
 }
-"""Optimizers of torch that fail on cut parameters: why, and what to take instead."""
+"""torch optimizers that fail on sharded parameters: the reason, and what to use instead."""
 
 UNFUSED = (_optim.SGD, _optim.Adagrad)
-"""Optimizers whose fused kernels DTensor does not know."""
+"""Optimizers whose fused kernels DTensor does not support."""
 
 
 def mark(parameter: torch.Tensor) -> None:
-    """Remember that this parameter is ours, for the checks before an optimizer's step."""
+    """Mark a parameter as one of a parallel model, for the checks before an optimizer's step."""
     parameter._autopar = True  # type: ignore[attr-defined]
     _watch()
 
@@ -41,12 +43,12 @@ def _watch() -> None:
     register_optimizer_step_pre_hook(_check)
     register_optimizer_step_pre_hook(_cut_loaded)
     step_on_shards()
-    _torch.route_data(put_data)
-    _torch.find_overflow_in_every_gradient()
+    _torch.intercept_data_assignment(put_data)
+    _torch.share_overflow_findings()
 
 
 def _cut_loaded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Whole tensors that ``load_state_dict`` put beside a parameter of ours are cut as that is."""
+    """Shard whole tensors that ``load_state_dict`` put beside one of our parameters."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor) and is_marked(parameter):
             loaded = {n: v for n, v in state.items() if type(v) is Tensor and v.ndim and v.shape == parameter.shape}
@@ -62,7 +64,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not cut:
         return
     name = type(optimizer).__name__
-    unfused = ("DTensor does not know its fused kernel", f"{name}(fused=False)")
+    unfused = ("DTensor does not support its fused kernel", f"{name}(fused=False)")
     why, instead = UNFIT[found] if found is not None else unfused
     raise AutoparError(
         f"{name} does not work on sharded parameters: {why}.",

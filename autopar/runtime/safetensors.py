@@ -1,4 +1,4 @@
-"""Weights as Hugging Face stores them, read shard by shard: each rank reads the bytes of its own shards."""
+"""Reads weights in Hugging Face's format shard by shard: each rank reads the bytes of its own shards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ INDEX = "*.safetensors.index.json"
 
 
 def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True) -> tuple[list[str], list[str]]:
-    """Fill parameters and buffers of ``model``, parallel or plain, from files as ``from_pretrained`` reads them.
+    """Fill parameters and buffers of ``model``, parallel or plain, from files that ``from_pretrained`` can read.
 
     Args:
-        path: a ``.safetensors`` file, or a folder of them, with an index where they are several.
-        strict: whether a parameter without a tensor in the files, or the other way round, is an error.
+        path: a ``.safetensors`` file, or a folder of them, with an index if there are several.
+        strict: whether a name that only the model or only the files have is an error.
 
     Returns:
-        Names of the model's parameters that the files do not hold, and of the files' tensors that the model does not.
+        Names of the model's parameters that the files lack, and of the files' tensors that the model lacks.
 
     Raises:
-        AutoparError: no such files, another shape, or with ``strict`` a name that only one side has.
+        AutoparError: there are no such files, shapes differ, or with ``strict`` a name exists on one side only.
     """
     held = _files(Path(path))
     places = _places(model)
@@ -55,13 +55,13 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
             "The files and the model do not hold the same tensors.",
             found=f"{len(missing)} missing: {', '.join(missing[:3])}; {len(unexpected)} more: "
             f"{', '.join(unexpected[:3])}",
-            hint="pass strict=False to load what both have, or give the model's own files.",
+            hint="pass strict=False to load the common tensors, or give the model's own files.",
         )
     return missing, unexpected
 
 
 def _spelled(names: list[str], prefix: str) -> Iterator[str]:
-    """As files spell them: with or without the name of the model inside a model with a head."""
+    """Yield the spellings of names in files: with or without the prefix of the base model in a model with a head."""
     yield from names
     for name in names:
         if prefix:
@@ -69,7 +69,7 @@ def _spelled(names: list[str], prefix: str) -> Iterator[str]:
 
 
 def _places(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Every parameter and stored buffer with all of its names: tied ones are in files under any of them."""
+    """Return every parameter and stored buffer with all of its names; files may hold tied ones under any of them."""
     stored = set(model.state_dict(keep_vars=True))
     found: dict[int, tuple[Tensor, list[str]]] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -80,7 +80,7 @@ def _places(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 
 def _files(path: Path) -> Mapping[str, Path]:
-    """In which file each tensor is."""
+    """Return the file that holds each tensor."""
     if path.is_file():
         return dict.fromkeys(_names(path), path)
     index = sorted(path.glob(INDEX))
@@ -89,16 +89,16 @@ def _files(path: Path) -> Mapping[str, Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise AutoparError(
-            "There are no safetensors here.", found=str(path), hint="give a .safetensors file, or a folder of them."
+            "There are no safetensors files.", found=str(path), hint="give a .safetensors file, or a folder of them."
         )
     return {name: file for file in files for name in _names(file)}
 
 
 def files_of_index(index: Path) -> dict[str, str]:
-    """In which file beside an index each tensor is.
+    """Return, from an index, the file that holds each tensor.
 
     Raises:
-        AutoparError: the index cannot be read, or names files elsewhere.
+        AutoparError: the index cannot be read, or names files outside its folder.
     """
     try:
         data = json.loads(index.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def files_of_index(index: Path) -> dict[str, str]:
 
 def _no_index(found: str) -> AutoparError:
     return AutoparError(
-        "The index of the files is none.", found=found, hint="it says for each tensor the file beside it that holds it."
+        "The index of the files is invalid.", found=found, hint="it must name a file in its folder for each tensor."
     )
 
 
@@ -127,9 +127,9 @@ def _fill(tensor: Tensor, stored: Any, name: str) -> None:
     shape = tuple(stored.get_shape())
     if shape != tuple(tensor.shape):
         raise AutoparError(
-            f"The stored {name} has another shape.",
+            f"The stored tensor {name} has another shape.",
             found=f"{shape} in the file, {tuple(tensor.shape)} in the model",
-            hint="build the model from the config that lies beside the files.",
+            hint="build the model from the config beside the files.",
         )
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])

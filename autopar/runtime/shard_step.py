@@ -1,8 +1,8 @@
-"""The optimizer's step on this rank's shards, without DTensor between it and them.
+"""Runs the optimizer's step on this rank's shards directly, without DTensor in between.
 
-DTensor asks for each op on each parameter what it means for shards. An optimizer that treats every element alone does
-the same to a shard as to the whole, so a hook before its step runs that step on the shards, with the shards of
-gradients and state. State stays DTensors for all who look at it: what the step made is wrapped as the parameter is.
+DTensor decides for each op on each parameter what it means for shards. An optimizer that treats every element alone
+does the same to a shard as to the whole, so a hook before its step runs that step on the shards, with the shards of
+gradients and state. Outside the step the state consists of DTensors, placed like their parameters.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar import _torch
-from autopar.runtime.host_state import evaluated, is_away, on_groups, step_below_hooks
+from autopar.runtime.host_state import has_host_state, step_below_hooks, with_closure_run, with_groups
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State that belongs to no element."""
+"""Keys of optimizer state that does not belong to single elements."""
 
-OTHERWISE = ("fused", "capturable", "differentiable")
-"""Modes of a group in which the step stays as it is."""
+UNSUPPORTED_OPTIONS = ("fused", "capturable", "differentiable")
+"""Options of a parameter group with which the step is left as it is."""
 
 
 @cache
 def step_on_shards() -> None:
-    """From now on optimizers step on the shards of parallel models."""
+    """Make optimizers step on the shards of parallel models from now on."""
     register_optimizer_step_pre_hook(_prepare)
 
 
 def is_marked(parameter: Tensor) -> bool:
-    """Whether it belongs to a parallel model."""
+    """Whether a parameter belongs to a parallel model."""
     return bool(getattr(parameter, "_autopar", False))
 
 
@@ -43,7 +43,7 @@ _hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 
 def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The optimizer's own hooks run after those that are for all: ours comes last of them, right before the step."""
+    """Register our hook as the optimizer's last pre-step hook; its own hooks run after global ones, such as this."""
     if optimizer in _hooked:
         _hooked.pop(optimizer).remove()
     if _applies(optimizer):
@@ -52,40 +52,40 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _applies(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    otherwise = any(group.get(mode) for group in optimizer.param_groups for mode in OTHERWISE)
+    unsupported = any(group.get(mode) for group in optimizer.param_groups for mode in UNSUPPORTED_OPTIONS)
     return (
         step_below_hooks(optimizer) is not None
-        and not otherwise
-        and not any(map(is_away, parameters))
+        and not unsupported
+        and not any(map(has_host_state, parameters))
         and any(map(is_marked, parameters))
     )
 
 
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Step the parameters that are cut as their gradients are, and leave the others to the step that was called."""
+    """Step the parameters that are sharded like their gradients, and leave the others to the step that was called."""
     step = step_below_hooks(optimizer)
     assert step is not None
-    args, kwargs = evaluated(args, kwargs)
-    alike = [[p for p in group["params"] if _is_cut_as_its_gradient(p)] for group in optimizer.param_groups]
+    args, kwargs = with_closure_run(args, kwargs)
+    stepped = [[p for p in group["params"] if _is_sharded_like_its_gradient(p)] for group in optimizer.param_groups]
     with torch.no_grad():
-        for group, parameters in zip(optimizer.param_groups, alike, strict=True):
+        for group, parameters in zip(optimizer.param_groups, stepped, strict=True):
             if parameters:
                 _step_group(optimizer, step, group, parameters)
-    mine = {id(p) for parameters in alike for p in parameters}
-    others = [{**g, "params": [p for p in g["params"] if id(p) not in mine]} for g in optimizer.param_groups]
-    return (on_groups(optimizer, others), *args[1:]), kwargs
+    stepped_ids = {id(p) for parameters in stepped for p in parameters}
+    others = [{**g, "params": [p for p in g["params"] if id(p) not in stepped_ids]} for g in optimizer.param_groups]
+    return (with_groups(optimizer, others), *args[1:]), kwargs
 
 
-def _is_cut_as_its_gradient(p: nn.Parameter) -> bool:
+def _is_sharded_like_its_gradient(p: nn.Parameter) -> bool:
     grad: Any = p.grad
     return is_marked(p) and isinstance(p, DTensor) and isinstance(grad, DTensor) and grad.placements == p.placements
 
 
 def _step_group(optimizer: Optimizer, step: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> None:
     shards = [p.to_local() for p in parameters]
-    # As DTensors would be: one parameter at a time unless the user asks otherwise, which is what the plan counts.
+    # As with DTensors: one parameter at a time unless the user asks unsupported, which is what the plan assumes.
     own = {**group, "params": shards, "foreach": bool(group["foreach"])} if "foreach" in group else group
-    twin = on_groups(optimizer, [{**own, "params": shards}])
+    twin = with_groups(optimizer, [{**own, "params": shards}])
     twin.state = defaultdict(dict)
     for p, shard in zip(parameters, shards, strict=True):
         shard.grad = _torch.shard_of(p.grad)
@@ -96,16 +96,16 @@ def _step_group(optimizer: Optimizer, step: Any, group: Mapping[str, Any], param
     finally:
         for p, shard in zip(parameters, shards, strict=True):
             shard.grad = None
-            _keep(optimizer.state[p], twin.state[shard], p, shard)
-    _torch.count_as_changed(parameters)
+            _store_new_state(optimizer.state[p], twin.state[shard], p, shard)
+    _torch.bump_versions(parameters)
 
 
 def _shards_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((key, _torch.shard_of(value)) for key, value in state.items())
 
 
-def _keep(state: dict[str, Any], made: Mapping[str, Any], p: Any, shard: Tensor) -> None:
-    """Store what the step made; what it changed in place is there."""
+def _store_new_state(state: dict[str, Any], made: Mapping[str, Any], p: Any, shard: Tensor) -> None:
+    """Store new state that the step created; what it changed in place is already stored."""
     for key, value in made.items():
         held = state.get(key)
         if value is _torch.shard_of(held) and key in state:

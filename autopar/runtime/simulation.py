@@ -1,4 +1,4 @@
-"""Every rank of a local program in one process, node by node, with collectives exchanged between the ranks' values."""
+"""Runs every rank of a local program in one process, node by node, and exchanges collectives between them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from autopar.spmd import Ends, LocalRank, Lowered, Results, local_ranks
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one training step gave.
+    """The results of one simulated training step.
 
     Args:
-        outputs: as the model returns them, whole.
-        grads: whole gradients by FQN, and of inputs that need one as ``input:NAME``.
+        outputs: what the model returns, with whole tensors.
+        grads: whole gradients by FQN; gradients of inputs are named ``input:NAME``.
         buffers: new values of buffers that the step changed.
-        peak_memory: bytes on the fullest rank at the worst moment: parameters, inputs, activations and gradients.
+        peak_memory: peak bytes on the fullest rank: parameters, inputs, activations and gradients.
     """
 
     outputs: Any
@@ -37,7 +37,7 @@ class Simulation:
 def simulate_program(
     lowered: Lowered, graph: Graph, mesh: Mesh, named: Mapping[tuple[str, str], Tensor], seed: int
 ) -> tuple[dict[str, Tensor], Simulation]:
-    """Run forward and backward of every rank. Returns whole outputs by name, and the rest of the result."""
+    """Run forward and backward of every rank. Return whole outputs by name, and the whole result."""
     ranks = local_ranks(mesh)
     meters = [MemoryMeter() for _ in ranks]
     accumulators: list[list[Tensor]] = [_zeros(lowered.accumulators, graph, mesh, r) for r in ranks]
@@ -72,29 +72,29 @@ def _step(
     *,
     counts: bool = True,
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Run one forward and backward of every rank. Returns the results of both.
+    """Run one forward and backward of every rank, and return the results of both.
 
     Args:
-        accumulators: of each rank; emptied.
-        counts: whether the loss has a gradient of one, or of zero.
+        accumulators: those of each rank; the list is emptied.
+        counts: whether the gradient of the loss is one, or zero.
     """
     feeds = [_feed(lowered.inputs, named, mesh, r.coordinate, seed) for r in ranks]
     whole = [named[m.kind, m.name] for m, _ in lowered.inputs if m.kind == "input"]
     kept = [_kept(lowered.inputs, feed) for feed in feeds]
     for meter, feed, sums in zip(meters, feeds, accumulators, strict=True):
-        # Every rank has the whole batch, beside what it keeps of it.
+        # Every rank holds the whole batch besides its own part of it.
         meter.hold([*feed, *whole, *sums])
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         made = run(lowered.forward, ranks, feeds, meters)
         n = len(lowered.results)
-        # Results stay with the caller, saved tensors are handed to the backward, which frees them.
+        # Results stay with the caller; saved tensors are handed to the backward, which frees them.
         tangents = [_tangents(lowered.tangents, graph, mesh, r, counts) for r in ranks]
         for meter, own in zip(meters, tangents, strict=True):
             meter.hold(own)
         back = [[*v[n:], *own, *sums] for v, own, sums in zip(made, tangents, accumulators, strict=True)]
         accumulators.clear()
         del sums, own
-        # New values of buffers are written back after the forward: what the result tells of them is not held.
+        # New values of buffers are written back after the forward, so the copies in the result do not count as held.
         wrote = [output.kind == "mutation" for output, _ in lowered.results]
         results = [tuple(v.clone() if m else v for v, m in zip(values[:n], wrote, strict=True)) for values in made]
         del made
@@ -115,7 +115,7 @@ def _feed(
 
 
 def _kept(ends: Ends, feed: Sequence[Tensor]) -> list[Tensor]:
-    """What lives beyond the step. Parts that are cut out of the batch end with their last reader."""
+    """Return the inputs that outlive the step. Parts cut out of the batch end with their last reader."""
     return [t for (meaning, _), t in zip(ends, feed, strict=True) if meaning.kind != "input"]
 
 
@@ -126,7 +126,7 @@ def _zeros(ends: Ends, graph: Graph, mesh: Mesh, rank: LocalRank) -> list[Tensor
 
 
 def _tangents(ends: Ends, graph: Graph, mesh: Mesh, rank: LocalRank, counts: bool) -> list[Tensor]:
-    """Ones: the gradient of the loss, or of the sum of the outputs; zeros where it does not count."""
+    """Return tangents: ones, the gradient of the loss or of the sum of outputs, or zeros if the step does not count."""
     metas = [(graph.by_name[i.node].outputs[0], spec) for i, spec in ends]
     shapes = [(spec.local_shape(m.shape, mesh, rank.coordinate), m.dtype) for m, spec in metas if m]
     return [torch.full(shape, float(counts), dtype=getattr(torch, dtype)) for shape, dtype in shapes]
@@ -149,8 +149,8 @@ def run(
     """Run ``module(rank, *inputs)`` on every rank and return the results; the lists of ``inputs`` are emptied.
 
     Args:
-        meters: count what each rank holds.
-        watch: is called after each node.
+        meters: count the bytes that each rank holds.
+        watch: called after each node.
     """
     values: dict[fx.Node, list[Any]] = {}
     last = _last_uses(module.graph)
@@ -205,13 +205,13 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def shard(whole: Tensor, spec: ShardingSpec, mesh: Mesh, coordinate: Sequence[int]) -> Tensor:
-    """The part of ``whole`` that a rank holds. A copy where it is cut, so that it does not hold the whole."""
+    """Return the part of ``whole`` that a rank holds: a copy if it is cut, so as not to keep the whole alive."""
     part = whole[spec.local_slices(tuple(whole.shape), mesh, coordinate)]
     return part if spec.is_replicated else part.clone()
 
 
 def assemble(shards: Sequence[Tensor], spec: ShardingSpec, shape: Sequence[int], mesh: Mesh) -> Tensor:
-    """The whole tensor from every rank's shard; replicas are taken from the first rank that has them."""
+    """Assemble the whole tensor from every rank's shard; replicas are taken from the first rank that has them."""
     if not spec.axes:
         return shards[0]
     whole = shards[0].new_zeros(tuple(shape))

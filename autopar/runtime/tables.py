@@ -1,5 +1,5 @@
-"""The modules of a model and where each of its tensors is kept, found once: to walk a model takes longer than all else
-that a call does beside its program."""
+"""Tables of a model's modules and tensors, built once: walking the model takes longer than everything else that a call
+does besides its program."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Layout:
     """Which tensors a model holds, and where.
 
     Args:
-        digest: equal for layouts with the same shapes, placements and ties, and the same names without a tensor.
-        loose: parameters and buffers, by path, that the user put there after the model was made parallel.
+        digest: equal for layouts with the same shapes, placements, ties and names of missing tensors.
+        loose: paths of parameters and buffers that the user added after the model was made parallel.
     """
 
     tensors: list[Any]
@@ -37,15 +37,16 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What a model consists of; right while ``holds``. The tensors themselves may be replaced.
+    """The structure of a model, valid while ``holds`` is true. The tensors themselves may be replaced.
 
     Args:
-        inner: every module of the model once, without the model itself, which would then never be freed at once.
-        children: every module's table of modules, and ``kept`` its parameters and its buffers, the model's own first.
-        held: what the former hold.
-        names: the keys of the latter.
-        places: table and key of each parameter and buffer by its path.
-        layouts: the last one.
+        inner: every module once, except the model itself: a reference cycle would delay its freeing.
+        children: every module's table of submodules.
+        kept: every module's tables of parameters and of buffers, the model's own first.
+        held: the submodules in ``children``.
+        names: the keys of ``kept``.
+        places: table and key of each parameter and buffer by path.
+        layouts: the latest layout, if one was computed.
         bindings: where the model holds what programs were captured from.
     """
 
@@ -59,49 +60,49 @@ class Tables:
     bindings: WeakKeyDictionary[Guards, Binding] = field(default_factory=WeakKeyDictionary)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether ``model`` still has these modules, and they tensors of these names."""
+        """Whether ``model`` still consists of these modules with tensors of these names."""
         modules = (model, *self.inner)
         same = all(map(operator.is_, _kept(modules), self.kept))
         same = same and all(map(operator.is_, [m._modules for m in modules], self.children))
         return same and _values(self.children) == self.held and _keys(self.kept) == self.names
 
     def tensor(self, path: str) -> Any:
-        """The parameter or buffer of a path."""
+        """Return the parameter or buffer at a path."""
         table, key = self.places[path]
         return table[key]
 
     def modes(self, model: nn.Module) -> tuple[bool, ...]:
-        """Which modules train."""
+        """Return which modules are in training mode."""
         return model.training, *[module.training for module in self.inner]
 
     @property
     def layout(self) -> Layout:
-        """The layout of the model as it is now."""
+        """The present layout of the model."""
         tensors = _values(self.kept)
         if not self.layouts or not all(map(operator.is_, tensors, self.layouts[0].tensors)):
             self.layouts[:] = [_layout(tensors, self.places)]
         return self.layouts[0]
 
     def meet(self, guards: Guards, model: nn.Module) -> bool:
-        """Whether ``model`` is as it was when a program was captured from it."""
+        """Whether ``model`` is as it was when a program with these guards was captured from it."""
         binding = self.bindings.get(guards)
         if binding is not None and binding.is_unchanged():
             return not any(condition.difference(model) for condition in guards.conditions)
-        if (binding is not None and binding.is_changed()) or guards.difference(model) is not None:
+        if (binding is not None and binding.holds_other_data()) or guards.difference(model) is not None:
             return False
         self.bindings[guards] = guards.bind(model)
         return True
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Every parameter once."""
+        """Every parameter, once."""
         found = {id(p): p for table in self.kept[::2] for p in table.values()}
         found.pop(id(None), None)
         return list(found.values())
 
 
 def tables(model: nn.Module) -> Tables:
-    """The tables of ``model`` as it is now."""
+    """Return the tables of ``model``, rebuilt if it has changed."""
     known: Tables | None = model.__dict__.get(_KEPT_AS)
     if known is None or not known.holds(model):
         known = model.__dict__[_KEPT_AS] = _tables(model)
@@ -109,7 +110,7 @@ def tables(model: nn.Module) -> Tables:
 
 
 def without_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a model that a copy of it takes over."""
+    """Return the attributes of a model that a copy of it takes over."""
     return {name: value for name, value in attributes.items() if name != _KEPT_AS}
 
 
@@ -129,12 +130,12 @@ def _tables(model: nn.Module) -> Tables:
 def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layout:
     first: dict[int, str] = {}
     held = [(path, t) for path, t in zip(places, tensors, strict=True) if t is not None and is_dense(t)]
-    said = [
+    entries = [
         (path, first.setdefault(id(t), path), tuple(t.shape), t.placements if isinstance(t, DTensor) else None)
         for path, t in held
     ]
     loose = tuple(path for path, t in held if not is_placed(t))
-    return Layout(tensors, hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest(), loose)
+    return Layout(tensors, hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest(), loose)
 
 
 def _kept(modules: Any) -> list[Table]:
@@ -150,7 +151,7 @@ def _keys(tables: tuple[Table, ...]) -> list[str]:
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, by path, in torch's order."""
+    """Yield every module once, by path, in torch's order."""
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Capture: from an nn.Module to the joint forward and backward graph."""
+"""Capture: turns an nn.Module into the joint forward and backward graph."""
 
 from autopar.tracer.tracer import Capture, ColoTracer
 

@@ -1,6 +1,6 @@
-"""``AdaptiveLogSoftmaxWithLoss`` picks the samples of each cluster of classes, whose number depends on values.
+"""``AdaptiveLogSoftmaxWithLoss`` selects the samples of each cluster of classes, whose number depends on values.
 
-While exporting, every cluster is computed for all samples, and those of other classes are ignored.
+During an export, every cluster is computed for all samples, and samples of other clusters are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IGNORED = -100
 
 @contextlib.contextmanager
 def clusters_of_all_samples() -> Iterator[None]:
-    """While exporting. That targets are classes is taken as passed."""
+    """Compute all clusters for all samples during an export; targets are assumed to be valid classes."""
     adaptive = nn.AdaptiveLogSoftmaxWithLoss
     ordinary = adaptive.forward
 

@@ -1,4 +1,4 @@
-"""A call of the user's model by the names of its arguments, and the model as a function of flat tensors."""
+"""Calls of the user's model by argument names, and the model as a function of flat tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.attributes import Left, Place
+from autopar.attributes import AttributeOutput, Place
 from autopar.errors import CaptureError, InputError
 from autopar.structure import Structure, flatten
-from autopar.tracer import left
+from autopar.tracer import attribute_outputs
 from autopar.tracer.python_state import Change, changed, plain_state
 from autopar.tracer.reads import watched_reads
 from autopar.tracer.side_effects import constant_requires_grad
@@ -23,10 +23,10 @@ from autopar.tracer.side_effects import constant_requires_grad
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model: its tensors by name, and how to give them back.
+    """One call of a model: its tensors by name, and their places in the arguments.
 
     Args:
-        structure: of the bound arguments; its paths are the names of the inputs.
+        structure: that of the bound arguments; its paths are the names of the inputs.
         tensors: one for each path.
     """
 
@@ -40,20 +40,20 @@ class Call:
 
 @functools.lru_cache(maxsize=64)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """Of a method that is bound."""
+    """Return the signature of a method once it is bound."""
     return inspect.signature(forward.__get__(object()))
 
 
 def bind(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
 ) -> Call:
-    """Bind a call to the signature of ``model.forward``, so that the same call by position or keyword is one.
+    """Bind a call to the signature of ``model.forward``, so that positional and keyword calls are treated alike.
 
     Args:
-        forward: the unbound function whose signature counts, when ``model.forward`` is not the user's own.
+        forward: the unbound function whose signature is used if ``model.forward`` is not the user's own.
 
     Raises:
-        InputError: the arguments do not fit the signature.
+        InputError: the arguments do not match the signature.
     """
     signature = inspect.signature(model.forward) if forward is None else _signature(forward)
     try:
@@ -75,7 +75,7 @@ def bind(
 
 
 def call_with(model: nn.Module, named: Mapping[str, Any]) -> Any:
-    """Call ``model`` with the arguments that ``bind`` named."""
+    """Call ``model`` with arguments named by ``bind``."""
     parameters = inspect.signature(model.forward).parameters
     positional: list[Any] = []
     keywords = dict(named)
@@ -95,7 +95,7 @@ def _by_position(p: inspect.Parameter) -> bool:
 
 
 class FlatModel(nn.Module):
-    """The model as a function of flat tensors to flat tensors; remembers the structure of what it returned."""
+    """The model as a function from flat tensors to flat tensors; it records the structure of what it returned."""
 
     def __init__(self, model: nn.Module, call: Structure) -> None:
         super().__init__()
@@ -104,50 +104,56 @@ class FlatModel(nn.Module):
         self.returned = LastCall()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before, plain, attributes = _held(self.model), plain_state(self.model), left.attributes(self.model)
+        before, plain, attributes = (
+            _buffers(self.model),
+            plain_state(self.model),
+            attribute_outputs.attributes(self.model),
+        )
         with constant_requires_grad(self.model), watched_reads():
             out, self.returned.structure = flatten(call_with(self.model, self._call.build(tensors)))
-        out += self._left_since(attributes)
+        out += self._attribute_outputs_since(attributes)
         self.returned.differentiable = tuple(t.requires_grad for t in out)
         _write_in_place(self.model, before)
         self.returned.changes = changed(plain, plain_state(self.model))
         return tuple(out)
 
-    def _left_since(self, attributes: left.Attributes) -> list[torch.Tensor]:
-        """What the forward has left in attributes, which are outputs too."""
-        if self.returned.left_out is None:
+    def _attribute_outputs_since(self, attributes: attribute_outputs.Attributes) -> list[torch.Tensor]:
+        """Return what the forward has stored in attributes, as further outputs."""
+        if self.returned.excluded is None:
             return []
-        found = left.left_in(self.model, attributes, self.returned.left_out)
-        self.returned.left = tuple(each for each, _ in found)
+        found = attribute_outputs.outputs_since(self.model, attributes, self.returned.excluded)
+        self.returned.attribute_outputs = tuple(each for each, _ in found)
         return [t for _, tensors in found for t in tensors]
 
 
 class LastCall:
-    """What the last call returned, and left in attributes but those of ``left_out``. An object of its own: torch.export
-    resets the attributes of modules."""
+    """What the last call returned, and what it stored in attributes except for ``excluded``.
+
+    It is a separate object because torch.export resets the attributes of modules.
+    """
 
     structure: Structure | None = None
     differentiable: tuple[bool, ...] = ()
     changes: Mapping[str, Change] = MappingProxyType({})
-    left: tuple[Left, ...] = ()
-    left_out: frozenset[Place] | None = None
+    attribute_outputs: tuple[AttributeOutput, ...] = ()
+    excluded: frozenset[Place] | None = None
 
 
-def _held(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Buffers of every module, by module and name."""
+def _buffers(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the buffers of all modules, by module path and name."""
     modules = model.named_modules()
     return {(path, name): b for path, m in modules for name, b in m._buffers.items() if b is not None}
 
 
 def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> None:
-    """Buffers that the forward replaced are written in place, which torch.export sees."""
-    for (path, name), new in _held(model).items():
+    """Copy buffers that the forward replaced into the old ones in place, which torch.export can see."""
+    for (path, name), new in _buffers(model).items():
         old, fqn = before.get((path, name)), f"{path}.{name}" if path else name
         if new is old:
             continue
         if old is None or old.shape != new.shape or old.dtype != new.dtype:
             raise CaptureError(
-                f"The forward gives the buffer {fqn} another shape or dtype.",
+                f"The forward changes the shape or dtype of the buffer {fqn}.",
                 found=f"{'nothing' if old is None else _text(old)} becomes {_text(new)}",
                 hint="give the buffer its final shape and dtype in __init__.",
             )

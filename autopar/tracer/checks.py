@@ -1,4 +1,4 @@
-"""Checks of values that do nothing but raise: a captured program takes them as passed, as torch.compile cannot."""
+"""Checks that only raise: a captured program assumes that they pass, which torch.compile cannot do."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from torch import Tensor
 
 
 @contextlib.contextmanager
-def taken_as_passed() -> Iterator[list[str]]:
-    """While tracing, ``if x.max() >= n: raise`` and ``assert (x > 0).all().item()`` pass; yields where they stand.
+def assume_checks_pass() -> Iterator[list[str]]:
+    """Make ``if x.max() >= n: raise`` and ``assert (x > 0).all().item()`` pass while tracing; yield their locations.
 
-    The values that they look at do not exist yet. Every other use of a tensor as a truth value is left as it is.
-    ``torch.bincount`` with a ``minlength`` makes no more counts than that: that all values are below it is taken as
-    passed too.
+    The values that they check do not exist yet. Any other use of a tensor as a truth value is unaffected.
+    ``torch.bincount`` with a ``minlength`` returns exactly that many counts, which assumes that all values are below
+    it.
     """
     found: list[str] = []
     ordinary, ordinary_item, ordinary_bincount = Tensor.__bool__, Tensor.item, torch.bincount
 
-    def passing_at(frame: FrameType) -> bool | None:
+    def record_check(frame: FrameType) -> bool | None:
         passing = passing_value(frame.f_code, frame.f_lineno)
         if passing is not None:
             found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         return passing
 
     def truth(tensor: Tensor) -> bool:
-        passing = passing_at(sys._getframe(1))
+        passing = record_check(sys._getframe(1))
         return ordinary(tensor) if passing is None else passing
 
     def item(tensor: Tensor) -> Any:
-        passing = passing_at(sys._getframe(1)) if tensor.dtype == torch.bool else None
+        passing = record_check(sys._getframe(1)) if tensor.dtype == torch.bool else None
         return ordinary_item(tensor) if passing is None else passing
 
     def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:  # noqa: A002
@@ -71,7 +71,7 @@ def _counts(values: Tensor, weights: Tensor | None, length: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def passing_value(code: CodeType, line: int) -> bool | None:
-    """What a tensor in the condition at ``line`` must be for nothing to be raised; None where that is no such check."""
+    """Return the truth value with which a condition at ``line`` raises nothing; None if it is no such check."""
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -87,17 +87,17 @@ def passing_value(code: CodeType, line: int) -> bool | None:
 
 
 def _spans(check: ast.Assert | ast.If, line: int) -> bool:
-    """A condition in parentheses can begin below the line that the interpreter names."""
+    """Whether a check spans a line; a condition in parentheses can begin below the line that the interpreter names."""
     return check.lineno <= line <= (check.test.end_lineno or check.lineno)
 
 
 def _only_raises(body: list[ast.stmt]) -> bool:
-    """Whether the last statement raises, and those before only prepare its message."""
+    """Whether the last statement raises, and those before it only prepare the message."""
     return isinstance(body[-1], ast.Raise) and all(isinstance(s, (ast.Assign, ast.Raise)) for s in body)
 
 
 def _value(test: ast.expr, *, passing: bool) -> bool | None:
-    """The truth value of each operand of ``test`` that makes all of it ``passing``; None where operands disagree."""
+    """Return the value that all operands of ``test`` need to make it ``passing``; None if they need different ones."""
     values = {passing != negated for operand, negated in _operands(test) if _may_be_tensor(operand)}
     return values.pop() if len(values) == 1 else None
 
@@ -113,7 +113,7 @@ def _operands(test: ast.expr, negated: bool = False) -> Iterator[tuple[ast.expr,
 
 
 def _may_be_tensor(operand: ast.expr) -> bool:
-    """Names alone are mostly options, and identity and membership never give tensors."""
+    """Whether an operand may be a tensor: plain names are mostly options, and ``is`` and ``in`` never give tensors."""
     if isinstance(operand, ast.Compare):
         return not any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in operand.ops)
     return isinstance(operand, ast.Call) and not (isinstance(operand.func, ast.Name) and operand.func.id != "bool")

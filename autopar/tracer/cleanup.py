@@ -1,4 +1,4 @@
-"""Rewrites of the joint graph that keep its values: what does nothing goes, equal nodes become one."""
+"""Rewrites the joint graph without changing its values: removes no-ops, and merges equal nodes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _ARITHMETIC = {
     for op, neutral in ((aten.add, 0), (aten.sub, 0), (aten.mul, 1), (aten.div, 1), (aten.pow, 1))
     for overload in (("Tensor_Scalar",) if op is aten.pow else ("Tensor", "Scalar"))
 }
-"""The operand with which an op does nothing, and whether that holds of floats: to add zero makes -0 a 0."""
+"""The operand with which an op does nothing, and whether that holds for floats: adding zero turns -0 into 0."""
 _CHECKS = {
     aten._assert_async.msg,
     aten._assert_async.default,
     aten._assert_scalar.default,
     aten._linalg_check_errors.default,
 }
-"""Of values, which only raise: taken as passed."""
+"""Ops that check values and only raise; they are assumed to pass."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def clean(module: fx.GraphModule) -> None:
-    """Mark phases, drop identities, merge equal nodes of one phase, drop dead ones; names become stable."""
+    """Mark phases, remove identities and dead nodes, and merge equal nodes of a phase; names become stable."""
     graph = module.graph
     _mark_phases(graph)
     kept = _results(graph)
@@ -55,7 +55,7 @@ def _results(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _mark_phases(graph: fx.Graph) -> None:
-    """A node is of the backward when a tangent reaches it, or autograd made it."""
+    """Mark a node as backward if a tangent reaches it or autograd created it."""
     for node in graph.nodes:
         late = node.meta.get("partitioner_tag") == "is_backward" and node.op == "call_function"
         tangent = node.op == "placeholder" and "tangents" in node.name
@@ -68,7 +68,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _same_value(node: fx.Node, is_result: bool) -> fx.Node | None:
-    """The operand that an op that does nothing returns."""
+    """Return the node whose value an op returns unchanged, or None if the op does something."""
     source = node.args[1 if node.target is aten.copy.default else 0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -80,7 +80,7 @@ def _same_value(node: fx.Node, is_result: bool) -> fx.Node | None:
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """Which dim of its operand each dim of a permuted tensor is."""
+    """Return, for each dim of a permuted tensor, the dim of the operand that it is."""
     val: Any = node.meta.get("val")
     if node.target not in (aten.permute.default, aten.transpose.int) or not isinstance(val, torch.Tensor):
         return None

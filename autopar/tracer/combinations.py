@@ -1,4 +1,4 @@
-"""Combinations of elements: torch's own chooses them by a mask, whose count of ones no graph knows."""
+"""Combinations of elements: torch's own version selects them by a mask, so their number depends on values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ordinary = torch.combinations
 
 @contextlib.contextmanager
 def combinations_by_index() -> Iterator[None]:
-    """While exporting: which elements are combined depends on their number alone, and is a constant."""
+    """Select combinations by constant indices during an export: they depend only on the number of elements."""
     with mock.patch.object(torch, "combinations", _combinations):
         yield
 

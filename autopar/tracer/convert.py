@@ -1,4 +1,4 @@
-"""From a normalised joint torch.fx graph to ``ir.Graph``."""
+"""Converts a normalized joint torch.fx graph to ``ir.Graph``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def meta_of(value: Any) -> ir.TensorMeta | None:
     return ir.TensorMeta(tuple(int(n) for n in value.shape), dtype_name(value.dtype))
 
 
-def called(node: fx.Node) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
-    """The op of a node with its arguments; a custom op that changes some of them returns those too."""
+def op_and_arguments(node: fx.Node) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+    """Return a node's op and arguments; a custom op that changes some of its arguments returns those too."""
     if not is_functionalized(node.target):
         return op_name(node.target), node.args, node.kwargs
     op = node.args[0]
@@ -43,7 +43,7 @@ def called(node: fx.Node) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
 
 
 def _returns_nothing(node: fx.Node) -> bool:
-    """Whether a call's first result stands for that of an op that returns none."""
+    """Whether a call's first result only stands in for the result of an op that returns none."""
     return is_functionalized(node.target) and not node.args[0]._schema.returns  # type: ignore[union-attr]
 
 
@@ -54,8 +54,10 @@ def _outputs(value: Any) -> tuple[ir.TensorMeta | None, ...]:
 
 
 def _results(op: str, args: tuple[Any, ...], value: Any) -> tuple[ir.TensorMeta | None, ...]:
-    """Of a node's results, as its kernel makes them: fake norms give statistics the dtype of what is normed, kernels
-    that of the weight."""
+    """Return the metadata of a node's results as its kernel makes them.
+
+    Fake norms give statistics the dtype of the input, but kernels give them the dtype of the weight.
+    """
     found = _outputs(value)
     weight = args[_WEIGHT_OF_NORM[op]] if op in _WEIGHT_OF_NORM else None
     if not isinstance(weight, fx.Node):
@@ -65,7 +67,7 @@ def _results(op: str, args: tuple[Any, ...], value: Any) -> tuple[ir.TensorMeta 
 
 
 def value_of(node: fx.Node) -> ir.Value:
-    """The IR value of an fx node: item reads are folded into their source."""
+    """Return the IR value of an fx node; item reads refer to their source."""
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -74,7 +76,7 @@ def value_of(node: fx.Node) -> ir.Value:
 
 
 def arg_of(arg: Any) -> ir.Arg:
-    """Plain data of an fx argument; dtypes as ``"torch.float32"``."""
+    """Convert an fx argument to plain data; dtypes become ``"torch.float32"``."""
     if isinstance(arg, fx.Node):
         return value_of(arg)
     if isinstance(arg, (list, tuple)):
@@ -95,12 +97,12 @@ def arg_of(arg: Any) -> ir.Arg:
 
 
 def op_name(target: Any) -> str:
-    """``aten.mm.default`` for an OpOverload."""
+    """Return the name of an op, such as ``aten.mm.default``."""
     return str(target)
 
 
 def module_path(meta: Mapping[str, Any]) -> str:
-    """In the user's model, of the module that a node belongs to; its own forward's for a node of the backward."""
+    """Return the path of the module, in the user's model, whose forward a node belongs to or is the backward of."""
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -111,40 +113,40 @@ def module_path(meta: Mapping[str, Any]) -> str:
 
 
 def source_line(meta: Mapping[str, Any]) -> str:
-    """The user's line, as ``file.py:12 code``: the innermost line of the recorded stack that is none of torch's own
-    modules, if there is one."""
+    """Return the user's line as ``file.py:12 code``: the innermost recorded one outside torch's own modules, if there
+    is one."""
     found, lines = "", str(meta.get("stack_trace") or meta.get("fwd_stack_trace") or "").strip().splitlines()
     for at in range(len(lines) - 1, -1, -1):
         text = lines[at].strip()
         if text.startswith("File ") and not text.startswith('File "<'):
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
-            own, of_torch = _whose(file)
-            if own:
+            ours, of_torch = _origin(file)
+            if ours:
                 continue
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-            said = f"{Path(file).name}:{line} {code}".strip()
+            text_of_line = f"{Path(file).name}:{line} {code}".strip()
             if not of_torch:
-                return said
-            found = found or said
+                return text_of_line
+            found = found or text_of_line
     return found
 
 
 @cache
-def _whose(file: str) -> tuple[bool, bool]:
-    """Whether a file is autopar's, and whether it is torch's."""
+def _origin(file: str) -> tuple[bool, bool]:
+    """Whether a file belongs to autopar, and whether it belongs to torch."""
     return is_ours(Path(file)), Path(file).is_relative_to(TORCH)
 
 
 def to_ir(
     graph: fx.Graph, inputs: list[ir.Input], outputs: list[ir.Output], name: str, *, has_loss: bool = True
 ) -> ir.Graph:
-    """Convert; placeholders and results get their meaning from ``inputs`` and ``outputs``."""
+    """Convert a graph; ``inputs`` and ``outputs`` give the meaning of placeholders and results."""
     nodes = []
     for node in graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
             continue
         placeholder = node.op in ("placeholder", "get_attr")
-        op, args, options = called(node)
+        op, args, options = op_and_arguments(node)
         kwargs = tuple((k, arg_of(v)) for k, v in options.items() if k not in _DROPPED_KWARGS)
         value = node.meta["val"]
         nodes.append(
@@ -160,5 +162,5 @@ def to_ir(
             )
         )
     made = ir.Graph(tuple(nodes), tuple(inputs), tuple(outputs), name, has_loss)
-    _ = made.kinds, made.consumers, made.digest  # what every plan asks, found once
+    _ = made.kinds, made.consumers, made.digest  # computed once, since every plan needs them
     return made

@@ -1,4 +1,4 @@
-"""The loss of speech recognition: torch's own makes a table whose shape depends on values, which no graph holds."""
+"""CTC loss: torch's own version creates a table whose shape depends on values, which no graph can hold."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _ordinary, _masked_select = torch.ctc_loss, Tensor.masked_select
 
 
 @contextlib.contextmanager
-def without_tables() -> Iterator[None]:
-    """While exporting, the loss of a batch is an op of our own; labels that were packed for it are unpacked again."""
+def ctc_losses_as_ops() -> Iterator[None]:
+    """Compute CTC losses with an op of our own during an export, and unpack labels that were packed for it."""
     with (
         mock.patch.object(torch, "ctc_loss", _ctc_loss),
-        mock.patch.object(Tensor, "masked_select", _remembered_select),
+        mock.patch.object(Tensor, "masked_select", _recording_select),
     ):
         yield
 
 
-def forget_packed(graph: fx.Graph) -> None:
-    """Drop selections that only the loss read, and all lengths of selections: what is left of them are checks."""
+def drop_packed_selections(graph: fx.Graph) -> None:
+    """Drop masked selections that only the loss read, and lengths of selections, which only checks still read."""
     aten = torch.ops.aten
     for node in [n for n in graph.nodes if n.target in (aten.masked_select.default, aten.sym_size.int)]:
-        after = _everything_after(node)
+        after = _dependents(node)
         if all(n is node or _is_check(n) for n in after):
             for n in reversed(after):
                 graph.erase_node(n)
 
 
-def _everything_after(node: fx.Node) -> list[fx.Node]:
-    """The node and what depends on it, in order."""
+def _dependents(node: fx.Node) -> list[fx.Node]:
+    """Return the node and everything that depends on it, in order."""
     found = {node}
     for n in node.graph.nodes:
         if found & set(n.all_input_nodes):
@@ -51,7 +51,7 @@ def _is_check(node: fx.Node) -> bool:
     return arithmetic or any(part in name for part in ("sym_", "assert", "_check"))
 
 
-def _remembered_select(x: Tensor, mask: Tensor) -> Tensor:
+def _recording_select(x: Tensor, mask: Tensor) -> Tensor:
     packed = _masked_select(x, mask)
     setattr(packed, _PACKED, (x, mask))
     return packed
@@ -66,7 +66,7 @@ def _ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As ``torch.ctc_loss``."""
+    """Compute the loss with ``torch.ops.autopar.ctc``; the arguments are those of ``torch.ctc_loss``."""
     frames, labels = (torch.as_tensor(lengths, dtype=torch.int64) for lengths in (input_lengths, target_lengths))
     if log_probs.dim() != 3:
         return _ordinary(log_probs, targets, frames, labels, blank, reduction, zero_infinity)
@@ -79,7 +79,7 @@ def _ctc_loss(
 
 
 def _unpacked(targets: Tensor, lengths: Tensor) -> Tensor:
-    """Labels of all samples in one row [sum of lengths] as rows [n, at most that many]."""
+    """Return labels that are packed in one row [sum of lengths] as rows [n, at most that many]."""
     if hasattr(targets, _PACKED):
         x, mask = getattr(targets, _PACKED)
         first = torch.argsort((~mask).expand_as(x).reshape(-1).to(torch.int64), stable=True)

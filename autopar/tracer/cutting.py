@@ -1,4 +1,4 @@
-"""Takes the opaque ops that stand for skipped blocks out of an exported graph."""
+"""Cuts the opaque ops that stand for skipped blocks out of an exported graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONVERSIONS = {
 
 
 def cut(skipped: Skipping, graph: fx.Graph) -> bool:
-    """Take the opaque ops out of ``graph``; False where it cannot be made whole again."""
+    """Take the opaque ops out of ``graph``; return False if the graph would have a gap."""
     calls: dict[tuple[int, int], fx.Node] = {}
     results: dict[tuple[int, int], fx.Node] = {}
     for node in graph.nodes:
@@ -46,14 +46,14 @@ def cut(skipped: Skipping, graph: fx.Graph) -> bool:
 
 
 def _cut(run: Run, calls: Sequence[fx.Node | None], results: Sequence[fx.Node | None]) -> bool:
-    """Let the last two blocks follow the first three. Blocks must be a chain, whose links nobody else reads."""
+    """Connect the last two blocks to the first three. Blocks must form a chain whose links nothing else reads."""
     found = [c for c in calls if c is not None]
     if len(found) != len(run.paths):
         return False
-    made = [_made(call, result) for call, result in zip(found, results, strict=True)]
+    made = [_block_outputs(call, result) for call, result in zip(found, results, strict=True)]
     links = [_links(found[k], made[k - 1]) for k in range(1, len(found))]
     last = len(found) - TAIL - 1
-    if any(link != links[0] for link in links) or not _read_in_turn(run, found, made, last):
+    if any(link != links[0] for link in links) or not _is_read_by_next_only(run, found, made, last):
         return False
     for at, old in made[last].items():
         old.replace_all_uses_with(made[HEAD - 1][at])
@@ -64,22 +64,22 @@ def _cut(run: Run, calls: Sequence[fx.Node | None], results: Sequence[fx.Node | 
     return True
 
 
-def _made(call: fx.Node, result: fx.Node | None) -> dict[int, fx.Node]:
-    """The tensors that a block returns of its own, by position."""
+def _block_outputs(call: fx.Node, result: fx.Node | None) -> dict[int, fx.Node]:
+    """Return the tensors that a block itself returns, by position."""
     if result is not None:
         return dict(enumerate(result.args[0]))  # type: ignore[arg-type]
     return {int(str(u.args[1])): u for u in call.users if u.target is operator.getitem}
 
 
 def _links(call: fx.Node, before: dict[int, fx.Node]) -> list[Any]:
-    """What goes into a block: an output of the one before, by its position, or what all blocks read."""
-    positions = {_itself(node): at for at, node in before.items()}
-    read = [_itself(node) for node in call.args[0]]  # type: ignore[union-attr, arg-type]
+    """Return a block's inputs: positions of outputs of the block before, or nodes that all blocks read."""
+    positions = {_unconverted(node): at for at, node in before.items()}
+    read = [_unconverted(node) for node in call.args[0]]  # type: ignore[union-attr, arg-type]
     return [positions.get(node, node) for node in read]
 
 
-def _itself(node: fx.Node) -> fx.Node:
-    """What a conversion that changes nothing, and so returns its argument, was given."""
+def _unconverted(node: fx.Node) -> fx.Node:
+    """Return the argument of a chain of conversions that change nothing and so return their argument."""
     while node.target in _CONVERSIONS and isinstance(node.args[0], fx.Node):
         value, given = node.meta["val"], node.args[0].meta["val"]
         if (value.dtype, value.shape, value.stride()) != (given.dtype, given.shape, given.stride()):
@@ -88,8 +88,8 @@ def _itself(node: fx.Node) -> fx.Node:
     return node
 
 
-def _read_in_turn(run: Run, calls: Sequence[fx.Node], made: Sequence[dict[int, fx.Node]], last: int) -> bool:
-    """Whether what the skipped blocks return is read by the next block alone."""
+def _is_read_by_next_only(run: Run, calls: Sequence[fx.Node], made: Sequence[dict[int, fx.Node]], last: int) -> bool:
+    """Whether only the next block reads what each skipped block returns."""
     after = run.paths[last + 1]
     for k in range(HEAD, last + 1):
         for user in (user for node in made[k].values() for user in node.users):

@@ -1,7 +1,7 @@
-"""Models that take derivatives in their forward: physics-informed networks, penalties of gradients.
+"""Models that take derivatives in their forward: physics-informed networks, gradient penalties.
 
-torch.export cannot hold them, since it stops above autograd. Their joint graph is traced from the model itself, where
-an inner derivative is ops like any other; what the rewrites of the exported graph would have done is left undone.
+torch.export stops above autograd and cannot hold them. Their joint graph is traced from the model itself, in which an
+inner derivative consists of ordinary ops; the rewrites of the exported graph are not applied.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DerivativeError(CaptureError):
 
 
 @contextlib.contextmanager
-def refused() -> Iterator[None]:
-    """While exporting, a derivative raises ``DerivativeError``."""
+def refused_derivatives() -> Iterator[None]:
+    """Make derivatives raise ``DerivativeError`` during an export."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise DerivativeError(
@@ -53,7 +53,7 @@ class _Direct(nn.Module):
 
 
 def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """A product and a sum: a product whose inner dim is cut is partial, and the bias is not."""
+    """Compute a product and a sum: a product whose inner dim is cut is partial, and the bias is not."""
     return bias * beta + (x @ y) * alpha if (beta, alpha) != (1, 1) else bias + x @ y
 
 
@@ -65,10 +65,10 @@ def joint_directly(
     differentiable: tuple[int, ...],
     detached: Collection[int],
 ) -> Joint:
-    """The joint graph of a model as it is written.
+    """Trace the joint graph of a model as it is written.
 
     Raises:
-        CaptureError: it draws random numbers, which would differ between ranks.
+        CaptureError: the model draws random numbers, which would differ between ranks.
     """
     module = _Direct(flat, detached)
     graph_module, ins, outs = joint_graph(module, (*inputs, seed), {**DECOMPOSITIONS, aten.addmm.default: _addmm})
@@ -77,13 +77,13 @@ def joint_directly(
             raise CaptureError(
                 "A forward that takes derivatives cannot draw random numbers.",
                 found=str(node.target),
-                hint="switch dropout off, or pass the random numbers as an input.",
+                hint="disable dropout, or pass the random numbers as an input.",
             )
         if node.op == "get_attr":
             raise CaptureError(
                 "A forward that takes derivatives cannot hold tensors as plain attributes or literals.",
                 found=str(node.target),
-                hint="keep them with register_buffer.",
+                hint="register them with register_buffer.",
             )
 
     canonical = {id(t): n for n, t in (*flat.model.named_parameters(), *flat.model.named_buffers())}

@@ -1,4 +1,4 @@
-"""The program is captured on the CPU for devices of any kind, so no kernel of the CPU alone may enter it."""
+"""Keeps CPU-only ops out of captured programs, which are captured on the CPU for any kind of device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar._torch import as_later_versions, grouped_products
+from autopar._torch import backported_fixes, grouped_products
 
 
 @contextlib.contextmanager
 def device_neutral_ops() -> Iterator[None]:
-    """Keep oneDNN's ops, which only CPUs have, out of what is traced: an LSTM becomes matrix products."""
+    """Keep oneDNN's ops, which only CPUs have, out of the trace; an LSTM becomes matrix products."""
     flags = torch.backends.mkldnn.flags(enabled=False)
     with _without_tf32_warning():
         flags.__enter__()
     try:
-        with grouped_products(), as_later_versions():
+        with grouped_products(), backported_fixes():
             yield
     finally:
         with _without_tf32_warning():
@@ -27,7 +27,7 @@ def device_neutral_ops() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tf32_warning() -> Iterator[None]:
-    """Setting oneDNN's flags sets those of Intel GPUs too, and warns where there is none."""
+    """Suppress a warning: setting oneDNN's flags also sets those of Intel GPUs, and warns if there is none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration")
         yield

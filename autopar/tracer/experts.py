@@ -1,7 +1,7 @@
-"""Mixtures of experts of Hugging Face, token by token.
+"""Hugging Face's mixtures of experts, computed token by token.
 
 Their implementations sort the rows of the whole batch by expert, so that a rank would need all tokens, or loop over the
-experts that were hit, which depends on values. While exporting, both become products in which each token names its
+experts that were hit, which depends on values. During an export, both become products in which each token names its
 experts (``autopar.ops.experts``), so that tokens can be cut as they can outside of experts.
 """
 
@@ -30,25 +30,25 @@ Forward = Callable[..., Tensor]
 
 @contextlib.contextmanager
 def experts_by_token() -> Iterator[None]:
-    """While exporting, let Hugging Face's experts be products of tokens, where they are what its interface says."""
+    """Compute Hugging Face's experts as products of tokens during an export, if they follow its interface."""
     moe = _module()
     if moe is None:
         yield
         return
     ordinary = moe.ExpertsInterface.get_interface
 
-    def chosen(self: Any, implementation: str, default: Forward) -> Forward:
+    def interface(self: Any, implementation: str, default: Forward) -> Forward:
         found: Forward = ordinary(self, implementation, default)
         if found is default or found is getattr(moe, "grouped_mm_experts_forward", None):
             return functools.partial(_forward, found, found is default)
         return found
 
-    with mock.patch.object(moe.ExpertsInterface, "get_interface", chosen):
+    with mock.patch.object(moe.ExpertsInterface, "get_interface", interface):
         yield
 
 
 def _module() -> types.ModuleType | None:
-    """Where experts are; None when the model cannot be one of theirs."""
+    """Return the module of experts; None if the model cannot contain any."""
     if "transformers" not in sys.modules:
         return None
     try:
@@ -59,7 +59,7 @@ def _module() -> types.ModuleType | None:
 
 
 def _forward(original: Forward, autocast: bool, *args: Any, **kwargs: Any) -> Tensor:
-    """What ``original``, the forward of a module of experts, returns."""
+    """Return what ``original``, the forward of a module of experts, returns."""
     try:
         given = tuple(inspect.signature(original).bind(*args, **kwargs).arguments.values())
     except TypeError:
@@ -70,11 +70,11 @@ def _forward(original: Forward, autocast: bool, *args: Any, **kwargs: Any) -> Te
 
 
 def _is_known(module: nn.Module, hidden: Any, ids: Any, scale: Any) -> bool:
-    """Whether all tokens and experts are here, each token with as many of them: not so in their expert parallelism."""
+    """Whether this process has all tokens and experts, and each token equally many: not so in expert parallelism."""
     if not all(isinstance(t, Tensor) and t.dim() == 2 for t in (hidden, ids, scale)) or ids.shape != scale.shape:
         return False
-    told = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
-    if not told or getattr(module, "_is_expert_parallel", False):
+    has_options = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+    if not has_options or getattr(module, "_is_expert_parallel", False):
         return False
     matrices = [getattr(module, name, None) for name in (_first_name(module), "down_proj")]
     return all(isinstance(w, Tensor) and w.dim() == 3 and w.is_floating_point() for w in matrices)
@@ -96,7 +96,7 @@ def _by_token(module: Any, hidden: Tensor, ids: Tensor, scale: Tensor, *, autoca
 
 
 def _linear(module: Any, name: str, x: Tensor, ids: Tensor, autocast: bool) -> Tensor:
-    """As the loop does it, whose products autocast knows, or in the weights' dtype, as the grouped product does."""
+    """Multiply as the loop does, under autocast, or in the weights' dtype as the grouped product does."""
     weight: Tensor = getattr(module, name)
     dtype = (_autocast_dtype(weight) if autocast else None) or weight.dtype
     made: Tensor = torch.ops.autopar.experts_mm(x.to(dtype), weight.to(dtype), ids, transposed=not module.is_transposed)
@@ -114,7 +114,7 @@ def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
 
 
 def _no_backward(ctx: Any, *_: Any) -> None:
-    raise AssertionError("it stands in an exported graph alone")
+    raise AssertionError("the op exists in exported graphs only")
 
 
 LIBRARY.define("alongside(Tensor x, Tensor like) -> Tensor")
@@ -124,7 +124,7 @@ torch.library.register_autograd("autopar_capture::alongside", _no_backward, lib=
 
 @replaces(torch.ops.autopar_capture.alongside.default)
 def _alongside(tracer: Any, x: Operand, like: Operand) -> Operand:
-    """``x`` with the leading dims kept apart that are apart in ``like``, a tensor of as many rows."""
+    """Return ``x`` with its leading dims kept apart as in ``like``, a tensor of equally many rows."""
     if not isinstance(like, Flat) or (isinstance(x, Flat) and x.lead_shape == like.lead_shape):
         return x
     whole: Tensor = materialize(x)

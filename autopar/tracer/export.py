@@ -1,4 +1,4 @@
-"""From the user's model to an exported forward graph on fake tensors."""
+"""Exports the user's model to a forward graph on fake tensors."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from autopar._torch import (
     HigherOrderOperator,
     OpOverload,
     changes_arguments,
-    failing_quietly,
     is_functionalized,
-    masks_kept,
-    without_hooks_left,
+    without_causal_detection,
+    without_export_prints,
+    without_leftover_hooks,
 )
-from autopar.attributes import Held, Left, Place, as_before, remember
+from autopar.attributes import AttributeOutput, Held, Place, record_attributes, restored_attributes
 from autopar.errors import AutoparError, CaptureError
 from autopar.guards import AttributeKey, table_key
 from autopar.structure import Structure
-from autopar.tracer import functions, left
+from autopar.tracer import attribute_outputs, functions
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples
 from autopar.tracer.blame import AS_AN_OP, UNROLLED, capture_error, user_line
 from autopar.tracer.calls import Call, FlatModel, LastCall
-from autopar.tracer.checks import taken_as_passed
+from autopar.tracer.checks import assume_checks_pass
 from autopar.tracer.combinations import combinations_by_index
 from autopar.tracer.convert import source_line
-from autopar.tracer.ctc import forget_packed, without_tables
+from autopar.tracer.ctc import ctc_losses_as_ops, drop_packed_selections
+from autopar.tracer.cumulative_batch_norm import cumulative_batch_norms
 from autopar.tracer.cutting import cut
-from autopar.tracer.derivatives import DerivativeError, refused
+from autopar.tracer.derivatives import DerivativeError, refused_derivatives
 from autopar.tracer.device_neutral import device_neutral_ops
+from autopar.tracer.equal_masks import merge_equal_masks
 from autopar.tracer.experts import experts_by_token
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
-from autopar.tracer.linear_algebra import covariances
-from autopar.tracer.masked import merge_equal_masks
+from autopar.tracer.linear_algebra import unchecked_covariances
 from autopar.tracer.normalize import CONTEXTS
 from autopar.tracer.packed import packed_by_mask
-from autopar.tracer.python_state import Depending, kept, tensors_in
+from autopar.tracer.python_state import DependencyRecorder, restored_state, tensors_in
 from autopar.tracer.randomness import refuse_python_random
 from autopar.tracer.reads import answering
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
-from autopar.tracer.running import averaged_by_count
-from autopar.tracer.side_effects import watched
+from autopar.tracer.side_effects import refused_side_effects
 from autopar.tracer.skipping import skipping
 
 
@@ -57,14 +57,14 @@ class Exported:
     """A forward graph of ATen ops, the structure of what the model returned, and which outputs have gradients.
 
     Args:
-        program: None where the forward takes derivatives, which no exported graph holds.
-        values: of the outputs, on fake tensors: of those returned, and of those left in attributes.
-        notices: what the program will do otherwise than the model, one sentence each.
+        program: None if the forward takes derivatives, which no exported graph holds.
+        values: fake tensors of the outputs: those returned, and those stored in attributes.
+        notices: differences between the program and the model, one sentence each.
         cut: runs of equal blocks whose middle was not run.
-        changed: attributes that the forward changes, or leaves outputs in.
-        left: what the forward leaves in attributes, as further outputs.
-        lost: what it leaves where no output of a program gets.
-        left_out: attributes among these.
+        changed: attributes that the forward changes, or stores outputs in.
+        attribute_outputs: what the forward stores in attributes, as further outputs.
+        lost: names of places that hold tensors no output of a program can reach.
+        excluded: attributes whose tensors are not outputs, because calls do not store them alike.
     """
 
     program: torch.export.ExportedProgram | None
@@ -74,34 +74,34 @@ class Exported:
     notices: tuple[str, ...] = ()
     cut: tuple[Run, ...] = ()
     changed: tuple[AttributeKey, ...] = ()
-    left: tuple[Left, ...] = ()
+    attribute_outputs: tuple[AttributeOutput, ...] = ()
     lost: tuple[str, ...] = ()
-    left_out: frozenset[Place] = frozenset()
+    excluded: frozenset[Place] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all outputs."""
-        return (*self.returned.paths, *(path for each in self.left for path in each.value.paths))
+        """Names of all outputs."""
+        return (*self.returned.paths, *(path for each in self.attribute_outputs for path in each.value.paths))
 
 
 def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = False) -> Exported:
     """Export the forward of ``model``, which is on fake tensors.
 
     Args:
-        whole: run every block, also of a run of equal ones.
+        whole: run every block, even in a run of equal ones.
 
     Raises:
-        CaptureError: naming the line of the user's code where capturing stopped.
+        CaptureError: capture failed; it names the line of the user's code.
         IrregularError: blocks that looked equal are not.
     """
     runs = () if whole else repeated_blocks(model)
     try:
-        with failing_quietly():
+        with without_export_prints():
             return _export(model, call, mode, runs)
     except DerivativeError:
         raise
     except AutoparError as error:
-        if runs:  # the user's error is the one that comes without skipping
+        if runs:  # an export without skipping gives the error that the user should see
             raise IrregularError from error
         raise
 
@@ -110,39 +110,39 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
     plain = dict(call.structure.plain)
     cached = without_caches(model) and plain.get("use_cache") is not False
     flat, overridden = FlatModel(model, call.structure), list[str]()
-    flat.returned.left_out, findings = frozenset(), left.Findings()
+    flat.returned.excluded, findings = frozenset(), attribute_outputs.Findings()
     try:
         with (
             masks_as_in_eager(call.names, cached=cached),
             functions.opaque(overridden),
             refuse_python_random(lambda: flat(*call.tensors)),
             device_neutral_ops(),
-            refused(),
-            without_tables(),
-            averaged_by_count(),
+            refused_derivatives(),
+            ctc_losses_as_ops(),
+            cumulative_batch_norms(),
             experts_by_token(),
-            watched(overridden),
+            refused_side_effects(overridden),
             packed_by_mask(),
             clusters_of_all_samples(),
-            covariances(),
+            unchecked_covariances(),
             combinations_by_index(),
-            masks_kept(),
-            _asked_of_tensors() as checks,
+            without_causal_detection(),
+            _answered_requests() as checks,
             skipping(model, runs) as skipped,
-            without_hooks_left(),
+            without_leftover_hooks(),
         ):
-            with kept(model):
+            with restored_state(model):
                 program = _exported(flat, call)
-            changes = flat.returned.changes or flat.returned.left
+            changes = flat.returned.changes or flat.returned.attribute_outputs
             equal = cut(skipped, program.graph) and not (skipped.cut and changes)
             if changes and equal:
-                with kept(model):
-                    findings = left.looked_through(flat, flat.returned, call.tensors, mode)
-                if findings.unfit:
-                    flat.returned.left_out = findings.unfit
-                    with kept(model):
+                with restored_state(model):
+                    findings = attribute_outputs.trial_calls(flat, flat.returned, call.tensors, mode)
+                if findings.unusable:
+                    flat.returned.excluded = findings.unusable
+                    with restored_state(model):
                         program = _exported(flat, call)
-                with kept(model):
+                with restored_state(model):
                     _refuse_state(program, flat, call, mode, findings.fixed)
     except DerivativeError:
         raise
@@ -152,11 +152,11 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         raise capture_error(model, error) from error
     if not equal:
         raise IrregularError
-    for part in program.graph_module.modules():  # what is under no_grad or autocast is a graph of its own
+    for part in program.graph_module.modules():  # code under no_grad or autocast is a graph of its own
         if isinstance(part, fx.GraphModule):
             _refuse_functions(part.graph)
             _refuse_sparse(part.graph)
-            forget_packed(part.graph)
+            drop_packed_selections(part.graph)
     merge_equal_masks(program.graph)
     returned = flat.returned.structure
     assert returned is not None
@@ -169,29 +169,29 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
         flat.returned.differentiable,
         notices,
         tuple(skipped.cut),
-        _changed(flat, findings.left),
-        findings.left,
+        _changed_attributes(flat, findings.attribute_outputs),
+        findings.attribute_outputs,
         findings.lost,
     )
 
 
 @contextlib.contextmanager
-def _asked_of_tensors() -> Iterator[list[str]]:
-    """While tracing: values that the forward asks of tensors come from checks that pass, and from buffers."""
-    with answering(), taken_as_passed() as checks:  # a check, which looks at its line, comes first
+def _answered_requests() -> Iterator[list[str]]:
+    """Answer, while tracing, requests for values of tensors from checks that pass, and from buffers."""
+    with answering(), assume_checks_pass() as checks:  # a check looks at its caller's line, so it comes first
         yield checks
 
 
 def _exported(flat: FlatModel, call: Call) -> torch.export.ExportedProgram:
-    with left.same_objects(flat.model), warnings.catch_warnings():
-        # Recurrent layers keep a list of their parameters, for which capture puts in its own.
+    with attribute_outputs.same_objects(flat.model), warnings.catch_warnings():
+        # Recurrent layers keep a list of their parameters, in which capture puts its own.
         warnings.filterwarnings("ignore", message=".*_flat_weights")
         warnings.filterwarnings("ignore", message=".*assigned during export")
         return torch.export.export(flat, call.tensors, strict=False)
 
 
 def run_once(model: nn.Module, call: Call) -> Exported:
-    """What ``model``, on fake tensors, returns.
+    """Run ``model`` once on fake tensors, and describe what it returns.
 
     Raises:
         CaptureError: it does not run on them.
@@ -201,14 +201,14 @@ def run_once(model: nn.Module, call: Call) -> Exported:
     try:
         with (
             refuse_python_random(lambda: flat(*call.tensors)),
-            watched(overridden),
-            _asked_of_tensors() as checks,
+            refused_side_effects(overridden),
+            _answered_requests() as checks,
         ):
-            flat.returned.left_out = frozenset()
-            with kept(model):
-                findings = left.looked_through(flat, flat.returned, call.tensors, contextlib.nullcontext())
-            flat.returned.left_out = findings.unfit
-            with kept(model):
+            flat.returned.excluded = frozenset()
+            with restored_state(model):
+                findings = attribute_outputs.trial_calls(flat, flat.returned, call.tensors, contextlib.nullcontext())
+            flat.returned.excluded = findings.unusable
+            with restored_state(model):
                 values = flat(*call.tensors)
     except CaptureError as error:
         raise _located(error) from error.__cause__
@@ -223,14 +223,14 @@ def run_once(model: nn.Module, call: Call) -> Exported:
         flat.returned.differentiable,
         tuple(notices),
         (),
-        _changed(flat, findings.left),
-        findings.left,
+        _changed_attributes(flat, findings.attribute_outputs),
+        findings.attribute_outputs,
         findings.lost,
-        findings.unfit,
+        findings.unusable,
     )
 
 
-def _changed(flat: FlatModel, outputs: Sequence[Left]) -> tuple[AttributeKey, ...]:
+def _changed_attributes(flat: FlatModel, outputs: Sequence[AttributeOutput]) -> tuple[AttributeKey, ...]:
     places = [place for each in outputs for place in (each.place, *each.also)]
     given = [(table_key(flat.model.get_submodule(path)), name) for path, name in places]
     return *given, *((table_key(c.place.owner), c.place.name) for c in flat.returned.changes.values())
@@ -248,7 +248,7 @@ def _refuse_functions(graph: fx.Graph) -> None:
         name = getattr(node.target, "__name__", "")
         if isinstance(node.target, HigherOrderOperator) and name.startswith("triton_kernel_wrapper"):
             raise CaptureError(
-                "The forward launches a Triton kernel, of which a graph knows neither the results nor a gradient.",
+                "The forward launches a Triton kernel, whose results and gradient a graph does not know.",
                 found=source_line(node.meta) or name,
                 hint=AS_AN_OP,
             )
@@ -261,11 +261,12 @@ def _refuse_functions(graph: fx.Graph) -> None:
 
 
 def refuse_changed_arguments(graph: fx.Graph) -> None:
-    """Ops of a plan return what they make; one of the user's that changes its arguments is called on copies of them,
-    and what it has changed are results of the call.
+    """Refuse ops that change their arguments, because ops of a plan return what they make.
+
+    A custom op that does is called on copies of them, and what it changed are results of the call, if torch can do so.
 
     Raises:
-        CaptureError: an op changes its arguments, and torch has found no such call for it.
+        CaptureError: an op changes its arguments, and torch could not turn it into such a call.
     """
     for node in graph.nodes:
         if is_functionalized(node.target):
@@ -273,10 +274,9 @@ def refuse_changed_arguments(graph: fx.Graph) -> None:
         op = node.args[0] if str(node.target).startswith("auto_functionalized") else node.target
         if changes_arguments(op):
             raise CaptureError(
-                f"The forward calls {op}, an op of yours that changes its arguments.",
+                f"The forward calls {op}, a custom op that changes its arguments.",
                 found=source_line(node.meta) or str(op._schema),
-                hint="let the op return what it makes: @custom_op(..., mutates_args=()), with a copy of the argument "
-                "inside.",
+                hint="let the op return its result: @custom_op(..., mutates_args=()), with a copy of the argument.",
             )
 
 
@@ -285,7 +285,7 @@ def _refuse_sparse(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise CaptureError(
-                "The forward makes a sparse tensor, which has no shards.",
+                "The forward creates a sparse tensor, which cannot be sharded.",
                 found=source_line(node.meta) or str(value.layout),
                 hint="keep its indices and values as two dense tensors, and write a product with it as index_select, "
                 "a multiplication and index_add.",
@@ -293,62 +293,70 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 
 
 def _dense_gradients(graph: fx.Graph) -> list[str]:
-    """What is said where a gradient would be a sparse tensor on one device."""
+    """Return a notice if a gradient would be a sparse tensor on one device."""
     for node in graph.nodes:
         names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
-        asked = "sparse" in names and dict(zip(names, node.args, strict=False)) | node.kwargs
-        if asked and asked.get("sparse"):
+        options = "sparse" in names and dict(zip(names, node.args, strict=False)) | node.kwargs
+        if options and options.get("sparse"):
             return ["gradients of embeddings with sparse=True are dense: SparseAdam cannot take them, AdamW can"]
     return []
 
 
 def _refuse_state(
-    program: torch.export.ExportedProgram, flat: FlatModel, call: Call, mode: FakeTensorMode, fixed: Sequence[Left]
+    program: torch.export.ExportedProgram,
+    flat: FlatModel,
+    call: Call,
+    mode: FakeTensorMode,
+    fixed: Sequence[AttributeOutput],
 ) -> None:
-    """What the forward changes in Python may be for show, or a cache of what is always the same: else the program of
-    the second call is another.
+    """Refuse a forward whose second call would be another program because of Python data that the first one changed.
+
+    Data that is only for show is fine, and so are caches of what never changes.
 
     Args:
         fixed: caches, which the second call finds as the first did.
 
     Raises:
-        CaptureError: it is.
+        CaptureError: the second call would be another program.
     """
     before: dict[Place, Held] = {}
-    remember(before, flat.model, [each.place for each in fixed])
-    with contextlib.suppress(DynamicOutputShapeException):  # what a mask chooses has a shape in an export alone
-        with mode, Depending((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
+    record_attributes(before, flat.model, [each.place for each in fixed])
+    with contextlib.suppress(DynamicOutputShapeException):  # a masked selection has a shape during an export only
+        with mode, DependencyRecorder((*flat.parameters(), *flat.buffers(), *call.tensors)) as data:
             flat(*call.tensors)
         kept_tensors = tensors_in(flat.returned.changes.values())
         if kept_tensors and not any(t in data for t in kept_tensors):
             return
     changes = flat.returned.changes
     try:
-        with as_before(flat.model, before):
-            again = _exported(flat, call)
+        with restored_attributes(flat.model, before):
+            second = _exported(flat, call)
     except Exception:  # noqa: BLE001  it worked in the first call
         same = False
     else:
-        same = _text_of(program) == _text_of(again)
+        same = _computation(program) == _computation(second)
     if not same:
-        named = [*changes.items(), *((each.names[0], "an object with tensors in it") for each in flat.returned.left)]
+        named = [
+            *changes.items(),
+            *((each.names[0], "an object with tensors in it") for each in flat.returned.attribute_outputs),
+        ]
         name, change = named[0]
         raise CaptureError(
-            f"The forward changes {name} and computes with it: the program would keep one value.",
+            f"The forward changes {name} and computes with it, but the program would keep a single value.",
             found=str(change),
             hint=f"keep it as a tensor, self.register_buffer({name.rpartition('.')[2]!r}, torch.tensor(...)), or pass "
             "it as an input.",
         )
 
 
-def _text_of(program: torch.export.ExportedProgram) -> list[Any]:
-    """All that a program computes with."""
+def _computation(program: torch.export.ExportedProgram) -> list[Any]:
+    """Return everything that a program computes with, as text."""
     nodes = [(str(n.target), str(n.args), str(n.kwargs)) for n in program.graph.nodes]
     return [nodes, [(name, str(t)) for name, t in program.constants.items()]]
 
 
 def _located(error: CaptureError) -> AutoparError:
-    """An error of our own, raised below a line of the user's."""
+    """Add the user's line to one of our own errors that was raised below it."""
     where = user_line(error)
     return CaptureError(f"{error.what[:-1]}: {where}." if where else error.what, found=error.found, hint=error.hint)
 
@@ -357,13 +365,13 @@ def _notices(returned: LastCall, cached: bool, checks: Sequence[str], overridden
     notices = [
         f"{name} {change.verb} in forward, and keeps its old value outside of it"
         for name, change in returned.changes.items()
-        if not left.is_part(name, returned.left)
+        if not attribute_outputs.is_part(name, returned.attribute_outputs)
     ]
     if checks:
-        notices.append(f"checks of values are taken as passed: {', '.join(dict.fromkeys(checks))}")
+        notices.append(f"checks of values are assumed to pass: {', '.join(dict.fromkeys(checks))}")
     if overridden:
         notices.append(
-            "torch.utils.checkpoint is overridden: what is recomputed is the plan's decision, by the memory_budget"
+            "torch.utils.checkpoint is overridden: the plan decides what is recomputed, by the memory_budget"
         )
     if cached:
         notices.append("caches for generation (past_key_values) are None in training")

@@ -1,4 +1,4 @@
-"""A copy of the user's model that allocates nothing: every parameter and buffer becomes a fake CPU tensor."""
+"""Copies the user's model without allocating: every parameter and buffer becomes a fake CPU tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from autopar._torch import FakeTensorMode
 from autopar.errors import CaptureError, InputError
 from autopar.structure import is_dense
-from autopar.tracer.unread import described, stand_in, take_out
+from autopar.tracer.unread import describe, detach_stand_ins, stand_in
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -21,16 +21,16 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def fake_like(
     tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None, name: str = "a tensor"
 ) -> torch.Tensor:
-    """A fake CPU tensor of the same shape and strides, and the same dtype unless another is given.
+    """Return a fake CPU tensor with the same shape and strides, and the same dtype unless another is given.
 
-    Always on the CPU: a fake tensor on a device that torch was built without aborts the process in autograd,
-    and on the meta device parts of the backward are missing.
+    It is always on the CPU: a fake tensor on a device that torch was built without aborts the process in autograd, and
+    on the meta device parts of the backward are missing.
     """
     if not is_dense(tensor):
         raise InputError(
-            "The program takes dense tensors.",
-            found=f"{name}: {described(tensor)}",
-            hint="pass the indices and values as dense tensors and multiply by index_add, or pad what is ragged.",
+            "Inputs of a parallel model must be dense tensors.",
+            found=f"{name}: {describe(tensor)}",
+            hint="pass indices and values as dense tensors and multiply with index_add, or pad ragged data.",
         )
     with mode:
         fake = torch.empty_strided(
@@ -44,10 +44,10 @@ def fake_like(
 def fake_copy(
     model: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[torch.Tensor], torch.dtype] | None = None
 ) -> nn.Module:
-    """A deep copy of ``model`` on fake tensors. Parameters that are one object stay one object.
+    """Return a deep copy of ``model`` on fake tensors. Parameters that are one object stay one object.
 
     Args:
-        dtype_of: in which each parameter and buffer is stored; None is as it is.
+        dtype_of: returns the dtype in which a parameter or buffer is stored; None keeps its own.
 
     Raises:
         CaptureError: a tensor kept as a plain attribute has no values, or the model cannot be copied.
@@ -67,27 +67,27 @@ def fake_copy(
                     memo[id(tensor)] = _constant(tensor, f"{name}.{key}" if name else key)
     try:
         copied = copy.deepcopy(model, memo)
-        take_out(copied)
+        detach_stand_ins(copied)
         return _as_written(copied)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(
-            f"The model {type(model).__name__} cannot be copied, which capturing it needs.",
+            f"The model {type(model).__name__} cannot be copied, which capture requires.",
             found=f"{type(error).__name__}: {error}",
             hint="keep open files, locks and generators out of the model's attributes.",
         ) from error
 
 
 class _WholeBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm over the whole batch: what SyncBatchNorm computes, and the captured program with it."""
+    """Batch norm over the whole batch, which is what SyncBatchNorm computes, and the captured program too."""
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
-        """Any number of dims will do."""
+        """Accept any number of dims."""
 
 
 def _as_written(model: nn.Module) -> nn.Module:
-    """The copy of a parallel model runs what the user wrote; no module of it talks to other ranks."""
+    """Make the copy of a parallel model run the user's own code, without communication in any module."""
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = _WholeBatchNorm  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """Tensors whose leading dims a model flattened, kept unflattened.
 
-Models write ``x.view(-1, d) @ w`` and ``logits.view(-1, v)``: batch and sequence become one dim, which can only be
-cut by its outer part. A ``Flat`` remembers the tensor before the view, and ops that treat leading dims alike run on
-that, so batch and sequence stay dims of their own and either can be cut.
+Models write ``x.view(-1, d) @ w`` and ``logits.view(-1, v)``: batch and sequence become one dim, of which only the
+outer part can be cut. A ``Flat`` keeps the tensor from before the view, and ops that treat leading dims alike run on
+that, so batch and sequence remain separate dims, and either can be cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Deferred:
-    """A tensor that is made only where an op cannot do without."""
+    """A tensor that is materialized only if an op needs it."""
 
     def materialize(self) -> torch.Tensor:
         raise NotImplementedError
@@ -49,7 +49,7 @@ class Flat(Deferred):
 
 
 def materialize(tree: Any) -> Any:
-    """``tree`` with every deferred tensor in it made an ordinary one."""
+    """Return ``tree`` with every deferred tensor in it materialized."""
     return tree_map(lambda x: x.materialize() if isinstance(x, Deferred) else x, tree, is_leaf=_is_deferred)
 
 
@@ -71,7 +71,7 @@ def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
 
 
 def view(x: torch.Tensor | Flat, shape: Sequence[int]) -> Any:
-    """What ``x.view(shape)`` becomes: Flat where it merges leading dims, the base where it undoes that."""
+    """Return what ``x.view(shape)`` becomes: a Flat if it merges leading dims, the base if it undoes that."""
     base = x.base if isinstance(x, Flat) else x
     if base.numel() == 0:
         return NotImplemented
@@ -86,13 +86,13 @@ def view(x: torch.Tensor | Flat, shape: Sequence[int]) -> Any:
         if target == (math.prod(base.shape[:lead]), *base.shape[lead:]):
             return Flat(base, lead)
     for lead in range(2, base.ndim if len(target) > 1 else 0):
-        if target[0] == math.prod(base.shape[:lead]):  # heads are put together by the same view, as in torch's own
+        if target[0] == math.prod(base.shape[:lead]):  # the same view merges heads, as in torch's own attention
             return Flat(base.reshape((*base.shape[:lead], *target[1:])), lead)
     return NotImplemented
 
 
 def copied(x: torch.Tensor | Flat, shape: Sequence[int]) -> torch.Tensor | Flat:
-    """A copy of ``x`` where reshaping it makes one: what changes either in place must not change the other."""
+    """Return a copy of ``x`` if reshaping copies: in-place changes of one must not affect the other."""
     if isinstance(x, Flat) or x.is_contiguous():
         return x
     try:
@@ -108,7 +108,7 @@ def _lead_of(flats: Sequence[Flat]) -> tuple[int, ...] | None:
 
 
 def pointwise(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A pointwise op on the bases, when every other operand broadcasts over the flattened dim."""
+    """Run a pointwise op on the bases if every other operand broadcasts over the flattened dim."""
     leaves, _ = tree_flatten((args, kwargs), is_leaf=_is_flat)
     flats = [x for x in leaves if isinstance(x, Flat)]
     lead = _lead_of(flats)
@@ -122,7 +122,7 @@ def pointwise(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def trailing(target: Callable[..., Any], x: Flat, *args: Any, **kwargs: Any) -> Flat:
-    """An op that works on the dims after the flattened one."""
+    """Run an op that works on the dims after the flattened one."""
     return Flat(target(x.base, *args, **kwargs), x.lead)
 
 
@@ -134,11 +134,11 @@ _DIM: dict[Callable[..., Any], int] = {
     aten.unsqueeze.default: 1,
     aten.sum.dim_IntList: 1,
 }
-"""Ops along some dims that leave the others as they are, and which argument says along which."""
+"""Ops along some dims that leave the others as they are, with the position of the argument that names the dims."""
 
 
-def behind(target: Callable[..., Any], x: Flat, args: Sequence[Any], kwargs: Any) -> Any:
-    """An op along dims after the flattened one, which counts as one of ``args``' dims."""
+def along_rest(target: Callable[..., Any], x: Flat, args: Sequence[Any], kwargs: Any) -> Any:
+    """Run an op along dims after the flattened one; ``args`` count that as one dim."""
     at = _DIM.get(target)
     if at is None or at > len(args) or args[at - 1] is None:
         return NotImplemented

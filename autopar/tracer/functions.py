@@ -1,7 +1,7 @@
-"""Custom ``torch.autograd.Function``s: torch.export keeps their forward and loses their backward.
+"""Custom ``torch.autograd.Function``s, of which torch.export keeps the forward and loses the backward.
 
-During export each call becomes one opaque op that remembers what was called; the joint tracer then calls the
-Function itself, whose own backward goes into the graph.
+During an export each call becomes an opaque op that records what was called; the joint tracer then calls the Function
+itself, whose own backward goes into the graph.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from autopar.tracer.replacements import REPLACEMENTS
 
 LIBRARY: Any = torch.library.Library("autopar_capture", "DEF")  # type: ignore[no-untyped-call]
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]
-"""A class method, of Python before torch 2.15 and of C since."""
+"""A class method: a Python one before torch 2.15, and a C one since."""
 
 
 @dataclass
-class _Called:
-    """One call: ``args`` without its tensors, whose positions are ``at``; ``returned`` likewise."""
+class _FunctionCall:
+    """One call: ``args`` without its tensors, whose positions are ``at``; likewise ``returned``."""
 
     function: type[torch.autograd.Function]
     args: list[Any]
@@ -49,12 +49,12 @@ class _Called:
 
 
 _TENSOR = object()
-_calls: ContextVar[list[_Called]] = ContextVar("calls")
+_calls: ContextVar[list[_FunctionCall]] = ContextVar("calls")
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Remember every call of a Function until the joint graph has been traced."""
+    """Record every call of a Function until the joint graph has been traced."""
     token = _calls.set([])
     try:
         yield
@@ -64,16 +64,17 @@ def recorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def opaque(overridden: list[str]) -> Iterator[None]:
-    """While exporting: Functions become opaque ops, reentrant checkpoints run what they wrap, tensor hooks are refused.
+    """Handle, during an export, what torch.export cannot: Functions, reentrant checkpoints and tensor hooks.
 
-    What is recomputed is the plan's decision; the user's own checkpoints are named in ``overridden``.
+    Functions become opaque ops, reentrant checkpoints run the function they wrap, and tensor hooks are refused. The
+    plan decides what is recomputed; the names of the user's own checkpoints are added to ``overridden``.
     """
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             run, _, *rest = args
             overridden.append(getattr(run, "__qualname__", type(run).__name__))
-            # As in eager, where a reentrant checkpoint sees the gradients of its inputs alone.
+            # As in eager mode, where a reentrant checkpoint only sees the gradients of its inputs.
             with torch.set_grad_enabled(torch.is_grad_enabled() and _need_grad(rest)):
                 return run(*rest)
         if cls.__module__.partition(".")[0] == "torch" or kwargs:
@@ -93,7 +94,7 @@ def _need_grad(values: Sequence[Any]) -> bool:
 
 def _refuse_hook(tensor: Tensor, hook: Any) -> None:
     raise CaptureError(
-        "register_hook in forward is not captured, so the gradient would be another.",
+        "register_hook in forward cannot be captured, so the gradient would be wrong.",
         found=getattr(hook, "__qualname__", repr(hook)),
         hint="write it as a torch.autograd.Function, whose backward is captured.",
     )
@@ -101,20 +102,20 @@ def _refuse_hook(tensor: Tensor, hook: Any) -> None:
 
 def _record(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-    called = _Called(function, [None if i in at else a for i, a in enumerate(args)], at)
+    recorded_call = _FunctionCall(function, [None if i in at else a for i, a in enumerate(args)], at)
     calls = _calls.get()
-    calls.append(called)
+    calls.append(recorded_call)
     made = torch.ops.autopar_capture.function([args[i] for i in at], len(calls) - 1)
-    return called.rebuild(made)
+    return recorded_call.rebuild(made)
 
 
 def _fake(tensors: list[Tensor], call: int) -> list[Tensor]:
-    called = _calls.get()[call]
+    recorded_call = _calls.get()[call]
     with torch.no_grad():
-        result = called.run([t.detach() for t in tensors])
-    called.is_tuple = isinstance(result, tuple)
-    values = list(result) if called.is_tuple else [result]
-    called.returned = [_TENSOR if isinstance(v, Tensor) else v for v in values]
+        result = recorded_call.run([t.detach() for t in tensors])
+    recorded_call.is_tuple = isinstance(result, tuple)
+    values = list(result) if recorded_call.is_tuple else [result]
+    recorded_call.returned = [_TENSOR if isinstance(v, Tensor) else v for v in values]
     return [v.clone() for v in values if isinstance(v, Tensor)]
 
 

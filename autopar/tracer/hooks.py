@@ -1,6 +1,6 @@
-"""Hooks of modules: what they compute is captured, what they only see or do to gradients would be lost.
+"""Hooks of modules: what they compute is captured; what they only observe, or do to gradients, would be lost.
 
-Hooks of the root run around the compiled program at every call, as ever, and so stay out of it.
+Hooks of the root module run around the compiled program at every call, as without autopar, so they are not captured.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def without_lost_hooks(model: nn.Module) -> None:
-    """Take the root's hooks off the copy that is captured, and refuse hooks inside that a graph cannot hold.
+    """Remove the root's hooks from the copy that is captured, and refuse inner hooks that a graph cannot hold.
 
     Raises:
-        CaptureError: a module inside has a hook on its gradients, or all modules have one; one on its values that only
-            looks at them raises when it runs.
+        CaptureError: an inner module has a hook on its gradients, or all modules have one. A hook that only observes
+            values raises when it runs.
     """
     for hook in (hook for name in OF_ALL_MODULES for hook in hooks_of_all_modules(name)):
         raise CaptureError(
-            "A hook on the modules of all models would run once, at capture.",
+            "A hook is registered on the modules of all models, but would run only once, at capture.",
             found=_described(hook),
-            hint="register it on the modules that it is meant for, after removing this one.",
+            hint="remove it, and register it on the modules that it is meant for.",
         )
     for name in (*_FORWARD, *_BACKWARD):
         getattr(model, name).clear()
@@ -53,19 +53,19 @@ def without_lost_hooks(model: nn.Module) -> None:
 
 
 OF_ALL_MODULES = tuple(f"_global{kind}" for kind in (*_FORWARD, *_BACKWARD))
-"""Torch's tables of hooks that run for every module of every model."""
+"""torch's tables of hooks that run for every module of every model."""
 
 
 def hooks_of_all_modules(name: str, default: Any = None) -> tuple[Callable[..., Any], ...]:
-    """The user's hooks in one of ``OF_ALL_MODULES``; those of libraries, as of profilers, may come and go."""
+    """Return the user's hooks in one of ``OF_ALL_MODULES``; those of libraries, such as profilers, may come and go."""
     table: dict[int, Callable[..., Any]] = vars(nn.modules.module)[name]
     return tuple(hook for hook in table.values() if not _of_a_library(hook))
 
 
 def lost_parameter_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Parameters with hooks on their gradients, and what those are: making the parameter a DTensor would drop them."""
+    """Yield parameters with hooks on their gradients, and the hooks, which a DTensor in their place would drop."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):  # of another parallel model: it stays
+        if isinstance(parameter, DTensor):  # it belongs to another parallel model and stays as it is
             continue
         hooks = {**(parameter._backward_hooks or {}), **(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})}
         yield from ((name, _described(hook)) for hook in list(hooks.values())[:1])
@@ -77,10 +77,10 @@ def _watched(hook: Callable[..., Any], path: str) -> Callable[..., Any]:
         result = hook(*args, **kwargs)
         if result is None:
             raise CaptureError(
-                f"The hook on {path} returns nothing: what else it does would be done once, at capture.",
+                f"The hook on {path} returns nothing, so its effects would happen only once, at capture.",
                 found=_described(hook),
-                hint="return the module's new value from the hook, or return what it looks at from the model's "
-                "forward as an output; hooks on the model itself run at every call.",
+                hint="return the module's new value from the hook, or return what it observes from the model's forward "
+                "as an output; hooks on the model itself run at every call.",
             )
         return result
 
@@ -88,7 +88,7 @@ def _watched(hook: Callable[..., Any], path: str) -> Callable[..., Any]:
 
 
 def _of_a_library(hook: Any) -> bool:
-    """Weight norm and the like are hooks of torch that compute, and those of other libraries are made for tracing."""
+    """Whether a hook is a library's: those of torch, such as weight norm, compute, and others are made for tracing."""
     plain = hook.func if isinstance(hook, functools.partial) else hook
     try:
         return is_installed(Path(inspect.getfile(plain if inspect.isroutine(plain) else type(plain))))

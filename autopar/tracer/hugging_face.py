@@ -1,4 +1,4 @@
-"""What Hugging Face models do differently under export than when they run, undone."""
+"""Undoes what Hugging Face models do differently under export than when they run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 
 
 def without_caches(model: nn.Module) -> bool:
-    """Switch caches off in ``model``, which is our own copy: they serve generation and break the capture of training.
+    """Switch caches off in ``model``, which is our copy: they serve generation and break the capture of training.
 
-    Returns whether any was on.
+    Return whether any was on.
     """
     found = False
     for module in model.modules():
@@ -31,8 +31,8 @@ def without_caches(model: nn.Module) -> bool:
 def masks_as_in_eager(names: Sequence[str], *, cached: bool) -> Iterator[None]:
     """Let attention be marked as causal, as it is outside of tracing.
 
-    Under export these models build the [b, 1, s, s] mask instead, which is another kernel than the one that will
-    run. The mask stays where inputs can hold padding, or packed sequences; with a cache (``cached``) the models do not
+    Under export these models build the [b, 1, s, s] mask instead, which needs another kernel than the one that will
+    run. The mask stays if inputs may contain padding or packed sequences; with a cache (``cached``) the models do not
     look for packed sequences.
     """
     masking = _masking()
@@ -51,7 +51,7 @@ def masks_as_in_eager(names: Sequence[str], *, cached: bool) -> Iterator[None]:
 
 
 def _masking() -> types.ModuleType | None:
-    """The module that makes masks; None when the model cannot be one of theirs."""
+    """Return the module that makes masks; None if the model cannot use it."""
     if "transformers" not in sys.modules:
         return None
     try:

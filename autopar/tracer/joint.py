@@ -1,4 +1,4 @@
-"""From the exported forward to the joint forward and backward graph, normalised."""
+"""Traces the exported forward into a normalized joint forward and backward graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Joint:
-    """The joint graph with the meaning of each end; names of parameters and buffers are the model's own."""
+    """The joint graph with the meaning of its inputs and outputs, under the model's own names of parameters."""
 
     graph_module: fx.GraphModule
     inputs: list[JointInput]
@@ -32,8 +32,8 @@ class Joint:
 class Rewritten(nn.Module):
     """The exported graph as a module of its own parameters, run op by op by ``Normalizing``.
 
-    Differentiable outputs that alias each other or an input are cloned, since torch gives those no tangent; those of
-    ``detached`` get none either.
+    Differentiable outputs that alias each other or an input are cloned, since torch gives them no tangent otherwise;
+    those in ``detached`` get no tangent either.
     """
 
     def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, detached: Collection[int]) -> None:
@@ -84,7 +84,7 @@ def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
 
 
 def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], detached: Collection[int]) -> tuple[Any, ...]:
-    """The outputs, none of which aliases another or an input, with those at the positions ``detached`` detached."""
+    """Return the outputs, none of which aliases another or an input, with those at positions ``detached`` detached."""
     taken = {storage_key(t) for t in inputs}
     result: list[Any] = []
     for i, out in enumerate(outputs):
@@ -99,8 +99,11 @@ def separate(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], detached: C
 
 
 def loss_of(returned: Structure, values: Sequence[Any], differentiable: Sequence[bool]) -> int | None:
-    """Which output is the loss: a differentiable scalar that is called loss, stands first in a tuple or dataclass, or
-    is the only output. Others, such as a temperature that is learned, are outputs."""
+    """Return the position of the loss among the outputs, or None.
+
+    It is a differentiable scalar that is called loss, comes first in a tuple or dataclass, or is the only output. Other
+    scalars, such as a learned temperature, are plain outputs.
+    """
     scalars = [i for i, (v, d) in enumerate(zip(values, differentiable, strict=True)) if d and v.ndim == 0]
     named = [i for i in scalars if returned.paths[i].split(".")[-1] == "loss"]
     placed = [i for i in scalars if returned.paths[i] == returned.first or len(returned.paths) == 1]
@@ -110,7 +113,7 @@ def loss_of(returned: Structure, values: Sequence[Any], differentiable: Sequence
 def _mean(
     x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A sum and a division: the mean of a shard is not the mean. Half precision cannot hold the sum."""
+    """Compute a mean as a sum and a division, which sharding needs; half precision could not hold the sum."""
     dims = list(range(x.ndim)) if dims is None or dims == [] else list(dims)
     count = 1
     for d in dims:
@@ -126,7 +129,7 @@ def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Ten
 
 
 def _sum_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Of one number, partial sums of ranks cost nothing in float32; as a loss they should be rounded but once."""
+    """Sum half precision in float32: for one number that costs nothing, and a loss should be rounded only once."""
     if x.dtype not in HALF or dtype is not None:
         return NotImplemented
     total: torch.Tensor = aten.sum.default(x, dtype=torch.float32)
@@ -134,13 +137,13 @@ def _sum_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
 
 
 def _conjugated(x: torch.Tensor) -> torch.Tensor:
-    """At once: whether a conjugate is a view is not in the graph, and some ops do not take such views."""
+    """Conjugate eagerly: a graph does not show whether a conjugate is a view, and some ops do not take such views."""
     result: torch.Tensor = aten._conj_physical.default(x)
     return result
 
 
 def _diagonal_copy(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    """Of torch.diag. A view has the rule."""
+    """Decompose the op of torch.diag into a view, which has a rule, and a copy."""
     return x.diagonal(offset, dim1, dim2).clone()
 
 
@@ -177,7 +180,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten._linalg_slogdet.default: _slogdet,
     aten._linalg_solve_ex.default: _solve,
 }
-"""Ops that are taken apart into others, which have rules."""
+"""Ops that are decomposed into others, which have rules."""
 
 
 def joint_of(
@@ -189,7 +192,7 @@ def joint_of(
     differentiable: tuple[int, ...],
     detached: Collection[int],
 ) -> Joint:
-    """Trace the joint graph. The backward is of the outputs that are not ``detached``."""
+    """Trace the joint graph, whose backward starts from the outputs that are not ``detached``."""
     module = Rewritten(program, model, detached)
     graph_module, ins, outs = joint_graph(module, (*inputs, seed), DECOMPOSITIONS)
     rename = module.names

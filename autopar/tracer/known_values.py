@@ -1,8 +1,8 @@
-"""Values that a forward asks of tensors and that buffers alone decide: known at capture, and watched by a guard.
+"""Python values that a forward takes from tensors which depend on buffers alone: known at capture, checked by a guard.
 
-``if self.ready:`` and ``self.step % 10 == 0`` depend on buffers, whose values are there when the program is captured.
-They are computed by the part of the traced graph that leads to them. A program serves a call while that part, on the
-buffers of the call, gives the same value.
+``if self.ready:`` and ``self.step % 10 == 0`` depend on buffers, whose values exist when the program is captured. The
+part of the traced graph that leads to such a value computes it. A program serves a call only if that part gives the
+same value for the buffers of the call.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from autopar._torch import FakeTensor, OpOverload, is_mutable, is_random, traced
 from autopar.errors import CaptureError
 from autopar.guards import Condition
 
-_ASKING = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
-_METHODS = [(kind, name) for kind in (Tensor, FakeTensor) for name in _ASKING if kind is Tensor or name in vars(kind)]
+_VALUE_METHODS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+_METHODS = [
+    (kind, name) for kind in (Tensor, FakeTensor) for name in _VALUE_METHODS if kind is Tensor or name in vars(kind)
+]
 
 
 class KnownValues:
-    """What a forward of ``copied`` asks, answered by the buffers of ``model``, which it is a copy of."""
+    """Answers a forward of ``copied`` from the buffers of ``model``, of which it is a copy."""
 
     def __init__(self, model: nn.Module, copied: nn.Module) -> None:
         self.conditions: list[Condition] = []
@@ -32,11 +34,11 @@ class KnownValues:
         self._values = {name: b.detach() for name, b in model.named_buffers() if type(b) is Tensor and not b.is_meta}
         self._placeholders: dict[fx.Node, str] = {}
         self._answers: list[Any] = []
-        self._asked = 0
+        self._answered = 0
 
     def begin(self) -> None:
-        """Note, as a run of the forward begins, which nodes of a trace are buffers."""
-        self._asked = 0
+        """Find the nodes that stand for buffers in a trace, at the beginning of a run of the forward."""
+        self._answered = 0
         nodes = ((traced_node(buffer), name) for name, buffer in self._copied.named_buffers() if name in self._values)
         self._placeholders = {node: name for node, name in nodes if node is not None}
         if self._placeholders:
@@ -44,14 +46,14 @@ class KnownValues:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """While the forward runs: tensors whose values buffers decide are asked there."""
+        """Patch tensors while the forward runs, so that values that buffers determine are computed from them."""
         with contextlib.ExitStack() as stack:
             for kind, name in _METHODS:
-                stack.enter_context(mock.patch.object(kind, name, self._asking(name, getattr(kind, name))))
+                stack.enter_context(mock.patch.object(kind, name, self._patched(name, getattr(kind, name))))
             yield
 
-    def _asking(self, name: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(tensor: Tensor) -> Any:
+    def _patched(self, name: str, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        def value_of(tensor: Tensor) -> Any:
             node = traced_node(tensor)
             if node is None:
                 return self._repeated(tensor, ordinary)
@@ -60,23 +62,23 @@ class KnownValues:
                 return ordinary(tensor)
             self.conditions.append(condition)
             self._answers.append(condition.value)
-            self._asked += 1
+            self._answered += 1
             return condition.value
 
-        return ask
+        return value_of
 
     def _repeated(self, tensor: Tensor, ordinary: Callable[..., Any]) -> Any:
-        """Outside of a trace a forward asks what it asked before."""
+        """Repeat the earlier answer if a forward outside of a trace takes the same value again."""
         try:
             return ordinary(tensor)
         except Exception:
-            if self._asked >= len(self._answers):
+            if self._answered >= len(self._answers):
                 raise
-            self._asked += 1
-            return self._answers[self._asked - 1]
+            self._answered += 1
+            return self._answers[self._answered - 1]
 
     def refuse_changing(self, changed: Collection[str]) -> None:
-        """A number that is another at every call would be another program at every call.
+        """Refuse Python numbers that change in every call, since every call would need another program.
 
         Args:
             changed: buffers that the program changes.
@@ -89,15 +91,15 @@ class KnownValues:
             if name is not None and not isinstance(condition.value, bool):
                 raise CaptureError(
                     f"The forward takes a Python number from the buffer {name}, which it changes.",
-                    found=f"{condition.value!r} when it was captured",
-                    hint="compute with the buffer itself: the captured program would keep one number.",
+                    found=f"{condition.value!r} at capture",
+                    hint="compute with the buffer itself: the captured program would keep a single number.",
                 )
 
 
 def _condition(
-    node: fx.Node, placeholders: Mapping[fx.Node, str], ask: str, values: Mapping[str, Tensor]
+    node: fx.Node, placeholders: Mapping[fx.Node, str], method: str, values: Mapping[str, Tensor]
 ) -> Condition | None:
-    """What computes a value from buffers; None where something else decides it too."""
+    """Return the computation of a value from buffers; None if anything else determines it too."""
     inside = _leading_to(node, placeholders)
     if inside is None:
         return None
@@ -108,11 +110,11 @@ def _condition(
             constants[str(each.target)] = traced_constant(each)
     graph.output(copies[node])
     buffers = tuple(placeholders[each] for each in inside if each.op == "placeholder")
-    return Condition(buffers, fx.GraphModule(constants, graph), ask).with_value([values[name] for name in buffers])
+    return Condition(buffers, fx.GraphModule(constants, graph), method).with_value([values[name] for name in buffers])
 
 
 def _leading_to(node: fx.Node, placeholders: Mapping[fx.Node, str]) -> list[fx.Node] | None:
-    """The nodes that a value is computed by, in order; None where it takes more than buffers and constants."""
+    """Return the nodes that compute a value, in order; None if they need more than buffers and constants."""
     wanted, waiting = set[fx.Node](), [node]
     while waiting:
         each = waiting.pop()
@@ -126,7 +128,7 @@ def _leading_to(node: fx.Node, placeholders: Mapping[fx.Node, str]) -> list[fx.N
         if each in wanted:
             inside.append(each)
         elif is_mutable(each.target) and wanted.intersection(each.all_input_nodes):
-            return None  # something else has changed what the value is computed from
+            return None  # another op has changed an input of the computation
         if each is node:
             break
     return inside if any(each.op == "placeholder" for each in inside) else None

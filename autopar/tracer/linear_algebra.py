@@ -1,6 +1,6 @@
-"""Linear algebra without its checks: those look at values, which a captured program never stops for.
+"""Linear algebra without checks of values, for which a captured program never stops.
 
-A singular matrix raises on one device; in the captured program what is made of it is infinite, not a number, or wrong.
+On one device a singular matrix raises an error; in the captured program its results are infinite, nan or wrong.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def cholesky(tracer: Any, a: Tensor, *, upper: bool = False) -> Tensor:
 
 @replaces(aten.dist.default)
 def dist(tracer: Any, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
-    """As a norm, which can be cut."""
+    """Compute the distance as a norm, which can be cut."""
     result: Tensor = torch.linalg.vector_norm(materialize(x) - materialize(y), p)
     return result
 
 
 @replaces(aten.pdist.default)
 def pdist(tracer: Any, x: Tensor, p: float = 2) -> Tensor:
-    """Those of all pairs, whose rows can be cut, above the diagonal; without products, which lose digits."""
+    """Select the distances above the diagonal of all pairs, whose rows can be cut; products would lose digits."""
     points = materialize(x)
     first, second = torch.triu_indices(len(points), len(points), 1).unbind()
     result: Tensor = aten.cdist.default(points, points, p, 2)[first, second]
@@ -61,9 +61,12 @@ def lu_factor(tracer: Any, a: Tensor, *, pivot: bool = True) -> tuple[Tensor, Te
 
 
 @contextlib.contextmanager
-def covariances() -> Iterator[None]:
-    """While exporting: torch's own asks whether there are more weights than one, and its distributions whether a
-    matrix is square and symmetric before they ask whether it is a covariance."""
+def unchecked_covariances() -> Iterator[None]:
+    """Compute covariances without checks of values during an export.
+
+    torch's own versions check the number of weights, and its distributions check whether a matrix is square and
+    symmetric before they check whether it is a covariance.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(type(constraints.positive_definite), "check", _definite))
         for owner in (torch, Tensor):
@@ -85,7 +88,7 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """Of rows, whose columns are observations."""
+    """Return the covariance of rows, whose columns are observations."""
     x = input.reshape(1, -1) if input.ndim < 2 else input
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights

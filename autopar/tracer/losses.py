@@ -1,4 +1,4 @@
-"""Losses, taken apart where ranks have to exchange something: over classes, and over samples.
+"""Decomposes losses where ranks have to exchange something: over classes, and over samples.
 
 Each function has the signature of the ATen op that it replaces, as in ``replacements``.
 """
@@ -30,7 +30,7 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Over classes that may be cut. Targets that are probabilities are left to torch."""
+    """Compute cross-entropy over classes that may be cut; targets that are probabilities are left to torch."""
     if base_of(target).is_floating_point():
         return NotImplemented
     if isinstance(x, Flat) and isinstance(target, Flat) and x.lead_shape == target.base.shape and len(x.rest) == 1:
@@ -41,7 +41,7 @@ def cross_entropy_loss(
         flat = False
         if scores.ndim > 2:
             scores = scores.movedim(1, -1)
-    # The ops compute in float32 whatever they read, so a copy of the logits in it would only take memory.
+    # The ops compute in float32 whatever they read, so a float32 copy of the logits would only take memory.
     scores = tracer.before_widening(scores)
     losses, counted = _losses(scores, index, materialize(weight), ignore_index, label_smoothing)
     dtype = _loss_dtype(base_of(x))
@@ -55,7 +55,7 @@ def cross_entropy_loss(
 def _losses(
     scores: Tensor, index: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each sample, zero where it is ignored, and what it counts in an average."""
+    """Return the loss of each sample, zero if it is ignored, and its weight in an average."""
     detached = scores.detach()
     largest = detached.amax(-1)
     lse = ops.sumexp(detached, largest).log() + largest
@@ -66,7 +66,7 @@ def _losses(
     own = weight[index.where(counted, 0)].where(counted, 0).to(wide)
     if not smoothing:
         return ops.nll(scores, lse, index, ignore_index=ignore_index, offset=0) * own, own
-    # What a row's loss counts in all, which part of that its target has, and how the rest is distributed.
+    # The weight of a row's loss, the share of it that its target has, and how the rest is distributed over classes.
     total = weight.to(wide).sum()
     each = (total * (smoothing / scores.shape[-1])).expand_as(own).where(counted, 0)
     row = own * (1 - smoothing) + each
@@ -76,19 +76,19 @@ def _losses(
 
 
 def _loss_dtype(scores: Tensor) -> torch.dtype:
-    """Autocast computes losses in float32."""
+    """Return the dtype of a loss: autocast computes losses in float32."""
     lower = torch.is_autocast_enabled("cpu") and scores.dtype in HALF
     return torch.float32 if lower else scores.dtype
 
 
 def _average(each: Tensor) -> Tensor:
-    """Half precision cannot hold the sum."""
+    """Average in float32 if the dtype is half precision, which cannot hold the sum."""
     wide = torch.float32 if each.dtype in HALF else None
     return (each.sum(dtype=wide) / each.numel()).to(each.dtype)
 
 
 def _averaged(loss: Any) -> Replacement:
-    """A loss that averages becomes the loss of each element, summed and divided: shards cannot average alone."""
+    """Turn an averaging loss into a sum of elementwise losses and a division: shards cannot average on their own."""
     at = [a.name for a in loss._schema.arguments].index("reduction")
     defaults = [a.default_value for a in loss._schema.arguments]
 
@@ -121,7 +121,7 @@ for _loss in (
 
 @replaces(aten.multilabel_margin_loss.default)
 def multilabel_margin_loss(tracer: Any, x: Operand, target: Operand, reduction: int = MEAN) -> Any:
-    """Labels of a sample end at the first -1; torch's own decomposition counts those after it as class 0."""
+    """Compute the loss with labels ending at the first -1; torch's decomposition counts the rest as class 0."""
     scores, index = materialize((x, target))
     classes = scores.shape[-1]
     named = torch.ne(index, -1).long().cumprod(-1).bool()

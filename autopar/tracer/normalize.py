@@ -12,12 +12,12 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autopar.ops.registration import HALF
-from autopar.tracer import flat, linear_algebra, losses, masked, random_ops
+from autopar.tracer import flat, linear_algebra, losses, masked, masked_ops, random_ops
 from autopar.tracer.flat import Flat
 from autopar.tracer.replacements import REPLACEMENTS
 
 REGISTERED = (linear_algebra, losses, random_ops)
-"""Modules that are imported for the replacements that they register."""
+"""Modules imported for the replacements that they register."""
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ _NO_OPS = {
     aten.sym_constrain_range_for_size.default,
     aten.sym_constrain_range.default,
 }
-# Ops over the last dim only, and whole sums: the leading dims may stay apart.
+# Ops over the last dim only, and sums over everything: the leading dims may stay apart.
 _LAST_DIM = {aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default}
 
 
@@ -42,7 +42,7 @@ _SAME_SHAPE = {
     aten.detach.default,
 }
 
-# Products that autocast runs in its lower dtype; what replaces them is no op that autocast knows.
+# Products that autocast runs in its lower dtype; their replacements are unknown to autocast.
 _AUTOCAST = {
     aten.linear.default,
     aten.matmul.default,
@@ -56,7 +56,7 @@ _AUTOCAST = {
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Every floating tensor but float64 in ``dtype``, as autocast does."""
+    """Cast every floating-point tensor except float64 to ``dtype``, as autocast does."""
 
     def cast(x: Any) -> Any:
         if isinstance(x, Flat):
@@ -69,14 +69,14 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 _WIDENS = {aten.to.dtype, aten._to_copy.default}
 _SHIFTS = {aten.slice.Tensor, aten.contiguous.default, aten.clone.default, aten.alias.default}
-"""What models do to logits between their conversion to float32 and the loss."""
+"""Ops that models apply to logits between their conversion to float32 and the loss."""
 
 CONTEXTS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Ops that take a graph, which runs under another state."""
+"""Ops that run a graph under another state."""
 
 
 class Normalizing(fx.Interpreter):
-    """Interprets an exported graph; what it runs is what gets traced into the joint graph."""
+    """Interprets an exported graph; what it runs is traced into the joint graph."""
 
     def __init__(self, module: fx.GraphModule, seed: torch.Tensor, sites: list[int] | None = None) -> None:
         super().__init__(module)
@@ -86,25 +86,25 @@ class Normalizing(fx.Interpreter):
         self._narrow: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     def next_site(self) -> int:
-        """A number for each random op, in program order."""
+        """Return the next random op's number, in program order."""
         self._sites[0] += 1
         return self._sites[0]
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if (n.target in _WIDENS and _only_for_losses(n)) or n.target in _SHIFTS:
-            self._remember(n.target, *self.fetch_args_kwargs_from_env(n), result)
+            self._record_narrow_source(n.target, *self.fetch_args_kwargs_from_env(n), result)
         return result
 
     def before_widening(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` in the half precision from which it was converted to float32 for losses alone; else itself.
+        """Return the half-precision tensor from which ``x`` was converted to float32 for losses only, else ``x``.
 
-        Where others read it too, gradients would be added after they are rounded.
+        If others read it too, gradients would be added after rounding.
         """
         return self._narrow[id(x)][1]() if id(x) in self._narrow else x
 
-    def _remember(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Where a tensor in float32 comes from half precision; it is held, so that its identity stays its own."""
+    def _record_narrow_source(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record which half-precision tensor a float32 one comes from; holding it keeps its identity unique."""
         x, made = args[0], result
         if not isinstance(x, torch.Tensor) or not isinstance(made, torch.Tensor) or x is made:
             return
@@ -121,7 +121,7 @@ class Normalizing(fx.Interpreter):
         if name in CONTEXTS:
             return self._nested(name, args)
         if masked.has_masked((args, kwargs)):
-            result = masked.run(self, target, args, kwargs)
+            result = masked_ops.run(self, target, args, kwargs)
             if result is not NotImplemented:
                 return result
             args, kwargs = flat.materialize((args, kwargs))
@@ -177,10 +177,10 @@ class Normalizing(fx.Interpreter):
             return flat.trailing(target, x, *args[1:], **kwargs)
         if target in _LAST_DIM and x.rest and args[1] in (-1, len(x.rest)) and len(x.rest) == 1:
             return flat.trailing(target, x, -1, *args[2:], **kwargs)
-        return flat.behind(target, x, args[1:], kwargs)
+        return flat.along_rest(target, x, args[1:], kwargs)
 
     def _nested(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Parts under no_grad or autocast are graphs of their own."""
+        """Run a graph of its own, which code under no_grad or autocast becomes."""
         context: contextlib.AbstractContextManager[Any]
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *inputs = args
@@ -194,7 +194,7 @@ class Normalizing(fx.Interpreter):
 
 
 def _only_for_losses(node: fx.Node) -> bool:
-    """Whether nothing but cross-entropy reads a tensor, or what is a part or a view of it."""
+    """Whether only cross-entropy reads a tensor and its parts and views."""
     moves = _SHIFTS | _VIEWS | {aten.flatten.using_ints}
     return all(
         u.target is aten.cross_entropy_loss.default or (u.target in moves and _only_for_losses(u)) for u in node.users

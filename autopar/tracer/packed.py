@@ -1,8 +1,8 @@
-"""Packed sequences: how many rows a pack has depends on values, so no graph holds one.
+"""Packed sequences: the number of rows in a pack depends on values, so no graph can hold one.
 
-While exporting, what is packed is chosen by a mask from the padded batch (``autopar.tracer.masked``), recurrent layers
-step over all of it and keep the state of a sequence that has ended, and unpacking writes back by the same mask. No
-sorting is left, since nothing depends on the order of sequences.
+During an export, packing selects from the padded batch with a mask (``autopar.tracer.masked``), recurrent layers step
+over all of it and keep the state of a sequence that has ended, and unpacking writes back with the same mask. Nothing is
+sorted, since nothing depends on the order of sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEPS = "_autopar_steps"
 
 @dataclass(frozen=True)
 class _Steps:
-    """Which steps of the padded batch are of its sequences.
+    """Which steps of the padded batch belong to its sequences.
 
     Args:
         mask: [steps, batch]
@@ -40,7 +40,7 @@ class _Steps:
     known: bool
 
     def unpacked(self, data: Tensor, value: Tensor | float = 0.0) -> Tensor:
-        """[chosen, ...] -> [steps, batch, ...], with ``value`` where nothing was chosen."""
+        """Scatter [selected, ...] into [steps, batch, ...], with ``value`` where nothing was selected."""
         padded = torch.zeros((*self.mask.shape, *data.shape[1:]), dtype=data.dtype) + value
         padded[self.mask] = data
         return padded
@@ -48,7 +48,7 @@ class _Steps:
 
 @contextlib.contextmanager
 def packed_by_mask() -> Iterator[None]:
-    """While exporting."""
+    """Patch packing, unpacking and recurrent layers during an export."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_with_code(rnn.pack_padded_sequence, _pack))
         stack.enter_context(_with_code(rnn.pad_packed_sequence, _pad))
@@ -59,7 +59,7 @@ def packed_by_mask() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_code(function: Any, other: Any) -> Iterator[None]:
-    """Models import functions by name, so that it is the function itself that has to do something else."""
+    """Replace the code of ``function`` itself, since models import functions by name."""
     ordinary, function.__code__ = function.__code__, other.__code__
     try:
         yield
@@ -80,7 +80,7 @@ def _pad(sequence: Any, batch_first: bool = False, padding_value: float = 0.0, t
 
 
 def pack(padded: Tensor, lengths: Tensor | Sequence[int], batch_first: bool) -> PackedSequence:
-    """As ``pack_padded_sequence``; that lengths are positive, and sorted where it is said, is taken as passed."""
+    """Pack like ``pack_padded_sequence``; lengths are assumed to be positive, and sorted if the call says so."""
     x = padded.transpose(0, 1) if batch_first else padded
     known = not isinstance(lengths, Tensor)
     x = x[: max(lengths)] if known else x
@@ -94,8 +94,10 @@ def pack(padded: Tensor, lengths: Tensor | Sequence[int], batch_first: bool) -> 
 def pad(
     sequence: PackedSequence, batch_first: bool, padding_value: float, total_length: int | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``pad_packed_sequence``, whose result is as long as the longest sequence: as all steps, or an error when the
-    program runs."""
+    """Unpack like ``pad_packed_sequence``.
+
+    Its result is as long as the longest sequence, which must be all steps: if not, the program raises when it runs.
+    """
     steps = _steps(sequence)
     n = steps.mask.shape[0]
     value = torch.full((), padding_value, dtype=sequence.data.dtype)
@@ -113,7 +115,7 @@ def _steps(sequence: PackedSequence) -> _Steps:
     found = getattr(sequence.batch_sizes, _STEPS, None)
     if found is None:
         raise CaptureError(
-            "This packed sequence was not packed in forward.",
+            "This packed sequence was not packed in forward, so its lengths are unknown.",
             found="how long each of its steps is, which depends on values",
             hint="pass the padded batch and its lengths, and call pack_padded_sequence in forward.",
         )
@@ -132,7 +134,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(layer: Any, x: Tensor, mask: Tensor, hx: Any) -> tuple[Tensor, States]:
-    """[steps, batch, features] -> those of the last layer, and the last states [layers and directions, batch, ...]."""
+    """Run all layers: [steps, batch, features] -> last layer's outputs, last states [layers and directions, ...]."""
     states: list[States] = []
     directions = ("", "_reverse") if layer.bidirectional else ("",)
     for k in range(layer.num_layers):

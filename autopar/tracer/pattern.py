@@ -1,7 +1,7 @@
-"""Finds in a joint graph the captured blocks of a run, and what changes from one to the next.
+"""Finds the captured blocks of a run in a joint graph, and what changes from one to the next.
 
-Of a run of L equal blocks the graph holds 0, 1, 2, L-2 and L-1. That 1, 2 and L-2 are the same but for a shift of
-parameters, neighbours, names and the numbers of random ops is checked node by node.
+Of a run of L equal blocks the graph contains 0, 1, 2, L-2 and L-1. A node-by-node comparison verifies that 1, 2 and L-2
+are equal up to a shift of parameters, neighbours, names and the numbers of random ops.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 CAPTURED = HEAD + TAIL
 MIDDLE = HEAD - 1
-"""The block that is copied: both of its neighbours are captured, and after it the skipped ones are missing."""
+"""The block to be copied: both of its neighbours are captured, and the skipped blocks come after it."""
 
 _NUMBERED = re.compile(r"(.+?)(?:_(\d+))?")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node stands: in the forward or backward of a captured block, at a position."""
+    """A node's place: in the forward or backward of a captured block, at a position."""
 
     phase: Phase
     block: int
@@ -44,13 +44,13 @@ def require(holds: bool) -> None:
 
 @dataclass
 class Pattern:
-    """One run's blocks in a joint graph.
+    """The blocks of one run in a joint graph.
 
     Args:
         sections: nodes of each captured block, by phase and block.
-        places: the same by node.
-        steps: by how much names of a kind are numbered on from one block to the next, by phase and kind.
-        sites: the same of random ops.
+        places: place of each node.
+        steps: increment of a name's number from one block to the next, by phase and kind of name.
+        sites: increment of the numbers of random ops.
     """
 
     joint: Joint
@@ -68,7 +68,7 @@ class Pattern:
 
     @property
     def missing(self) -> int:
-        """How many blocks were skipped."""
+        """Number of skipped blocks."""
         return len(self.run.paths) - CAPTURED
 
     @property
@@ -86,18 +86,18 @@ class Pattern:
                 self._compare(phase, block)
 
     def _find_sections(self) -> None:
-        """Each block's nodes stand together, in the backward in reverse; sums of gradients go with what is before."""
+        """Find the nodes of each block, which must be contiguous; sums of gradients belong to what is before."""
         order: list[tuple[Phase, int]] = []
         current: tuple[Phase, int] | None = None
         captured = self.captured
         for node in self.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            late = node.meta.get("partitioner_tag") == "is_backward"
+            is_backward = node.meta.get("partitioner_tag") == "is_backward"
             path = module_path(node.meta)
-            if path or not late:
+            if path or not is_backward:
                 block = block_of(path, captured)
-                current = None if block is None else ("backward" if late else "forward", block)
+                current = None if block is None else ("backward" if is_backward else "forward", block)
             if current is None:
                 continue
             if not order or order[-1] != current:
@@ -114,7 +114,7 @@ class Pattern:
             require(self.sections[a][-1].next is self.sections[b][0])
 
     def _find_parameters(self) -> None:
-        """Placeholders of blocks, by the block's number in the run and the name in the block."""
+        """Find the placeholders of blocks, by the block's index in the run and the name in the block."""
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         for node, meaning in zip(placeholders, self.joint.inputs, strict=True):
             if meaning.kind in ("parameter", "buffer"):
@@ -124,7 +124,7 @@ class Pattern:
                     self.owners[node] = (index, name[len(self.run.paths[index]) :])
 
     def _find_gradients(self) -> None:
-        """Positions and nodes of parameters' gradients among the results; a block changes no buffer."""
+        """Find positions and nodes of parameters' gradients among the results; a block must not change buffers."""
         output = next(iter(reversed(self.graph.nodes)))
         for at, (value, meaning) in enumerate(zip(output.args[0], self.joint.outputs, strict=True)):
             index = block_of(str(meaning.target), self.run.paths) if meaning is not None else None
@@ -137,7 +137,7 @@ class Pattern:
                 self._compare_gradients(name, gradient)
 
     def _compare_gradients(self, name: str, gradient: fx.Node | None) -> None:
-        """Made at the same position of every captured block that has captured neighbours."""
+        """Require that a gradient has the same position in every captured block that has captured neighbours."""
         place = None if gradient is None else self.places.get(gradient)
         require(gradient is None or (place is not None and place.block == MIDDLE))
         for block, index in ((MIDDLE - 1, MIDDLE - 1), (HEAD, len(self.run.paths) - TAIL)):
@@ -147,7 +147,7 @@ class Pattern:
                 require(other is self.sections[place.phase, block][place.at])
 
     def _check_readers(self) -> None:
-        """Blocks between the ends read and are read by their neighbours alone, and what is outside by all alike."""
+        """Require that inner blocks exchange values with neighbours only, and all read the same from outside."""
         for node, place in self.places.items():
             for user in node.users:
                 reader = self.places.get(user)
@@ -167,10 +167,10 @@ class Pattern:
                 require(reader is not None and names[reader.block] == index)
 
     def _compare(self, phase: Phase, block: int) -> None:
-        """The block is the next one, but for the shift."""
-        mine, its = self.sections[phase, block], self.sections[phase, block + 1]
-        require(len(mine) == len(its))
-        for a, b in zip(mine, its, strict=True):
+        """Require that a block equals the next one up to the shift."""
+        nodes, next_nodes = self.sections[phase, block], self.sections[phase, block + 1]
+        require(len(nodes) == len(next_nodes))
+        for a, b in zip(nodes, next_nodes, strict=True):
             require(a.op == b.op and a.target == b.target and _metas(a) == _metas(b))
             require(set(a.kwargs) == set(b.kwargs))
             self._same(a.args, b.args, block)
@@ -185,12 +185,12 @@ class Pattern:
 
     def _same_sites(self, a: Any, b: Any) -> None:
         if a == b == 0:
-            return  # nothing random
+            return  # neither is random
         self.sites = self.sites or b - a
         require(b - a == self.sites > 0)
 
     def _same(self, a: Any, b: Any, block: int) -> None:
-        """Two arguments of a block and of the next one."""
+        """Require that an argument of a block matches that of the next one."""
         require(type(a) is type(b))
         if isinstance(a, (tuple, list)):
             require(len(a) == len(b))
@@ -209,20 +209,20 @@ class Pattern:
             require(a is b)
             return
         require(b in self.places)
-        here, there = self.places[a], self.places[b]
-        require(here.phase == there.phase and there.block - here.block == 1)
-        inner = here.block >= 1 and there.block <= HEAD  # the ends may be arranged otherwise
-        require(not inner or here.at == there.at)
+        place, next_place = self.places[a], self.places[b]
+        require(place.phase == next_place.phase and next_place.block - place.block == 1)
+        inner = place.block >= 1 and next_place.block <= HEAD  # the outer blocks may be arranged differently
+        require(not inner or place.at == next_place.at)
         require(_metas(a) == _metas(b))
 
 
 def block_of(path: str, blocks: Sequence[str]) -> int | None:
-    """Which of ``blocks`` a module, parameter or buffer belongs to."""
+    """Return the index in ``blocks`` of the one that a module, parameter or buffer belongs to, or None."""
     return next((i for i, b in enumerate(blocks) if path == b or path.startswith(f"{b}.")), None)
 
 
 def numbered(name: str) -> tuple[str, int]:
-    """``("add", 3)`` of ``add_3``; torch counts the nodes of each kind, from 0, which is not written."""
+    """Return ``("add", 3)`` for ``add_3``; torch numbers the nodes of each kind from 0, and omits the 0."""
     found = _NUMBERED.fullmatch(name)
     assert found is not None
     return found[1], int(found[2] or 0)

@@ -1,7 +1,7 @@
-"""Plain Python data that a forward changes: counters, lists and caches of modules, of classes and of the user's files.
+"""Plain Python data that a forward changes: counters, lists and caches in modules, classes and the user's files.
 
-A captured program keeps what it was captured with. Where a forward only writes such data, that is worth a notice; where
-it computes with them too, the second call would be another program.
+A captured program keeps the values from its capture. If a forward only writes such data, a notice is enough; if it also
+computes with them, the second call would need another program.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar._torch import TorchDispatchMode
-from autopar.attributes import MISSING
+from autopar.attributes import MISSING, MUTABLE_CONTAINERS, add_items
 from autopar.guards import LONGEST, View
 from autopar.tracer.blame import is_installed, is_ours
 
 _DATA = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, deque)
 _CACHED = type(cache(len))
 _SHORT = 60
 _OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
@@ -34,7 +32,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
 
 @dataclass(frozen=True)
 class Place:
-    """A name that holds plain data: of a module, a class, or a file; ``by_library`` where the user did not write it."""
+    """A name that holds plain data, in a module, a class or a file; ``by_library`` if the user did not write it."""
 
     owner: Any
     name: str
@@ -44,7 +42,7 @@ class Place:
     def held(self) -> Any:
         return vars(self.owner).get(self.name, MISSING)
 
-    def hold(self, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         if value is MISSING:
             delattr(self.owner, self.name)
         else:
@@ -53,16 +51,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Held:
-    """What a place held: the object, what a container had in it, and what to compare it by."""
+    """What a place held: the object, its contents if it is a container, and an image to compare it by."""
 
     value: Any
     content: Any
-    shown: Any
+    image: Any
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a forward made of the plain data at a place."""
+    """A change by a forward of the plain data at a place."""
 
     place: Place
     old: Held
@@ -81,50 +79,52 @@ State = dict[tuple[int, str], tuple[Place, Held]]
 
 
 def plain_state(model: nn.Module) -> State:
-    """Every name that the forward of ``model`` could change without torch's seeing it."""
+    """Return every name that the forward of ``model`` could change without torch noticing, with its value."""
     found: State = {}
     for path, module in model.named_modules():
-        _add(found, module, f"{path}." if path else "", not _is_users(type(module).__module__))
-    for kind in _kinds(model):
-        _add(found, kind, f"{kind.__name__}.", not _is_users(kind.__module__))
+        _add(found, module, f"{path}." if path else "", not is_users_file(type(module).__module__))
+    for kind in _classes(model):
+        _add(found, kind, f"{kind.__name__}.", not is_users_file(kind.__module__))
     for file in _files(model):
-        _add(found, file, "", not _is_users(file.__name__))
+        _add(found, file, "", not is_users_file(file.__name__))
     return found
 
 
-def _kinds(model: nn.Module) -> Iterable[type]:
-    """Classes of ``model``, and those of the user's files."""
-    files = [vars(file).values() for file in _files(model) if _is_users(file.__name__)]
-    own = [k for values in files for k in values if isinstance(k, type) and _is_users(k.__module__)]
+def _classes(model: nn.Module) -> Iterable[type]:
+    """Return the classes of ``model``, and those in the user's files."""
+    files = [vars(file).values() for file in _files(model) if is_users_file(file.__name__)]
+    own = [k for values in files for k in values if isinstance(k, type) and is_users_file(k.__module__)]
     return dict.fromkeys([*own, *(k for m in model.modules() for k in type(m).__mro__ if not _is_of_torch(k))])
 
 
 def _files(model: nn.Module) -> Iterable[ModuleType]:
-    """Where the classes of ``model`` and the functions that it holds are written, and what the user's own files import
-    of each other."""
+    """Return the files that define the model's classes and the functions that it holds, and what the user's own files
+    import of each other."""
     made = [x for m in model.modules() for x in (*type(m).__mro__, *vars(m).values())]
     found: dict[str, ModuleType] = {}
     waiting: list[Any] = [x for x in made if isinstance(x, (type, FunctionType)) and not _is_of_torch(x)]
     while waiting:
         x = waiting.pop()
-        name = _home(x)
+        name = _module_name(x)
         if name in found or (file := sys.modules.get(name)) is None:
             continue
         found[name] = file
-        if _is_users(name):
+        if is_users_file(name):
             others = vars(file).values()
-            waiting += [o for o in others if isinstance(o, (type, FunctionType, ModuleType)) and _is_users(_home(o))]
+            waiting += [
+                o for o in others if isinstance(o, (type, FunctionType, ModuleType)) and is_users_file(_module_name(o))
+            ]
     return found.values()
 
 
-def _home(x: Any) -> str:
+def _module_name(x: Any) -> str:
     return x.__name__ if isinstance(x, ModuleType) else x.__module__
 
 
 def _add(found: State, owner: Any, prefix: str, by_library: bool) -> None:
     for name, value in vars(owner).items():
         place = Place(owner, name, prefix + name, by_library)
-        if isinstance(value, (*_DATA, *_CONTAINERS, tuple, Tensor)):
+        if isinstance(value, (*_DATA, *MUTABLE_CONTAINERS, tuple, Tensor)):
             if name not in _OF_MODULES and not name.startswith("__"):
                 found[id(owner), name] = place, _held(value)
         elif _is_users_object(value) and (id(value), "") not in found:
@@ -133,23 +133,25 @@ def _add(found: State, owner: Any, prefix: str, by_library: bool) -> None:
 
 
 def _is_users_object(value: Any) -> bool:
-    return _is_users(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
+    return is_users_file(type(value).__module__) and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
 
 
 def _held(value: Any) -> Held:
-    content = copy.copy(value) if isinstance(value, _CONTAINERS) and len(value) <= LONGEST else value
+    content = copy.copy(value) if isinstance(value, MUTABLE_CONTAINERS) and len(value) <= LONGEST else value
     return Held(value, content, View(identity=True)(value))
 
 
 def changed(before: State, after: State) -> Mapping[str, Change]:
-    """What the forward changed, by the name that the user gave it. Of a library's own, which knows what it does, only
-    the numbers of its modules count."""
+    """Return what the forward changed, under the names that the user gave.
+
+    A library is assumed to know what it does with its own data, so only the numbers in its modules are included.
+    """
     found = _changed(before, after)
     return {c.place.text: c for c in found if not c.place.by_library or _is_number_of_module(c)}
 
 
 def _changed(before: State, after: State) -> list[Change]:
-    names = [k for k in after if k not in before or before[k][1].shown != after[k][1].shown]
+    names = [k for k in after if k not in before or before[k][1].image != after[k][1].image]
     return [Change(after[k][0], before[k][1] if k in before else _NOTHING, after[k][1]) for k in names]
 
 
@@ -160,9 +162,9 @@ def _is_number_of_module(change: Change) -> bool:
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """What the forward changes inside is as before after it: the user's all, a library's where it holds tensors of a
-    trace, which no one else can use."""
+def restored_state(model: nn.Module) -> Iterator[None]:
+    """Restore afterwards what the forward changes in the body: all of the user's data, and a library's data if it holds
+    tensors of a trace, which nothing else can use."""
     before = plain_state(model)
     cached = [(f, f.cache_info().currsize) for f in _cached_functions(model)]
     try:
@@ -170,15 +172,15 @@ def kept(model: nn.Module) -> Iterator[None]:
     finally:
         for change in _changed(before, plain_state(model)):
             if not change.place.by_library or tensors_in([change]):
-                _fill(change.old)
-                change.place.hold(change.old.value)
+                _restore_content(change.old)
+                change.place.assign(change.old.value)
         for function, size in cached:
             if function.cache_info().currsize > size:
                 function.cache_clear()
 
 
-class Depending(TorchDispatchMode):
-    """While a forward runs: which tensors depend on ``roots``."""
+class DependencyRecorder(TorchDispatchMode):
+    """Records which tensors depend on ``roots`` while a forward runs."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -199,24 +201,21 @@ def tensors_in(changes: Iterable[Change]) -> list[Tensor]:
 
 
 def _cached_functions(model: nn.Module) -> list[Any]:
-    """Functions under ``functools.cache``, of files and of classes."""
-    return [f for owner in (*_files(model), *_kinds(model)) for f in vars(owner).values() if isinstance(f, _CACHED)]
+    """Return functions under ``functools.cache``, in files and in classes."""
+    return [f for owner in (*_files(model), *_classes(model)) for f in vars(owner).values() if isinstance(f, _CACHED)]
 
 
-def _fill(held: Held) -> None:
-    """Give a container what it had in it."""
-    if isinstance(held.value, _CONTAINERS) and held.content is not held.value:
+def _restore_content(held: Held) -> None:
+    """Restore the contents of a container."""
+    if isinstance(held.value, MUTABLE_CONTAINERS) and held.content is not held.value:
         content = copy.copy(held.content)
         held.value.clear()
-        if isinstance(held.value, (list, deque)):
-            held.value.extend(content)
-        else:
-            held.value.update(content)
+        add_items(held.value, content)
 
 
 def _text(held: Held) -> str:
-    """A value in a few words: tensors of a trace say nothing."""
-    if isinstance(held.value, _CONTAINERS):
+    """Return a short description of a value; values in a trace have no content worth printing."""
+    if isinstance(held.value, MUTABLE_CONTAINERS):
         if not any(isinstance(x, Tensor) for x in tree_leaves(held.content)) and len(repr(held.content)) < _SHORT:
             return repr(held.content)
         return f"a {type(held.value).__name__} of {len(held.content)}"
@@ -230,7 +229,7 @@ def _is_of_torch(x: Any) -> bool:
 
 
 @cache
-def _is_users(name: str) -> bool:
-    """Whether a file by the name under which it was imported is the user's own."""
+def is_users_file(name: str) -> bool:
+    """Whether a module, by the name under which it was imported, is the user's own."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and not is_installed(path := Path(file).resolve()) and not is_ours(path)

@@ -1,7 +1,7 @@
-"""Random ops in terms of counter-based numbers: the same on every mesh, under recomputation and on one device.
+"""Expresses random ops by counter-based numbers: the same on every mesh, under recomputation and on one device.
 
-Every op of torch that draws becomes arithmetic on ``autopar.uniform``, whose numbers depend on the seed, the place in
-the program and the global index alone. An op that is not among these is refused: ranks would draw different numbers.
+Every random op of torch becomes arithmetic on ``autopar.uniform``, whose numbers depend only on the seed, the position
+in the program and the global index. Other random ops are refused, since ranks would draw different numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dropout_(tracer: Any, x: Operand, p: float, train: bool) -> Any:
 
 
 def _uniform(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
-    """Numbers in [0, 1) that depend on the seed, the place in the program and the global index alone."""
+    """Return numbers in [0, 1) that depend only on the seed, the position in the program and the global index."""
     sizes = [int(n) for n in shape]
     kind = dtype or torch.get_default_dtype()
     result: torch.Tensor = ops.uniform(
@@ -47,13 +47,13 @@ def _uniform(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> to
 
 
 def _normal(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
-    """Box-Muller on two uniform numbers; the first is taken from (0, 1]."""
+    """Draw normal numbers by Box-Muller from two uniform numbers, the first from (0, 1]."""
     radius = (-2 * (1 - _uniform(tracer, shape, dtype)).log()).sqrt()
     return radius * (2 * math.pi * _uniform(tracer, shape, dtype)).cos()
 
 
 def _exponential(tracer: Any, shape: Sequence[int], dtype: torch.dtype | None, rate: float = 1.0) -> torch.Tensor:
-    """The logarithm of a number from (0, 1]. Never zero, since users divide by it and take its logarithm."""
+    """Draw as minus the logarithm of a number from (0, 1]; never zero, since users divide by it or take logarithms."""
     drawn = -(1 - _uniform(tracer, shape, dtype)).log()
     return drawn.clamp(min=torch.finfo(drawn.dtype).tiny) / rate
 
@@ -168,7 +168,7 @@ Draw = Callable[..., torch.Tensor]
 
 
 def _in_place(op: Any, draw: Draw) -> None:
-    """``x.op_(*args)`` writes what ``draw(tracer, shape, dtype, *args)`` gives."""
+    """Register ``draw(tracer, shape, dtype, *args)`` as what ``x.op_(*args)`` writes."""
 
     @replaces(op)
     def write(tracer: Any, x: Operand, *args: Any, generator: Any = None, **options: Any) -> Any:
@@ -186,7 +186,7 @@ def _log_normal(tracer: Any, shape: Sequence[int], dtype: Any, mean: float = 1, 
 
 
 def _geometric(tracer: Any, shape: Sequence[int], dtype: Any, p: float) -> torch.Tensor:
-    """How many trials until one succeeds, at least one."""
+    """Draw the number of trials up to the first success, at least one."""
     return (_exponential(tracer, shape, dtype) / -math.log1p(-p)).ceil()
 
 
@@ -213,7 +213,7 @@ def bernoulli_of(tracer: Any, x: Operand, p: Operand, *, generator: Any = None) 
 
 @replaces(aten.multinomial.default)
 def multinomial(tracer: Any, p: Operand, n: int, replacement: bool = False, *, generator: Any = None) -> Any:
-    """Without replacement the ``n`` that win a race whose times are exponential; with it, the inverse of the sums."""
+    """Draw the ``n`` winners of a race with exponential times, or, with replacement, by inverting cumulative sums."""
     chance = materialize(p).detach()
     if not replacement:
         race = chance / _exponential(tracer, chance.shape, chance.dtype)
@@ -238,7 +238,7 @@ def _kept(tracer: Any, shape: Sequence[int], p: float, dtype: torch.dtype) -> to
 
 
 def _feature_shape(x: torch.Tensor) -> list[int]:
-    """One number for each channel of each sample."""
+    """Return the shape with one number for each channel of each sample."""
     return [*x.shape[:2], *[1] * (x.ndim - 2)]
 
 
@@ -277,17 +277,17 @@ def feature_alpha_dropout(tracer: Any, x: Operand, p: float, train: bool) -> Any
 
 
 def refuse_random(graph: torch.fx.Graph) -> None:
-    """Nothing that draws from a generator of its own may be left.
+    """Refuse ops that draw from a generator of their own.
 
     Raises:
-        CaptureError: something does.
+        CaptureError: there is such an op.
     """
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
-        # Attention has the tag for its dropout, and is not left with any.
+        # Attention has the tag because of its dropout, which has been replaced by now.
         if torch.Tag.nondeterministic_seeded in tags and "attention" not in str(node.target):
             raise CaptureError(
-                "This draws random numbers in a way that would differ between ranks.",
+                "The forward draws random numbers in a way that would differ between ranks.",
                 found=f"{node.target}, {source_line(node.meta)}",
                 hint="draw with torch.rand, randn, bernoulli, multinomial or dropout, or pass the numbers as an input.",
             )

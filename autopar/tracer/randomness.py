@@ -1,4 +1,4 @@
-"""Random numbers of Python and NumPy: captured once they would be the same in every step."""
+"""Refuses random numbers of Python and NumPy: captured once, they would be the same in every step."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
-def refuse_python_random(again: Callable[[], Any]) -> Iterator[None]:
-    """Refuse a program that draws from ``random`` or ``numpy.random``; their states are as before.
+def refuse_python_random(rerun: Callable[[], Any]) -> Iterator[None]:
+    """Refuse a program that draws from ``random`` or ``numpy.random``, and restore their states.
 
     Args:
-        again: runs the program once more, to find the line that draws.
+        rerun: runs the program once more, to find the line that draws.
 
     Raises:
-        CaptureError: it drew.
+        CaptureError: the program drew.
     """
     before = _states()
     try:
         yield
         changed = _changed(before)
         if changed:
-            line = _line_that_draws(again)
+            line = _line_that_draws(rerun)
             raise CaptureError(
                 f"The model draws from {changed}{f' in {line}' if line else ''}.",
                 found="a number that the captured program would repeat in every step",
@@ -59,7 +59,7 @@ def _changed(before: tuple[Any, Any]) -> str:
 
 
 def _line_that_draws(run: Callable[[], Any]) -> Line | None:
-    """Run line by line until a state changes."""
+    """Run line by line until a random state changes, and return the line."""
     before = _states()
     reached: dict[FrameType, int] = {}
     found: Line | None = None
@@ -85,7 +85,7 @@ def _line_that_draws(run: Callable[[], Any]) -> Line | None:
 
 
 def _line_in(frame: FrameType | None, reached: Mapping[FrameType, int]) -> Line | None:
-    """The line that ``frame``, or the nearest caller that was traced, last reached."""
+    """Return the line last reached in ``frame`` or in its nearest traced caller."""
     while frame is not None and frame not in reached:
         frame = frame.f_back
     return line_at(frame.f_code.co_filename, reached[frame], frame.f_code.co_name) if frame is not None else None

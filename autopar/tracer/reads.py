@@ -1,7 +1,7 @@
-"""Which attributes, options and functions a forward reads while it is captured: what the program's guards look at.
+"""Records which attributes, options and functions a forward reads during capture, for the program's guards.
 
-Attributes are seen when they are read, by ``__getattribute__`` of modules and of the objects that they hold. Globals
-and closures of the user's functions are not, so those that a function that was read names in its code count as read.
+Reads of attributes are observed through ``__getattribute__`` of modules and of the objects that they hold. Globals and
+closures cannot be observed, so those named in the code of functions that were read count as read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from autopar.attributes import MISSING
+from autopar.attributes import CONTAINERS, MISSING
 from autopar.errors import CaptureError
 from autopar.guards import (
     BY_IDENTITY,
-    CONTAINERS,
     DATA,
     DEEPEST,
     LONGEST,
@@ -32,7 +31,7 @@ from autopar.guards import (
     Read,
     Scope,
     Step,
-    held_by,
+    instance_dict,
     is_watched,
     look_up,
     table_key,
@@ -43,9 +42,9 @@ from autopar.tracer.known_values import KnownValues
 
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 _OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - HOOKS - {"_modules", "forward"}
-"""What is torch's own, and what a program depends on otherwise: parameters, buffers and modes are part of its key."""
+"""torch's own attributes, and what a program's key covers already: parameters, buffers and modes."""
 _OF_ROOT = HOOKS | {"forward"}
-"""The root's own hooks and a replaced forward run around the program at every call."""
+"""The root's own hooks and a replaced forward, which run around the program at every call."""
 _COMPARED = (*DATA, *CONTAINERS, Tensor, FunctionType)
 
 _ALL_MODULES = Scope("torch.nn.modules.module", hooks_of_all_modules)
@@ -54,17 +53,17 @@ _current: ContextVar[Recorder | None] = ContextVar("current", default=None)
 
 
 class Recorder:
-    """Collects what the forward of a model reads, a copy of the user's on fake tensors.
+    """Collects what the forward of a model reads; the model is a copy of the user's on fake tensors.
 
     Args:
-        known: answers what the forward asks of buffers.
+        known: answers the forward's requests for values of buffers.
     """
 
     def __init__(self, model: nn.Module, known: KnownValues) -> None:
         self.known = known
-        self._where: dict[int, tuple[str, tuple[Step, ...]]] = {}
+        self._paths: dict[int, tuple[str, tuple[Step, ...]]] = {}
         for path, module in model.named_modules():
-            self._where[id(vars(module))] = path, ()
+            self._paths[id(vars(module))] = path, ()
         self._seen: dict[AttributeKey, Read] = {}
         self._held: list[Any] = []
         self._parameters = frozenset(map(id, model.parameters()))
@@ -73,11 +72,11 @@ class Recorder:
         self._patched: dict[type, Any] = {}
 
     def reads(self, changed: Collection[AttributeKey], equal: Mapping[str, Iterable[str]]) -> list[Read]:
-        """What was read.
+        """Return what was read.
 
         Args:
-            changed: places that the forward itself changes: what it leaves there is not seen outside.
-            equal: modules that were not run, since they are equal to the one that is the key.
+            changed: attributes that the forward itself changes, whose changes are not visible outside.
+            equal: modules that were not run, by the equal module that was.
         """
         named = _named_by(self._functions.values(), self._kinds)
         found = [read for place, read in (*self._seen.items(), *named.items()) if place not in changed]
@@ -88,7 +87,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While the forward runs."""
+        """Observe reads while the forward runs."""
         self._patch(nn.Module)
         try:
             yield
@@ -99,22 +98,22 @@ class Recorder:
 
     def note(self, owner: Any, name: str, value: Any) -> None:
         key = table_key(owner)
-        where = self._where.get(key)
-        if where is None or (key, name) in self._seen:
+        path = self._paths.get(key)
+        if path is None or (key, name) in self._seen:
             return
-        root, steps = where
+        root, steps = path
         if isinstance(owner, nn.Module) and (name in _OF_MODULES or (name in _OF_ROOT and not root and not steps)):
             return
         read = self._seen[key, name] = Read(root, steps, name)
         if value is MISSING:
             _refuse_unregistered(owner, read, self._parameters)
             return
-        for function in _functions_of(look_up(owner, name).value):  # a property's, whose value says nothing of it
+        for function in _functions_of(look_up(owner, name).value):  # a property's functions do not show in its value
             self._functions.setdefault(function.__code__, function)
         self._follow(value, root, (*steps, ("attribute", name)), 0)
 
     def _follow(self, value: Any, root: str, steps: tuple[Step, ...], depth: int) -> None:
-        """Watch the objects that a value holds, and remember the functions."""
+        """Observe the objects that a value holds, and record its functions."""
         for function in _functions_of(value):
             self._functions.setdefault(function.__code__, function)
         if isinstance(value, CONTAINERS):
@@ -122,8 +121,8 @@ class Recorder:
         elif isinstance(value, functools.partial):
             self._follow(value.func, root, (*steps, ("attribute", "func")), depth + 1)
         elif not isinstance(value, (*DATA, *BY_IDENTITY, Tensor, MethodType)):
-            if self._where.setdefault(table_key(value), (root, steps)) == (root, steps):
-                self._held.append(value)  # another object must not get its identity
+            if self._paths.setdefault(table_key(value), (root, steps)) == (root, steps):
+                self._held.append(value)  # keeps another object from reusing its identity
             self._patch(type(value))
 
     def _follow_items(self, value: Any, root: str, steps: tuple[Step, ...], depth: int) -> None:
@@ -141,16 +140,16 @@ class Recorder:
 
 
 def _refuse_unregistered(owner: Any, read: Read, registered: Collection[int]) -> None:
-    """A module in a plain list is none of the model's, and the program would hold its parameters as constants.
+    """Refuse a trained parameter of a module in a plain list: the program would hold it as a constant.
 
     Raises:
-        CaptureError: one of these parameters is trained.
+        CaptureError: the module has a parameter that is trained but not registered.
     """
     parameter = owner._parameters.get(read.name) if isinstance(owner, nn.Module) and read.steps else None
     if parameter is not None and parameter.requires_grad and id(parameter) not in registered:
         raise CaptureError(
-            f"The parameter {read} is trained and is none of the model's.",
-            found=f"{type(owner).__name__} in a plain attribute, which model.parameters() does not look into",
+            f"The parameter {read} is trained but does not belong to the model.",
+            found=f"{type(owner).__name__} in a plain attribute, which model.parameters() does not search",
             hint="keep modules in nn.ModuleList or nn.ModuleDict; call requires_grad_(False) on what is not trained.",
         )
 
@@ -178,7 +177,7 @@ def _noting(original: Callable[[Any, str], Any], recorder: Recorder) -> Callable
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
-    """The user's functions that a value runs."""
+    """Yield the user's functions that using a value runs."""
     if isinstance(value, property):
         yield from _functions_of(value.fget)
     elif isinstance(value, functools.cached_property):
@@ -195,7 +194,7 @@ def _is_users(code: CodeType) -> bool:
 
 
 def _named_by(functions: Iterable[FunctionType], kinds: Iterable[type]) -> dict[AttributeKey, Read]:
-    """Globals and variables of closures that functions name in their code, and those that these call.
+    """Return globals and closure variables named in the code of functions, and of the functions that these call.
 
     Args:
         kinds: classes whose attributes functions can reach without naming the class, by ``type(self)``.
@@ -231,7 +230,7 @@ def _in_cell(cell: Any, name: str, default: Any) -> Any:
 def _note(
     found: dict[AttributeKey, Read], table: int, read: Read, value: Any, attributes: AbstractSet[str]
 ) -> list[FunctionType]:
-    """Count a variable as read, and what a function takes of it where it is an object, a class or a file.
+    """Count a variable as read, and also the attributes that a function reads of an object, a class or a file.
 
     Returns:
         Functions that may run.
@@ -254,21 +253,21 @@ def _note_attributes(
     functions: list[FunctionType] = []
     for name in sorted(attributes & held.keys()):
         if isinstance(held[name], _COMPARED):
-            found[table_key(owner), name] = Read(Scope(text, functools.partial(_of, owner)), (), name)
+            found[table_key(owner), name] = Read(Scope(text, functools.partial(_attribute, owner)), (), name)
             functions += _functions_of(held[name])
     return functions
 
 
 def _attributes_of(value: Any) -> Mapping[str, Any] | None:
-    return vars(value) if isinstance(value, (type, ModuleType)) else held_by(value)
+    return vars(value) if isinstance(value, (type, ModuleType)) else instance_dict(value)
 
 
-def _of(owner: Any, name: str, default: Any) -> Any:
+def _attribute(owner: Any, name: str, default: Any) -> Any:
     return (_attributes_of(owner) or {}).get(name, default)
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether a file or class is the user's own; what is typed at a prompt is."""
+    """Whether a file or class is the user's own, which includes code typed at a prompt."""
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
     file = getattr(module, "__file__", None)
     if file is None:
@@ -278,7 +277,7 @@ def _is_of_user(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Global names that code reads, functions inside it included, and names of attributes."""
+    """Return the global names that code reads, including functions inside it, and names of attributes."""
     names: list[str] = []
     attributes: set[str] = set()
     for instruction in dis.get_instructions(code):
@@ -307,7 +306,7 @@ def recording(model: nn.Module, copied: nn.Module) -> Iterator[Recorder]:
 
 @contextlib.contextmanager
 def watched_reads() -> Iterator[None]:
-    """While a forward runs, for the recorder of this capture."""
+    """Observe reads for the recorder of this capture while a forward runs."""
     recorder = _current.get()
     if recorder is None:
         yield
@@ -318,6 +317,6 @@ def watched_reads() -> Iterator[None]:
 
 
 def answering() -> contextlib.AbstractContextManager[None]:
-    """While forwards run: what they ask of tensors is answered where buffers decide it."""
+    """Answer requests for values of tensors while forwards run, if buffers determine the values."""
     recorder = _current.get()
     return recorder.known.answering() if recorder is not None else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Equal consecutive blocks of a model, found by their structure and not by their names."""
+"""Finds equal consecutive blocks of a model by their structure, not by their names."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ import torch
 from torch import nn
 
 FEWEST = 8
-"""Runs with fewer blocks are captured whole: five of them always are."""
+"""Runs with fewer blocks are captured whole; of longer ones, five blocks are always captured."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class IrregularError(Exception):
-    """Blocks that looked equal are not: the model has to be captured whole."""
+    """Blocks that looked equal are not, so the model has to be captured whole."""
 
 
 @dataclass(frozen=True)
 class Run:
     """Consecutive children of one module, equal but for the values of their parameters and buffers.
 
-    Args:
-        paths: of the blocks in the model, in order.
-        differing: plain attributes in which blocks differ, such as the number of a layer, with the class that has
-            them. What reads one of these may compute something else in every block.
+    paths: paths of the blocks in the model, in order.
+    differing: plain attributes in which blocks differ, such as a layer's number, with the class that has them. Code
+        that reads one of these may compute something else in every block.
     """
 
     paths: tuple[str, ...]
@@ -37,7 +36,7 @@ class Run:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[Run, ...]:
-    """The longest runs of equal blocks, the outermost first."""
+    """Return the longest runs of equal blocks, the outermost first."""
     return tuple(_runs(model, "", _shared(model)))
 
 
@@ -54,7 +53,7 @@ def _runs(module: nn.Module, path: str, shared: frozenset[int]) -> Iterator[Run]
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Identities of modules, parameters and buffers that the model holds at several places."""
+    """Return identities of modules, parameters and buffers that the model holds in several places."""
     counts: Counter[int] = Counter()
     for _, module in model.named_modules(remove_duplicate=False):
         counts[id(module)] += 1
@@ -63,7 +62,7 @@ def _shared(model: nn.Module) -> frozenset[int]:
 
 
 def _skeleton(block: nn.Module, shared: frozenset[int]) -> Any:
-    """Equal for blocks of one structure; None where a block has something that belongs to it alone."""
+    """Return a key that is equal for blocks of the same structure; None if a block has something of its own."""
     parts = []
     for path, module in block.named_modules(remove_duplicate=False):
         state = vars(module)
@@ -90,13 +89,15 @@ def _differing(blocks: list[nn.Module]) -> frozenset[tuple[type[nn.Module], str]
     first = list(blocks[0].modules())
     for other in blocks[1:]:
         for a, b in zip(first, other.modules(), strict=True):
-            mine, its = vars(a), vars(b)
-            found |= {(type(a), n) for n in mine.keys() - _OF_EVERY_MODULE if not _equal(mine[n], its[n])}
+            attributes, others = vars(a), vars(b)
+            found |= {
+                (type(a), n) for n in attributes.keys() - _OF_EVERY_MODULE if not _equal(attributes[n], others[n])
+            }
     return frozenset(found)
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether nobody could tell the values apart: plain ones that are equal, or one object."""
+    """Whether two values are indistinguishable: equal plain values, or the same object."""
     if a is b:
         return True
     if type(a) is not type(b):

@@ -1,4 +1,4 @@
-"""What the tracer puts in place of torch's ops, so that every dim that could be cut can be.
+"""Replaces torch's ops in the trace, so that every dim that could be cut can be.
 
 Each function has the signature of the ATen op that it replaces and computes the same values and gradients.
 Returning NotImplemented leaves the op as it is.
@@ -85,7 +85,7 @@ def _batched(a: torch.Tensor, b: torch.Tensor, a_dims: list[str], b_dims: list[s
 
 
 def _keep(x: torch.Tensor, lead: list[int], tail: int) -> torch.Tensor:
-    """Drop the broadcast (size 1) batch dims, which an equation leaves out."""
+    """Drop broadcast (size 1) batch dims, which an equation leaves out."""
     for dim in reversed([d for d in range(x.ndim - tail) if d not in lead]):
         x = x.squeeze(dim)
     return x
@@ -203,7 +203,7 @@ def attention(
 
 
 def _attention_by_parts(tracer: Any, q: Any, k: Any, v: Any, bias: Any, dropout_p: float, scale: float) -> Any:
-    """Attention whose additive bias is trained (T5): the bias needs the scores' gradient, which no kernel gives."""
+    """Compute attention with a trained additive bias (T5), which needs the scores' gradient; no kernel returns it."""
     scores = ops.contract(q * scale, k, "bhsd,bhtd->bhst") + bias
     weights = REPLACEMENTS[aten.dropout.default](tracer, scores.softmax(-1), dropout_p, True)
     return ops.contract(weights, v, "bhst,bhtd->bhsd")
@@ -232,7 +232,7 @@ INTERPOLATIONS = {
 
 
 def _interpolation(kind: str) -> Replacement:
-    """One op, where torch's own would be taken apart into reads at indices."""
+    """Return one op for an interpolation, which torch would decompose into reads at indices."""
 
     def interpolate(tracer: Any, x: Operand, output_size: Any, *rest: Any) -> Any:
         *align, scales = rest
@@ -253,12 +253,12 @@ for _kind, _names in INTERPOLATIONS.items():
 
 
 def _adaptive(pool: Any) -> Replacement:
-    """Windows of one length that lie side by side are ordinary pooling, which can be cut along dims of space."""
+    """Turn adaptive pooling with adjacent windows of equal length into ordinary pooling, which can be cut spatially."""
 
     def pooled(tracer: Any, x: Operand, output_size: Sequence[int]) -> Any:
         image: torch.Tensor = materialize(x)
         n = image.shape[image.ndim - len(output_size) :]
-        # One window is a mean, which torch makes of it by itself, or a maximum, of which a window is the same.
+        # torch turns a single window into a mean by itself, and a maximum over one is the same in parts.
         if not image.is_floating_point() or all(o == 1 for o in output_size):
             return NotImplemented
         if any(not o or size % o for size, o in zip(n, output_size, strict=True)):
@@ -287,7 +287,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Rows that are looked up and added bag by bag. Averages are divided by the bag's length, maxima left to torch."""
+    """Look up rows and sum them by bag; divide averages by the bag's length, and leave maxima to torch."""
     flat, starts = materialize((indices, offsets))
     if mode == 2 or scale_grad_by_freq:
         rest = (materialize(per_sample_weights), include_last_offset, padding_idx)
@@ -344,7 +344,7 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Each channel of a sample by itself: a group norm whose groups are the channels."""
+    """Normalize each channel of a sample by itself, as a group norm whose groups are the channels."""
     if running_mean is not None or running_var is not None or not use_input_stats:
         return NotImplemented
     x, weight, bias = materialize((x, weight, bias))
@@ -352,7 +352,7 @@ def instance_norm(
 
 
 def _affine(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:
-    """Batch norm in evaluation: one multiplication and one addition a channel."""
+    """Compute batch norm in evaluation: one multiplication and one addition per channel."""
     scale = (var + eps).rsqrt() * (1 if weight is None else weight)
     shift = (0 if bias is None else bias) - mean * scale
     shape = [1, -1] + [1] * (x.ndim - 2)

@@ -1,4 +1,4 @@
-"""What a forward may do that a graph would hold wrongly and without a word: refused, or done so that it is right."""
+"""Refuses side effects of a forward that a graph would silently get wrong, or makes them right."""
 
 from __future__ import annotations
 
@@ -37,56 +37,56 @@ _COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def watched(overridden: list[str]) -> Iterator[None]:
-    """While tracing: what follows raises, and inference mode is no_grad, whose tensors a graph can hold.
+def refused_side_effects(overridden: list[str]) -> Iterator[None]:
+    """Refuse side effects while tracing; inference mode becomes no_grad, whose tensors a graph can hold.
 
     Args:
-        overridden: gets the user's own checkpoints.
+        overridden: receives the user's own checkpoints.
     """
     refusals: list[tuple[Any, str, str, str]] = [
-        (Tensor, "backward", "calls backward", "return the loss; a gradient inside the forward is torch.autograd.grad"),
+        (Tensor, "backward", "calls backward", "return the loss; for a gradient in forward use torch.autograd.grad"),
         (torch.autograd, "backward", "calls backward", "return the loss, and call backward outside"),
         (torch, "manual_seed", "seeds torch's generator", "seed outside of forward"),
         (torch.random, "manual_seed", "seeds torch's generator", "seed outside of forward"),
     ]
     if dist.is_available():
-        hint = "leave it out: the program's collectives are the plan's, and every sum is already over all ranks"
+        hint = "remove it: the plan places the program's collectives, and every sum is already over all ranks"
         refusals += [(dist, name, f"calls torch.distributed.{name}", hint) for name in _COLLECTIVES]
     hooks, mode = torch.autograd.graph.saved_tensors_hooks, torch.inference_mode
     with contextlib.ExitStack() as stack:
         for owner, name, what, hint in refusals:
             stack.enter_context(mock.patch.object(owner, name, _refusing(getattr(owner, name), what, hint)))
-        stack.enter_context(mock.patch.object(hooks, "__enter__", _entered(hooks.__enter__, overridden)))
+        stack.enter_context(mock.patch.object(hooks, "__enter__", _checked_enter(hooks.__enter__, overridden)))
         stack.enter_context(mock.patch.object(mode, "__enter__", _enter_inference))
         stack.enter_context(mock.patch.object(mode, "__exit__", _exit_inference))
         stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
         yield
 
 
-def _by_torch(depth: int = 2) -> bool:
-    """Whether torch itself asks, on behalf of what is captured otherwise."""
+def _called_by_torch(depth: int = 2) -> bool:
+    """Whether torch itself makes the call, for something that is captured in another way."""
     return sys._getframe(depth).f_code.co_filename.startswith(_TORCH)
 
 
 def _refusing(original: Callable[..., Any], what: str, hint: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if _by_torch():
+        if _called_by_torch():
             return original(*args, **kwargs)
         raise CaptureError(f"The forward {what}.", found="a side effect, done once at capture", hint=f"{hint}.")
 
     return refuse
 
 
-def _entered(original: Callable[..., Any], overridden: list[str]) -> Callable[..., Any]:
+def _checked_enter(original: Callable[..., Any], overridden: list[str]) -> Callable[..., Any]:
     def enter(self: Any) -> Any:
         if type(self).__name__ == "_checkpoint_hook":
             overridden.append("torch.utils.checkpoint")
         own = type(self).__module__.partition(".")[0] == "torch" and type(self).__name__ != "saved_tensors_hooks"
-        if not own and not _by_torch():
+        if not own and not _called_by_torch():
             raise CaptureError(
                 "The forward packs the tensors that are saved for the backward.",
                 found=f"saved_tensors_hooks with {getattr(self.pack_hook, '__qualname__', self.pack_hook)}",
-                hint="what is saved is the plan's decision: with a memory_budget it recomputes or offloads.",
+                hint="the plan decides what is saved: with a memory_budget it recomputes or offloads.",
             )
         return original(self)
 
@@ -106,15 +106,15 @@ _plain_data: Any = Tensor.data
 
 
 def _data(tensor: Tensor) -> Any:
-    return _plain_data.__get__(tensor) if _by_torch() else tensor.detach()
+    return _plain_data.__get__(tensor) if _called_by_torch() else tensor.detach()
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    if _by_torch():
+    if _called_by_torch():
         _plain_data.__set__(tensor, value)
         return
     raise CaptureError(
-        "The forward gives a tensor other data.",
+        "The forward assigns to a tensor's data.",
         found=f"an assignment to .data of {tuple(tensor.shape)}",
         hint="compute a new tensor, or change parameters outside of forward.",
     )
@@ -122,7 +122,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 @contextlib.contextmanager
 def constant_requires_grad(model: nn.Module) -> Iterator[None]:
-    """Which parameters train is decided before the capture.
+    """Refuse a forward that changes which parameters train, which must be decided before the capture.
 
     Raises:
         CaptureError: the forward changes it.

@@ -1,9 +1,9 @@
-"""While exporting, runs of equal blocks are run in part: of a run the first three and the last two blocks.
+"""Runs only the first three and the last two blocks of a run of equal blocks during an export.
 
-Each other block becomes one opaque op with outputs like those of its predecessors. All Python outside of the blocks
-runs as ever, and so it is seen what goes into each block and who reads what comes out. Afterwards `cutting` takes the
-opaque ops out of the graph, and `stamping` puts the blocks into the joint graph, forward and backward. Where anything
-differs between blocks, the whole model is captured instead.
+Each other block becomes one opaque op with outputs like those of its predecessors. All Python code outside the blocks
+runs as usual, which shows what goes into each block and who reads its results. Afterwards `cutting` takes the opaque
+ops out of the graph, and `stamping` puts the blocks into the joint graph, forward and backward. If anything differs
+between blocks, the whole model is captured instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.tracer.functions import LIBRARY
 from autopar.tracer.repeated import Run
 
 HEAD, TAIL = 3, 2
-"""Blocks at both ends of a run that are captured as they are."""
+"""Numbers of blocks at both ends of a run that are captured as they are."""
 
 OPS = torch.ops.autopar_capture
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 @dataclass
 class _Watched:
-    """One run while its blocks are called."""
+    """One run while its blocks are being called."""
 
     run: Run
     number: int
@@ -47,7 +47,7 @@ class _Watched:
         return index < HEAD or index >= len(self.run.paths) - TAIL
 
     def call(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block, or stand in for it."""
+        """Run a block, or return what its stand-in returns."""
         if not self.broken:
             given, shape = _flatten((args, kwargs))
             self._compare(index, given, shape)
@@ -58,23 +58,23 @@ class _Watched:
         if not self.is_real(index):
             return self._stand_in(index, inputs)
         OPS.block_enters(inputs, self.number, index)
-        before = _held(self.blocks[index])
+        before = _attribute_identities(self.blocks[index])
         self.inside = True
         try:
             made = forward(*args, **kwargs)
         finally:
             self.inside = False
-        self.broken = self.broken or _held(self.blocks[index]) != before
+        self.broken = self.broken or _attribute_identities(self.blocks[index]) != before
         after, shape_after = _flatten((args, kwargs))
         if shape_after != shape or any(a is not b and isinstance(a, Tensor) for a, b in zip(given, after, strict=True)):
-            self.broken = True  # what is passed along is changed by the block
+            self.broken = True  # the block changes an argument that is passed along
         self._remember(index, inputs, made)
         return made
 
     def _compare(self, index: int, given: list[Any], shape: Any) -> None:
-        """Blocks are called once each, in order, alike from the second on."""
+        """Mark the run as broken unless each block is called once, in order, and alike from the second on."""
         plain = all(isinstance(v, (Tensor, *_PLAIN)) for v in given) and any(isinstance(v, Tensor) for v in given)
-        entered = (shape, [_described(v, given) for v in given], _modes())
+        entered = (shape, [_signature(v, given) for v in given], _modes())
         if index > 1 and entered != self.entered:
             self.broken = True
         self.entered = entered
@@ -89,7 +89,7 @@ class _Watched:
                 leaves.append(("input", at))
             elif isinstance(value, Tensor):
                 own.append(value)
-                leaves.append(("output", _described(value, [value])))
+                leaves.append(("output", _signature(value, [value])))
             else:
                 leaves.append(("plain", value))
                 self.broken = self.broken or not isinstance(value, _PLAIN)
@@ -106,7 +106,7 @@ class _Watched:
         values: list[Any] = []
         for kind, what in leaves:
             values.append(next(made) if kind == "output" else inputs[what] if kind == "input" else what)
-            if kind == "output" and _described(values[-1], [values[-1]]) != what:
+            if kind == "output" and _signature(values[-1], [values[-1]]) != what:
                 self.broken = True
         return _build(shape, iter(values))
 
@@ -116,7 +116,7 @@ class Skipping:
     """What was left out of an exported graph.
 
     Args:
-        watched: the runs that were looked at.
+        watched: the runs that were considered.
         cut: the runs whose middle is missing in the graph.
     """
 
@@ -125,7 +125,7 @@ class Skipping:
 
 
 def equal_blocks(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
-    """The blocks that were not run, by the one before them, which they are equal to."""
+    """Return the blocks that were not run, by the equal block before them that was."""
     return {run.paths[HEAD - 1]: run.paths[HEAD : len(run.paths) - TAIL] for run in runs}
 
 
@@ -134,7 +134,7 @@ _current: ContextVar[Skipping] = ContextVar("skipping")
 
 @contextlib.contextmanager
 def skipping(model: nn.Module, runs: Sequence[Run]) -> Iterator[Skipping]:
-    """While exporting ``model``: skip the middle of ``runs``."""
+    """Skip the middle of ``runs`` during an export of ``model``."""
     found = Skipping()
     token = _current.set(found)
     sites: dict[int, tuple[_Watched, int]] = {}
@@ -142,7 +142,7 @@ def skipping(model: nn.Module, runs: Sequence[Run]) -> Iterator[Skipping]:
     read: dict[tuple[type[nn.Module], str], None] = {}
     for run in runs:
         if any(name in dir(cls) for cls, name in run.differing):
-            continue  # a default of the class would hide behind what watches the attribute
+            continue  # the property that watches the attribute would hide a default of the class
         watched = _Watched(run, len(found.watched), [model.get_submodule(path) for path in run.paths])
         found.watched.append(watched)
         for index, block in enumerate(watched.blocks):
@@ -174,7 +174,7 @@ def _intercepted(original: Callable[..., Any], sites: dict[int, tuple[_Watched, 
 
 
 def _watching(name: str, watched: Sequence[_Watched]) -> property:
-    """An attribute in which blocks differ: a run whose blocks touch it is no run of equal blocks."""
+    """Watch an attribute in which blocks differ: a run is broken if its blocks touch it."""
 
     def touched() -> None:
         for w in watched:
@@ -200,16 +200,16 @@ def _modes() -> tuple[Any, ...]:
     return (torch.is_grad_enabled(), *autocast, torch.get_default_dtype())
 
 
-def _described(value: Any, among: Sequence[Any]) -> Any:
-    """What a block can tell of a value without looking at numbers, and which of the values are one."""
+def _signature(value: Any, among: Sequence[Any]) -> Any:
+    """Return what a block can tell of a value without reading numbers, and which of the values it is."""
     if not isinstance(value, Tensor):
         return (type(value), value)
     first = next(i for i, v in enumerate(among) if v is value)
     return (first, type(value), value.shape, value.stride(), value.dtype, value.requires_grad)
 
 
-def _held(block: nn.Module) -> list[Any]:
-    """What the attributes of a block hold, one level deep, by identity: a list that all blocks append to shows."""
+def _attribute_identities(block: nn.Module) -> list[Any]:
+    """Return what a block's attributes hold, one level deep, by identity, which shows if a shared list grows."""
     held: list[Any] = []
     for module in block.modules():
         for name, value in vars(module).items():
@@ -224,7 +224,7 @@ def _held(block: nn.Module) -> list[Any]:
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure; only plain containers are looked into."""
+    """Return leaves and structure, looking only into plain containers."""
     if type(tree) in (tuple, list):
         parts = [_flatten(t) for t in tree]
         return [v for p, _ in parts for v in p], (type(tree), tuple(s for _, s in parts))

@@ -1,6 +1,6 @@
-"""Puts the blocks that were skipped at export into the joint graph: copies of a captured one, forward and backward.
+"""Copies a captured block into the joint graph for each block skipped at export, forward and backward.
 
-The result is the graph that capturing every block gives, the names of its nodes included.
+The result equals the graph of a capture of every block, including the names of its nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar._torch import with_ends_of
+from autopar._torch import with_signature_of
 from autopar.tracer.joint import Joint
 from autopar.tracer.pattern import MIDDLE, Pattern, Phase, numbered, require
 from autopar.tracer.repeated import Run
@@ -20,18 +20,18 @@ from autopar.tracer.skipping import HEAD
 
 
 def stamp(joint: Joint, runs: Sequence[Run]) -> None:
-    """Put the blocks of ``runs`` that were skipped into ``joint``.
+    """Put the skipped blocks of ``runs`` into ``joint``.
 
     Raises:
-        IrregularError: it is not certain how they look.
+        IrregularError: it is not certain what they look like.
     """
     for run in runs:
-        joint.graph_module.graph = _Writer(Pattern(joint, run)).written()
+        joint.graph_module.graph = _Writer(Pattern(joint, run)).write()
 
 
 @dataclass
 class _Writer:
-    """Writes the whole graph: what is there is numbered anew, and the copies stand between.
+    """Writes the whole graph: renumbers existing nodes, and puts the copies in between.
 
     Args:
         made: the new node of each old one.
@@ -47,59 +47,59 @@ class _Writer:
     def _count(self) -> int:
         return self.pattern.missing
 
-    def written(self) -> fx.Graph:
-        """The new graph.
+    def write(self) -> fx.Graph:
+        """Write the new graph.
 
         Raises:
             IrregularError: its names are not those that torch would give.
         """
         forward, backward = (self.pattern.sections[phase, MIDDLE] for phase in ("forward", "backward"))
-        further: dict[Phase, int] = {"forward": 0, "backward": 0}
+        added: dict[Phase, int] = {"forward": 0, "backward": 0}
         for node in self.pattern.graph.nodes:
             if node is backward[0]:
                 for block in range(MIDDLE + self._count, MIDDLE, -1):
                     self._copy("backward", block)
-                further["backward"] = self._count
+                added["backward"] = self._count
             if node.op == "output":
                 self._finish(node)
             else:
-                self.made[node] = self._create(node, self._place(node), self._renumbered(node, further))
+                self.made[node] = self._create(node, self._place(node), self._new_name(node, added))
             if node is forward[-1]:
                 for block in range(MIDDLE + 1, MIDDLE + 1 + self._count):
                     self._copy("forward", block)
-                further["forward"] = self._count
-        return with_ends_of(self.graph, self.pattern.graph)
+                added["forward"] = self._count
+        return with_signature_of(self.graph, self.pattern.graph)
 
     def _copy(self, phase: Phase, block: int) -> None:
-        """The block in the middle once more, as the one at the place ``block`` of the run."""
-        past: dict[Phase, int] = {"forward": block - MIDDLE, "backward": 0}
+        """Copy the middle block as the one at place ``block`` of the run."""
+        added: dict[Phase, int] = {"forward": block - MIDDLE, "backward": 0}
         if phase == "backward":
-            past = {"forward": self._count, "backward": self._count - (block - MIDDLE)}
+            added = {"forward": self._count, "backward": self._count - (block - MIDDLE)}
         for node in self.pattern.sections[phase, MIDDLE]:
-            made = self._create(node, block, self._renumbered(node, past))
+            made = self._create(node, block, self._new_name(node, added))
             for key in ("nn_module_stack", "fwd_nn_module_stack"):
                 if key in made.meta:
                     made.meta[key] = self._stack(made.meta[key], block)
             self.copies[node, block] = made
 
     def _place(self, node: fx.Node) -> int | None:
-        """In the run, of the block that a captured node belongs to."""
+        """Return the place in the run of the block that a captured node belongs to."""
         place = self.pattern.places.get(node)
         if place is None:
             return None
         return place.block if place.block < HEAD else place.block + self._count
 
-    def _renumbered(self, node: fx.Node, past: dict[Phase, int]) -> str:
-        """The node's name after so many more blocks."""
+    def _new_name(self, node: fx.Node, added: dict[Phase, int]) -> str:
+        """Return the node's name after the given numbers of additional blocks."""
         if node.op == "placeholder":
             return node.name
         kind, number = numbered(node.name)
-        number += sum(count * self.pattern.steps.get((phase, kind), 0) for phase, count in past.items())
+        number += sum(count * self.pattern.steps.get((phase, kind), 0) for phase, count in added.items())
         return f"{kind}_{number}" if number or node.name.endswith("_0") else kind
 
     def _create(self, node: fx.Node, block: int | None, name: str) -> fx.Node:
-        """``node`` in the block at that place of the run, or outside of all."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._found(n, node, block))
+        """Create ``node`` in the block at place ``block`` of the run, or outside of all blocks."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._operand(n, node, block))
         if kwargs.get("site"):
             kwargs = {**kwargs, "site": self._site(node, int(str(kwargs["site"])), block)}
         made = self.graph.create_node(node.op, node.target, args, kwargs, name)
@@ -107,8 +107,8 @@ class _Writer:
         made.meta = dict(node.meta)
         return made
 
-    def _found(self, node: fx.Node, reader: fx.Node, block: int | None) -> fx.Node:
-        """What the copy of ``reader`` in that block reads where the reader reads ``node``."""
+    def _operand(self, node: fx.Node, reader: fx.Node, block: int | None) -> fx.Node:
+        """Return what the copy of ``reader`` in that block reads in place of ``node``."""
         pattern = self.pattern
         if block is None:
             return self.made[node]
@@ -128,7 +128,7 @@ class _Writer:
         return {owner: node for node, owner in self.pattern.owners.items()}
 
     def _site(self, node: fx.Node, site: int, block: int | None) -> int:
-        """The number of a random op: they are counted in the forward."""
+        """Return a random op's number; random ops are counted in the forward."""
         place = self.pattern.places.get(node)
         if place is not None and place.block == MIDDLE and block is not None:
             return site + (block - MIDDLE) * self.pattern.sites
@@ -136,7 +136,7 @@ class _Writer:
 
     @cached_property
     def _last_site(self) -> int:
-        """Of the block in the middle and all before it."""
+        """The last random op's number up to the end of the middle block."""
         sites = [0]
         for node in self.pattern.graph.nodes:
             sites.append(node.kwargs.get("site") or 0)
@@ -153,7 +153,7 @@ class _Writer:
         return {moved(key): (moved(value[0]), *value[1:]) for key, value in stack.items()}
 
     def _finish(self, output: fx.Node) -> None:
-        """The output: the gradients of what the skipped blocks hold stand at their places."""
+        """Write the output, with the gradients of the skipped blocks' parameters in their places."""
         pattern = self.pattern
         results = [self.made[a] if isinstance(a, fx.Node) else a for a in output.args[0]]  # type: ignore[union-attr]
         slots = {owner: at for owner, (at, _) in pattern.gradients.items()}

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from autopar import ir
-from autopar._torch import FakeTensorMode, JointInput, JointOutput, compiled_when_called
-from autopar.attributes import Left
+from autopar._torch import FakeTensorMode, JointInput, JointOutput, lazy_graph_modules
+from autopar.attributes import AttributeOutput
 from autopar.errors import AutoparError, CaptureError
 from autopar.garbage import collected_later
 from autopar.guards import Guards
@@ -44,18 +44,18 @@ class Capture:
 
     Args:
         graph_module: the joint torch.fx graph; every node has ``meta["val"]`` (fake) and ``meta["phase"]``.
-        graph: the same as plain data.
-        call: how inputs are named; ``call.structure.paths`` in the order of the input placeholders.
+        graph: the same graph as plain data.
+        call: names of the inputs; ``call.structure.paths`` are in the order of the input placeholders.
         returned: structure of the model's outputs.
-        loss: position of the scalar loss that the backward is of; None when it is of every output.
+        loss: position of the scalar loss from which the backward starts; None if it starts from every output.
         differentiable: positions of the outputs that have tangents.
         constants: values of tensors that the program holds as literals, by name.
         notices: what the user should know, one sentence each.
         requires_grad: names of the outputs that have a gradient on one device, whether or not it is captured.
         unsaved: values of buffers that the model's ``state_dict`` leaves out.
-        guards: what of the model was read, beside its parameters and buffers.
-        left: what a call leaves in attributes, made of further outputs.
-        lost: names of what else the forward leaves tensors in.
+        guards: what was read of the model besides its parameters and buffers.
+        attribute_outputs: what a call stores in attributes, built from further outputs.
+        lost: names of other places in which the forward stores tensors.
     """
 
     graph_module: fx.GraphModule
@@ -69,12 +69,12 @@ class Capture:
     requires_grad: frozenset[str] = frozenset()
     unsaved: Mapping[str, torch.Tensor] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
-    left: tuple[Left, ...] = ()
+    attribute_outputs: tuple[AttributeOutput, ...] = ()
     lost: tuple[str, ...] = ()
 
 
 def ambient_autocast() -> contextlib.AbstractContextManager[Any]:
-    """The autocast around the call, on whatever device, for the trace on the CPU."""
+    """Return an autocast for the trace on the CPU that matches the one around the call, on whatever device."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return torch.autocast("cpu", dtype=torch.get_autocast_dtype(device))
@@ -85,11 +85,11 @@ class ColoTracer:
     """Captures a model and its loss as one joint forward and backward torch.fx graph.
 
     Args:
-        outputs: ``"auto"`` captures the backward of the scalar loss alone when the model returns one; any other
-            value captures the backward of every differentiable output.
-        stored_dtype: in which a parameter or buffer is stored, where that is not its own dtype.
-        whole: run every block of the model; else some of a run of equal ones are copies of those before them.
-        trains: refuse a model none of whose outputs has a gradient.
+        outputs: ``"auto"`` captures only the backward of the scalar loss if the model returns one; any other value
+            captures the backward of every differentiable output.
+        stored_dtype: returns the dtype in which a parameter or buffer is stored; None means its own.
+        whole: run every block of the model; otherwise some blocks of a run of equal ones are copied from others.
+        trains: refuse a model without an output that has a gradient.
     """
 
     def __init__(
@@ -108,20 +108,20 @@ class ColoTracer:
         self._trains = trains
 
     def trace(self, model: nn.Module, meta_inputs: Any) -> fx.GraphModule:
-        """The joint graph of ``model`` on ``meta_inputs``; ``node.meta["val"]`` on every node.
+        """Return the joint graph of ``model`` on ``meta_inputs``, with ``node.meta["val"]`` on every node.
 
         Raises:
-            CaptureError: naming the line of the model that cannot be captured.
+            CaptureError: names the line of the model that cannot be captured.
         """
         return self.capture(model, meta_inputs).graph_module
 
     def capture(self, model: nn.Module, meta_inputs: Any) -> Capture:
-        """As ``trace``, with the meaning of every input and output. The backward is captured under ``no_grad`` too."""
+        """Capture like ``trace``, with the meaning of inputs and outputs; under ``no_grad`` too."""
         with (
             torch.enable_grad(),
             ambient_autocast(),
             functions.recorded(),
-            compiled_when_called(),
+            lazy_graph_modules(),
             collected_later(),
         ):
             return self._capture(model, meta_inputs)
@@ -130,11 +130,11 @@ class ColoTracer:
         call = meta_inputs if isinstance(meta_inputs, Call) else bind(model, *as_call(meta_inputs))
         if not self._whole:
             with contextlib.suppress(IrregularError):
-                return self._captured(model, call, whole=False)
-        return self._captured(model, call, whole=True)
+                return self._capture_copy(model, call, whole=False)
+        return self._capture_copy(model, call, whole=True)
 
-    def _captured(self, model: nn.Module, call: Call, *, whole: bool) -> Capture:
-        """On a copy of the model, which the forward may change."""
+    def _capture_copy(self, model: nn.Module, call: Call, *, whole: bool) -> Capture:
+        """Capture a copy of the model, which the forward may change."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copied = fake_copy(model, mode, self._stored_dtype)
         without_lost_hooks(copied)
@@ -148,7 +148,7 @@ class ColoTracer:
         returned = exported.returned
         recorder.known.refuse_changing({str(o.target) for o in joint.outputs if o is not None and o.kind == "mutation"})
         stamp(joint, exported.cut)
-        _refuse_changed(joint)
+        _refuse_mutations(joint)
         refuse_random(joint.graph_module.graph)
         refuse_changed_arguments(joint.graph_module.graph)
         clean(joint.graph_module)
@@ -171,13 +171,13 @@ class ColoTracer:
             (*_notices(returned, call, joint.outputs), *exported.notices),
             frozenset(p for p, d in zip(names, exported.differentiable, strict=True) if d),
             guards=Guards.of(model, reads, recorder.known.conditions),
-            left=exported.left,
+            attribute_outputs=exported.attribute_outputs,
             lost=exported.lost,
         )
 
     @staticmethod
     def _forward(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool) -> Exported:
-        """The exported forward, or, of a model that takes derivatives in it, what it returns alone."""
+        """Return the exported forward, or only what the model returns if its forward takes derivatives."""
         try:
             return export(model, call, mode, whole=whole)
         except DerivativeError:
@@ -193,7 +193,7 @@ class ColoTracer:
         seed: torch.Tensor,
         exported: Exported,
     ) -> tuple[int | None, tuple[int, ...], Joint]:
-        """Which output is the loss, which have tangents, and the forward with its backward."""
+        """Return which output is the loss, which outputs have tangents, and the forward with its backward."""
         loss = None
         if not self._every_tangent:
             count = len(exported.returned.paths)
@@ -203,7 +203,7 @@ class ColoTracer:
             with device_neutral_ops():
                 if exported.program is None:
                     flat = FlatModel(copied, call.structure)
-                    flat.returned.left_out = exported.left_out
+                    flat.returned.excluded = exported.excluded
                     return (
                         loss,
                         differentiable,
@@ -215,15 +215,17 @@ class ColoTracer:
                     joint_of(exported.program, copied, call.tensors, seed, loss, differentiable, detached),
                 )
         except Exception as error:
-            if exported.cut:  # the user's error is the one that comes without skipping
+            if exported.cut:  # a capture without skipping gives the error that the user should see
                 raise IrregularError from error
             if isinstance(error, AutoparError):
                 raise
-            raise _by_running(copied, call, mode, error) from error
+            raise _error_by_running(copied, call, mode, error) from error
 
     def _differentiable(self, exported: Exported, loss: int | None) -> tuple[tuple[int, ...], frozenset[int]]:
-        """The outputs from which the backward starts, and those that are detached: what is left in attributes rarely is
-        part of a loss."""
+        """Return the outputs from which the backward starts, and those that are detached.
+
+        Tensors stored in attributes are detached, because they are rarely part of a loss.
+        """
         if loss is not None:
             return (loss,), frozenset(range(len(exported.names))) - {loss}
         found = [i for i, d in enumerate(exported.differentiable) if d]
@@ -233,8 +235,8 @@ class ColoTracer:
         return tuple(returned), frozenset(found) - {*returned}
 
 
-def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
-    """The error of the joint trace, which knows an op's module, by the line at which the model itself fails so."""
+def _error_by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Exception) -> CaptureError:
+    """Return an error with the line at which the model itself fails like the joint trace, which only knows modules."""
     try:
         with mode, packed_by_mask():
             run_once(model, call)
@@ -245,7 +247,7 @@ def _by_running(model: nn.Module, call: Call, mode: FakeTensorMode, error: Excep
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``meta_inputs`` as arguments: a tensor, a tuple (positional) or a mapping (by keyword)."""
+    """Return ``meta_inputs`` as arguments: a tensor, a tuple (positional) or a mapping (by keyword)."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
@@ -271,8 +273,8 @@ def _meanings(
             kind, name = ("input", call.names[at]) if at < len(call.names) else ("seed", "seed")
         elif kind == "tangent" and not isinstance(meaning.target, int):
             raise CaptureError(
-                "The forward gives a buffer a value that has a gradient.",
-                found=f"{name} keeps the program that made it, and so its activations, from step to step",
+                "The forward writes a value that has a gradient to a buffer.",
+                found=f"{name} keeps the graph that computed it, and so its activations, from step to step",
                 hint="detach what is written to buffers: buffer.copy_(value.detach()).",
             )
         elif kind == "tangent":
@@ -282,18 +284,18 @@ def _meanings(
         ins.append(ir.Input(node.name, kind, name, trainable=name in trainable and kind == "parameter"))
     outs = []
     output = next(n for n in module.graph.nodes if n.op == "output")
-    for arg, meant in zip(output.args[0], outputs, strict=True):
-        if meant is None or not isinstance(arg, fx.Node) or _changes_input(meant):
+    for arg, result in zip(output.args[0], outputs, strict=True):
+        if result is None or not isinstance(arg, fx.Node) or _changes_input(result):
             continue
-        name = names[int(meant.target)] if meant.kind == "output" else str(meant.target)
-        if meant.kind == "gradient" and isinstance(meant.target, int):
-            name = f"input:{call.names[meant.target]}"
-        outs.append(ir.Output(value_of(arg), meant.kind, name))
+        name = names[int(result.target)] if result.kind == "output" else str(result.target)
+        if result.kind == "gradient" and isinstance(result.target, int):
+            name = f"input:{call.names[result.target]}"
+        outs.append(ir.Output(value_of(arg), result.kind, name))
     return module, ins, outs
 
 
-def _refuse_changed(joint: Joint) -> None:
-    """Parameters change in the optimizer's step, and constants never."""
+def _refuse_mutations(joint: Joint) -> None:
+    """Refuse changes of parameters, which only the optimizer's step may change, and of constants."""
     buffers = {i.target for i in joint.inputs if i.kind == "buffer"} - set(joint.constants)
     for output in joint.outputs:
         if output is None or output.kind != "mutation" or isinstance(output.target, int) or output.target in buffers:
@@ -304,16 +306,16 @@ def _refuse_changed(joint: Joint) -> None:
             found="a tensor kept as a plain attribute" if is_constant else "a parameter",
             hint="keep it with register_buffer."
             if is_constant
-            else "change it outside of forward: an embedding without max_norm, its rows scaled after optimizer.step().",
+            else "change it outside of forward, e.g. an embedding without max_norm whose rows are scaled after step().",
         )
 
 
-def _changes_input(meant: JointOutput) -> bool:
-    return meant.kind == "mutation" and isinstance(meant.target, int)
+def _changes_input(meaning: JointOutput) -> bool:
+    return meaning.kind == "mutation" and isinstance(meaning.target, int)
 
 
 def _check_gradients(outs: Sequence[ir.Output], ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]) -> None:
-    """A missing gradient would train silently wrong: torch gives none for parameters it lost on the way."""
+    """Refuse a model without gradients: torch gives none for parameters that are lost on the way."""
     if not any(o is not None and o.kind == "gradient" for o in outputs) and any(i.trainable for i in ins):
         raise CaptureError(
             "No trainable parameter gets a gradient.",

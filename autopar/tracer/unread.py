@@ -1,5 +1,7 @@
-"""What a model holds that no program takes: sparse, nested and quantized tensors. One that the forward does not read is
-no subject; the stand-in for one that it reads names it."""
+"""Sparse, nested and quantized tensors in a model, which no program takes.
+
+Those that the forward does not read do not matter; the stand-in for one that it reads raises an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,20 @@ _ATTRIBUTES = (
 )
 _METHODS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex)
 _DESCRIBED = frozenset((*(getattr(Tensor, name).__get__ for name in _ATTRIBUTES), *_METHODS))
-"""What says what a tensor is, and reads nothing of it."""
+"""Functions that describe a tensor without reading its values."""
 
 
 _HINTS = {
     "sparse": "keep its indices and values as two dense buffers, and write a product with it as index_select, a "
     "multiplication and index_add.",
-    "nested": "pad it, torch.nested.to_padded_tensor(x, 0.0), and keep a mask of what is no padding.",
-    "quantized": "keep what it stands for, x.dequantize(), or its int_repr(), scale and zero point.",
+    "nested": "pad it, torch.nested.to_padded_tensor(x, 0.0), and keep a mask of the entries that are not padding.",
+    "quantized": "keep the values it stands for, x.dequantize(), or its int_repr(), scale and zero point.",
     "MKL-DNN": "keep x.to_dense().",
 }
 
 
 class StandIn(Tensor):
-    """Tells what the tensor that it stands for is, and raises wherever an op reads it."""
+    """Describes the tensor that it stands for, and raises wherever an op reads it."""
 
     fqn: str
     of: Tensor
@@ -63,8 +65,8 @@ def stand_in(tensor: Tensor, name: str) -> StandIn:
     return made
 
 
-def take_out(model: nn.Module) -> None:
-    """Of a copy in which stand-ins are parameters and buffers: make them plain attributes, which are no inputs."""
+def detach_stand_ins(model: nn.Module) -> None:
+    """Make stand-ins among the parameters and buffers of a copy plain attributes, which are not inputs."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name in [n for n, t in table.items() if isinstance(t, StandIn)]:
@@ -77,12 +79,12 @@ def _refused(found: StandIn) -> CaptureError:
     if tensor.is_mkldnn:
         kind = "MKL-DNN"
     return CaptureError(
-        f"The forward reads {found.fqn}, a {kind} tensor, and the program takes dense ones.",
-        found=described(tensor),
+        f"The forward reads {found.fqn}, a {kind} tensor, but programs take only dense tensors.",
+        found=describe(tensor),
         hint=_HINTS[kind],
     )
 
 
-def described(tensor: Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     shape = "" if tensor.is_nested else f"{tuple(tensor.shape)} "
     return f"{shape}{tensor.dtype}, {tensor.layout}"

@@ -1,4 +1,4 @@
-"""What a training loop needs around a parallel model."""
+"""Utilities that a training loop needs around a parallel model."""
 
 from autopar.training.accumulation import (
     GradAccumDataloader,

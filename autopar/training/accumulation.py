@@ -1,4 +1,4 @@
-"""Gradient accumulation by wrapping: the loop stays as it was, and every n-th turn of it is a step."""
+"""Gradient accumulation by wrapping: the loop stays as it was, and every n-th iteration takes a step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def accumulate_gradient(
     gradient_handlers: Sequence[BaseGradientHandler] | None = None,
     lr_scheduler: Any = None,
 ) -> tuple[GradAccumOptimizer, GradAccumDataloader, list[GradAccumGradientHandler] | None, Any]:
-    """Wrap what a training loop uses so that ``accumulate_size`` batches make one step.
+    """Wrap the parts of a training loop so that ``accumulate_size`` batches make one step.
 
     Returns:
-        optimizer, dataloader, gradient handlers and lr scheduler; the last two are None where none were given.
+        optimizer, dataloader, gradient handlers and lr scheduler; each of the last two is None if none was given.
 
     Raises:
-        AutoparError: ``accumulate_size`` is no positive integer.
+        AutoparError: ``accumulate_size`` is not a positive integer.
     """
     handlers = None
     if gradient_handlers is not None:
@@ -50,12 +50,11 @@ def accumulate_gradient(
 class GradAccumOptimizer(OptimizerWrapper):
     """Divides each loss by ``accumulate_size``, and steps once that many backwards have run.
 
-    ``zero_grad`` and ``step`` in between do nothing, so that a loop may call them every time.
+    ``zero_grad`` and ``step`` do nothing in between, so that a loop may call them every time.
 
     Args:
         optim: the optimizer that steps.
-        model: whose ``no_sync()``, where it has one as DistributedDataParallel does, is entered for all backwards
-            but the last.
+        model: if it has a ``no_sync()``, as DistributedDataParallel does, all backwards but the last run inside it.
 
     Attributes:
         accumulate_step: backwards since the last step.
@@ -85,12 +84,12 @@ class GradAccumOptimizer(OptimizerWrapper):
         self.accumulate_step += last
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless some are being accumulated."""
+        """Reset the gradients, unless some are being accumulated."""
         if self.accumulate_step == 0:
             self.optim.zero_grad(set_to_none=set_to_none)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step once enough backwards have run; None before.
+        """Step once enough backwards have run; before that, return None.
 
         Raises:
             AutoparError: no backward ran through this optimizer since the last call.
@@ -99,7 +98,7 @@ class GradAccumOptimizer(OptimizerWrapper):
             raise AutoparError(
                 "No backward was accumulated since the last call of step.",
                 found="step() without backward(loss) of this optimizer",
-                hint="write optimizer.backward(loss) in place of loss.backward(), which would not be divided.",
+                hint="call optimizer.backward(loss) instead of loss.backward(), which does not divide the loss.",
             )
         self._has_backward = False
         if not self.complete:
@@ -113,13 +112,13 @@ class GradAccumOptimizer(OptimizerWrapper):
         return self.accumulate_step >= self.accumulate_size
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor | None:
-        """Clip the gradients once they are complete, as Colossal-AI's loops call it; the norm before, or None."""
+        """Clip the gradients once they are complete, and return their norm before it; Colossal-AI's loops call this."""
         return self.clip_grad_by_norm(max_norm) if max_norm > 0 else None
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor | None:
-        """Clip the gradients once they are complete; None before."""
+        """Clip the gradients once they are complete; before that, return None."""
         return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite) if self.complete else None
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -129,9 +128,9 @@ class GradAccumOptimizer(OptimizerWrapper):
 
 
 class GradAccumDataloader:
-    """The batches of ``dataloader`` in whole cycles of ``accumulate_size``; what remains at the end is dropped.
+    """Yields the batches of ``dataloader`` in full cycles of ``accumulate_size``, and drops the remainder.
 
-    A loader that is not torch's is read to its end, since it may not like to be left half-way.
+    A loader that is not torch's is read to its end, because it may not support being abandoned half-way.
     """
 
     def __init__(self, dataloader: Iterable[Any], accumulate_size: int) -> None:
@@ -166,7 +165,7 @@ class GradAccumDataloader:
             yield batch
 
     def _whole_cycles(self) -> Iterator[Any]:
-        """Where the number of batches is not known, a cycle is given out once all of it is there."""
+        """Yield each cycle once all of its batches have arrived, for loaders whose length is not known."""
         cycle: list[Any] = []
         for batch in self.dataloader:
             cycle.append(batch)
@@ -185,7 +184,7 @@ class GradAccumLrSchedulerByStep(LRScheduler):
 
     @staticmethod
     def compute_effective_steps_per_epoch(dataloader: Any, accumulate_size: int) -> int:
-        """Steps of the optimizer in an epoch, which is what schedules are written for."""
+        """Return the number of optimizer steps in an epoch, which is the unit of lr schedules."""
         return len(dataloader) // accumulate_size
 
     def __getattr__(self, name: str) -> Any:
@@ -218,7 +217,9 @@ class GradAccumGradientHandler:
     def __init__(self, grad_handler: BaseGradientHandler, accumulate_size: int) -> None:
         if not isinstance(grad_handler, BaseGradientHandler):
             raise AutoparError(
-                "This is no gradient handler.", found=repr(grad_handler), hint="derive it from BaseGradientHandler."
+                "The object is not a gradient handler.",
+                found=repr(grad_handler),
+                hint="derive it from BaseGradientHandler.",
             )
         self.grad_handler = grad_handler
         self.accumulate_size = _checked(accumulate_size)
@@ -232,22 +233,22 @@ class GradAccumGradientHandler:
 
 
 def _check_planned(model: nn.Module | None, accumulate_size: int) -> None:
-    """A model that was planned for several backwards a step gives its gradients with the last of them."""
+    """Raise if the plan's ``accumulation_steps`` do not fit: gradients are complete after its last backward only."""
     plan = getattr(model, "plan", None)
     planned = plan.options.get("accumulation_steps", 1) if isinstance(plan, Plan) else 1
     if planned > 1 and planned % accumulate_size:  # each batch may be several micro-batches
         raise AutoparError(
-            "The model was planned for another number of backwards in a step.",
+            "The model was planned for a different number of backwards per step.",
             found=f"accumulate_size={accumulate_size}, accumulation_steps={planned}",
-            hint="accumulation_steps is accumulate_size, times the micro-batches of each batch; or plan without it.",
+            hint="set accumulation_steps to accumulate_size times the micro-batches per batch, or plan without it.",
         )
 
 
 def _checked(accumulate_size: int) -> int:
     if not isinstance(accumulate_size, int) or isinstance(accumulate_size, bool) or accumulate_size < 1:
         raise AutoparError(
-            "accumulate_size is the number of batches that make one step.",
+            "accumulate_size must be a positive integer: the number of batches that make one step.",
             found=repr(accumulate_size),
-            hint="give a positive integer.",
+            hint="pass a positive integer.",
         )
     return accumulate_size

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class AnnealingScheduler:
-    """``start`` during the warm-up, then on a straight line to ``end``, which it is from ``annealing_step`` on.
+    """Holds ``start`` during the warm-up, then moves linearly to ``end``, which it reaches at ``annealing_step``.
 
     Args:
-        start: the first value.
-        end: the last value.
-        warmup_steps: steps before it begins to change.
-        annealing_step: the step at which it arrives.
+        start: the initial value.
+        end: the final value.
+        warmup_steps: steps before the value begins to change.
+        annealing_step: the step from which the value is ``end``.
     """
 
     def __init__(self, start: float, end: float, warmup_steps: int = 100, annealing_step: int = 2000) -> None:
@@ -21,7 +21,7 @@ class AnnealingScheduler:
         self.step = 0
 
     def get_temperature(self) -> float:
-        """The value at the present step."""
+        """Return the value at the current step."""
         if self.step >= self.annealing_step:
             return self.end
         if self.step <= self.warmup_steps:
@@ -30,5 +30,5 @@ class AnnealingScheduler:
         return self.start + (self.end - self.start) * done
 
     def step_forward(self) -> None:
-        """Go on by one step."""
+        """Advance by one step."""
         self.step += 1

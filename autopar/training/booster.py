@@ -1,4 +1,4 @@
-"""``Booster``: what a training script hands its parts to, and saves and loads them with."""
+"""``Booster``: makes the parts of a training script parallel, and saves and loads them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class AutoParallelPlugin:
     """Makes a model parallel with ``autopar.autoparallelize``.
 
     Args:
-        meta_inputs: as of ``autoparallelize``; values do not matter.
-        max_norm: to which gradients are clipped before each step; 0 leaves them.
-        scaler: options of the ``GradScaler`` of fp16, such as ``{"init_scale": 2.0**16}``.
-        options: further arguments of ``autoparallelize``. Without ``optimizer`` the budget holds the state of the one
-            that is boosted.
+        meta_inputs: as in ``autoparallelize``; values do not matter.
+        max_norm: gradients are clipped to this norm before each step; 0 disables clipping.
+        scaler: options of the ``GradScaler`` for fp16, such as ``{"init_scale": 2.0**16}``.
+        options: further arguments of ``autoparallelize``. If ``optimizer`` is not among them, the budget includes
+            the state of the boosted optimizer.
     """
 
     def __init__(
@@ -45,34 +45,34 @@ class AutoParallelPlugin:
 
     @property
     def dp_group(self) -> Any:
-        """The ranks that read different data; None is all of them."""
+        """The process group of the ranks that read different data; None stands for all ranks."""
         return None
 
     @property
     def dp_size(self) -> int:
-        """How many ranks read different data: all with ``batch="local"``, else one."""
+        """How many ranks read different data: all with ``batch="local"``, otherwise one."""
         local = self.options.get("batch", "global") == "local"
         return dist.get_world_size() if local and dist.is_initialized() else 1
 
     def configure(
         self, model: nn.Module, optimizer: Optimizer | None, mixed_precision: Any = None
     ) -> tuple[nn.Module, Any]:
-        """The parallel model, and the optimizer on its parameters.
+        """Return the parallel model and the optimizer on its parameters.
 
         Raises:
-            AutoparError: the optimizer has parameters of another model, or two precisions were asked for.
+            AutoparError: the optimizer has parameters of another model, or two different precisions were given.
         """
         options = dict(self.options)
-        asked = options.setdefault("mixed_precision", mixed_precision)
-        if mixed_precision is not None and as_precision(asked) != as_precision(mixed_precision):
+        precision = options.setdefault("mixed_precision", mixed_precision)
+        if mixed_precision is not None and as_precision(precision) != as_precision(mixed_precision):
             raise AutoparError(
                 "Booster and plugin name different precisions.",
-                found=f"mixed_precision={mixed_precision!r} and {asked!r}",
-                hint="name it once.",
+                found=f"mixed_precision={mixed_precision!r} and {precision!r}",
+                hint="name the precision in one place only.",
             )
         if optimizer is not None:
-            _refuse_others(model, optimizer)
-            options.setdefault("optimizer", _kind(optimizer))
+            _check_parameters(model, optimizer)
+            options.setdefault("optimizer", _unwrapped_type(optimizer))
         parallel = autoparallelize(model, self.meta_inputs, **options)
         policy = policy_of(parallel.plan.options.get("mixed_precision"))  # type: ignore[union-attr, operator]
         scales = policy.compute == "float16"
@@ -93,12 +93,12 @@ class AutoParallelPlugin:
         drop_last: bool = True,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A loader of what this rank passes to the model.
+        """Return a loader of the batches that this rank passes to the model.
 
         Args:
-            batch_size: of this rank's batches: the whole batch, or with ``batch="local"`` its part of it.
-            shuffle: whether each epoch has an order of its own; call ``loader.sampler.set_epoch(epoch)``.
-            options: of torch's DataLoader.
+            batch_size: size of this rank's batches: the global batch, or its local part with ``batch="local"``.
+            shuffle: whether each epoch has its own order; call ``loader.sampler.set_epoch(epoch)``.
+            options: further arguments of torch's DataLoader.
         """
         rank = dist.get_rank() if self.dp_size > 1 else 0
         sampler = LocalSampler(
@@ -113,7 +113,7 @@ class AutoParallelPlugin:
 
 
 class Booster:
-    """Prepares the parts of a training loop, and runs those lines of it that depend on how a model is parallel.
+    """Prepares the parts of a training loop, and runs the steps of it that depend on how the model is parallelized.
 
         booster = Booster(plugin=AutoParallelPlugin(example_batch, memory_budget="60GiB"), mixed_precision="bf16")
         model, optimizer, _, dataloader, lr_scheduler = booster.boost(
@@ -126,17 +126,17 @@ class Booster:
             optimizer.zero_grad()
 
     Args:
-        plugin: how models become parallel; None leaves them.
-        mixed_precision: as of ``autoparallelize``; fp16 scales losses, and with master weights the optimizer keeps
-            them; None is full.
+        plugin: how models are made parallel; None leaves them unchanged.
+        mixed_precision: as in ``autoparallelize``; fp16 scales losses, and the optimizer keeps master weights if the
+            policy has them; None is full precision.
     """
 
     def __init__(self, plugin: AutoParallelPlugin | None = None, mixed_precision: Any = None) -> None:
         if plugin is None and mixed_precision is not None:
             raise AutoparError(
-                "Mixed precision is part of the program that a plugin makes.",
+                "Mixed precision needs a plugin, because it is part of the program that the plugin makes.",
                 found=f"mixed_precision={mixed_precision!r} without a plugin",
-                hint="give Booster(plugin=AutoParallelPlugin(meta_inputs)).",
+                hint="pass Booster(plugin=AutoParallelPlugin(meta_inputs)).",
             )
         self.plugin = plugin
         self.mixed_precision = mixed_precision
@@ -149,25 +149,25 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Make ``model`` parallel, with ``optimizer`` on its new parameters.
+        """Make ``model`` parallel, and bind ``optimizer`` to its new parameters.
 
         Returns:
             model, optimizer, criterion, dataloader, lr_scheduler. The optimizer is the given one, or a wrapper of it
-            where losses are scaled or gradients clipped; criterion, dataloader and lr_scheduler are as they were.
+            if losses are scaled or gradients clipped; criterion, dataloader and lr_scheduler are unchanged.
 
         Raises:
-            AutoparError: as ``autoparallelize``, or the optimizer does not fit; all is as it was.
+            AutoparError: as in ``autoparallelize``, or if the optimizer does not fit; nothing has changed then.
         """
         if self.plugin is not None:
             model, optimizer = self.plugin.configure(model, optimizer, self.mixed_precision)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: Any = None) -> None:
-        """Add the gradients of ``loss``, scaled as the optimizer needs it."""
+        """Add the gradients of ``loss``, scaled if the optimizer needs it."""
         backward(loss, optimizer)
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> contextlib.AbstractContextManager[Any]:
-        """A context whose backwards need not reduce gradients yet, where the model can put that off."""
+        """Return a context in which backwards need not reduce gradients yet, if the model can delay the reduction."""
         return no_sync(model)
 
     def save_model(
@@ -211,17 +211,17 @@ class Booster:
         files.load_lr_scheduler(lr_scheduler, checkpoint)
 
 
-def _refuse_others(model: nn.Module, optimizer: Optimizer) -> None:
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     known = set(map(id, model.parameters()))
-    strange = [p for p in parameters(optimizer) if id(p) not in known]
-    if strange:
+    foreign = [p for p in parameters(optimizer) if id(p) not in known]
+    if foreign:
         raise AutoparError(
             "The optimizer has parameters that are not the model's.",
-            found=f"{len(strange)} of {len(parameters(optimizer))}, the first of shape {tuple(strange[0].shape)}",
-            hint="make it of model.parameters(), after the model was moved or converted.",
+            found=f"{len(foreign)} of {len(parameters(optimizer))}, the first of shape {tuple(foreign[0].shape)}",
+            hint="create it from model.parameters() after the model was moved or converted.",
         )
 
 
-def _kind(optimizer: Optimizer) -> Any:
+def _unwrapped_type(optimizer: Optimizer) -> Any:
     unwrap = getattr(optimizer, "unwrap", None)
     return type(optimizer if unwrap is None else unwrap())

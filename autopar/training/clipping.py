@@ -1,4 +1,4 @@
-"""Clipping of gradients that live in any mixture of placements, as if they were on one device."""
+"""Gradient clipping for any mixture of placements, as if all gradients were on one device."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ Parameters = nn.Module | Tensor | Iterable[Tensor]
 def clip_grad_norm_(
     parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale all gradients down in place until their norm, taken over the whole model, is at most ``max_norm``.
+    """Scale all gradients in place so that their norm over the model is at most ``max_norm``.
 
     Every rank must call it. It takes one collective for all parameters of a device mesh.
 
     Args:
-        parameters: of a model, or the model.
-        norm_type: p of the norm, positive; ``inf`` for the largest element.
-        error_if_nonfinite: whether a norm that is nan or infinite is an error; else it scales as it is.
+        parameters: parameters of a model, or the model itself.
+        norm_type: order p of the norm, positive; ``inf`` means the largest element.
+        error_if_nonfinite: raise if the norm is nan or infinite; otherwise scale by it all the same.
 
     Returns:
-        The norm before clipping: a plain scalar, the same on every rank.
+        The norm before clipping, a plain scalar that is the same on every rank.
 
     Raises:
-        AutoparError: ``norm_type`` is not positive, or the norm is not finite and must be.
+        AutoparError: ``norm_type`` is not positive, or the norm is not finite and ``error_if_nonfinite`` is set.
     """
     gradients = _gradients(parameters)
     norm = grad_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AutoparError(
-            "The gradients have no finite norm.",
+            "The norm of the gradients is not finite.",
             found=f"norm {float(norm)} of order {norm_type}",
-            hint="look for an overflow in the loss, or leave error_if_nonfinite out.",
+            hint="look for an overflow in the loss, or omit error_if_nonfinite.",
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
@@ -62,14 +62,15 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
 
 
 def grad_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all elements of ``gradients`` as they would be on one device; a plain scalar.
+    """Return the norm of all elements of ``gradients``, as if they were on one device, as a plain scalar.
 
-    Replicas count once: of the ranks that hold a shard, the one at coordinate 0 of the replicating mesh axes adds its
-    sum of p-th powers, the others add nothing, and one all-reduce over the mesh adds up.
+    Replicas count once: of the ranks that hold the same shard, only the one at coordinate 0 of the replicating mesh
+        axes
+    contributes its sum of p-th powers. One all-reduce over the mesh adds up the contributions.
     """
     if norm_type <= 0:
         raise AutoparError(
-            "A norm's order is positive.", found=repr(norm_type), hint="give norm_type=2.0, or float('inf')."
+            "The order of a norm must be positive.", found=repr(norm_type), hint="use norm_type=2.0 or float('inf')."
         )
     of_meshes: dict[DeviceMesh | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -83,7 +84,7 @@ def grad_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _total_of_mesh(mesh: DeviceMesh | None, gradients: Sequence[Tensor], p: float) -> Tensor:
-    """Sum of p-th powers (or the largest element) over all ranks; plain gradients are the same everywhere."""
+    """Return the sum of p-th powers (or the largest element) over all ranks; plain gradients are equal on all."""
     if mesh is None:
         return _combined([_power(g, p) for g in gradients], p, gradients[0].device)
     parts = []
@@ -104,8 +105,8 @@ def _combined(parts: Sequence[Tensor], p: float, device: torch.device) -> Tensor
 
 
 def _power(local: Tensor, p: float) -> Tensor:
-    """The p-th power of the norm of one shard, or its largest element; float64, so that powers do not overflow."""
-    if local.numel() == 0:  # an uneven shard may be empty, and has no largest element
+    """Return the p-th power of one shard's norm, or its largest element, in float64 to avoid overflow."""
+    if local.numel() == 0:  # an uneven shard may be empty, and then has no largest element
         return torch.zeros((), dtype=torch.float64, device=local.device)
     exact = torch.float32 if local.dtype in (torch.float16, torch.bfloat16) else None
     norm: Tensor = torch.linalg.vector_norm(local.detach(), p, dtype=exact).double()
@@ -113,14 +114,14 @@ def _power(local: Tensor, p: float) -> Tensor:
 
 
 def _counts(gradient: DTensor) -> bool:
-    """Whether this rank's shard counts: it is the first of those that hold the same."""
+    """Whether this rank's shard counts: it is the first among the ranks that hold the same shard."""
     coordinate = gradient.device_mesh.get_coordinate()
     assert coordinate is not None
     return all(c == 0 for c, p in zip(coordinate, gradient.placements, strict=True) if isinstance(p, Replicate))
 
 
 def _summed(gradient: DTensor) -> DTensor:
-    """``gradient`` without partial sums, which have no norm yet."""
+    """Return ``gradient`` with its partial sums reduced; a partial sum has no norm."""
     if not any(isinstance(p, Partial) for p in gradient.placements):
         return gradient
     return gradient.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in gradient.placements])

@@ -1,4 +1,4 @@
-"""Who this process is in the job, and the few collectives of a training script; alone they do nothing."""
+"""This process's position in the job, and the few collectives of a training script; without a job they do nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Group = Any
 
 
 class Plugin(Protocol):
-    """What the collectives ask of a plugin: the ranks that hold different data."""
+    """What the collectives need of a plugin: the ranks that hold different data."""
 
     @property
     def dp_group(self) -> Group: ...
@@ -27,31 +27,31 @@ class Plugin(Protocol):
 
 
 def is_rank_0() -> bool:
-    """Whether this process is the first of the job; true without a process group."""
+    """Whether this process is the first of the job; true if there is no process group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def to_device(x: Any, device: torch.device | str) -> Any:
-    """``x`` with every tensor in it, however nested, on ``device``."""
+    """Return ``x`` with every tensor in it, however nested, moved to ``device``."""
     return tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, x)
 
 
 def all_reduce_sum(tensor: Tensor, plugin: Plugin | None = None) -> Tensor:
-    """Sum ``tensor`` over all ranks, or over the plugin's data-parallel ones, in place."""
+    """Sum ``tensor`` in place over all ranks, or over the plugin's data-parallel ranks."""
     if _size(plugin) > 1:
         dist.all_reduce(tensor, group=_group(plugin))
     return tensor
 
 
 def all_reduce_mean(tensor: Tensor, plugin: Plugin | None = None) -> Tensor:
-    """Average ``tensor`` over all ranks, or over the plugin's data-parallel ones, in place."""
+    """Average ``tensor`` in place over all ranks, or over the plugin's data-parallel ranks."""
     if _size(plugin) > 1:
         all_reduce_sum(tensor, plugin).div_(_size(plugin))
     return tensor
 
 
 def all_gather_tensors(local_tensor_list: list[Tensor] | Tensor, plugin: Plugin | None = None) -> list[Tensor]:
-    """The lists of all ranks, one after the other by rank; shapes and lengths may differ. A tensor is a list of one."""
+    """Concatenate the lists of all ranks in rank order; shapes and lengths may differ. A tensor is a list of one."""
     if isinstance(local_tensor_list, Tensor):
         local_tensor_list = [local_tensor_list]
     if _size(plugin) == 1:
@@ -75,12 +75,12 @@ def _size(plugin: Plugin | None) -> int:
 
 @contextlib.contextmanager
 def priority_execution(executor_rank: int = 0, process_group: Group = None) -> Iterator[None]:
-    """Run the body on ``executor_rank`` first and then on the others, as for a download that all of them use.
+    """Run the body on ``executor_rank`` first and then on the others, for example for a shared download.
 
         with priority_execution():
             dataset = load_or_download()
 
-    An error on the first rank still lets the others go on, and meet it themselves.
+    If the first rank fails, the others still run the body and meet the error themselves.
     """
     first = not dist.is_initialized() or dist.get_rank(process_group) == executor_rank
     if not first:
@@ -93,7 +93,7 @@ def priority_execution(executor_rank: int = 0, process_group: Group = None) -> I
 
 
 class DistCoordinator:
-    """This process's place in the job, with or without a process group.
+    """This process's position in the job, with or without a process group.
 
     A ``process_group`` of None is the whole job.
     """
@@ -108,7 +108,7 @@ class DistCoordinator:
 
     @property
     def local_rank(self) -> int:
-        """Position among the processes of this machine, as the launcher says."""
+        """Index among the processes of this machine, as the launcher sets it."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def is_master(self, process_group: Group = None) -> bool:
@@ -135,16 +135,16 @@ class DistCoordinator:
     def priority_execution(
         self, executor_rank: int = 0, process_group: Group = None
     ) -> contextlib.AbstractContextManager[None]:
-        """As the function of this name."""
+        """Run the body as the function ``priority_execution`` does."""
         return priority_execution(executor_rank, process_group)
 
     def block_all(self, process_group: Group = None) -> None:
-        """Wait until every process of the group is here."""
+        """Wait until every process of the group arrives."""
         if dist.is_initialized():
             dist.barrier(process_group)
 
     def on_master_only(self, process_group: Group = None) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
-        """A decorator: the function runs on the first process of the group, and gives None on the others."""
+        """Decorate a function to run on the first process of the group only, and to return None on the others."""
 
         def decorate(function: Callable[..., T]) -> Callable[..., T | None]:
             @functools.wraps(function)
@@ -156,6 +156,6 @@ class DistCoordinator:
         return decorate
 
     def destroy(self, process_group: Group = None) -> None:
-        """Leave the job."""
+        """Leave the job by destroying the process group."""
         if dist.is_initialized():
             dist.destroy_process_group(process_group)

@@ -1,4 +1,4 @@
-"""Data loading: loaders that begin again or resume, and which samples a rank reads."""
+"""Data loading: loaders that cycle or resume, and the sampler of a rank's samples."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autopar.plans import LocalSampler, Plan
 
 
 class CycledDataLoader:
-    """Batches without end: at its end the loader begins again.
+    """Yields batches without end: the loader restarts whenever it ends.
 
-    A sampler with ``set_epoch``, as distributed ones have, is told each new epoch, so that the order changes.
+    A sampler with ``set_epoch``, such as a distributed one, is told each new epoch, so that the order changes.
 
     Attributes:
-        epoch: how often the loader has begun again.
+        epoch: how often the loader has restarted.
     """
 
     def __init__(self, dataloader: Iterable[Any]) -> None:
@@ -27,7 +27,7 @@ class CycledDataLoader:
         self._batches: Iterator[Any] | None = None
 
     def next(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             AutoparError: the loader is empty.
@@ -44,19 +44,20 @@ class CycledDataLoader:
             return next(self._batches)
         except StopIteration:
             raise AutoparError(
-                "The data loader has no batches.", found=repr(self.dataloader), hint="give one with data."
+                "The data loader has no batches.", found=repr(self.dataloader), hint="pass a loader that has data."
             ) from None
 
 
 class ResumableDataLoader:
-    """A loader that knows where it is, and goes on from there in another process.
+    """A loader that records its position, and can continue from there in another process.
 
-    One ``for`` over it is one epoch; after ``load_state_dict`` the first is the rest of the epoch that was under way.
-    The order of an epoch is that of its random numbers at the beginning, which are part of the state, and of the
-    sampler's ``set_epoch``, which is called. Batches that were read before are read again and dropped.
+    One ``for`` loop over it is one epoch; after ``load_state_dict`` the first loop is the rest of the interrupted
+    epoch. The order of an epoch is determined by the random state at its beginning, which is saved, and by the
+    sampler's ``set_epoch``, which is called. On resuming, batches that were already consumed are read again and
+    dropped.
 
     Args:
-        dataloader: torch's, or any iterable whose order is decided when an iterator is made.
+        dataloader: torch's, or any iterable that fixes its order when an iterator is created.
     """
 
     def __init__(self, dataloader: Iterable[Any]) -> None:
@@ -75,20 +76,20 @@ class ResumableDataLoader:
         return getattr(self.dataloader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._continued() if self._resumes else self._begun()
+        batches = self._resume_epoch() if self._resumes else self._start_epoch()
         for batch in batches:
             self.batch += 1
             yield batch
         self.epoch, self.batch, self._began = self.epoch + 1, 0, None
 
-    def _begun(self) -> Iterator[Any]:
+    def _start_epoch(self) -> Iterator[Any]:
         self.batch = 0
         _set_epoch(self.dataloader, self.epoch)
         self._began = self._generator_state()
         return iter(self.dataloader)
 
-    def _continued(self) -> Iterator[Any]:
-        """Repeat the beginning of the epoch with its random numbers, and leave torch's present ones as they are."""
+    def _resume_epoch(self) -> Iterator[Any]:
+        """Replay the beginning of the epoch with its random state, and leave torch's current state as it is."""
         self._resumes = False
         present = self._generator_state()
         _set_epoch(self.dataloader, self.epoch)
@@ -97,12 +98,12 @@ class ResumableDataLoader:
         batches = iter(self.dataloader)
         for _ in range(self.batch):
             next(batches, None)
-        if self._generator() is torch.default_generator:  # one of the loader's own has come as far as it was
+        if self._generator() is torch.default_generator:  # the loader's own generator must stay where it has got to
             self._set_generator_state(present)
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, batches read of it, and the generator's state when it began; the same for any number of ranks."""
+        """Return epoch, batches read and the generator's state at its beginning; valid for any number of ranks."""
         return {"epoch": self.epoch, "batch": self.batch, "began": self._began}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -122,9 +123,9 @@ class ResumableDataLoader:
 
 
 def sampler(plan: Plan, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = True) -> LocalSampler:
-    """The samples that this rank reads for a model that was planned with ``batch="local"``.
+    """Return the sampler of this rank for a model that was planned with ``batch="local"``.
 
-    As ``plan.sampler``, whose arguments and errors it has, for this rank of the process group.
+    Calls ``plan.sampler``, whose arguments and errors it shares, for this rank of the process group.
     """
     rank = dist.get_rank() if dist.is_initialized() else None
     return plan.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank)
@@ -132,6 +133,6 @@ def sampler(plan: Plan, dataset: Sized, *, shuffle: bool = True, seed: int = 0, 
 
 def _set_epoch(dataloader: Any, epoch: int) -> None:
     for each in (getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)):
-        tell = getattr(each, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
+        set_epoch = getattr(each, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""``Engine``: model, optimizer and criterion in one hand, for schedules."""
+"""``Engine``: holds model, optimizer and criterion together for schedules."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Engine:
 
     Args:
         model: any module, parallel or not.
-        optimizer: needed for steps only.
-        criterion: ``criterion(output, label)``; None where the model returns its loss.
-        gradient_handlers: each one's ``handle_gradient()`` runs before the step, in order.
-        clip_grad_norm: gradients are clipped to this norm before the step; 0 leaves them.
+        optimizer: needed only for stepping.
+        criterion: called as ``criterion(output, label)``; None if the model returns its loss.
+        gradient_handlers: their ``handle_gradient()`` run in order before the step.
+        clip_grad_norm: gradients are clipped to this norm before the step; 0 disables clipping.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         """Add the gradients of ``loss``.
 
         Args:
-            last: False for all but the last of the micro-batches of a batch.
+            last: False for all but the last micro-batch of a batch.
         """
         if isinstance(self.optimizer, GradAccumOptimizer):
             self.optimizer.backward(loss, last=last)
@@ -69,12 +69,12 @@ class Engine:
             backward(loss, self.optimizer)
 
     def step(self) -> Any:
-        """Handle gradients, clip them, and step."""
+        """Run the gradient handlers, clip, and step."""
         optimizer = self._needs_optimizer("step")
         for handler in self.gradient_handlers:
             handler.handle_gradient()
         if self.clip_grad_norm > 0:
-            if isinstance(optimizer, OptimizerWrapper):  # which knows when gradients are complete, and unscales them
+            if isinstance(optimizer, OptimizerWrapper):  # knows when gradients are complete, and unscales
                 optimizer.clip_grad_by_norm(self.clip_grad_norm)
             else:
                 clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
@@ -83,6 +83,8 @@ class Engine:
     def _needs_optimizer(self, what: str) -> Any:
         if self.optimizer is None:
             raise AutoparError(
-                f"{what} needs an optimizer.", found="an Engine without one", hint="give Engine(model, optimizer)."
+                f"Engine.{what} needs an optimizer.",
+                found="an Engine without one",
+                hint="pass Engine(model, optimizer).",
             )
         return self.optimizer

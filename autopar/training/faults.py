@@ -1,4 +1,4 @@
-"""When a rank fails, the job ends at once and says why; when one hangs, it ends in time and says where."""
+"""Failures of a job: it ends at once with the cause if a rank fails, and in bounded time if one hangs."""
 
 from __future__ import annotations
 
@@ -20,41 +20,43 @@ from autopar.errors import AutoparError, RankError
 from autopar.training.communication import DistCoordinator
 
 Main = TypeVar("Main", bound=Callable[..., object])
-LATE_S = 3.0
+DELAY_S = 3.0
+"""Seconds by which an error that may follow from another rank's is delayed."""
+
 _OF_COLLECTIVES = re.compile(r"gloo|nccl|closed by peer|reset by peer|barrier|collective", re.IGNORECASE)
 
 
 def guarded(main: Main) -> Main:
-    """A decorator for a script's main function: an error ends this process now, whatever else it is waiting for.
+    """Decorate a script's main function so that an error ends this process at once, whatever else it is waiting for.
 
-    Its traceback goes to the standard error and to torchrun, which ends the other ranks, names the rank that failed
-    first, and starts all again where it may (``--max-restarts``). When the function is done, so is the process group.
+    The traceback goes to standard error and to torchrun, which ends the other ranks, names the rank that failed first,
+    and restarts the job if allowed (``--max-restarts``). When the function returns, the process group is destroyed.
     """
-    recorded = record(_late_where_it_follows(main))
+    recorded = record(_delay_secondary_errors(main))
 
     @functools.wraps(main)
     def run(*args: object, **kwargs: object) -> object:
         try:
             done = recorded(*args, **kwargs)
-        except Exception:  # noqa: BLE001  whatever it is, the job ends
+        except Exception:  # noqa: BLE001  any error must end the job
             sys.stderr.write(f"rank {DistCoordinator().rank} failed:\n{traceback.format_exc()}\n")
             sys.stderr.flush()
             sys.stdout.flush()
-            # Leaving in the ordinary way would wait for threads and process groups, which wait for other ranks.
+            # An ordinary exit would wait for threads and process groups, which wait for other ranks.
             os._exit(1)
         if dist.is_initialized():
-            # Threads of a group that is still there when the interpreter ends may abort the process.
+            # The threads of a process group that outlives the interpreter may abort the process.
             dist.destroy_process_group()
         return done
 
     return run  # type: ignore[return-value]
 
 
-def _late_where_it_follows(main: Callable[..., object]) -> Callable[..., object]:
-    """``main`` whose errors wait a little where they may follow from another rank's.
+def _delay_secondary_errors(main: Callable[..., object]) -> Callable[..., object]:
+    """Wrap ``main`` so that errors which may follow from another rank's are delayed.
 
-    torchrun takes the error with the earliest second for the cause. A rank that was told of another's end, as all are
-    within a moment, is ended meanwhile.
+    torchrun blames the error with the earliest timestamp, in whole seconds. A rank that only reports another's failure
+    is usually ended during the delay, since all ranks fail within a moment.
     """
 
     @functools.wraps(main)
@@ -63,17 +65,17 @@ def _late_where_it_follows(main: Callable[..., object]) -> Callable[..., object]
             return main(*args, **kwargs)
         except Exception as error:
             if follows(error):
-                time.sleep(LATE_S)
+                time.sleep(DELAY_S)
             raise
 
     return run
 
 
 def follows(error: BaseException | None) -> bool:
-    """Whether an error is that of a collective, or another rank's, and so not where the trouble began."""
+    """Whether an error comes from a collective or another rank, and so is not the cause."""
     while error is not None:
-        told = isinstance(error, (RankError, dist.DistError)) or _OF_COLLECTIVES.search(str(error))
-        if told:
+        secondary = isinstance(error, (RankError, dist.DistError)) or _OF_COLLECTIVES.search(str(error))
+        if secondary:
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -81,18 +83,20 @@ def follows(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def watchdog(timeout_s: float) -> Iterator[Callable[[], None]]:
-    """End this process when a step takes longer than ``timeout_s``; first it writes where each thread stands.
+    """End this process if a step takes longer than ``timeout_s``, after writing where each thread is.
 
         with watchdog(300.0) as beat:
             for batch in dataloader:
                 ...
                 beat()
 
-    It needs no lock of Python's, so it works while a collective or a kernel blocks. Its exit ends the job, as a
-    rank's death does, also where only a rank outside of any collective hangs.
+    The timer does not need the GIL, so it works while a collective or a kernel blocks. The exit ends the job as any
+    rank's death does, even if only this rank hangs, outside of any collective.
     """
     if timeout_s <= 0:
-        raise AutoparError("A timeout is positive.", found=f"{timeout_s} s", hint="give seconds of the longest step.")
+        raise AutoparError(
+            "The timeout must be positive.", found=f"{timeout_s} s", hint="give the longest step's seconds."
+        )
 
     def beat() -> None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.__stderr__ or sys.stderr)

@@ -1,4 +1,4 @@
-"""Model, optimizer and scheduler in files that programs without autopar read: whole tensors, in one file or several."""
+"""Model, optimizer and scheduler files that programs without autopar can read: whole tensors, one file or several."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
-from autopar.runtime.agreement import this_rank, together
-from autopar.runtime.gathering import EVERY_RANK, whole
+from autopar.runtime.agreement import on_all_ranks, this_rank
+from autopar.runtime.gathering import EVERY_RANK, gather_whole
 from autopar.runtime.loading import state_like
 from autopar.runtime.safetensors import files_of_index
 from autopar.runtime.waiting import roll_call
@@ -30,45 +30,45 @@ MEBIBYTE = 2**20
 def save_model(
     model: nn.Module, checkpoint: PathLike, shard: bool = False, *, size_per_shard: int = 1024, prefix: str = "model"
 ) -> None:
-    """Write the whole model; every rank must call it, and rank 0 writes.
+    """Write the whole model. Every rank must call it; rank 0 writes.
 
     Args:
-        checkpoint: a file (safetensors where its name ends so, else torch's format), or with ``shard`` a directory.
-        shard: write ``{prefix}-00001-of-0000N.safetensors`` with ``{prefix}.safetensors.index.json`` and, for a model
-            with one, its config: ``from_pretrained`` of Hugging Face reads the directory. Rank 0 then holds no more
-            than one file's tensors at a time.
-        size_per_shard: MiB of a file, at most, unless one tensor is larger.
+        checkpoint: a file (safetensors if its name ends so, else torch's format), or a directory if ``shard`` is set.
+        shard: write ``{prefix}-00001-of-0000N.safetensors`` with ``{prefix}.safetensors.index.json`` and the model's
+            config if it has one, a directory that ``from_pretrained`` of Hugging Face reads. Rank 0 then holds at most
+            one file's tensors at a time.
+        size_per_shard: maximum MiB per file, unless a single tensor is larger.
 
     Raises:
-        AutoparError: it cannot be written; on every rank.
+        AutoparError: it cannot be written; raised on every rank.
     """
     roll_call("save_model", EVERY_RANK)
     state = model.state_dict(keep_vars=True)
     path = Path(checkpoint)
     if shard:
-        _together(_Directory(path, prefix, _untied(state), size_per_shard * MEBIBYTE, model).write)
+        _on_every_rank(_Directory(path, prefix, _untied(state), size_per_shard * MEBIBYTE, model).write)
         return
 
     safe = path.suffix == ".safetensors"
     whole: dict[int, Tensor] = {}
     gathered = {}
     for name, tensor in (_untied(state) if safe else state).items():
-        if isinstance(tensor, Tensor):  # modules may keep extra state of any kind
+        if isinstance(tensor, Tensor):  # modules may keep extra state of any type
             if id(tensor) not in whole:
-                whole[id(tensor)] = _on_first(tensor)
+                whole[id(tensor)] = _gather_to_rank_0(tensor)
             tensor = whole[id(tensor)]
         gathered[name] = tensor
     write = _write_safetensors if safe else torch.save
-    _together(lambda: _replaced(path, lambda to: write(gathered, to)) if this_rank() == 0 else None)
+    _on_every_rank(lambda: _replace_file(path, lambda to: write(gathered, to)) if this_rank() == 0 else None)
 
 
 def load_model(model: nn.Module, checkpoint: PathLike, strict: bool = True) -> None:
-    """Load whole tensors from a file, or a directory of files with an index, into a parallel model or another.
+    """Load whole tensors from a file, or from a directory of files with an index, into a model, parallel or not.
 
     Every rank reads, one file at a time.
 
     Raises:
-        AutoparError: nothing is there, or with ``strict`` names are missing or new.
+        AutoparError: the path does not exist, or with ``strict`` names are missing or unexpected.
     """
     roll_call("load_model", EVERY_RANK)
     path = Path(checkpoint)
@@ -85,12 +85,12 @@ def load_model(model: nn.Module, checkpoint: PathLike, strict: bool = True) -> N
         missing = {ties.get(n, n) for n in expected if n not in found and ties.get(n) not in found}
         if strict and (missing or found - set(expected)):
             raise AutoparError(
-                "The file belongs to another model.",
-                found=f"missing {_some(missing)}, new {_some(found - set(expected))}",
-                hint="load it into the model that was saved, or with strict=False.",
+                "The file belongs to a different model.",
+                found=f"missing {_names_text(missing)}, unexpected {_names_text(found - set(expected))}",
+                hint="load it into the model that was saved, or pass strict=False.",
             )
 
-    _together(load)
+    _on_every_rank(load)
 
 
 def save_optimizer(
@@ -101,13 +101,13 @@ def save_optimizer(
     size_per_shard: int = 1024,
     prefix: str = "optimizer",
 ) -> None:
-    """Write ``optimizer.state_dict()`` with whole tensors; every rank must call it, and rank 0 writes.
+    """Write ``optimizer.state_dict()`` with whole tensors. Every rank must call it; rank 0 writes.
 
     Args:
-        checkpoint: a file, or with ``shard`` a directory of files that hold ``size_per_shard`` MiB each.
+        checkpoint: a file, or with ``shard`` a directory of files of at most ``size_per_shard`` MiB each.
 
     Raises:
-        AutoparError: it cannot be written; on every rank.
+        AutoparError: it cannot be written; raised on every rank.
     """
     roll_call("save_optimizer", EVERY_RANK)
     state = optimizer.state_dict()
@@ -120,22 +120,22 @@ def save_optimizer(
     )
     writer = _Writer()
     for file, members in zip(names, groups, strict=True):
-        part = {i: {k: _on_first(v) for k, v in state["state"][i].items()} for i in members}
+        part = {i: {k: _gather_to_rank_0(v) for k, v in state["state"][i].items()} for i in members}
         if first:
             data = {"state": part, "param_groups": state["param_groups"]}
-            writer.attempt(functools.partial(_replaced, file, functools.partial(torch.save, data)))
+            writer.attempt(functools.partial(_replace_file, file, functools.partial(torch.save, data)))
         del part
     if shard and first:
         index = json.dumps({"files": [n.name for n in names]})
-        writer.attempt(lambda: _replaced(path / f"{prefix}.index.json", lambda to: Path(to).write_text(index)))
-    _together(writer.check)
+        writer.attempt(lambda: _replace_file(path / f"{prefix}.index.json", lambda to: Path(to).write_text(index)))
+    _on_every_rank(writer.check)
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: PathLike) -> None:
-    """Load what ``save_optimizer`` wrote, under any plan: each tensor is cut as its parameter is.
+    """Load what ``save_optimizer`` wrote, under any plan: each tensor is sharded like its parameter.
 
     Raises:
-        AutoparError: nothing is there, or it belongs to other parameters.
+        AutoparError: the path does not exist, or the state belongs to other parameters.
     """
     roll_call("load_optimizer", EVERY_RANK)
     path = Path(checkpoint)
@@ -147,37 +147,39 @@ def load_optimizer(optimizer: Optimizer, checkpoint: PathLike) -> None:
             {"state": cut(state, parameters(optimizer)), "param_groups": parts[0]["param_groups"]}
         )
 
-    _together(load)
+    _on_every_rank(load)
 
 
 def save_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
-    """Write ``lr_scheduler.state_dict()``; rank 0 does."""
+    """Write ``lr_scheduler.state_dict()`` on rank 0."""
     roll_call("save_lr_scheduler", EVERY_RANK)
     state = lr_scheduler.state_dict()
-    _together(lambda: _replaced(Path(checkpoint), lambda to: torch.save(state, to)) if this_rank() == 0 else None)
+    _on_every_rank(
+        lambda: _replace_file(Path(checkpoint), lambda to: torch.save(state, to)) if this_rank() == 0 else None
+    )
 
 
 def load_lr_scheduler(lr_scheduler: Any, checkpoint: PathLike) -> None:
     """Load what ``save_lr_scheduler`` wrote."""
     roll_call("load_lr_scheduler", EVERY_RANK)
-    _together(lambda: lr_scheduler.load_state_dict(read_plain(_existing(Path(checkpoint)))))
+    _on_every_rank(lambda: lr_scheduler.load_state_dict(read_plain(_checked_path(Path(checkpoint)))))
 
 
 def cut(state: Mapping[int, Mapping[str, Any]], of: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
-    """Optimizer state by position of its parameter, with every tensor of the parameter's shape cut as that is."""
+    """Return optimizer state by parameter index, with every tensor of the parameter's shape sharded like it."""
     return {i: {k: state_like(k, v, of[i]) for k, v in each.items()} for i, each in state.items()}
 
 
-def _on_first(value: Any) -> Any:
-    """The whole tensor on rank 0's host; on other ranks nothing is kept."""
+def _gather_to_rank_0(value: Any) -> Any:
+    """Gather the whole tensor to rank 0's host; other ranks keep nothing."""
     if not isinstance(value, Tensor):
         return value
-    gathered = whole(value)
+    gathered = gather_whole(value)
     return gathered.cpu().contiguous() if this_rank() == 0 else torch.empty(0)
 
 
 class _Writer:
-    """Remembers the first error of rank 0, so that it goes on taking part in collectives."""
+    """Keeps rank 0's first write error until all ranks listen, so that rank 0 goes on taking part in collectives."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -186,7 +188,7 @@ class _Writer:
         if self.error is None:
             try:
                 write()
-            except Exception as caught:  # noqa: BLE001  raised by check, when all ranks listen
+            except Exception as caught:  # noqa: BLE001  check() raises it once all ranks listen
                 self.error = caught
 
     def check(self) -> None:
@@ -195,7 +197,7 @@ class _Writer:
 
 
 class _Directory:
-    """A directory of safetensors as Hugging Face lays it out."""
+    """A directory of safetensors files in Hugging Face's layout."""
 
     def __init__(self, path: Path, prefix: str, state: Mapping[str, Any], most_bytes: int, model: nn.Module) -> None:
         self.path, self.prefix, self.model = path, prefix, model
@@ -205,10 +207,10 @@ class _Directory:
     def write(self) -> None:
         writer = _Writer()
         for i, names in enumerate(self.groups):
-            part = {name: _on_first(self.state[name]) for name in names}
+            part = {name: _gather_to_rank_0(self.state[name]) for name in names}
             if this_rank() == 0:
                 file = self.path / self._name(i)
-                writer.attempt(functools.partial(_replaced, file, functools.partial(_write_safetensors, part)))
+                writer.attempt(functools.partial(_replace_file, file, functools.partial(_write_safetensors, part)))
             del part
         if this_rank() == 0:
             writer.attempt(self._describe)
@@ -226,11 +228,11 @@ class _Directory:
         if hasattr(config, "save_pretrained"):
             config.architectures = [getattr(type(self.model), "_autopar_original", type(self.model)).__name__]
             config.save_pretrained(self.path)
-        _replaced(index, lambda to: Path(to).write_text(text))  # last: the directory is complete once it has an index
+        _replace_file(index, lambda to: Path(to).write_text(text))  # last: the index marks the directory as complete
 
 
 def _partition(sizes: Mapping[Any, int], most_bytes: int) -> list[list[Any]]:
-    """Names in order, in groups of at most ``most_bytes`` where no single one is larger; at least one group."""
+    """Split names, in order, into groups of at most ``most_bytes`` unless one alone is larger; at least one group."""
     groups: list[list[Any]] = [[]]
     held = 0
     for name, size in sizes.items():
@@ -247,7 +249,7 @@ def _bytes(value: Any) -> int:
 
 
 def _ties(state: Mapping[str, Any]) -> dict[str, str]:
-    """Every further name of a tensor that has several, with its first."""
+    """Map every further name of a tensor that has several to its first."""
     first: dict[int, str] = {}
     return {n: first[id(t)] for n, t in state.items() if first.setdefault(id(t), n) != n}
 
@@ -257,14 +259,14 @@ def _untied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: t for name, t in state.items() if name not in ties}
 
 
-def _replaced(path: Path, write: Callable[[str], Any]) -> None:
-    """Write beside ``path`` and rename, so that a file is there whole or not at all."""
+def _replace_file(path: Path, write: Callable[[str], Any]) -> None:
+    """Write to a temporary file beside ``path`` and rename it, so that ``path`` is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.tmp")
-    write(str(beside))
-    with open(beside, "rb") as written:
+    temporary = path.with_name(f".{path.name}.tmp")
+    write(str(temporary))
+    with open(temporary, "rb") as written:
         os.fsync(written.fileno())
-    os.replace(beside, path)  # noqa: PTH105  renames over an old file on every system
+    os.replace(temporary, path)  # noqa: PTH105  overwrites an existing file on every system
 
 
 def _write_safetensors(tensors: dict[str, Tensor], path: str) -> None:
@@ -278,29 +280,29 @@ def _safetensors() -> Any:
         raise AutoparError(
             "The package safetensors is not installed.",
             found="a name that ends in .safetensors, or shard=True",
-            hint="pip install safetensors, or save to a file with another name.",
+            hint="pip install safetensors, or choose a file name with another ending.",
         ) from None
     return library
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files that make up a checkpoint: itself, or those that a directory's index names."""
+    """Return the files that make up a checkpoint: the file itself, or those that a directory's index names."""
     if not path.is_dir():
-        return [_existing(path)]
+        return [_checked_path(path)]
     indices = sorted(path.glob("*.index.json"))
     if not indices:
         single = sorted(path.glob("*.safetensors"))
         if len(single) == 1:
             return single
         raise AutoparError(
-            "The directory has no index.", found=f"{path} without *.index.json", hint="give what save wrote."
+            "The checkpoint directory has no index.", found=f"{path} without *.index.json", hint="give what save wrote."
         )
-    return [_existing(path / name) for name in dict.fromkeys(files_of_index(indices[0]).values())]
+    return [_checked_path(path / name) for name in dict.fromkeys(files_of_index(indices[0]).values())]
 
 
-def _existing(path: Path) -> Path:
+def _checked_path(path: Path) -> Path:
     if not path.is_file():
-        raise AutoparError("There is no such file.", found=str(path), hint="give the path that was saved to.")
+        raise AutoparError("The file does not exist.", found=str(path), hint="give the path that was saved to.")
     return path
 
 
@@ -310,34 +312,34 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def read_plain(file: Path) -> Any:
-    """What ``torch.save`` wrote: tensors and plain data; a file that holds anything else is not read.
+    """Read tensors and plain data that ``torch.save`` wrote; reject a file that holds anything else.
 
     Raises:
-        AutoparError: the file is damaged, or holds more.
+        AutoparError: the file is damaged, or holds other objects.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (ValueError, LookupError, EOFError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
         raise AutoparError(
-            "The file does not hold tensors and plain data.",
+            "The file does not hold only tensors and plain data.",
             found=f"{file}: {type(error).__name__}: {error!s:.200}",
-            hint="it was damaged, or changed by someone; what torch.save wrote of a state_dict can be read.",
+            hint="the file is damaged or was altered; files that torch.save wrote from a state_dict can be read.",
         ) from None
 
 
-def _some(names: set[str]) -> str:
+def _names_text(names: set[str]) -> str:
     return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
 
 
-def _together(function: Callable[[], Any]) -> None:
-    """Run on every rank; if it raises on one, all raise."""
+def _on_every_rank(function: Callable[[], Any]) -> None:
+    """Run ``function`` on every rank; if it raises on one, all raise."""
 
     def run() -> bool:
         try:
             function()
         except OSError as error:
-            hint = "see that the path is a place that this process may write to, and has room."
+            hint = "check that this process may write to the path, and that there is room."
             raise AutoparError("The file cannot be written or read.", found=str(error), hint=hint) from error
         return True
 
-    together(run)
+    on_all_ranks(run)

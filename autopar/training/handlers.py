@@ -1,4 +1,4 @@
-"""Gradient handlers: what happens to gradients between the last backward and the optimizer's step, by name."""
+"""Gradient handlers, registered by name: they run between the last backward and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autopar.errors import AutoparError
 
 
 class BaseGradientHandler(ABC):
-    """Changes the gradients of a model before each step of its optimizer.
+    """Changes a model's gradients before each optimizer step.
 
     Args:
-        model: whose gradients it handles.
-        optimizer: that steps afterwards.
+        model: the model whose gradients it handles.
+        optimizer: the optimizer that steps afterwards.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -27,27 +27,27 @@ class BaseGradientHandler(ABC):
 
     @abstractmethod
     def handle_gradient(self) -> None:
-        """Called once a step, on every rank."""
+        """Handle the gradients; called once per step, on every rank."""
 
 
 Handler = TypeVar("Handler", bound=type[BaseGradientHandler])
 GRADIENT_HANDLERS: dict[str, type[BaseGradientHandler]] = {}
-"""Every registered handler by the name of its class."""
+"""All registered handlers by class name."""
 
 
 def register_gradient_handler(kind: Handler) -> Handler:
-    """Make a handler known by its class's name; use it as a decorator.
+    """Register a handler under its class name; use it as a decorator.
 
     Raises:
-        AutoparError: it is no handler, or another of this name is registered.
+        AutoparError: the class is not a handler, or another handler of this name is registered.
     """
     if not (isinstance(kind, type) and issubclass(kind, BaseGradientHandler)):
         raise AutoparError(
-            "This is no gradient handler.", found=repr(kind), hint="derive the class from BaseGradientHandler."
+            "The object is not a gradient handler.", found=repr(kind), hint="derive the class from BaseGradientHandler."
         )
     if kind.__name__ in GRADIENT_HANDLERS:
         raise AutoparError(
-            f"A gradient handler named {kind.__name__} is registered already.",
+            f"A gradient handler named {kind.__name__} is already registered.",
             found=repr(GRADIENT_HANDLERS[kind.__name__]),
             hint="give the class another name.",
         )
@@ -56,10 +56,10 @@ def register_gradient_handler(kind: Handler) -> Handler:
 
 
 def make_gradient_handlers(names: Iterable[str], model: nn.Module, optimizer: Any) -> list[BaseGradientHandler]:
-    """The handlers of these names for ``model``, in order.
+    """Create the named handlers for ``model``, in order.
 
     Raises:
-        AutoparError: no handler of a name is registered.
+        AutoparError: a name is not registered.
     """
     made = []
     for name in names:
@@ -75,7 +75,7 @@ def make_gradient_handlers(names: Iterable[str], model: nn.Module, optimizer: An
 
 @register_gradient_handler
 class DataParallelGradientHandler(BaseGradientHandler):
-    """Averages plain gradients over all ranks, as for a module that autopar did not make; DTensors stay."""
+    """Averages plain gradients over all ranks, for modules that autopar did not make; leaves DTensors alone."""
 
     def handle_gradient(self) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:

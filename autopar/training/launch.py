@@ -1,4 +1,4 @@
-"""Joining a job: the process group from the variables that a launcher sets."""
+"""Joining a job: creates the process group from the variables that a launcher sets."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from autopar.training.communication import DistCoordinator
 
 Store = Any  # torch.distributed.Store, which torch hides from type checkers
 TIMEOUT_S = 600.0
-"""How long a collective waits for a rank that does not come, before the job ends with an error."""
+"""Seconds that a collective waits for a missing rank before the job ends with an error."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in the job, and where the first one listens."""
+    """This process's position in the job, and the address of rank 0."""
 
     rank: int
     local_rank: int
@@ -42,13 +42,13 @@ def launch_from_torch(
     """Join the job that ``torchrun`` started.
 
     Args:
-        backend: None is nccl where there is a GPU, else gloo.
-        seed: of Python's, numpy's and torch's generators, the same on every rank.
-        verbose: whether rank 0 prints what was joined.
-        timeout_s: seconds after which a collective gives up on a rank that does not come.
+        backend: None means nccl if there is a GPU, else gloo.
+        seed: seeds Python's, numpy's and torch's generators, the same on every rank.
+        verbose: whether rank 0 prints a line about the job.
+        timeout_s: seconds after which a collective gives up on a missing rank.
 
     Raises:
-        RankError: a variable is missing or is no number, or there is a process group already.
+        RankError: a variable is missing or not a number, or there is already a process group.
     """
     start = "torchrun --nproc-per-node 2 train.py"
     place = Place(
@@ -72,12 +72,12 @@ def launch_from_slurm(
     """Join the job whose processes ``srun`` started.
 
     Args:
-        host: name of the machine of rank 0; None is MASTER_ADDR, or the first machine of SLURM_JOB_NODELIST.
-        port: where it listens; None is MASTER_PORT, or one made from SLURM_JOB_ID, so that jobs do not meet.
-        backend, seed, verbose, timeout_s: as ``launch_from_torch``.
+        host: host name of rank 0; None means MASTER_ADDR, or the first machine of SLURM_JOB_NODELIST.
+        port: the port of rank 0; None means MASTER_PORT, or one derived from SLURM_JOB_ID, so that jobs do not collide.
+        backend, seed, verbose, timeout_s: as in ``launch_from_torch``.
 
     Raises:
-        RankError: as ``launch_from_torch``.
+        RankError: as in ``launch_from_torch``.
     """
     start = "srun --ntasks 8 python train.py"
     rank, size = _integer("SLURM_PROCID", "srun", start), _first_of(("SLURM_NTASKS", "SLURM_NPROCS"), "srun", start)
@@ -102,12 +102,12 @@ def launch_from_openmpi(
     """Join the job whose processes Open MPI's ``mpirun`` started.
 
     Args:
-        host: name of the machine of rank 0; None is MASTER_ADDR.
-        port: where it listens; None is MASTER_PORT.
-        backend, seed, verbose, timeout_s: as ``launch_from_torch``.
+        host: host name of rank 0; None means MASTER_ADDR.
+        port: the port of rank 0; None means MASTER_PORT.
+        backend, seed, verbose, timeout_s: as in ``launch_from_torch``.
 
     Raises:
-        RankError: as ``launch_from_torch``.
+        RankError: as in ``launch_from_torch``.
     """
     start = "mpirun -n 8 -x MASTER_ADDR=node0 -x MASTER_PORT=29500 python train.py"
     place = Place(
@@ -121,17 +121,17 @@ def launch_from_openmpi(
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of a list as SLURM writes them: ``node[03-05,9],gpu1`` begins with ``node03``.
+    """Return the first machine of a SLURM list: ``node[03-05,9],gpu1`` begins with ``node03``.
 
     Raises:
-        RankError: the text is no such list.
+        RankError: the text is not a node list.
     """
     match = re.fullmatch(r"([^\[\],]+)(?:\[(\d+)[^\]]*\]([^\[\],]*))?(?:,.*)?", nodes.strip())
     if match is None:
         raise RankError(
-            "SLURM_JOB_NODELIST cannot be read.",
+            "SLURM_JOB_NODELIST cannot be parsed.",
             found=repr(nodes),
-            hint="give the first machine's name, launch_from_slurm(host=...).",
+            hint="name the first machine: launch_from_slurm(host=...).",
         )
     return match[1] + (match[2] or "") + (match[3] or "")
 
@@ -141,9 +141,9 @@ def _join(
 ) -> DistCoordinator:
     if dist.is_initialized():
         raise RankError(
-            "This process has joined a job already.",
+            "This process has already joined a job.",
             found=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            hint="launch once, before anything else makes a process group.",
+            hint="launch once, before anything else creates a process group.",
         )
     if not 0 <= place.rank < place.world_size:
         raise RankError(
@@ -166,20 +166,20 @@ def _join(
 
 
 def _shared_store(place: Place, timeout: dt.timedelta) -> Store:
-    """The store of the launcher where it has one, as torchrun's agents do, else one that rank 0 opens."""
+    """Return the launcher's store if it has one, as torchrun's agents do, else one that rank 0 opens."""
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))  # type: ignore[attr-defined]
     return store
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: dt.timedelta) -> Store:
-    """A part of ``store`` in which nothing was written yet, the same on all ranks.
+    """Return a section of ``store``, the same on all ranks, to which nothing has been written yet.
 
-    torchrun's agents keep one store over restarts: a rank that is started again would find the addresses of processes
-    that are gone, and wait for them. Counts of restarts differ between machines, so the ranks agree: each asks with a
-    word that only this process knows, and rank 0 answers that word.
+    torchrun's agents keep one store across restarts, so a restarted rank would find the addresses of processes that are
+    gone, and wait for them. Restart counts differ between machines, so the ranks agree explicitly: each asks with a
+    random word that only this process knows, and rank 0 answers under that word with the section's name.
 
     Raises:
-        RankError: not every rank came in time.
+        RankError: not every rank arrived in time.
     """
     if rank != 0:
         word = uuid.uuid4().hex
@@ -187,28 +187,28 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: dt.timedelta)
         try:
             store.wait([f"autopar/told/{word}"], timeout)
         except RuntimeError as error:
-            raise _late("rank 0", timeout) from error
+            raise _join_timeout("rank 0", timeout) from error
         name = store.get(f"autopar/told/{word}").decode()
         store.add(f"autopar/knows/{name}", 1)
         return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    name, told, deadline_s = uuid.uuid4().hex, set[bytes](), time.monotonic() + timeout.total_seconds()
+    name, answered, deadline_s = uuid.uuid4().hex, set[bytes](), time.monotonic() + timeout.total_seconds()
     while store.add(f"autopar/knows/{name}", 0) < world_size - 1:
         for other in range(1, world_size):
             asks = f"autopar/asks/{other}"
-            if store.check([asks]) and (word_of := store.get(asks)) not in told:
-                told.add(word_of)
+            if store.check([asks]) and (word_of := store.get(asks)) not in answered:
+                answered.add(word_of)
                 store.set(f"autopar/told/{word_of.decode()}", name)
         if time.monotonic() > deadline_s:
-            raise _late(f"some of the {world_size - 1} other ranks", timeout)
+            raise _join_timeout(f"some of the {world_size - 1} other ranks", timeout)
         time.sleep(0.01)
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
-def _late(who: str, timeout: dt.timedelta) -> RankError:
+def _join_timeout(who: str, timeout: dt.timedelta) -> RankError:
     return RankError(
         "Not every rank joined the job in time.",
-        found=f"no word of {who} within {timeout.total_seconds():g} s",
-        hint="see that all processes were started, and that they reach MASTER_ADDR and MASTER_PORT.",
+        found=f"no word from {who} within {timeout.total_seconds():g} s",
+        hint="check that all processes were started, and that they can reach MASTER_ADDR and MASTER_PORT.",
     )
 
 
@@ -220,7 +220,7 @@ def set_seed(seed: int) -> None:
 
 
 def _publish(place: Place) -> None:
-    """What torch reads, whatever launcher started the job."""
+    """Set the environment variables that torch reads, whatever launcher started the job."""
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),
@@ -242,7 +242,7 @@ def _first_of(names: Sequence[str], launcher: str, start: str) -> int:
 def _number(name: str, text: str) -> int:
     if not re.fullmatch(r"\d+", text.strip()):
         raise RankError(
-            f"The environment variable {name} is no number.", found=repr(text), hint="let the launcher set it."
+            f"The environment variable {name} is not a number.", found=repr(text), hint="let the launcher set it."
         )
     return int(text)
 
@@ -251,7 +251,7 @@ def _text(name: str, launcher: str, start: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise RankError(
-            f"The environment variable {name} is not set, which {launcher} sets.",
+            f"The environment variable {name} is not set; {launcher} sets it.",
             found=f"{name}={value!r}" if value is not None else f"no {name} in the environment",
             hint=f"start the program with {start}.",
         )

@@ -1,4 +1,4 @@
-"""PyTorch Lightning's strategy for modules whose network is parallel."""
+"""A PyTorch Lightning strategy for modules whose network is parallel."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 
 class AutoparStrategy(DDPStrategy):  # type: ignore[misc]
-    """Lightning's processes, samplers and reductions of what is logged, as with DDP, around models that ``autopar``
-    made parallel: all communication of a step is in their programs, so the model is wrapped in nothing.
+    """Uses DDP's processes, samplers and reductions of logged values for models that ``autopar`` made parallel.
 
-    Make the network parallel in ``configure_model``, with ``batch="local"``.
+    All communication of a step is part of the model's program, so the model is not wrapped. Make the network parallel
+    in ``configure_model``, with ``batch="local"``.
     """
 
     strategy_name = "autopar"
 
     def setup(self, trainer: Any) -> None:
-        """Without a fit, DDP's strategy would give all ranks the same parameters; here each has its own shards."""
+        """Skip DDP's synchronization of parameters outside of a fit: each rank has its own shards."""
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -31,4 +31,4 @@ class AutoparStrategy(DDPStrategy):  # type: ignore[misc]
         """Leave the model as it is."""
 
     def _register_ddp_hooks(self) -> None:
-        """Nor has it gradients to reduce."""
+        """Register nothing: the model's program reduces the gradients."""

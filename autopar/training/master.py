@@ -1,4 +1,4 @@
-"""Master weights: the optimizer steps on copies of higher precision, which the parameters are rounded from."""
+"""Master weights: the optimizer steps on higher-precision copies, from which the parameters are rounded."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from autopar.runtime.shard_step import is_marked
 from autopar.training.optimizers import OptimizerWrapper, parameters
 
 KEY = "master"
-"""Of the copy in the optimizer's state for a parameter: it is saved, cut and loaded as any other state."""
+"""Key of the copy in the optimizer's per-parameter state, so it is saved, sharded and loaded like other state."""
 
 
 class MasterWeights(OptimizerWrapper):
-    """Steps on copies of the parameters in ``dtype``, with gradients and state in it, as Micikevicius et al. (2018) do.
+    """Steps on copies of the parameters, with gradients and state, in ``dtype``, as in Micikevicius et al. (2018).
 
-    Groups, gradients, clipping and the names in a state dict stay those of the parameters.
+    Groups, gradients, clipping and state dict names stay those of the parameters.
 
     Args:
-        optim: the optimizer that steps, made of the model's parameters.
-        dtype: of the copies.
+        optim: the optimizer that steps, made from the model's parameters.
+        dtype: the dtype of the copies.
 
     Raises:
-        AutoparError: ``dtype`` is no wider than a parameter's.
+        AutoparError: ``dtype`` is not wider than any parameter's.
     """
 
     def __init__(self, optim: Optimizer, dtype: torch.dtype = torch.float32) -> None:
@@ -38,9 +38,9 @@ class MasterWeights(OptimizerWrapper):
         narrow = [p for p in parameters(optim) if p.dtype.itemsize < dtype.itemsize]
         if not narrow:
             raise AutoparError(
-                "Master weights are of higher precision than the parameters.",
+                "Master weights must have a higher precision than the parameters.",
                 found=f"parameters of {sorted({str(p.dtype) for p in parameters(optim)})}, master weights of {dtype}",
-                hint='store parameters in "bf16", or use the optimizer as it is.',
+                hint='store parameters in "bf16", or use the optimizer without master weights.',
             )
         self.dtype = dtype
 
@@ -60,7 +60,7 @@ class MasterWeights(OptimizerWrapper):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # torch's optimizers cast what they load to the dtype of the parameters, which for the time are the copies.
+        # torch's optimizers cast what they load to the dtype of their parameters, which are the copies here.
         with self._masters():
             self.optim.load_state_dict(state_dict)
             loaded = [(p, self.optim.state[p].pop(KEY, None)) for p in parameters(self.optim)]
@@ -71,7 +71,7 @@ class MasterWeights(OptimizerWrapper):
 
     @contextlib.contextmanager
     def _masters(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """While it lasts, the optimizer is one of the copies; each parameter with its copy."""
+        """Make the optimizer one over the copies while the context lasts; yields each parameter with its copy."""
         held = [group["params"] for group in self.optim.param_groups]
         pairs = [(p, self._master(p)) for params in held for p in params]
         copies = {id(p): master for p, master in pairs}
@@ -92,7 +92,7 @@ class MasterWeights(OptimizerWrapper):
                     state[parameter] = {**state.pop(master, {}), KEY: master}
 
     def _master(self, parameter: Tensor) -> Tensor:
-        """The copy of a parameter; itself where that is precise enough."""
+        """Return the copy of a parameter, or the parameter itself if it is precise enough."""
         if not parameter.is_floating_point() or parameter.dtype.itemsize >= self.dtype.itemsize:
             return parameter
         known = self.optim.state.get(parameter, {}).get(KEY)

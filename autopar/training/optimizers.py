@@ -1,4 +1,4 @@
-"""Optimizers around optimizers: what a backward and a step mean beside the update itself."""
+"""Optimizer wrappers that change what a backward and a step do beyond the update itself."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autopar.training.scaling import GradScaler
 
 
 class OptimizerWrapper(Optimizer):
-    """An optimizer that leaves everything to ``optim``; subclasses change parts of it.
+    """An optimizer that delegates everything to ``optim``; subclasses override parts.
 
     It is a ``torch.optim.Optimizer`` with the groups, state and state dict of ``optim``, so that schedulers and
-    checkpoints take it for that.
+    checkpoints accept it.
     """
 
     def __init__(self, optim: Optimizer) -> None:
@@ -40,7 +40,7 @@ class OptimizerWrapper(Optimizer):
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's schedulers put a step of their own on the instance, which is no part of it.
+        # torch's schedulers patch ``step`` on the instance, which is not part of its state.
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class OptimizerWrapper(Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor | None:
-        """Clip the gradients of all parameters; the norm before. See ``clip_grad_norm_``."""
+        """Clip the gradients of all parameters, and return the norm before clipping. See ``clip_grad_norm_``."""
         own = getattr(self.optim, "clip_grad_by_norm", None)
         if own is not None:
             norm: Tensor | None = own(max_norm, norm_type, error_if_nonfinite)
@@ -87,16 +87,17 @@ class OptimizerWrapper(Optimizer):
         self.optim.add_param_group(param_group)
 
     def unwrap(self) -> Optimizer:
-        """The optimizer inside of all wrappers."""
+        """Return the optimizer inside all wrappers."""
         return self.optim.unwrap() if isinstance(self.optim, OptimizerWrapper) else self.optim
 
 
 class MixedPrecisionOptimizer(OptimizerWrapper):
-    """Clips before each step, and scales losses where the gradients are of a 16-bit float.
+    """Clips gradients before each step, and scales losses if gradients are 16-bit floats.
 
     Args:
-        scaler: scales every loss; a step whose gradients overflowed on any rank is skipped on all. None scales nothing.
-        max_norm: to which gradients are clipped before each step; 0 leaves them.
+        scaler: scales every loss; a step whose gradients overflowed on any rank is skipped on all. None disables
+            scaling.
+        max_norm: gradients are clipped to this norm before each step; 0 disables clipping.
     """
 
     def __init__(self, optim: Optimizer, scaler: GradScaler | None = None, max_norm: float = 0.0) -> None:
@@ -132,7 +133,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
 
 def backward(loss: Tensor, optimizer: Any = None) -> None:
-    """The optimizer's own backward, where it has one (scaling, accumulation), else the loss's."""
+    """Run the optimizer's own backward if it has one (for scaling or accumulation), else the loss's."""
     own = getattr(optimizer, "backward", None)
     if own is not None:
         own(loss)
@@ -141,18 +142,18 @@ def backward(loss: Tensor, optimizer: Any = None) -> None:
 
 
 def no_sync(model: nn.Module | None) -> contextlib.AbstractContextManager[Any]:
-    """``model.no_sync()``: gradients need not be reduced over ranks yet; nothing where the model has none."""
+    """Return ``model.no_sync()``, in which gradients need not be reduced yet, or a null context."""
     own = getattr(model, "no_sync", None)
     return own() if callable(own) else contextlib.nullcontext()
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """All that an optimizer updates, in the order of its groups."""
+    """Return all parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def scaler_of(optimizer: Any) -> GradScaler | None:
-    """The scaler of an optimizer or of one that it wraps."""
+    """Return the scaler of an optimizer or of one that it wraps."""
     while isinstance(optimizer, OptimizerWrapper):
         if isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.scaler is not None:
             return optimizer.scaler

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 whose decision to skip a step is one of all ranks."""
+"""Loss scaling for fp16 in which all ranks decide together whether to skip a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for gradients in any mixture of placements.
 
-    DTensor reduces what a rank found over the axes that cut the first gradient of the list alone (autopar mends that
-    for parallel models), and plain gradients stay a rank's own. Here all ranks have one finding. Fused optimizers,
-    whose kernels take no plain tensor beside DTensors, work too.
+    DTensor reduces a rank's finding only over the axes that cut the first gradient of the list (autopar corrects that
+    for parallel models), and findings about plain gradients stay local. Here all ranks share one finding. Fused
+    optimizers, whose kernels do not accept plain tensors beside DTensors, work too.
 
     Args:
-        device: type of the gradients' device; None is cuda where there is one, else cpu.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
-        process_group: of the ranks that step together; None is all.
+        device: device type of the gradients; None means cuda if available, else cpu.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch's.
+        process_group: the ranks that step together; None means all.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, and learn whether those of any rank are not finite."""
+        """Divide the gradients by the scale, and find out whether those of any rank are not finite."""
         super().unscale_(optimizer)
         found = list(self._state(optimizer)["found_inf_per_device"].values()) if self.is_enabled() else []
         if not found or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
@@ -51,8 +51,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step unless a gradient of any rank is not finite.
 
-        Optimizers that would look at the scale themselves, as fused ones do, are told nothing: their gradients are
-        unscaled already, and their kernels take no plain tensor beside DTensors.
+        The scale is not passed to optimizers that would apply it themselves, such as fused ones: the gradients are
+        already unscaled, and their kernels do not accept plain tensors beside DTensors.
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)

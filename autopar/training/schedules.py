@@ -1,4 +1,4 @@
-"""Schedules: how a batch goes through a model. One without a pipeline; others derive from ``BaseSchedule``."""
+"""Schedules: how a batch goes through a model. One without pipelining; others derive from ``BaseSchedule``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class BaseSchedule(ABC):
     """How a batch goes through a model.
 
     Args:
-        batch_data_process_func: takes what the iterator gives apart into ``(data, label)``; without it a pair is
-            that, and a dict of keywords is both, its label being ``labels``.
+        batch_data_process_func: splits an item of the iterator into ``(data, label)``. By default a pair is taken as
+            that, and a dict of keyword arguments is the data, with its ``labels`` as label.
 
     Attributes:
-        batch_size: of the batch that was loaded last: the first dim of its first tensor.
+        batch_size: of the batch loaded last: the first dim of its first tensor.
     """
 
     def __init__(self, batch_data_process_func: Callable[[Any], Processed] | None = None) -> None:
@@ -34,20 +34,20 @@ class BaseSchedule(ABC):
         self.batch_size = 0
 
     def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> Processed:
-        """The next batch as ``(data, label)``.
+        """Return the next batch as ``(data, label)``.
 
         Args:
-            to_gpu: whether tensors move to the current CUDA device, where there is one.
+            to_gpu: whether to move tensors to the current CUDA device, if there is one.
 
         Raises:
-            StopIteration: there is none left.
-            AutoparError: there is no iterator, or a batch that cannot be taken apart.
+            StopIteration: no batch is left.
+            AutoparError: there is no iterator, or the batch cannot be split.
         """
         if data_iter is None:
             raise AutoparError(
-                "There is no data to load a batch from.", found="data_iter=None", hint="pass iter(dataloader)."
+                "There is no data iterator to load a batch from.", found="data_iter=None", hint="pass iter(dataloader)."
             )
-        data, label = self._taken_apart(next(data_iter))
+        data, label = self._split(next(data_iter))
         first = next((t for t in tree_leaves((data, label)) if isinstance(t, Tensor) and t.ndim), None)
         self.batch_size = 0 if first is None else first.shape[0]
         if to_gpu and torch.cuda.is_available():
@@ -55,7 +55,7 @@ class BaseSchedule(ABC):
             return to_device(data, device), to_device(label, device)
         return data, label
 
-    def _taken_apart(self, batch: Any) -> Processed:
+    def _split(self, batch: Any) -> Processed:
         if self.batch_data_process_func is not None:
             data, label = self.batch_data_process_func(batch)
             return data, label
@@ -64,9 +64,9 @@ class BaseSchedule(ABC):
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             return batch[0], batch[1]
         raise AutoparError(
-            "A batch is neither a pair of data and label nor a dict.",
+            "The batch is neither a pair of data and label nor a dict.",
             found=type(batch).__name__,
-            hint="give the schedule a batch_data_process_func that returns (data, label).",
+            hint="pass the schedule a batch_data_process_func that returns (data, label).",
         )
 
     @abstractmethod
@@ -78,17 +78,17 @@ class BaseSchedule(ABC):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Any]:
-        """Load a batch and run it forward, and backward unless ``forward_only``; returns (output, label, loss)."""
+        """Load a batch and run it forward, and backward unless ``forward_only``; return (output, label, loss)."""
 
 
 class NonPipelineSchedule(BaseSchedule):
-    """The whole model on every rank's program, one micro-batch after the other.
+    """Runs the whole model, one micro-batch after the other.
 
     Args:
         batch_data_process_func: see ``BaseSchedule``.
-        num_microbatches: pieces into which the first dim of a batch is cut, so that activations of one piece are
-            held at a time. Each piece's loss counts by its share of the batch: the gradients are those of the whole
-            batch wherever the loss is a mean over it.
+        num_microbatches: pieces into which the first dim of a batch is cut, so that only one piece's activations are
+            held at a time. Each piece's loss is weighted by its share of the batch, so the gradients are those of the
+            whole batch if the loss is a mean over it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class NonPipelineSchedule(BaseSchedule):
         super().__init__(batch_data_process_func)
         if num_microbatches < 1:
             raise AutoparError(
-                "A batch is at least one micro-batch.", found=repr(num_microbatches), hint="give a positive integer."
+                "num_microbatches must be at least 1.", found=repr(num_microbatches), hint="pass a positive integer."
             )
         self.num_microbatches = num_microbatches
 
@@ -112,8 +112,8 @@ class NonPipelineSchedule(BaseSchedule):
         """Load a batch and run it forward, and backward unless ``forward_only``.
 
         Returns:
-            ``(output, label, loss)``: output and label are None unless ``return_output_label``, label and loss
-            unless ``return_loss``. The loss is detached from the graph.
+            ``(output, label, loss)``: output and label are None without ``return_output_label``, label and loss
+            without ``return_loss``. The loss is detached from the graph.
         """
         data, label = self.load_batch(data_iter)
         pieces = list(zip(self._pieces(data), self._pieces(label), strict=True))
@@ -135,7 +135,7 @@ class NonPipelineSchedule(BaseSchedule):
         )
 
     def _pieces(self, value: Any) -> list[Any]:
-        """``value`` cut along the first dim of its tensors; what is no such tensor goes to every piece."""
+        """Split ``value`` along the first dim of its batched tensors; everything else goes to every piece."""
         count = min(self.num_microbatches, max(self.batch_size, 1))
         if count == 1:
             return [value]
@@ -163,7 +163,7 @@ def _forward(
 
 
 def _loss(engine: Engine, output: Any, label: Any) -> Tensor:
-    """The criterion's loss, or the one that the model returns."""
+    """Return the criterion's loss, or the one that the model returns."""
     if engine.criterion is not None:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         labels = label if isinstance(label, (tuple, list)) else () if label is None else (label,)
@@ -175,7 +175,7 @@ def _loss(engine: Engine, output: Any, label: Any) -> Tensor:
         raise AutoparError(
             "The model returns no loss, and there is no criterion.",
             found=f"an output of type {type(output).__name__}",
-            hint="give Engine(model, optimizer, criterion) a criterion(output, label).",
+            hint="pass Engine(model, optimizer, criterion) a criterion(output, label).",
         )
     return found
 
@@ -189,7 +189,7 @@ def _detached(value: Any) -> Any:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """The outputs of all micro-batches as one: tensors one after the other, and scalars averaged."""
+    """Join the outputs of all micro-batches: concatenate tensors, and average scalars."""
     if len(outputs) == 1:
         return outputs[0]
     structure = tree_flatten(outputs[0])[1]

@@ -1,4 +1,4 @@
-"""The state of a run by names that no plan changes, and its way back into a model and an optimizer."""
+"""The state of a run under names that do not depend on the plan, and its way back into a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from autopar.training.optimizers import parameters
 
 
 def of_training(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Every tensor by name, and what is not a tensor.
+    """Return every tensor by name, and everything that is not a tensor.
 
-    Names are ``model/FQN`` and ``optimizer/FQN/key``: an optimizer's own numbers of parameters are taken apart.
+    Names are ``model/FQN`` and ``optimizer/FQN/key``: they replace the optimizer's own indices of parameters.
     """
     held: dict[str, Any] = dict(model.state_dict())
     tensors = {f"model/{name}": t for name, t in held.items() if isinstance(t, Tensor)}
@@ -40,24 +40,26 @@ def of_training(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], di
 
 
 def to_load(
-    model: nn.Module, optimizer: Any, there: Mapping[str, Any], common: Mapping[str, Any]
+    model: nn.Module, optimizer: Any, saved: Mapping[str, Any], common: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Where the tensors of a checkpoint go, placed as this run's plan places them, and what to do when they are there.
+    """Return target tensors, placed as this run's plan places them, and a function to call once they are loaded.
 
     Args:
-        there: of every name in the checkpoint, what is known of its tensor.
-        common: as ``of_training`` made it.
+        saved: metadata of every tensor in the checkpoint, by name.
+        common: the second result of ``of_training``.
 
     Raises:
-        AutoparError: the checkpoint is of another model or optimizer.
+        AutoparError: the checkpoint belongs to another model or optimizer.
     """
     targets = {f"model/{n}": t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
-    known = {name for name in there if name.startswith("model/")}
+    known = {name for name in saved if name.startswith("model/")}
     _check_same("model", set(targets), known)
     for name, tensor in targets.items():
-        if tuple(there[name].size) != tuple(tensor.shape):
-            found = f"{name.removeprefix('model/')}: {tuple(there[name].size)} saved, {tuple(tensor.shape)} here"
-            raise AutoparError("The checkpoint has another shape.", found=found, hint="load it into a model like it.")
+        if tuple(saved[name].size) != tuple(tensor.shape):
+            found = f"{name.removeprefix('model/')}: {tuple(saved[name].size)} saved, {tuple(tensor.shape)} here"
+            raise AutoparError(
+                "A tensor has another shape in the checkpoint.", found=found, hint="load it into a model like it."
+            )
     states: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     if optimizer is not None and "groups" in common:
@@ -66,9 +68,9 @@ def to_load(
         for i, parameter in enumerate(parameters(optimizer)):
             states[i] = dict(common["state"].get(names[i], {}))
             prefix = f"optimizer/{names[i]}/"
-            for name in (n for n in there if n.startswith(prefix)):
+            for name in (n for n in saved if n.startswith(prefix)):
                 key = name.removeprefix(prefix)
-                states[i][key] = targets[name] = _room(there[name], parameter)
+                states[i][key] = targets[name] = _empty_like(saved[name], parameter)
 
     def finish() -> None:
         if common["model"]:
@@ -80,20 +82,20 @@ def to_load(
 
 
 def _groups(model: nn.Module, optimizer: Any, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved groups with this optimizer's numbers of their parameters."""
+    """Return the saved groups with this optimizer's indices of their parameters."""
     names = _names(model, optimizer)
     here = [g["params"] for g in optimizer.state_dict()["param_groups"]]
     if [{names[i] for i in members} for members in here] != [set(g["params"]) for g in saved]:
         raise AutoparError(
-            "The checkpoint belongs to an optimizer with other groups.",
+            "The checkpoint belongs to an optimizer with other parameter groups.",
             found=f"groups of {[len(g['params']) for g in saved]} parameters saved, {list(map(len, here))} here",
-            hint="make the groups as they were.",
+            hint="create the same groups as when it was saved.",
         )
     return [{**g, "params": members} for g, members in zip(saved, here, strict=True)]
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[str]:
-    """FQNs of an optimizer's parameters in its order."""
+    """Return the FQNs of an optimizer's parameters, in its order."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), name)
@@ -102,18 +104,18 @@ def _names(model: nn.Module, optimizer: Any) -> list[str]:
         raise AutoparError(
             "The optimizer has parameters that are not the model's.",
             found=f"{sum(id(p) not in names for p in held)} of {len(held)}",
-            hint="make it of model.parameters(), after the model is parallel.",
+            hint="create it from model.parameters() after the model is made parallel.",
         )
     return [names[id(p)] for p in held]
 
 
-def _room(there: Any, parameter: Tensor) -> Tensor:
-    """An empty tensor for one of an optimizer's, placed as its parameter where it has that one's shape."""
-    assert isinstance(there, TensorStorageMetadata)
-    dtype = there.properties.dtype
-    if isinstance(parameter, DTensor) and there.size == parameter.shape and parameter.ndim:
+def _empty_like(saved: Any, parameter: Tensor) -> Tensor:
+    """Return an empty tensor for one of the optimizer's, placed like its parameter if the shapes match."""
+    assert isinstance(saved, TensorStorageMetadata)
+    dtype = saved.properties.dtype
+    if isinstance(parameter, DTensor) and saved.size == parameter.shape and parameter.ndim:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    return torch.zeros(there.size, dtype=dtype)
+    return torch.zeros(saved.size, dtype=dtype)
 
 
 def _check_same(what: str, here: set[str], saved: set[str]) -> None:
@@ -122,12 +124,12 @@ def _check_same(what: str, here: set[str], saved: set[str]) -> None:
         raise AutoparError(
             f"The checkpoint belongs to another {what}.",
             found=f"missing {missing[:5] or 'none'}, new {new[:5] or 'none'}",
-            hint="build what was saved, with the same names.",
+            hint="build the model that was saved, with the same names.",
         )
 
 
 def of_generators() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, and of the current CUDA device's."""
+    """Return the states of Python's, numpy's and torch's generators, and of the current CUDA device's."""
     kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  data sets draw from it
     return {
         "torch": torch.get_rng_state(),
@@ -138,7 +140,7 @@ def of_generators() -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Put back what ``of_generators`` gave."""
+    """Restore the states that ``of_generators`` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

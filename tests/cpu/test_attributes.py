@@ -191,7 +191,7 @@ def _elsewhere(model: Any, h: Tensor) -> None:
 @pytest.mark.parametrize(("leave", "name"), [(_longer, "losses"), (_elsewhere, "SEEN")])
 def test_what_no_call_can_leave_is_told_at_the_first_call(leave: Callable[[Any, Tensor], Any], name: str):
     _, model = parallel(Leaving(leave))
-    with pytest.warns(UserWarning, match=rf"forward of Leaving leaves tensors in {name}, .*return them"):
+    with pytest.warns(UserWarning, match=rf"forward of Leaving stores tensors in {name}, .*return them"):
         model(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

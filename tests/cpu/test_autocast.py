@@ -94,7 +94,7 @@ def test_mixed_precision_is_autocast_around_every_call() -> None:
 
 
 def test_a_precision_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(AutoparError, match="mixed_precision names no precision") as refused:
+    with pytest.raises(AutoparError, match="mixed_precision is not a known precision") as refused:
         autopar.plan(Around(), (torch.randn(8, 8), torch.randint(0, 4, (8,))), mesh=(2,), mixed_precision="int3")
     assert '"bf16"' in str(refused.value)
 

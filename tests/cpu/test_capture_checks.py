@@ -1,4 +1,4 @@
-"""Checks of values that only raise are taken as passed; every other branch on a value is refused."""
+"""Checks of values that only raise are assumed to pass; every other branch on a value is refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def asserted(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("body", [in_range, with_options, not_all, either, asserted])
 def test_a_check_that_only_raises_passes_and_is_a_notice(body: Callable[[Any, Tensor], Any]) -> None:
     found = captured(Checked(body), torch.randn(4, 4))
-    assert any(n.startswith("checks of values are taken as passed: test_capture_checks.py:") for n in found.notices)
+    assert any(n.startswith("checks of values are assumed to pass: test_capture_checks.py:") for n in found.notices)
     assert {n.packet for n in found.graph.nodes if n.phase == "forward"} <= {
         "placeholder",
         "autopar.contract",
@@ -125,7 +125,7 @@ def test_counts_of_values_below_a_given_number() -> None:
 
     for search in ("joint", "random:0", "random:1"):
         plan = assert_simulates(Balanced(), torch.randn(8, 4, dtype=torch.float64), (2, 2), search=search)
-        assert any("checks of values are taken as passed: test_capture_checks.py" in n for n in plan.notices)
+        assert any("checks of values are assumed to pass: test_capture_checks.py" in n for n in plan.notices)
 
 
 def test_a_covariance_of_a_distribution_is_checked() -> None:
@@ -143,7 +143,7 @@ def test_a_covariance_of_a_distribution_is_checked() -> None:
             return -normal.log_prob(x[:, :3]).mean()
 
     plan = assert_simulates(Likelihood(), torch.randn(8, 4, dtype=torch.float64))
-    assert any("checks of values are taken as passed" in n for n in plan.notices)
+    assert any("checks of values are assumed to pass" in n for n in plan.notices)
 
 
 def test_the_checks_of_one_hot_are_taken_as_passed() -> None:

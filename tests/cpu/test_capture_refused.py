@@ -162,7 +162,7 @@ def test_a_buffer_that_would_keep_the_graph_of_its_value() -> None:
         m.state.copy_(y[0])
         return y
 
-    with refused(CaptureError, "state keeps the program", "value.detach()"):
+    with refused(CaptureError, "state keeps the graph", "value.detach()"):
         captured(Refused(body), torch.randn(4, 4))
 
 
@@ -195,7 +195,7 @@ def test_a_tensor_that_is_set_elsewhere_in_forward_is_a_notice() -> None:
         return m.last * 2
 
     capture = captured(Refused(body), torch.randn(4, 4))
-    assert [each.names for each in capture.left] == [["last"]]
+    assert [each.names for each in capture.attribute_outputs] == [["last"]]
     assert capture.lost == ("Refused.last",)
     assert any(n.startswith("Refused.last is set in forward") for n in capture.notices)
 

@@ -95,7 +95,7 @@ def test_who_asks_an_old_parameter_for_its_gradient_is_told(plan: autopar.Plan, 
     start = [p.detach().clone() for p in held]
     model(X).backward()
     autopar.autoparallelize(model, (X,), plan=plan)
-    with pytest.raises(AutoparError, match=r"(?s)gets no gradients any more.*layer\.weight.*after autoparallelize"):
+    with pytest.raises(AutoparError, match=r"(?s)no longer receives gradients.*layer\.weight.*after autoparallelize"):
         use(held)
     assert all(map(torch.equal, held, start))
 
@@ -109,7 +109,7 @@ def test_an_optimizer_that_is_not_found_stops_at_its_first_step(plan: autopar.Pl
     finally:
         gc.unfreeze()
     model(X).backward()
-    with pytest.raises(AutoparError, match="gets no gradients any more"):
+    with pytest.raises(AutoparError, match="no longer receives gradients"):
         optimizer.step()
 
 
@@ -139,7 +139,7 @@ def _without_values(model: nn.Module) -> Any:
     return torch.optim.Adagrad(model.to("meta").parameters())
 
 
-@pytest.mark.parametrize(("make", "said"), [(_whole_vectors, "cannot be cut"), (_without_values, "meta device")])
+@pytest.mark.parametrize(("make", "said"), [(_whole_vectors, "cannot be sharded"), (_without_values, "meta device")])
 def test_state_that_cannot_be_cut_is_refused_and_the_model_is_as_it_was(
     plan: autopar.Plan, make: Callable[[nn.Module], Any], said: str
 ):

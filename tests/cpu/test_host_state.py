@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-NAMES = {"Adafactor", "Muon", "Rprop", *(kind.__name__ for kind in host_state.ALONE)}
+NAMES = {"Adafactor", "Muon", "Rprop", *(kind.__name__ for kind in host_state.PER_PARAMETER)}
 
 
 @pytest.fixture(autouse=True)
@@ -352,4 +352,4 @@ def test_training_continues_from_a_saved_optimizer(how, first, second, tmp_path)
 
 def test_the_planner_knows_which_optimizers_treat_parameters_alone() -> None:
     known = {kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind.__name__ in NAMES}
-    assert {kind for kind in known if optimizer_steps_alone(kind)} == set(host_state.ALONE)
+    assert {kind for kind in known if optimizer_steps_alone(kind)} == set(host_state.PER_PARAMETER)

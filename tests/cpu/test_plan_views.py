@@ -177,10 +177,10 @@ def test_figures(plan, tmp_path):
 
 def test_real_steps_are_compared_with_the_prediction():
     model = autopar.autoparallelize(Net(), IDS, mesh=(1,), cluster="cpu-2")
-    with pytest.raises(AutoparError, match="counted from 1"):
+    with pytest.raises(AutoparError, match="positive integer"):
         model.compare_with_prediction(0)
     check = model.compare_with_prediction(2)
-    assert "No step was made yet" in str(check)
+    assert "No step has run yet" in str(check)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         model(IDS).backward()

@@ -113,7 +113,7 @@ def test_plain_arguments_of_another_value_are_another_program():
 
 
 def test_more_programs_than_are_kept_warn_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("autopar.runtime.module.MAX_VARIANTS", 2)
+    monkeypatch.setattr("autopar.runtime.variants.MAX_VARIANTS", 2)
     model = made()
     with torch.no_grad():
         for size in (6, 5):
@@ -272,7 +272,7 @@ def test_only_what_is_on_meta_is_initialised():
 
 def test_what_nothing_initialises_is_named():
     model = Table().to("meta")
-    with pytest.raises(AutoparError, match="known is on the meta device and nothing initialises it"):
+    with pytest.raises(AutoparError, match="known is on the meta device and nothing initializes it"):
         made(model, x=torch.randn(2, 4))
     assert type(model) is Table
     assert all(p.is_meta for p in model.parameters())

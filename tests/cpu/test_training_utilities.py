@@ -167,7 +167,7 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, kind: str,
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch):
     for name, value in (TORCHRUN | {"RANK": "first"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(AutoparError, match="RANK is no number"):
+    with pytest.raises(AutoparError, match="RANK is not a number"):
         autopar.launch_from_torch()
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(AutoparError, match="does not fit"):
@@ -183,7 +183,7 @@ def test_the_first_machine_of_a_list(nodes: str, first: str):
 
 
 def test_a_list_of_machines_that_cannot_be_read():
-    with pytest.raises(AutoparError, match="cannot be read"):
+    with pytest.raises(AutoparError, match="cannot be parsed"):
         first_host("[1-2]")
 
 

@@ -232,8 +232,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(pool: RankPool, tmp_path: Pa
         assert found["unchanged"] == "True"
         assert "different precisions" in found["precisions"]
         assert "part of the program" in found["no plugin"]
-        assert "no such file" in found["no file"]
-        assert "missing bias, weight, new down.bias" in found["other model"]
+        assert "does not exist" in found["no file"]
+        assert "missing bias, weight, unexpected down.bias" in found["other model"]
         assert "no index" in found["no index"]
         assert "cannot be written" in found["not writable"]
 

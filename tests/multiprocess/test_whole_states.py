@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import RankError
-from autopar.runtime.gathering import gathered
+from autopar.runtime.gathering import gather_state
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.training_models import SHARDED, distance, gpt2, is_cut, tokens, whole
 
@@ -55,7 +55,7 @@ def _goes_to_one_device_and_back(path: str) -> dict[str, Any]:
     first = dist.get_rank() == 0
     state = {"model": model.state_dict(), "optimizer": optimizers[0].state_dict(), "epoch": 3}
     assert any(is_cut(t) for t in state["model"].values())
-    written = gathered(state, "a checkpoint", keep=first)
+    written = gather_state(state, "a checkpoint", keep=first)
     found: dict[str, Any] = {"kept": sum(t.numel() for t in written["model"].values() if isinstance(t, Tensor))}
     if first:
         found["tied"] = written["model"]["table.weight"].data_ptr() == written["model"]["last.weight"].data_ptr()

@@ -1,5 +1,8 @@
-"""Batch norm whose running statistics average all batches (``momentum=None``): torch's own module asks a tensor how
-many those were, where a captured program divides by the tensor."""
+"""Batch norm whose running statistics average all batches (``momentum=None``).
+
+torch's own module takes the number of batches from a tensor as a Python number; a captured program divides by the
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from torch.nn import functional
 
 
 @contextlib.contextmanager
-def averaged_by_count() -> Iterator[None]:
-    """While exporting: such a module counts its batches in the program."""
+def cumulative_batch_norms() -> Iterator[None]:
+    """Make such modules count batches in the program during an export."""
     ordinary = nn.modules.batchnorm._BatchNorm.forward
 
     def forward(self: Any, x: Tensor) -> Tensor:
