@@ -1,0 +1,56 @@
+"""What steers the search, each setting with what chose it.
+
+Work is counted in seconds of a quiet processor (see ``solver.clock``), so that settings mean the same on every machine.
+"""
+
+from __future__ import annotations
+
+TRAINING_STEPS = 10_000
+"""Optimizer steps of the run that a plan is for, where the user does not say: about what fine-tuning takes."""
+
+EMITTING_TIMES, EMITTING_SHARE = 4.0, 0.2
+"""Work kept back for scheduling, measuring and emitting the plan: times the work of listing and pricing the decisions,
+and at most this share of the limit."""
+
+SMALLEST_PEAK_SHARE, SMALLEST_PEAK_LEAST_S = 0.25, 1.5
+"""Work kept back for the smallest peak, which is searched where no plan is found: a share of the limit, and at least
+these seconds. An error names the budget that it finds, and a search with that budget has as much work for it."""
+
+JOINT_ROUNDS, PER_OPTION_ROUNDS = 12, 40
+"""Rounds of the joint problem at most: with margins for all options, and with margins for one option each."""
+
+ROUND_SHARE = 0.5
+"""Share of the phase's work for one round: a plan that fits is worth more than the proof of one that does not."""
+
+REPAIR_ROUNDS, KNOWN_ROUNDS = 2, 4
+"""Rounds with fixed shardings: to repair one choice, and for a known way to train."""
+
+KNOWN_GAP, REPAIR_GAP = 0.01, 1e-3
+"""Relative gap at which a problem with fixed shardings is solved: another phase follows the first, none the second."""
+
+KNOWN_TIMES = 2.0
+"""Work for known shardings, times that of the free search: a first plan is there within three times the latter."""
+
+LEAN = 1.25
+"""Times the least that a baseline holds: the cheapest of those up to there is tried first."""
+
+MARGIN = 0.1
+"""Share of the budget that is set aside at every point where the first plan that fits will do. Programs of 70B, 175B
+and 405B hold up to 7 % more than their constraints say; a plan that fits in a tenth less costs up to 1.1 % more."""
+
+EXPOSED_SHARE, EXPOSED_ROUNDS = 5e-3, 2
+"""Where the program of a plan that fits waits for transfers for more than this share of its cost, constraints are added
+that let them hide, at most so many times."""
+
+NEARLY_FITS = 1.1
+"""Times the budget up to which a program is measured with its collectives arranged, which may hold a little less."""
+
+EXACT_MOST = 2_000
+"""Variables up to which keep, recompute and offload are also searched with exact memory on one device."""
+
+ESTIMATE_TOLERANCE = 1.02
+"""Times the budget up to which a baseline's peak is measured: programs of few layers estimated the peaks of 25
+baselines of deep models to .01 %."""
+
+CONSTRAINTS_SHARE = 0.8
+"""Share of the work for the smallest peak on one device that goes to constraints; exact memory goes on from there."""
