@@ -20,7 +20,7 @@ from autopar.planner import Options
 from autopar.planning import MeshLike, as_planned, as_shared, capture_model, placed_specs, planned_on
 from autopar.plans import Plan
 from autopar.precision import policy_of, stored_dtype
-from autopar.ranged import alike, carried_to, fitted
+from autopar.ranged import carried_to, fitted, same_but_for_sizes
 from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_by_first, together
 from autopar.runtime.execution import Executable
@@ -155,7 +155,7 @@ def _still_fitting(state: State, capture: Capture, call: Call) -> Plan | None:
     """The plan of the first program, where the one that is asked for is like it but for sizes in the planned range, or
     for numbers that it computes with."""
     plan: Plan = state.plan
-    if _same_shapes(state.planned, call) and alike(state.graph, capture.graph):
+    if _same_shapes(state.planned, call) and same_but_for_sizes(state.graph, capture.graph):
         return carried_to(plan, capture)
     return fitted(plan, capture, call)
 
@@ -240,7 +240,7 @@ def _executable(
     whole = frozenset(
         o.name
         for o in capture.graph.outputs
-        if o.kind == "output" and planner.given_whole(capture.graph, capture.graph.meta(o.value), options)
+        if o.kind == "output" and planner.is_plain_output(capture.graph, capture.graph.meta(o.value), options)
     )
     return Executable(
         functions["forward"],

@@ -17,7 +17,7 @@ from autopar.emission import emitted, lowered
 from autopar.errors import ConstraintError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
-from autopar.planner.answers.plan_of import make_plan
+from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.ranges import Sizes
 from autopar.plans import Plan
 from autopar.precision import computing_in, stored_dtype
@@ -52,7 +52,7 @@ def capture_model(
         tracer = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored, trains=trains)
         capture = tracer.capture(model, whole)
     unsaved = _unsaved_buffers(model)
-    graph = planner.summing(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
+    graph = planner.with_gradient_sums(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
     return dataclasses.replace(capture, graph=graph, unsaved=unsaved)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.emission import emitted, lowered
 from autopar.errors import PlanError
-from autopar.planner.answers.resize import alike, carried
+from autopar.planner.answers.resize import same_but_for_sizes, with_sizes_of
 from autopar.planner.answers.symbolic import NoFormulaError, formulas
 from autopar.planner.ranges import Ranges, Shapes, Sizes
 from autopar.plans import Plan
@@ -55,7 +55,7 @@ def over_range(made: Plan, base: Capture, ranges: Ranges, capture_at: Callable[[
     graphs = [base.graph]
     for corner in corners[1:]:
         graph = capture_at(corner).graph
-        if not alike(base.graph, graph):
+        if not same_but_for_sizes(base.graph, graph):
             raise PlanError(
                 "The program is another one at the end of the range, so that one plan cannot serve it.",
                 found=f"{len(base.graph.nodes)} nodes at {corners[0]}, {len(graph.nodes)} at {corner}",
@@ -69,7 +69,7 @@ def over_range(made: Plan, base: Capture, ranges: Ranges, capture_at: Callable[[
     except NoFormulaError as error:
         notices.append(f"a size has no formula in {', '.join(s.name for s in ranges.symbols)}: {error}")
     for corner, graph in zip(corners[1:], graphs[1:], strict=True):
-        if carried(made.program, graph, made.mesh) is None:
+        if with_sizes_of(made.program, graph, made.mesh) is None:
             notices.append(f"at {corner} a cut of the plan leaves ranks without elements; such sizes are planned anew")
     options = {**made.options, "dynamic_shapes": data}
     return dataclasses.replace(made, options=options, notices=tuple(notices))
@@ -96,7 +96,7 @@ def carried_to(made: Plan, capture: Capture) -> Plan | None:
     if made.graph_digest == capture.graph.digest:
         return made
     try:
-        program = carried(made.program, capture.graph, made.mesh)
+        program = with_sizes_of(made.program, capture.graph, made.mesh)
     except KeyError:
         return None
     ends = {i.node for i in capture.graph.inputs} == {op.node for op in made.program.ops if op.kind == "input"}
@@ -108,4 +108,4 @@ def carried_to(made: Plan, capture: Capture) -> Plan | None:
     return dataclasses.replace(carried_over, source=text)
 
 
-__all__ = ["alike", "carried_to", "fitted", "largest", "over_range", "ranges_of", "resized", "shapes_of"]
+__all__ = ["carried_to", "fitted", "largest", "over_range", "ranges_of", "resized", "same_but_for_sizes", "shapes_of"]

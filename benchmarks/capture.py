@@ -1,9 +1,9 @@
-"""How long capture takes, and how many milliseconds of the processor that is for each node of the captured graph.
+"""Measure how long capture takes, in total and in milliseconds of processor time for each node of the captured graph.
 
     python benchmarks/capture.py [--only lstm gated-delta-rules] [--repeat 3] [--json FILE]
 
-The models have many small ops: recurrent layers that are unrolled step by step, and chunks of a linear attention. The
-first capture of a process also imports what torch needs; it is left out.
+The models have many small ops: recurrent layers that are unrolled step by step, and linear attention in chunks. The
+first capture of a process also imports what torch needs and is not counted.
 """
 
 from __future__ import annotations

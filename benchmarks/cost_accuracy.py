@@ -1,13 +1,13 @@
-"""Predicted against measured times on this machine: single ops, collectives, and whole training steps.
+"""Compare predicted and measured times on this machine: single ops, collectives, and whole training steps.
 
     python benchmarks/cost_accuracy.py [--nproc 2] [--json FILE] [--markdown FILE] [--cluster FILE] [--steps N]
 
 Profiles the machine first, unless a cluster file of `autopar profile` is given; then predicts, and then measures. A
-step is a forward and a backward of a model, without the optimizer's.
+step is a forward and a backward of a model, without the optimizer.
 
-On CPUs a step's processor time, that of all threads of the busiest rank, is reported beside its wall clock's. It leaves
-out what other programs on the machine take, and the waiting for messages. With a core for each rank, an undisturbed
-step takes at least that long, and little more where collectives overlap.
+On CPUs a step's processor time, summed over the threads of the busiest rank, is reported beside its wall-clock time. It
+excludes other programs on the machine and waiting for messages. With a core for each rank, an undisturbed step takes at
+least that long, and little more where collectives overlap.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 def single_ops(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Record]:
-    """Ops of sizes and shapes that were not profiled, among others as in a program, by the processor's time on CPUs."""
+    """Time ops of sizes and shapes that were not profiled, amid others as in a program; on CPUs, in processor time."""
     costs, records = ComputeCosts(cluster), []
     timed_among = among_others(rank.device, watch)
     aten = torch.ops.aten
@@ -160,7 +160,7 @@ def _of(op: Callable[..., object], rand: Callable[..., torch.Tensor], rows: int,
 
 
 def collectives(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Record]:
-    """Messages of sizes that were not profiled."""
+    """Time messages of sizes that were not profiled."""
     costs, records = CollectiveCosts(rank.mesh, cluster), []
     for kind in KINDS if rank.mesh.size > 1 else ():
         for size in MESSAGES:
@@ -181,7 +181,7 @@ def step_of(made: nn.Module, inputs: Any) -> Callable[[], None]:
 
 
 def whole_steps(rank: ProcessRank, cluster: Cluster, steps: int) -> list[Record]:
-    """Five models under four forced plans; a model to which a plan does not apply goes without it."""
+    """Time five models under four forced plans; a plan that does not apply to a model is skipped."""
     records = []
     for name, build in MODELS.items():
         for plan in PLANS if rank.mesh.size > 1 else ("joint",):
@@ -207,7 +207,7 @@ def whole_steps(rank: ProcessRank, cluster: Cluster, steps: int) -> list[Record]
 
 
 def timed(step: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of the wall clock and of the processor, on the slowest rank and on the busiest."""
+    """Return the wall-clock seconds of the slowest rank and the processor seconds of the busiest."""
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()
     step()
@@ -226,7 +226,7 @@ def say(text: str) -> None:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: the correlation of the ranks."""
+    """Return Spearman's correlation of the ranks."""
     x, y = (np.argsort(np.argsort(values)).astype(float) for values in (a, b))
     return float(np.corrcoef(x, y)[0, 1])
 
@@ -272,9 +272,9 @@ def markdown(result: Record) -> str:
         "# Predicted against measured times",
         "",
         f"{machine['description']}. {load} Written by",
-        "`benchmarks/cost_accuracy.py`. A load above the number of CPUs, beyond the benchmark itself, means that",
-        "others used the machine: the wall clock's figures then say more of them than of the cost models, and a step's",
-        "processor time, which leaves out others and waiting, is the better measure.",
+        "`benchmarks/cost_accuracy.py`. A load above the number of CPUs, beyond the benchmark itself, means that other",
+        "programs used the machine. Wall-clock figures then say more about those than about the cost models, and a",
+        "step's processor time, which excludes other programs and waiting, is the better measure.",
         "",
         "| part | count | median error | worst error | rank correlation |",
         "|---|---|---|---|---|",

@@ -1,9 +1,9 @@
-"""The program compiled by Inductor beside ``torch.compile`` of the plain model, on one process of one thread.
+"""Compare a program compiled by Inductor with ``torch.compile`` of the plain model, on one process with one thread.
 
     python benchmarks/inductor.py [--models gpt2 mlp] [--steps 20] [--json FILE]
 
-A step is forward and backward. The two take turns step by step; what is told is the ratio of the medians of their
-processor seconds, so that other work on the machine does not count, and the seconds that each took to compile.
+A step is forward and backward. The two alternate step by step. The table shows the ratio of the medians of their
+processor seconds, which exclude other work on the machine, and the seconds that each took to compile.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m benchmarks.iopddl FILE... [--time-limit S] [--solution OUT.json] [--json FILE]
 
-Prints cost, bound, gap and seconds of each; reading counts as time. FILE may be gzipped, and several back ends compare.
+Prints the cost, bound, gap and seconds of each instance; the seconds include reading the file. FILE may be gzipped, and
+several back ends can be compared.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from autopar.solver.problem import USAGE_TOLERANCE
 FORBIDDEN = 1e18
 
 KEPT_BACK = 0.02
-"""Of the time limit, at most a second, for what follows the search."""
+"""Share of the time limit, up to one second, that is reserved for what follows the search."""
 
 
 def read(path: Path) -> Problem:
-    """The problem in a file of the contest's format; equal matrices become one array.
+    """Read a problem in the contest's format; equal matrices become one array.
 
     Raises:
-        InputError: the file cannot be read, or is no instance.
-        SolverError: a number is negative or none, or a usage does not fit its node.
+        InputError: the file cannot be read, or is not an instance.
+        SolverError: a number is negative or not a number, or a usage does not fit its node.
     """
     try:
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -82,7 +83,7 @@ def _usages(nodes: dict[str, Any], count: int) -> tuple[Usage, ...]:
 
 
 def _limit(limit: float | None, usages: Sequence[Usage]) -> float:
-    """What the solver takes for the limit, so that its tolerance allows not one byte more."""
+    """Return the limit for the solver, lowered by its tolerance, so that no choice uses one byte too many."""
     if limit is None:
         return np.inf
     whole = float(limit).is_integer() and all((usage.option == np.floor(usage.option)).all() for usage in usages)

@@ -1,11 +1,11 @@
-"""Instances of the contest's kind and size, made up: for when the contest's own largest ones are not at hand.
+"""Generate instances of the contest's kind and size, for when the contest's largest ones are not at hand.
 
     python -m benchmarks.iopddl_instances --nodes 40000 --room 1.05 OUT.json.gz
 
-A network of ``nodes`` ops in layers of equal ones, each with a backward op that reads its forward op, chains of aliases
-that must agree, constants that thousands read, and costs of redistribution between unequal strategies. Usages fall with
-how far a strategy shards; the limit is ``room`` times what a known choice needs, so that a choice exists and is not
-easy to find when ``room`` is near 1. All from one seed.
+An instance has ``nodes`` ops in equal layers. Each op has a backward op that reads it; chains of aliases must agree,
+thousands of ops read the same constants, and unequal strategies cost a redistribution. The more a strategy shards, the
+less it uses. The limit is ``room`` times what a known choice needs, so a choice exists, but is hard to find when
+``room`` is near 1. One seed determines everything.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 
 FORBIDDEN = 10**18
 ALIAS_SHARE = 0.35
-"""Of the edges, those that forbid all but the strategies that agree."""
+"""Share of the edges that forbid all strategies that do not agree."""
 
 HUB_EVERY = 5000
 LAYER = 120
-"""Nodes of a layer, whose likes in other layers have the same costs."""
+"""Nodes in a layer; the same node of every layer has the same costs."""
 
 
 def generate(nodes: int, *, seed: int = 0, room: float = 1.1, most_options: int = 40) -> dict[str, Any]:
-    """An instance as the contest's files hold it."""
+    """Return an instance in the contest's format."""
     random = np.random.default_rng(seed)
     forward = nodes // 2
     kinds = [_kind(random, most_options) for _ in range(LAYER)]
@@ -58,7 +58,7 @@ def generate(nodes: int, *, seed: int = 0, room: float = 1.1, most_options: int 
 
 
 def _kind(random: np.random.Generator, most: int) -> dict[str, Any]:
-    """Strategies: how many shards each makes, along what (``where``), what it costs, and the bytes of a whole."""
+    """Draw the strategies of a node: how many shards, along what (``where``), the cost, and the bytes of the whole."""
     count = int(min(most, 2 + random.geometric(0.12)))
     shards = 2 ** random.integers(0, 6, count)
     size = int(2 ** random.uniform(10, 24))
@@ -70,8 +70,8 @@ def _kind(random: np.random.Generator, most: int) -> dict[str, Any]:
 
 
 def _edges(random: np.random.Generator, nodes: int, forward: int) -> list[tuple[int, int, bool]]:
-    """(u, v, alias): to the next op, now and then to one some ops on, from each backward op to its forward one, and to
-    constants that many read."""
+    """Return edges (u, v, alias): to the next op, sometimes to a later one, from each backward op to its forward op,
+    and to constants that many ops read."""
     edges = []
     for v in range(1, nodes):
         edges.append((v - 1, v, bool(random.random() < ALIAS_SHARE)))
@@ -85,7 +85,7 @@ def _edges(random: np.random.Generator, nodes: int, forward: int) -> list[tuple[
 
 
 def _planted(random: np.random.Generator, nodes: int, edges: Sequence[tuple[int, int, bool]]) -> list[int]:
-    """A choice that nothing forbids: strategies 0 or 1, of which all nodes have equal ones, by stretches."""
+    """Return a choice that nothing forbids: strategy 0 or 1, which all nodes have in common, in stretches."""
     tied = {v for u, v, alias in edges if alias}
     chosen = [0] * nodes
     for v in range(1, nodes):
@@ -99,7 +99,7 @@ def _matrix(random: np.random.Generator, u: dict[str, Any], v: dict[str, Any], a
     moved = u["bytes"] / 128 / np.minimum(u["shards"][:, None], v["shards"]) * random.uniform(0.8, 1.2)
     values = np.where(agree, 0, np.full(agree.shape, FORBIDDEN) if alias else moved.astype(np.int64))
     if alias:
-        # Whatever else agrees with nothing keeps one partner, so that not all of it is forbidden at once.
+        # A strategy that agrees with nothing keeps one partner; otherwise it would be forbidden from the start.
         values[:, 0] = np.minimum(values[:, 0], moved[:, 0].astype(np.int64) * 4)
     return [int(value) for value in values.ravel()]
 

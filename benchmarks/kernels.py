@@ -1,10 +1,10 @@
-"""The Triton kernels on this machine's GPU, beside eager code, Inductor, and a copy timed in the same run.
+"""Compare the Triton kernels on this machine's GPU with eager code, Inductor, and a copy timed in the same run.
 
     python benchmarks/kernels.py [--json FILE] [--quick]
 
-Each row: bytes that the kernel has to move (docs/kernels.md has the formulas), seconds of the kernel, of eager PyTorch
-and of the same under torch.compile, and the share of the bandwidth that a plain copy reaches. The last rows are a
-matrix product beside the peak of large ones. Times are medians of alternating runs on a warm device.
+Each row has the bytes that the kernel must move (docs/kernels.md has the formulas), the seconds of the kernel, of eager
+PyTorch and of torch.compile, and the bandwidth as a share of a plain copy's. The last rows compare a matrix product
+with the peak of large ones. Times are medians of alternating runs on a warm device.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def cases(tokens: int, d: int, v: int, device: str = "cuda") -> list[Case]:
-    """So many tokens of width ``d``, and a rank's part ``v`` of a vocabulary that eight share."""
+    """Return the cases for tokens of width ``d`` and a rank's part ``v`` of a vocabulary cut over eight ranks."""
     from autopar import kernels
     from autopar.ops.linear_nll import _linear_nll
 
@@ -180,7 +180,7 @@ def cases(tokens: int, d: int, v: int, device: str = "cuda") -> list[Case]:
     ]
 
 
-# What they are compared with, as a model's author would write it.
+# The baselines, as a model's author would write them.
 
 
 def heads(x: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def layer_norm_backward(
 
 
 def measured(case: Case, copy_rate: float) -> Row:
-    """Medians of runs in turn, so that the device's clock is the same for all."""
+    """Return medians of alternating runs, so that all see the same device clock."""
     compiled = torch.compile(case.eager, dynamic=False)
     ways = [case.ours, lambda: case.eager(*case.args), lambda: compiled(*case.args)]
     for way in ways * 3:
@@ -276,7 +276,7 @@ def measured(case: Case, copy_rate: float) -> Row:
 
 
 def seconds(way: Callable[[], Any], repeat: int = 5) -> float:
-    """Of one run as the device sees it: the host, which launches more slowly than small kernels run, is let ahead."""
+    """Time one run on the device; the host gets a head start, since it launches more slowly than small kernels run."""
     from autopar._torch import keep_gpu_busy
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -290,7 +290,7 @@ def seconds(way: Callable[[], Any], repeat: int = 5) -> float:
 
 
 def copied_bytes_per_s(numel: int) -> float:
-    """Bytes read and written each second by a copy of this many bfloat16."""
+    """Return the bytes that a copy of ``numel`` bfloat16 elements reads and writes each second."""
     x = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
     y = torch.empty_like(x)
     for _ in range(3):
@@ -299,7 +299,7 @@ def copied_bytes_per_s(numel: int) -> float:
 
 
 def matmul_rates(quick: bool) -> dict[str, float]:
-    """FLOP/s of a large product, and of one that is split as `spmd.gather_product` does over eight ranks."""
+    """Return the FLOP/s of a large product, and of one split over eight ranks as in `spmd.gather_product`."""
     n = 1024 if quick else 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     whole = lambda: a @ b  # noqa: E731

@@ -1,11 +1,11 @@
-"""Predicted and measured peak memory of whole training steps, over models, meshes, budgets and optimizers.
+"""Compare the predicted and measured peak memory of training steps, over models, meshes, budgets and optimizers.
 
     python benchmarks/memory.py [--models gpt2 bert ...] [--meshes 1 2x2 8] [--budgets 1 0.85] [--json FILE]
 
-Each model is planned for a CPU cluster, once with as much memory as it wants and then with shares of that peak. The
-emitted program of every rank that differs from others then takes two steps on fake tensors, forward, backward
-and optimizer, under a meter that counts every storage which the dispatcher sees; the peak is that of the second step,
-in which the optimizer has its state. A program allocates the same on fake tensors as on real ones. No GPU is used.
+Each model is planned for a CPU cluster, once without a budget and then within shares of that peak. The emitted program
+of every rank that differs from the others then runs two steps on fake tensors (forward, backward and optimizer), under
+a meter that counts every storage that the dispatcher sees. The peak is that of the second step, when the optimizer has
+its state. A program allocates the same on fake tensors as on real ones. No GPU is used.
 
 ``--markdown FILE`` writes the table with the date and the versions, as in benchmarks/results.
 """
@@ -51,8 +51,8 @@ OPTIMIZERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class LoneRank:
-    """A rank of a mesh without the others: a collective receives unset memory, and keeps what it sends alive until it
-    is waited for."""
+    """One rank of a mesh without the others: a collective receives uninitialized memory, and keeps what it sends alive
+    until it is waited for."""
 
     mesh: Mesh
     coordinate: tuple[int, ...]
@@ -75,7 +75,7 @@ class LoneRank:
 
 
 def measured_peak(plan: Plan, graph: Graph, optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]) -> int:
-    """Bytes at the worst moment of the second step on the fullest rank; of ranks that hold the same one is run."""
+    """Return the peak bytes of the second step on the fullest rank; only one of several equal ranks is run."""
     program = codegen.load(plan.source, f"measured_{plan.digest}")
     found = []
     for coordinate in unequal_ranks(plan.program, plan.mesh):
@@ -114,8 +114,8 @@ class _Run:
         return meter.peak - self._on_host(optimizer, parameters)
 
     def _on_host(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> int:
-        """Bytes of optimizer state that the plan keeps with the host, which here is the device that is measured. What
-        comes back for the step, a few parameters at a time, is then not measured."""
+        """Return the bytes of optimizer state that the plan keeps on the host, which here is the measured device. What
+        comes back for the step, a few parameters at a time, is not measured."""
         away = [parameters[n] for n in self.plan.program.offloaded_optimizer]
         state = (t for p in away for t in optimizer.state[p].values())
         return sum(t.nbytes for t in state if isinstance(t, Tensor) and t.ndim)
@@ -154,7 +154,7 @@ class _Run:
 
 
 def cluster(size: int) -> Cluster:
-    """A CPU in name, so that its kernels are taken, but slow beside its links, so that plans shard."""
+    """Return a cluster of CPUs, so that CPU kernels run, which are slow beside their links, so that plans shard."""
     base = Cluster.load("cpu-2")
     device = replace(base.device, memory_bytes=10**13)
     link = replace(base.intra_node, latency_s=1e-6, bandwidth_bytes_per_s=50e9)
@@ -205,7 +205,7 @@ def _bf16(made: tuple[nn.Module, Inputs]) -> tuple[nn.Module, Inputs]:
 def measure(
     name: str, mesh: tuple[int, ...], shares: Sequence[float], optimizer: str, time_limit: float
 ) -> list[Record]:
-    """One record for each budget, the first the peak of the plan without one."""
+    """Return one record for each budget; the first is the plan without one."""
     warnings.simplefilter("ignore")
     with torch.device("meta"):
         model, inputs = models()[name]()
@@ -266,11 +266,11 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
         "",
         f"`python benchmarks/memory.py {arguments}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {versions}.",
         "",
-        "Bytes on the fullest rank at the worst moment of a training step, the optimizer's included. `predicted` is",
-        "the plan's peak, `measured` counts every storage that the emitted program makes in its second step (on fake",
-        "tensors, temporaries inside autopar's own ops included), `ratio` is predicted over measured. `budget` is a",
-        "share of the peak of the plan without one; `recomputed` is how many activations that plan makes again.",
-        "`h` stands where optimizer state is with the host, whose way through the step is not measured here.",
+        "Bytes on the fullest rank at the worst moment of a training step, optimizer step included. `predicted` is the",
+        "plan's peak. `measured` counts every storage that the emitted program makes in its second step, on fake",
+        "tensors, including temporaries inside autopar's own ops. `ratio` is predicted over measured. `budget` is a",
+        "share of the peak of the plan without one, and `recomputed` is how many activations the plan recomputes. `h`",
+        "means that optimizer state is on the host, whose transfers during the step are not measured here.",
         "",
         f"Ratios without `h` lie between {min(ratios):.4f} and {max(ratios):.4f}.",
         "",

@@ -1,7 +1,7 @@
-"""What the emitted program costs beside the plain model on one process: ratio of medians of alternating steps.
+"""Compare the emitted program with the plain model on one process, as the ratio of medians of alternating steps.
 
-A step is forward, backward and nothing else. Processor seconds count, so that other work on the machine does not. Part
-of each call is the check that nothing that the program was captured from has changed; its share is told beside.
+A step is forward and backward only, in processor seconds, which exclude other work on the machine. Each call also
+checks that nothing the program was captured from has changed; the share of that check is shown too.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def measured(made: Callable[[], tuple[nn.Module, dict[str, Tensor]]], steps: int
 
 
 def checking_s(model: nn.Module) -> float:
-    """Seconds of one check that what capture read is unchanged."""
+    """Return the seconds of one check that what capture read is unchanged."""
     (variant,) = model._autopar.programs
     stored, spent = tables(model), []
     for _ in range(200):

@@ -1,10 +1,10 @@
-"""What the planner chooses, case by case, for comparison before and after a change that should leave it alone.
+"""List the plans of many cases, to compare them before and after a change that should leave plans alone.
 
-    python benchmarks/plan_table.py --json before.json          # on the state before
-    python benchmarks/plan_table.py --against before.json       # afterwards: says what differs, and exits with 1
+    python benchmarks/plan_table.py --json before.json          # before the change
+    python benchmarks/plan_table.py --against before.json       # after it: shows differences, and exits with 1
 
-Each row is a plan: its digest, cost, bound, predicted step and peak, and the seconds of the processor that it took.
-Small models are planned on several meshes within shares of the peak of their free plan, large ones on the meta device.
+Each row is a plan: its digest, cost, bound, predicted step and peak, and the processor seconds that it took. Small
+models are planned on several meshes within shares of the peak of their free plan, large ones on the meta device.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""How long planning takes, stage by stage, and how large the problem is that the solver gets.
+"""Measure how long planning takes, stage by stage, and how large the solver's problem is.
 
     python benchmarks/planning.py [--only llama3-8b vit-g] [--layers 8 32] [--meshes 8 32x8 8x8x8] [--repeat 3]
     python benchmarks/planning.py --main --repeat 3 --markdown benchmarks/results/planning.md
     python benchmarks/planning.py --only gpt2 --meshes 8 2x4 --shares 0.8 0.6 0.45
     python benchmarks/planning.py --only gpt2-tiny llama-tiny --meshes 4 2x2 --shares 0.9 0.75 0.6 0.45
 
-Models are those of Hugging Face on the meta device, in bfloat16 but for the two GPT-2, with the batch of ``MODELS`` on
-each device; ``--layers`` changes their depth, 0 leaves it as it is. The cluster is "dgx-h100". A budget is only kept
-where ``--budget`` names one, so that all models can be planned on all meshes. No GPU is used. A model is captured once
-for each mesh; what follows is repeated, and medians are shown.
+The models are from Hugging Face, on the meta device, in bfloat16 except the two GPT-2, with the batch of ``MODELS`` on
+each device. ``--layers`` changes their depth; 0 keeps it. The cluster is "dgx-h100". There is no memory budget unless
+``--budget`` names one, so that all models can be planned on all meshes. No GPU is used. A model is captured once for
+each mesh; the rest is repeated, and medians are shown.
 
-``--shares`` also plans each case within these shares of the peak of its plan without a budget, and tells how many times
-as many seconds of the processor that takes.
+``--shares`` also plans each case within these shares of the peak of its plan without a budget, and shows how many times
+as many processor seconds that takes.
 
 ``--markdown FILE`` writes the table with the machine, the date and the versions, as in benchmarks/results.
 """
@@ -45,7 +45,7 @@ from autopar import codegen, passes
 from autopar.arguments import as_bytes
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
-from autopar.planner.answers.plan_of import make_plan
+from autopar.planner.answers.make_plan import make_plan
 from autopar.solver import clock
 from autopar.solver.problem import relative_gap
 from autopar.tracer import Capture
@@ -65,13 +65,13 @@ MAIN = (
 """Models, layers and meshes of the table in benchmarks/results."""
 
 NEAR = 0.01
-"""The gap to which the seconds are told beside the total."""
+"""The gap whose seconds are shown beside the total (column ``to 1%``)."""
 
 Record = dict[str, Any]
 
 
 class Shape(NamedTuple):
-    """How a model is made at a number of layers, its own number, and the batch and length on each device."""
+    """How to build a model with a number of layers, its own number, and the batch and length on each device."""
 
     build: Callable[[int], nn.Module]
     layers: int
@@ -174,8 +174,7 @@ def inputs(model: str, devices: int) -> dict[str, torch.Tensor]:
 def measure(
     model: str, layers: int, mesh: tuple[int, ...], options: Options, repeat: int, shares: Sequence[float] = ()
 ) -> Record:
-    """Capture one case, and plan it so many times, and within ``shares`` of its peak; what went wrong is recorded
-    too."""
+    """Capture one case, plan it ``repeat`` times and within ``shares`` of its peak, and record errors too."""
     shape = MODELS[model]
     depth, devices = layers or shape.layers, math.prod(mesh)
     record: Record = {"model": model, "layers": depth, "mesh": list(mesh), "batch": shape.batch * devices}
@@ -194,7 +193,7 @@ def measure(
 
 
 def within(capture: Capture, mesh: tuple[int, ...], options: Options, share: float, free: Record) -> Record:
-    """The plan within a share of the peak of the one without a budget, and how much longer it took."""
+    """Plan within a share of the peak of the plan without a budget, and record how much longer that takes."""
     budget = int(share * free["peak_memory_bytes"])
     try:
         found = planned(capture, mesh, replace(options, memory_budget_bytes=budget))
@@ -204,7 +203,7 @@ def within(capture: Capture, mesh: tuple[int, ...], options: Options, share: flo
 
 
 def planned(capture: Capture, mesh: tuple[int, ...], options: Options) -> Record:
-    """Everything after capture, once."""
+    """Do everything after capture, once."""
     cluster = Cluster.load("dgx-h100").sized(math.prod(mesh))
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     graph, on = capture.graph, Mesh(mesh)
@@ -256,7 +255,7 @@ COLUMNS = (
 
 
 def cells(record: Record) -> list[str]:
-    """One row of the table. Times are seconds, the last two columns predictions for an H100."""
+    """Return one row of the table. Times are seconds; the last two columns are predictions for an H100."""
     head = [record["model"], str(record["layers"]), "x".join(map(str, record["mesh"]))]
     totals = [f"{record[key]:.2f}" if key in record else "-" for key in ("total_s", "cpu_s", "counted_s", "near_s")]
     if "error" in record:
@@ -283,7 +282,7 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def share_table(records: Sequence[Record]) -> Table:
-    """Of each case without a budget the first row."""
+    """Return the table of plans within budgets; the first row of each case has no budget."""
     shown = Table(title="Seconds of planning within a budget")
     for i, column in enumerate(("model", "layers", "mesh", "budget", "CPU", "times", "cost", "gap", "step")):
         shown.add_column(column, justify="left" if i in (0, 2) else "right")
@@ -307,7 +306,7 @@ def share_table(records: Sequence[Record]) -> Table:
 
 
 def machine() -> str:
-    """What this ran on."""
+    """Describe the processor and the versions."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -331,13 +330,13 @@ def markdown(records: Sequence[Record], arguments: str) -> str:
         f"`python benchmarks/planning.py {arguments}`, {dt.datetime.now(dt.timezone.utc):%Y-%m-%d},",
         f"on {machine()}, one thread.",
         "",
-        "Stages are seconds on the clock; `total` is all that follows capture, `CPU` those seconds of the processor,",
-        "`counted` what the clock of searches makes of the work up to the plan, `to 1%` those after which the gap was",
-        "at most 1%, at the last problem solved; medians where cases were repeated. `candidates` is what is no other",
-        "stage: scheduling, arranging and measuring the plan and those baselines that may be better. No memory budget",
-        "was kept unless the command names one. `variables` is the problem as the planner states it, `folded` what is",
-        "left of equal blocks; a dash where the plan taken in the end was a baseline's. `step` and `peak` are",
-        "predictions for one H100, not measurements.",
+        "Stages are wall-clock seconds. `total` is everything after capture, and `CPU` is the same in processor",
+        "seconds. `counted` is the time on the search's own clock up to the plan, and `to 1%` is when the gap of the",
+        "last problem fell to 1%. Cases that were repeated show medians. `candidates` is the rest: scheduling,",
+        "arranging and measuring the plan and the baselines that may be better. There was no memory budget unless the",
+        "command names one. `variables` is the size of the problem that the planner states, and `folded` its size once",
+        "equal blocks are tied; a dash means that a baseline's plan was taken. `step` and `peak` are predictions for",
+        "one H100, not measurements.",
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]

@@ -1,11 +1,11 @@
-"""The cheapest redistribution against Colossal-Auto's greedy heuristic and DTensor's two planners, over pairs of specs.
+"""Compare the cheapest redistribution with Colossal-Auto's greedy heuristic and DTensor's two planners.
 
     python -m benchmarks.redistribution [--json FILE] [--quick]
 
-Every path is priced by the same costs, those of NVIDIA DGX H100 nodes. Sources are all specs of a 3-D tensor, partial
-sums included, targets all that are not partial; on three mesh axes a sample of those whose axes increase. A path
-"loses" where it takes more than a millionth longer than the cheapest, and "holds more" where one of its steps holds
-more memory than the bound that the cheapest keeps to, by which a path may also be faster.
+All paths have the same prices, those of NVIDIA DGX H100 nodes. Sources are all specs of a 3-D tensor, including partial
+sums; targets are all specs that are not partial. On three mesh axes they are a sample of those whose axes increase. A
+path "loses" if it takes more than a millionth longer than the cheapest. It "holds more" if one of its steps holds more
+memory than the bound that the cheapest obeys; such a path may be faster.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Row:
 
 
 def specs_of(mesh: Mesh, ndim: int) -> list[ShardingSpec]:
-    """All specs of a tensor, each axis partial, cutting a dim, or neither."""
+    """Return all specs of a tensor: each axis is partial, cuts a dim, or does neither."""
     partial = ShardingSpec(((),) * ndim, tuple((a, "sum") for a in range(mesh.ndim)))
     found = {partial: None}
     frontier = [partial]
@@ -104,7 +104,7 @@ def _step(axis: int, before: Any, after: Any) -> Step:
 def priced(
     src: ShardingSpec, dst: ShardingSpec, steps: Steps, shape: Sequence[int], mesh: Mesh, costs: CollectiveCosts
 ) -> tuple[float, int]:
-    """(seconds, most bytes that a step holds) of a path, which must lead from ``src`` to ``dst``."""
+    """Return (seconds, most bytes that a step holds) of a path, which must lead from ``src`` to ``dst``."""
 
     def held(spec: ShardingSpec) -> int:
         return math.prod(spec.local_shape(shape, mesh)) * ITEMSIZE
@@ -176,7 +176,7 @@ def _bound(src: ShardingSpec, dst: ShardingSpec, shape: Sequence[int], mesh: Mes
 
 @dataclass(frozen=True)
 class Search:
-    """Seconds of the processor for searches between random specs of a 4-D tensor."""
+    """Processor seconds of searches between random specs of a 4-D tensor."""
 
     mesh: str
     graph_s: float
@@ -187,7 +187,7 @@ class Search:
 
 
 def search_times(mesh: Mesh, pairs: int) -> Search:
-    """A pair's first search makes its set of Pareto, which the later ones for other sizes read."""
+    """Time searches; the first for a pair makes its Pareto set, which later ones for other sizes read."""
     costs = CollectiveCosts(mesh, DGX)
     start = ShardingSpec.replicated(4)
     started = time.process_time()

@@ -1,25 +1,25 @@
-"""Step time against memory budget on one process: autopar beside the known ways to recompute, and joint beside
-two-stage search on a mesh.
+"""Plot step time over memory budget: autopar and known recomputation rules on one process, and joint and two-stage
+search on a mesh.
 
     python benchmarks/remat.py [--models mlp gpt2 llama] [--points 6] [--measure] [--json FILE]
     python benchmarks/remat.py --of FILE... [--markdown FILE] [--plot FILE]
 
-Every rule decides what is kept on the same captured graph, and all are scheduled, timed and measured by the same
-models, so that they differ in their decisions alone:
+Every rule decides what to keep on the same captured graph, and all plans are scheduled, timed and measured by the same
+models, so they differ only in these decisions:
 
-none        everything that the backward reads is kept
-blocks      of every block its input is kept, and the block is run again
-selective   products and attention are kept, all else is made again: the policy of torch's examples
-sqrt        what crosses evenly spaced cuts is kept (Chen et al., 2016), for every number of cuts
-torch       of what takes longest for its bytes as much as a share of all bytes allows, as with
-            torch._functorch.config.activation_memory_budget, for shares from 0 to 1
-rotor       for every block: keep all of it, its input, or nothing (Beaumont et al., 2019), the best of all such
-            choices in which nothing runs more than twice
+none        keeps everything that the backward reads
+blocks      keeps the input of every block, and runs the block again
+selective   keeps products and attention, and recomputes the rest, as torch's examples do
+sqrt        keeps what crosses evenly spaced cuts (Chen et al., 2016), for every number of cuts
+torch       keeps what takes longest for its bytes, up to a share of all bytes, as
+            torch._functorch.config.activation_memory_budget does, for shares from 0 to 1
+rotor       keeps all of a block, its input, or nothing (Beaumont et al., 2019): the best of all such choices in which
+            nothing runs more than twice
 
-``--measure`` also runs the steps, on this machine: seconds of the processor are medians, bytes those that the
-simulation counts while it runs. It runs torch.compile with activation_memory_budget too, whose graph is another: its
-seconds are measured, and the bytes that it saves for the backward. ``--of`` shows what earlier runs wrote, several
-together, and ``--markdown`` writes it as tables; ``--plot`` needs matplotlib.
+``--measure`` also runs the steps on this machine. Seconds are medians of processor time, and bytes are those that the
+simulation counts. It also runs torch.compile with activation_memory_budget, on torch's own graph, and measures its
+seconds and the bytes that it saves for the backward. ``--of`` shows the results of earlier runs together, and
+``--markdown`` writes them as tables. ``--plot`` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Record = dict[str, Any]
 
 
 def curve(case: Case, rule: str) -> list[Planned]:
-    """A rule's plans, none of which is both slower and larger than another."""
+    """Return a rule's plans, none of which is both slower and larger than another."""
     every = sorted(
         (case.keep(kept) for kept in dict.fromkeys(RULES[rule](case))),
         key=lambda p: (p.memory.peak_bytes, p.timeline.seconds),
@@ -70,13 +70,13 @@ def curve(case: Case, rule: str) -> list[Planned]:
 
 
 def within(plans: Sequence[Planned], budget: float) -> Planned | None:
-    """The fastest plan that fits."""
+    """Return the fastest plan that fits."""
     fitting = [p for p in plans if p.memory.peak_bytes <= budget]
     return min(fitting, key=lambda p: p.timeline.seconds, default=None)
 
 
 def smallest(case: Case) -> float:
-    """The least budget that was found to work."""
+    """Return the smallest budget that was found to work."""
     try:
         return case.planned(1).memory.peak_bytes
     except InfeasibleError as error:
@@ -98,7 +98,7 @@ def described(plan: Planned) -> Record:
 
 
 def compare(case: Case, points: int, *, run: bool) -> list[Record]:
-    """Rows of the table: one for each budget, from the least to that of no recomputation."""
+    """Return the rows of the table: one for each budget, from the smallest to that without recomputation."""
     curves = {rule: curve(case, rule) for rule in RULES}
     free = curves["none"][0].memory.peak_bytes
     least = min(smallest(case), *(p.memory.peak_bytes for plans in curves.values() for p in plans))
@@ -128,7 +128,7 @@ def _ours(case: Case, budget: float) -> Planned | None:
 
 
 def joint_gain(points: int, time_limit_s: float) -> list[Record]:
-    """The joint search beside the two-stage one, on four devices and budgets below the free plan's peak."""
+    """Compare the joint and the two-stage search, on four devices and budgets below the free plan's peak."""
     model, inputs = gpt2(2)
     graph = ColoTracer().capture(model, inputs).graph
     mesh, cluster = Mesh((4,)), Cluster.load("dgx-h100").sized(4)
@@ -163,7 +163,7 @@ def joint_gain(points: int, time_limit_s: float) -> list[Record]:
 
 
 def table(rows: Sequence[Record], columns: Sequence[str]) -> Table:
-    """Milliseconds a step by budget; a dash where nothing fits."""
+    """Return the milliseconds of a step by budget; a dash where nothing fits."""
     shown = Table(title=f"{rows[0]['model']}: ms a step")
     for column in ("budget", "share", *columns):
         shown.add_column(column, justify="right")
@@ -181,7 +181,7 @@ def _cell(plan: Record | None) -> str:
 
 
 def beaten(rows: Sequence[Record], tolerance: float) -> list[str]:
-    """Where another rule is predicted faster than autopar by more than the solver's gap."""
+    """List where another rule is predicted to be faster than autopar by more than the solver's gap."""
     found = []
     for row in rows:
         ours = row["plans"].get("autopar")
@@ -196,14 +196,14 @@ COLUMNS = ("autopar", *RULES)
 
 
 def markdown(found: Record, lost: Sequence[str]) -> str:
-    """All tables, with what they were made with."""
+    """Return all tables, with the command, machine and date."""
     lines = [
         "# Recomputation: step time against memory budget",
         "",
-        "Milliseconds a step as predicted for one process, in brackets medians of real steps in seconds of the",
-        "processor; all plans are of the same graph, scheduled, timed and measured by the same models. Dashes: nothing",
-        "of that kind fits. `torch` and `rotor` are these rules on our graph, as the first lines of",
-        "`benchmarks/remat.py` say.",
+        "Predicted milliseconds for a step on one process; in brackets, medians of real steps in processor time. All",
+        "plans are of the same graph, scheduled, timed and measured by the same models. A dash means that nothing of",
+        "that kind fits. `torch` and `rotor` are those rules applied to autopar's graph; the docstring of",
+        "`benchmarks/remat.py` defines them.",
         "",
         *(f"`python benchmarks/remat.py {r['arguments']}`, {r['machine']}, {r['date']}." for r in found["runs"]),
         "",
@@ -236,7 +236,7 @@ def _models(rows: Sequence[Record]) -> list[str]:
 
 
 def plot(rows: Sequence[Record], path: Path) -> None:
-    """Step time over the budget, a panel for each model."""
+    """Plot step time over the budget, with a panel for each model."""
     import matplotlib.pyplot as plt
 
     models = _models(rows)

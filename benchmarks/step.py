@@ -1,12 +1,12 @@
-"""Whole training steps against what people write by hand: DDP, FSDP2 and torch's tensor parallel.
+"""Compare whole training steps with programs that people write by hand: DDP, FSDP2 and torch's tensor parallel.
 
     python benchmarks/step.py [--nproc 2] [--only gpt2 llama] [--rounds 20] [--cluster FILE] [--json FILE]
 
-Forward, backward and AdamW's step of the same model on the same batch, with as many threads. The ways take turns step
-by step, so that whatever else the machine does meets all of them alike; what is told is the median over the rounds of
-the ratio of their times in one round. The losses of the first steps have to agree. Batch norm in DDP, FSDP2 and the
-tensor parallel program normalises over the batch of one rank, so ``ddp-sync`` and ``fsdp2-sync`` are those with batch
-norm over all ranks, written by hand, whose losses agree with one device's as autopar's do.
+A step is forward, backward and AdamW on the same model and batch, with the same number of threads. The programs
+alternate step by step, so that other work on the machine affects all of them alike. The table shows the median over the
+rounds of the ratio of their times in one round. The losses of the first steps must agree. Batch norm in DDP, FSDP2 and
+the tensor parallel program normalises over the batch of one rank. ``ddp-sync`` and ``fsdp2-sync`` use a hand-written
+batch norm over all ranks, whose losses agree with those of one device, as autopar's do.
 
 Profiles the machine first, unless ``--cluster`` names a file of `autopar profile`, or is ``none``.
 """
@@ -47,7 +47,7 @@ CHECKED = 3
 
 
 class Model(NamedTuple):
-    """A model with its batch, the layers that FSDP2 wraps, and its tensor parallel by hand (None where it has none)."""
+    """A model with its batch, the layers that FSDP2 wraps, and its hand-written tensor parallel program, if any."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
@@ -124,7 +124,7 @@ def vit_by_hand(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def gpt2_by_hand(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Conv1D becomes Linear; the fused projection's rows are put in the order of the ranks that hold them."""
+    """Turn Conv1D into Linear, and put the fused projection's rows in the order of the ranks that hold them."""
     ways = mesh.size()
     for block in model.transformer.h:
         for part, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
@@ -194,7 +194,7 @@ def fsdp2(module: nn.Module, model: Model, mesh: DeviceMesh) -> nn.Module:
 
 
 class Way(NamedTuple):
-    """One way to train: the module, what it is called with, and its optimizer."""
+    """One way to train: the module, its batch, and its optimizer."""
 
     module: nn.Module
     batch: Batch
@@ -203,7 +203,7 @@ class Way(NamedTuple):
 
 
 def ways(name: str, cluster: Cluster | None, mesh: DeviceMesh, time_limit: float) -> tuple[dict[str, Way], Any]:
-    """Every way to train ``name``, from equal parameters, and autopar's plan."""
+    """Return every way to train ``name``, starting from equal parameters, and autopar's plan."""
     model = MODELS[name]
     torch.manual_seed(0)
     start, whole = model.build(), model.batch()
@@ -244,7 +244,7 @@ def global_loss(way: Way, loss: Tensor) -> float:
 
 
 def timed(way: Way) -> tuple[float, float]:
-    """Seconds by the clock and by this rank's processor."""
+    """Return the wall-clock seconds and this rank's processor seconds."""
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()
     step(way)
@@ -254,7 +254,7 @@ def timed(way: Way) -> tuple[float, float]:
 
 
 def measure(name: str, cluster: Cluster | None, mesh: DeviceMesh, rounds: int, time_limit: float) -> dict[str, Any]:
-    """Median seconds of each way and the ratios of autopar's to them."""
+    """Return the median seconds of each way, and the ratios of autopar's seconds to them."""
     made, plan = ways(name, cluster, mesh, time_limit)
     losses = {way: [global_loss(w, step(w)) for _ in range(CHECKED)] for way, w in made.items()}
     taken: dict[str, list[float]] = {way: [] for way in made}
@@ -289,7 +289,7 @@ def measure(name: str, cluster: Cluster | None, mesh: DeviceMesh, rounds: int, t
 
 
 def agreeing(losses: dict[str, list[float]]) -> dict[str, bool]:
-    """Whether each way's losses are autopar's."""
+    """Say whether each way's losses agree with autopar's."""
     own = losses["autopar"]
     return {
         way: all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(of, own, strict=True)) for way, of in losses.items()

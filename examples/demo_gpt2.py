@@ -1,9 +1,10 @@
-"""Train a byte-level GPT-2 of 10.7 million parameters on two processes, and compare every loss with one process.
+"""Train a byte-level GPT-2 of 10.8 million parameters on two processes, and compare every loss with one process.
 
     python examples/demo_gpt2.py            # or: make demo
 
-One process trains with plain PyTorch; then autopar plans the same program for two, and they train with the same
-seeds, batches and optimizer. The text is the language reference that every Python ships. Needs no GPU and no network.
+First one process trains with plain PyTorch. Then autopar plans the same program for two processes, and these train with
+the same seeds, batches and optimizer. The text is the language reference that ships with Python. The demo needs no GPU
+and no network.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 def build_model() -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=256,  # one token a byte
+        vocab_size=256,  # one token per byte
         n_positions=LENGTH,
         n_embd=384,
         n_layer=6,
@@ -50,12 +51,12 @@ def build_model() -> nn.Module:
         use_cache=False,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # its default, named so that transformers does not warn
+    model.loss_type = "ForCausalLM"  # the default; setting it avoids a warning of transformers
     return model
 
 
 def batches(steps: int) -> Iterator[Batch]:
-    """Windows of the text at random places, the same for every process."""
+    """Yield windows at random positions of the text, the same ones on every process."""
     text = torch.frombuffer(bytearray("\n".join(topics[k] for k in sorted(topics)).encode()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -65,11 +66,11 @@ def batches(steps: int) -> Iterator[Batch]:
 
 
 def train(model: nn.Module, steps: int, label: str, beside: list[float] | None = None) -> list[float]:
-    """The loop of any PyTorch program. Prints every tenth loss, beside those of the run compared with."""
+    """Train with an ordinary PyTorch loop; print every tenth loss next to the one in ``beside``."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     losses: list[float] = []
     columns = TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    # A file or a log gets the finished bar alone, from one of the processes.
+    # In a file or a log, only the finished bar of one process appears.
     with Progress(*columns, console=console, transient=console.is_terminal, disable=rank() != 0) as progress:
         for batch in progress.track(batches(steps), total=steps):
             out = model(**batch)
@@ -92,7 +93,7 @@ def print_losses(step: int, ours: float, plain: float) -> None:
 
 
 def run_plain(steps: int) -> dict[str, Any]:
-    """Plain PyTorch on one process, of one thread as those of the other run are."""
+    """Train with plain PyTorch in this process, with one thread as in the parallel run."""
     torch.set_num_threads(1)
     model = build_model()
     parameters = sum(p.numel() for p in model.parameters())
@@ -105,7 +106,7 @@ def run_plain(steps: int) -> dict[str, Any]:
 
 
 def run_parallel(steps: int, plain_losses: list[float]) -> dict[str, Any]:
-    """What each of the two processes does: plan, then train as if there were one device."""
+    """Plan, then train as if there were one device; each of the two processes runs this."""
     import autopar
 
     torch.set_num_threads(1)
@@ -124,7 +125,7 @@ def run_parallel(steps: int, plain_losses: list[float]) -> dict[str, Any]:
 
 
 def launch(steps: int, folder: Path) -> int:
-    """Start this script once a process with torchrun; return its exit code."""
+    """Start this script in every process with torchrun, and return the exit code."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
     command = [*torchrun, __file__, f"--steps={steps}", f"--folder={folder}"]
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
@@ -132,17 +133,17 @@ def launch(steps: int, folder: Path) -> int:
 
 
 def compare(ours: dict[str, Any], plain: dict[str, Any]) -> bool:
-    """Print both runs side by side and whether their losses agree."""
+    """Print both runs side by side, and return whether their losses agree."""
     table = Table()
     table.add_column("")
     for column in (f"{PROCESSES} processes", "one process"):
         table.add_column(column, justify="right")
-    table.add_row("time of training", *(f"{run['elapsed_s']:.1f} s" for run in (ours, plain)))
+    table.add_row("training time", *(f"{run['elapsed_s']:.1f} s" for run in (ours, plain)))
     table.add_row("first loss", *(f"{run['losses'][0]:.6f}" for run in (ours, plain)))
     table.add_row("last loss", *(f"{run['losses'][-1]:.6f}" for run in (ours, plain)))
     console.print(table)
     differences = [abs(a - b) for a, b in zip(ours["losses"], plain["losses"], strict=True)]
-    agree = all(d <= TOLERANCE for d in differences)  # not max(), which may pass a nan by
+    agree = all(d <= TOLERANCE for d in differences)  # max() could skip a NaN
     verdict = "the losses agree" if agree else "THE LOSSES DIFFER"
     console.print(f"largest difference {max(differences):.1e}, allowed {TOLERANCE:.0e}: {verdict}")
     return agree

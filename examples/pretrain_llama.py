@@ -1,10 +1,10 @@
-"""Pretrain a small Llama on real text: accumulation, bf16, clipping, checkpoints, and a rank that is killed on the way.
+"""Pretrain a small Llama on text with accumulation, bf16, clipping and checkpoints, and recover from a killed rank.
 
-    python examples/pretrain_llama.py                 # two processes; one is killed, and the run goes on
+    python examples/pretrain_llama.py                 # two processes; one is killed, and the run resumes
     torchrun --nproc-per-node 2 examples/pretrain_llama.py --folder run1 --kill-at 0
 
-The text is from the American Declaration of Independence, one token a byte. Started again on the same folder, with as
-many processes or another number, it goes on from the last checkpoint. Needs no GPU and no network.
+The text is from the American Declaration of Independence, with one token per byte. If you start it again on the same
+folder, with any number of processes, it resumes from the last checkpoint. It needs no GPU and no network.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 
 TEXT = Path(__file__).parent / "data" / "declaration.txt"
 LENGTH, BATCH = 64, 8
-ACCUMULATION = 2  # batches to a step
+ACCUMULATION = 2  # batches per optimizer step
 CLIP = 1.0
 
 
 class Windows(Dataset):
-    """Every window of the text that begins at a multiple of 16 bytes."""
+    """All windows of the text that begin at a multiple of 16 bytes."""
 
     def __init__(self) -> None:
         self.text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
@@ -61,7 +61,7 @@ def build_model() -> nn.Module:
 
 
 def train(folder: Path, steps: int, save_every: int, kill_at: int) -> None:
-    """What each process does."""
+    """Train until ``steps``, resuming from ``folder``; every process runs this."""
     import autopar
     from autopar.training import AutoParallelPlugin, Booster, Checkpointer, DistCoordinator, ResumableDataLoader
 
@@ -77,7 +77,7 @@ def train(folder: Path, steps: int, save_every: int, kill_at: int) -> None:
     lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     example = {name: torch.empty(BATCH, LENGTH, dtype=torch.long) for name in ("input_ids", "labels")}
-    # The plan of the checkpoint where there is one for as many processes: the run is then the same, bit for bit.
+    # With the plan of a checkpoint for as many processes, the resumed run is the same bit for bit.
     plugin = AutoParallelPlugin(example, plan=checkpointer.plan(), max_norm=CLIP)
     booster = Booster(plugin=plugin, mixed_precision="bf16")
     model, optimizer, _, dataloader, lr_scheduler = booster.boost(
@@ -96,7 +96,7 @@ def train(folder: Path, steps: int, save_every: int, kill_at: int) -> None:
             micro += 1
             if micro % ACCUMULATION:
                 continue
-            optimizer.step()  # clips first
+            optimizer.step()  # clips the gradients first
             lr_scheduler.step()
             optimizer.zero_grad()
             done += 1
@@ -109,7 +109,7 @@ def train(folder: Path, steps: int, save_every: int, kill_at: int) -> None:
             if done == steps:
                 break
     checkpointer.wait()
-    booster.save_model(model, folder / "model", shard=True)  # LlamaForCausalLM.from_pretrained reads it
+    booster.save_model(model, folder / "model", shard=True)  # for LlamaForCausalLM.from_pretrained
 
 
 def launch(arguments: list[str], folder: Path, processes: int) -> int:
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--kill-at", type=int, default=25, help="kill the last rank after this step; 0 kills none")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="of the checkpoints; a temporary one by default")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints (default: a temporary one)")
     options = parser.parse_args()
     if "RANK" in os.environ:
         from autopar.training import guarded

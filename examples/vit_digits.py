@@ -1,9 +1,9 @@
-"""Train a small vision transformer on scikit-learn's 1,797 handwritten digits, with an engine and a schedule.
+"""Train a small vision transformer on scikit-learn's 1,797 handwritten digits, with `Engine` and `NonPipelineSchedule`.
 
     pip install scikit-learn
     torchrun --nproc-per-node 2 examples/vit_digits.py        # or: python examples/vit_digits.py
 
-Every rank passes the whole batch; each step is cut into two micro-batches. Needs no GPU and no network.
+Every rank passes the whole batch, and each step is split into two micro-batches. It needs no GPU and no network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH = 64
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Images [n, 1, 8, 8] in 0..1 and labels: 1,536 to train with and 261 to test."""
+    """Return 1,536 samples for training and 261 for testing: images [n, 1, 8, 8] in 0..1, and labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -46,7 +46,7 @@ def build_model() -> nn.Module:
 
 
 def train(epochs: int) -> float:
-    """Train, and return the share of the test images that are told right."""
+    """Train, and return the accuracy on the test images."""
     import autopar
     from autopar.training import DistCoordinator, Engine, NonPipelineSchedule, set_seed
 
@@ -81,7 +81,7 @@ def train(epochs: int) -> float:
         engine, iter([({"pixel_values": images}, labels)]), forward_only=True
     )
     accuracy = float((output.logits.argmax(-1) == labels).float().mean())
-    coordinator.print_on_master(f"told right: {accuracy:.1%} of {len(labels)} test images")
+    coordinator.print_on_master(f"accuracy: {accuracy:.1%} of {len(labels)} test images")
     return accuracy
 
 

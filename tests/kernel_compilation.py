@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from autopar.kernels import KERNELS
-from autopar.planner.graphs.kernel_patterns import WIDEST, WIDEST_BACKWARD
+from autopar.planner.graphs.kernel_patterns import MAX_DIM, MAX_DIM_BACKWARD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHARED_BYTES = 227 * 1024
@@ -119,10 +119,10 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[st
                 yield "add_norm", (arriving, residual, weight, bias), {**options, "results": results}
             rows = mean if centred else None
             yield "norm_backward", (x, given, rows, mean, weight, residual), {"results": names}
-    widest = torch.zeros(2, WIDEST, dtype=dtype)
+    widest = torch.zeros(2, MAX_DIM, dtype=dtype)
     options = {"eps": 1e-5, "centred": True, "results": ["total", "out"]}
     yield "add_norm", (widest, widest, widest[0], widest[0]), options
-    x = widest[:, :WIDEST_BACKWARD]
+    x = widest[:, :MAX_DIM_BACKWARD]
     yield "norm_backward", (x, x, mean[:2], mean[:2], x[0], x), {"results": ["input_gradient", "bias_gradient"]}
 
 

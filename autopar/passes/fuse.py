@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar._torch import LazyGraphModule
 from autopar.ir import Graph, Value
-from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, fusions, run_in
+from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, fusions, part_that_runs
 from autopar.program import AGAIN
 from autopar.spmd import Lowered
 
@@ -59,7 +59,7 @@ def _fused(module: fx.GraphModule, captured: Graph, found: Sequence[Fusion]) -> 
     graph.output(graph.graph_copy(module.graph, {}))
     called = {n.meta["op"].name: n for n in graph.nodes if n.op == "call_function" and "op" in n.meta}
     for whole, mark in product(found, ("", AGAIN)):
-        fusion = run_in(whole, mark, called)
+        fusion = part_that_runs(whole, mark, called)
         nodes = [called.get(name + mark) for name in fusion.nodes]
         present = [n for n in nodes if n is not None and fusion.kernel in _kernels(n)]
         if len(present) == len(nodes) and fusion.kernel == STATISTICS:

@@ -21,8 +21,8 @@ from autopar._torch import LazyGraphModule, changes_arguments
 from autopar.garbage import collected_later
 from autopar.ir import Graph, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.planner.footprint.layouts import DENSE
-from autopar.planner.graphs.accumulation import without_delivery
+from autopar.planner.footprint.layouts import NEEDS_CONTIGUOUS
+from autopar.planner.graphs.accumulation import accumulation_program
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
 from autopar.spmd import Lowered
@@ -37,7 +37,7 @@ def lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     last = _lower(program, graph, mesh)
     if not last.accumulators:
         return last
-    before = _lower(without_delivery(program, graph), graph, mesh)
+    before = _lower(accumulation_program(program, graph), graph, mesh)
     assert before.saved == last.saved, "the delivery of gradients reads nothing of the forward"
     return replace(last, accumulate=before.backward, accumulated=before.gradients)
 
@@ -205,7 +205,7 @@ class _Builder:
         # The same value may come in two specs as two operands, so operands go by position.
         operands = iter(self._widened(op) if op.halos else op.reads)
         made = self._made_args(args, kwargs, operands)
-        if name.rpartition(".")[0] in DENSE:
+        if name.rpartition(".")[0] in NEEDS_CONTIGUOUS:
             made = tuple(map(self._dense, made[0])), made[1]
         target = resolve_op(name)
         if op.in_place:

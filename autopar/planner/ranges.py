@@ -1,4 +1,4 @@
-"""Sizes of inputs that may differ between calls: which dims, by which symbol, and from where to where."""
+"""Input sizes that may differ between calls: which dims vary, by which symbol, and within which range."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Sizes = Mapping[str, int]
 
 UNBOUNDED = 2**31
+"""From this size on an upper bound counts as none."""
 _HINT = (
     'write {"input_ids": {0: torch.export.Dim("batch", min=2, max=64)}}: for each input, its dims that vary, each with '
     "a Dim that has a max, or (name, min, max)."
@@ -21,7 +22,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Symbol:
-    """A size that varies, from ``least`` to ``most``, both included; ``planned`` is that of the example."""
+    """A size that varies from ``least`` to ``most`` inclusive; ``planned`` is that of the example."""
 
     name: str
     least: int
@@ -37,7 +38,7 @@ class Ranges:
     places: Mapping[str, Mapping[int, str]]
 
     def sizes(self, shapes: Shapes) -> Sizes | None:
-        """The size of each symbol in a call, None where one is out of its range or has two sizes."""
+        """Return the size of each symbol in a call; None if one is out of its range or has two sizes."""
         found: dict[str, int] = {}
         for name, dims in self.places.items():
             for dim, symbol in dims.items():
@@ -47,13 +48,13 @@ class Ranges:
         return found if all(s.least <= found[s.name] <= s.most for s in self.symbols) else None
 
     def corners(self) -> Iterator[Sizes]:
-        """The planned sizes first, then every combination of them with one other size of each symbol."""
+        """Yield the planned sizes, and then every combination of them with one other size of each symbol."""
         ends = [(s.planned, s.most if s.most != s.planned else s.least) for s in self.symbols]
         for chosen in itertools.product(*ends):
             yield dict(zip((s.name for s in self.symbols), chosen, strict=True))
 
     def resized(self, shapes: Shapes, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """The shapes with every symbol at its size."""
+        """Return the shapes with every symbol at its size."""
         return {
             name: tuple(sizes[self.places[name][d]] if d in self.places.get(name, {}) else n for d, n in enumerate(s))
             for name, s in shapes.items()
@@ -72,10 +73,10 @@ class Ranges:
 
 
 def as_ranges(given: Any, shapes: Shapes) -> Ranges | None:
-    """``dynamic_shapes`` as torch.export takes it, for inputs of these shapes.
+    """Read ``dynamic_shapes`` as torch.export takes it, for inputs of these shapes.
 
     Raises:
-        InputError: it names no input or dim, or a symbol has two sizes or leaves out the example's.
+        InputError: it names an unknown input or dim, or a symbol has two sizes or excludes the example's.
     """
     if given is None:
         return None
@@ -84,7 +85,11 @@ def as_ranges(given: Any, shapes: Shapes) -> Ranges | None:
     places: dict[str, dict[int, str]] = {}
     for name, dims in named.items():
         if name not in shapes:
-            raise InputError("dynamic_shapes names no input.", found=f"{name!r}; inputs are {list(shapes)}", hint=_HINT)
+            raise InputError(
+                "dynamic_shapes names an input that the model does not have.",
+                found=f"{name!r}; inputs are {list(shapes)}",
+                hint=_HINT,
+            )
         for dim, one in _dims(dims):
             if not -len(shapes[name]) <= dim < len(shapes[name]):
                 raise InputError(f"The input {name} has no dim {dim}.", found=f"shape {shapes[name]}", hint=_HINT)
@@ -92,7 +97,9 @@ def as_ranges(given: Any, shapes: Shapes) -> Ranges | None:
             symbol = _symbol(one, f"{name}_{at}", shapes[name][at])
             known = symbols.setdefault(symbol.name, symbol)
             if known != symbol:
-                raise InputError(f"The size {symbol.name} is not one.", found=f"{known} and {symbol}", hint=_HINT)
+                raise InputError(
+                    f"The size {symbol.name} has two values or ranges.", found=f"{known} and {symbol}", hint=_HINT
+                )
             places.setdefault(name, {})[at] = symbol.name
     return Ranges(tuple(symbols.values()), places) if symbols else None
 
@@ -109,12 +116,12 @@ def _is_static(one: Any) -> bool:
 
 
 def _bound(value: Any, default: int) -> int:
-    """torch.export has an infinity of its own."""
+    """Read a bound. torch.export has an infinity of its own, which gives ``default``."""
     return int(value) if str(value).isdigit() else default
 
 
 def _symbol(one: Any, default: str, planned: int) -> Symbol:
-    """A Dim of torch.export, a name with bounds, or bounds alone."""
+    """Read a Dim of torch.export, a name with bounds, or bounds alone."""
     name, least, most = default, 1, UNBOUNDED
     if isinstance(one, Sequence) and not isinstance(one, str):
         *names, least, most = one
@@ -128,7 +135,7 @@ def _symbol(one: Any, default: str, planned: int) -> Symbol:
     if not made.least <= planned <= made.most or made.most >= UNBOUNDED or not name.isidentifier():
         most_text = "infinity" if made.most >= UNBOUNDED else str(made.most)
         raise InputError(
-            f"The size {name} has no range that holds the example.",
+            f"The range of the size {name} does not contain the example's size.",
             found=f"from {made.least} to {most_text}, the example has {planned}",
             hint=_HINT,
         )

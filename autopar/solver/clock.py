@@ -28,8 +28,8 @@ SLOWEST = 2.0
 PRICES_S: Mapping[str, float] = {
     "decision": 40e-6,
     "strategy": 100e-6,
-    "priced handover": 12e-6,
-    "handover": 7e-6,
+    "priced use": 12e-6,
+    "use": 7e-6,
     "scheduled op": 24e-6,
     "profiled op": 13e-6,
     "simulated event": 7e-6,

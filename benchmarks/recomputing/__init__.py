@@ -1,1 +1,1 @@
-"""What `remat.py` compares: models, known rules for what is kept, and steps that run."""
+"""What `remat.py` compares: models, known rules for what to keep, and steps that run."""

@@ -1,4 +1,4 @@
-"""Models on which ways to recompute are compared: a chain of blocks, and small transformers."""
+"""Models on which recomputation rules are compared: a chain of blocks, and small transformers."""
 
 from __future__ import annotations
 

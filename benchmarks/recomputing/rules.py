@@ -1,4 +1,4 @@
-"""Known ways to choose what is kept, each as the sets of values that it would keep on our captured graph."""
+"""Known rules for what to keep, each as the sets of values that it would keep on autopar's captured graph."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Case:
         return self.search.rules
 
     def keep(self, kept: Kept) -> Planned:
-        """The plan that keeps just these values."""
+        """Return the plan that keeps exactly these values."""
         choice = self.keeping.choosing(kept)
         program, memory = self.search.measured(choice)
         solution = Solution(choice, self.search.objective.seconds(choice), 0.0, proven=False)
@@ -79,7 +79,7 @@ class Case:
 
     @cached_property
     def blocks(self) -> dict[str, int]:
-        """The block of each forward node that is in one."""
+        """The block of each forward node that belongs to one."""
         found: dict[str, int] = {}
         for node in self.capture.graph.nodes:
             inside = re.search(r"(?:^|\.)(?:h|layers)\.(\d+)(?:\.|$)", node.module)
@@ -89,11 +89,11 @@ class Case:
 
     @cached_property
     def outside(self) -> Kept:
-        """What is made outside of blocks, which every rule keeps."""
+        """Values made outside of blocks, which every rule keeps."""
         return frozenset(v for v in self.keeping.storages if v.node not in self.blocks)
 
     def into(self, block: int) -> Kept:
-        """What a block reads of what was made before it."""
+        """Values that a block reads and that were made before it."""
         first = min(i for i, n in enumerate(self.capture.graph.nodes) if self.blocks.get(n.name) == block)
         return self.keeping.crossing(first)
 
@@ -129,7 +129,7 @@ def sqrt(case: Case) -> Iterator[Kept]:
 
 
 def torch_budget(case: Case) -> Iterator[Kept]:
-    """What takes longest for its bytes, until the share of all bytes is full."""
+    """Yield the values that take longest for their bytes, up to each share of all bytes."""
     graph, seconds = case.capture.graph, case.keeping.seconds
     size = {v: graph.meta(v).bytes for v in case.keeping.storages}
     worth = sorted(size, key=lambda v: -seconds.get(case.keeping.position[v.node], 0.0) / max(size[v], 1))
@@ -143,7 +143,7 @@ def torch_budget(case: Case) -> Iterator[Kept]:
 
 
 ROTOR_MOST = 6
-"""Blocks that are told apart: beyond, neighbours are decided alike, so that all choices can be tried."""
+"""Groups of blocks that are decided separately; neighbours are grouped, so that all choices can be tried."""
 
 
 def rotor(case: Case) -> Iterator[Kept]:

@@ -1,4 +1,4 @@
-"""Steps that really run: of a plan in this process, and of torch.compile under budgets of its own."""
+"""Real steps: of a plan in this process, and of torch.compile under its own budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import codegen, passes
 from autopar.planner import Planned
-from autopar.planner.answers.plan_of import make_plan
+from autopar.planner.answers.make_plan import make_plan
 from recomputing.rules import ONE, Case
 
 Record = dict[str, Any]
@@ -21,7 +21,7 @@ REPEATS = 7
 
 
 def measured(case: Case, planned: Planned) -> Record:
-    """Median seconds of real steps in this process, and the bytes that a simulated one holds at most."""
+    """Return the median seconds of real steps in this process, and the peak bytes of a simulated one."""
     graph = case.capture.graph
     lowered = passes.lower(planned.program, graph, ONE)
     source = codegen.emit(lowered, ONE, [case.name])
@@ -39,7 +39,7 @@ def measured(case: Case, planned: Planned) -> Record:
 
 
 def compiled(case: Case) -> list[Record]:
-    """What torch.compile takes under its own budgets, without fusing: seconds, and bytes saved for the backward."""
+    """Measure torch.compile under its own budgets, without fusing: seconds, and bytes saved for the backward."""
     import torch._dynamo
     import torch._functorch.config as functorch
 

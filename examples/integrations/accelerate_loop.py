@@ -1,10 +1,10 @@
-"""Hugging Face Accelerate: its loop and its launcher around a parallel model.
+"""Hugging Face Accelerate: train a parallel model with its loop and its launcher.
 
     accelerate launch --cpu --num_processes 2 examples/integrations/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/integrations/accelerate_loop.py
 
-Accelerate gives every rank its own samples, so the plan is made with batch="local". prepare() takes a parallel model
-as it is, and wraps it in nothing. Metrics, save_state, load_state and save_model are Accelerate's own.
+Accelerate gives every rank its own samples, so the plan uses batch="local". prepare() accepts a parallel model and does
+not wrap it. Metrics, save_state, load_state and save_model are Accelerate's own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(folder: str, epochs: int = 2) -> list[float]:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     samples = data()
-    loader = DataLoader(samples, batch_size=32)  # of each rank
+    loader = DataLoader(samples, batch_size=32)  # per rank
     held_out = DataLoader(Subset(samples, range(75)), batch_size=16)
     model = autopar.autoparallelize(build_model(), torch.empty(32, 32), batch="local", cluster="cpu-2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -65,7 +65,7 @@ def main(folder: str, epochs: int = 2) -> list[float]:
         epoch()
     accelerator.save_state(folder)
     epoch()
-    accelerator.load_state(folder)  # as a run would that starts again
+    accelerator.load_state(folder)  # as a restarted run would
     epoch()
     assert losses[-len(loader) :] == losses[-2 * len(loader) : -len(loader)]
     found = accuracy(accelerator, model, held_out)

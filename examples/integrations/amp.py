@@ -14,12 +14,15 @@ import autopar
 
 
 def train(precision: str, steps: int) -> list[float]:
-    """``"planned"``: the plan holds the casts; ``"autocast"``: torch's, as in the script that it was; ``"scaled"``:
-    with torch's GradScaler, which all ranks obey alike."""
+    """Train in one of three ways and return the losses.
+
+    ``"planned"`` puts the casts into the plan, ``"autocast"`` uses torch's autocast around the call, and ``"scaled"``
+    uses torch's GradScaler, with which all ranks take the same decisions.
+    """
     torch.manual_seed(0)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "scaled", init_scale=1024.0)
     around = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
-    with around:  # the autocast around the call must be the one that was captured
+    with around:  # capture and call must run under the same autocast
         planned = "bf16" if precision == "planned" else None
         model = autopar.autoparallelize(build_model(), torch.empty(64, 32), cluster="cpu-2", mixed_precision=planned)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

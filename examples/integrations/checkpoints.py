@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: saved under one plan, loaded under another, and into the plain model; safetensors too.
+"""torch.distributed.checkpoint: save under one plan, load under another and on one device; also write safetensors.
 
 torchrun --nproc-per-node 2 examples/integrations/checkpoints.py
 """
@@ -35,7 +35,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
 
 
 def main(folder: str) -> dict[str, float]:
-    """Loss of the next step: of the model that was saved, and of those that were loaded."""
+    """Return the loss of the next step for the saved model and for each model that loads it."""
     torch.manual_seed(0)
     model, optimizer = parallel({"*.weight": "shard"})
     for number in range(3):
@@ -73,7 +73,7 @@ def main(folder: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", help="that all ranks see; a temporary one by default")
+    parser.add_argument("--folder", help="a folder that all ranks see (default: a temporary one)")
     given = parser.parse_args().folder
     autopar.launch_from_torch()
     box = [given or tempfile.mkdtemp()]

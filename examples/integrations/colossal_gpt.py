@@ -1,9 +1,9 @@
-"""The first demo of Colossal-Auto's documentation: GPT-2 with hybrid SPMD parallelism, found by the solver.
+"""The first demo of Colossal-Auto's documentation: GPT-2 with hybrid SPMD parallelism chosen by the solver.
 
     torchrun --nproc-per-node 4 examples/integrations/colossal_gpt.py
 
-There: ``gm = autoparallelize(model, meta_inputs)``. Here the same call, on a two-dimensional mesh; the plan says what
-was chosen, and the losses are those of one device.
+Colossal-Auto calls ``gm = autoparallelize(model, meta_inputs)``. This example makes the same call on a two-dimensional
+mesh, prints the plan, and compares the losses with those of one device.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def train(model: nn.Module, steps: int) -> list[float]:
 
 
 def main(steps: int = 5) -> tuple[list[float], list[float]]:
-    """Losses of the parallel model, and of one device."""
+    """Return the losses of the parallel model and of one device."""
     torch.manual_seed(0)
     model = build_model()
     plain = copy.deepcopy(model)
     world = dist.get_world_size()
     mesh = (2, world // 2) if world % 2 == 0 else (world,)
     meta_inputs = {name: torch.empty(4, 32, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
-    # Megatron's way for the blocks, by constraints, where so small a model would rather be copied
+    # without constraints the plan would replicate so small a model; these ask for Megatron's tensor parallelism
     cut = {"transformer.h.*.mlp.c_fc.weight": "column", "transformer.h.*.mlp.c_proj.weight": "row"}
     model = autopar.autoparallelize(model, meta_inputs, mesh=mesh, constraints=cut)
     if dist.get_rank() == 0:

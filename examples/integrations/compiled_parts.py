@@ -1,9 +1,9 @@
-"""torch.compile beside autopar: a plain part of the model compiled by Inductor, its input and output from the plan.
+"""torch.compile next to autopar: Inductor compiles a plain part of the model that reads the parallel part.
 
     torchrun --nproc-per-node 2 examples/integrations/compiled_parts.py
 
-autopar compiles what it is given. What is not in the model that it was given, such as this head and loss, is ordinary
-PyTorch, which torch.compile may take.
+autopar compiles the model that you give it. Everything outside that model, such as the head and the loss here, is
+ordinary PyTorch, and you can use torch.compile on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(steps: int = 6, backend: str = "inductor") -> list[float]:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128))
     body = autopar.autoparallelize(body, torch.empty(64, 32), cluster="cpu-2")
-    head = nn.Linear(128, 10)  # seeded alike, fed alike, so alike on all ranks
+    head = nn.Linear(128, 10)  # the same seed and data keep it equal on all ranks
 
     @torch.compile(backend=backend)
     def loss_of(features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

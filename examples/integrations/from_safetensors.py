@@ -1,9 +1,9 @@
-"""Weights of Hugging Face, read shard by shard: no rank ever holds a whole model.
+"""Load weights of Hugging Face shard by shard, so that no rank ever holds the whole model.
 
     torchrun --nproc-per-node 2 examples/integrations/from_safetensors.py --weights path/of/a/model
 
-The model is built on the meta device, planned, given memory for this rank's shards alone, and each rank reads from the
-files only the bytes of its own shards. Without --weights a small Llama is written first, to be read.
+The example builds the model on the meta device, plans it, and allocates only this rank's shards. Each rank then reads
+only the bytes of its own shards from the files. Without --weights it first writes a small Llama to read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS = 16
 
 
 def write_small_model(folder: str) -> None:
-    """In files of at most 40 kB, as large models come in many."""
+    """Write a small Llama in files of at most 40 kB, since large models come in many files."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -35,7 +35,7 @@ def write_small_model(folder: str) -> None:
 
 
 def main(folder: str) -> tuple[float, float]:
-    """The loss of the parallel model, and of the one that from_pretrained reads whole."""
+    """Return the loss of the parallel model and of the whole model that from_pretrained reads."""
     config = AutoConfig.from_pretrained(folder)
     config.use_cache = False
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def main(folder: str) -> tuple[float, float]:
     whole = AutoModelForCausalLM.from_pretrained(folder)
     expected = float(whole(input_ids=ids, labels=ids).loss.detach())
     if dist.get_rank() == 0:
-        print(f"loss {loss:.6f}; of the whole model {expected:.6f}")
+        print(f"loss {loss:.6f}, of the whole model {expected:.6f}")
     return loss, expected
 
 

@@ -1,8 +1,8 @@
-"""Hugging Face Trainer around a parallel model: arguments, evaluation, checkpoints and logging as ever.
+"""Hugging Face Trainer: train a parallel model with its usual arguments, evaluation, checkpoints and logging.
 
     torchrun --nproc-per-node 2 examples/integrations/hf_trainer.py
 
-The Trainer gives every rank its own samples, so the plan is made with batch="local".
+The Trainer gives every rank its own samples, so the plan uses batch="local".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS, LOCAL_BATCH = 16, 4
 
 
 class Counting(Dataset):
-    """Sequences that count on from where they begin."""
+    """Sequences of consecutive numbers, modulo 48."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -85,7 +85,7 @@ def main(folder: str, steps: int = 6, resume: str | None = None) -> dict[str, li
         model=model, args=arguments, train_dataset=Counting(64), eval_dataset=Counting(11), compute_metrics=metrics
     )
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(folder)  # on every rank; AutoModelForCausalLM.from_pretrained(folder) reads it
+    trainer.save_model(folder)  # call it on every rank; AutoModelForCausalLM.from_pretrained reads the folder
     history = trainer.state.log_history
     return {name: [e[name] for e in history if name in e] for name in ("loss", "eval_accuracy", "eval_samples")}
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/integrations/lightning_module.py
 
-`configure_model` makes the network parallel, once Lightning's processes are there. The strategy leaves the model as it
-is. Each rank passes its own samples, so the plan is made with batch="local". Checkpoints hold whole tensors.
+`configure_model` makes the network parallel once Lightning has started its processes. The strategy does not wrap the
+model. Each rank passes its own samples, so the plan uses batch="local". Checkpoints hold whole tensors.
 """
 
 from __future__ import annotations

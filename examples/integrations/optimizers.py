@@ -1,4 +1,4 @@
-"""Ordinary optimizers of torch.optim on parallel parameters, fused ones, and one that keeps its state in 8 bits.
+"""Optimizers of torch.optim on parallel parameters, fused ones too, and one that keeps its state in 8 bits.
 
 torchrun --nproc-per-node 2 examples/integrations/optimizers.py
 """
@@ -19,9 +19,9 @@ optim = torch.optim
 
 
 class Adam8bit(optim.Optimizer):
-    """Adam whose two averages are 8-bit integers with one scale a block of 256, on each rank's shard.
+    """Adam on each rank's shard, with both moments as 8-bit integers and one scale per block of 256.
 
-    Libraries with kernels for it, such as bitsandbytes, take the local shard in the same way.
+    Libraries with kernels for this, such as bitsandbytes, can step on the local shard in the same way.
     """
 
     BLOCK = 256
@@ -45,7 +45,7 @@ class Adam8bit(optim.Optimizer):
         b1, b2 = group["betas"]
         m = self.unpack(state["m"], local).lerp_(grad, 1 - b1)
         v = self.unpack(state["v"], local).square_().lerp_(grad.square(), 1 - b2)
-        state["m"], state["v"] = self.pack(m), self.pack(v.sqrt())  # the root needs fewer bits
+        state["m"], state["v"] = self.pack(m), self.pack(v.sqrt())  # the square root needs fewer bits
         scale = group["lr"] / (1 - b1 ** state["step"])
         local.sub_(scale * m / ((v / (1 - b2 ** state["step"])).sqrt() + group["eps"]))
 
@@ -86,14 +86,14 @@ def train(make, model: nn.Module, steps: int) -> list[float]:
 
 
 def main(steps: int = 6) -> dict[str, tuple[list[float], list[float]]]:
-    """For each optimizer the losses of the parallel model, and of the plain one."""
+    """Return the losses of the parallel and the plain model for each optimizer."""
     found = {}
     torch.manual_seed(0)
     start = build_model().state_dict()
-    cut = {"0.weight": "S0R", "0.bias": "S0", "3.weight": "RS0"}  # without it so small a model is better left whole
+    cut = {"0.weight": "S0R", "0.bias": "S0", "3.weight": "RS0"}  # otherwise the plan replicates so small a model
     model = autopar.autoparallelize(build_model(), torch.empty(64, 32), mesh=(dist.get_world_size(),), constraints=cut)
     for name, make in OPTIMIZERS.items():
-        model.load_state_dict(start)  # whole tensors into a parallel model
+        model.load_state_dict(start)  # a parallel model loads whole tensors
         plain = build_model()
         plain.load_state_dict(start)
         found[name] = train(make, model, steps), train(make, plain, steps)

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Two nodes of eight GPUs under Slurm: one task a node starts torchrun, which starts a process for each GPU.
+# Runs on two nodes of eight GPUs: one Slurm task per node starts torchrun, which starts one process per GPU.
 #   sbatch examples/integrations/slurm.sh
 #SBATCH --job-name=autopar
 #SBATCH --nodes=2
@@ -14,7 +14,7 @@ processes="${PROCESSES_PER_NODE:-8}"
 nodes="${SLURM_NNODES:-1}"
 first=$(scontrol show hostnames "${SLURM_JOB_NODELIST}" | head -n 1)
 
-# Planning takes one process and no GPU: do it once, before the job holds its GPUs, and pass the file on:
+# Planning takes one process and no GPU. Plan once, before the job holds its GPUs, and load the file in the script:
 #   autopar plan mypackage.train:model_and_inputs --mesh 2x8 --cluster dgx-h100 --output plan.json
 srun torchrun \
   --nnodes "${nodes}" --nproc-per-node "${processes}" \

@@ -1,4 +1,4 @@
-"""TensorBoard: rank 0 writes losses, measured and predicted step times, and the plan itself.
+"""TensorBoard: rank 0 logs losses, measured and predicted step times, and the plan.
 
 torchrun --nproc-per-node 2 examples/integrations/tensorboard_log.py --folder runs
 tensorboard --logdir runs
@@ -36,7 +36,7 @@ def main(folder: str = "runs", steps: int = 6) -> None:
             writer.add_scalar("loss", float(loss.detach()), step)
             writer.add_scalars("step, s", {"predicted": model.plan.step_time, "measured": check.measured["step"]}, step)
     if writer is not None:
-        writer.add_text("plan", "    " + str(model.plan).replace("\n", "\n    "))  # markdown: a block of code
+        writer.add_text("plan", "    " + str(model.plan).replace("\n", "\n    "))  # a code block in Markdown
         writer.add_figure("memory", model.plan.memory_figure())
         writer.add_figure("timeline", model.plan.timeline_figure())
         writer.close()

@@ -1,4 +1,4 @@
-"""An ordinary training script under torchrun: one line makes the model parallel, the loop stays as it is.
+"""An ordinary training script for torchrun: one line makes the model parallel, and the loop stays the same.
 
 torchrun --nproc-per-node 2 examples/integrations/torchrun_script.py --steps 20
 """
@@ -19,7 +19,7 @@ def build_model() -> nn.Module:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole batch, the same on every rank: a label is the largest of ten sums."""
+    """Return the whole batch, the same on every rank; a label is the index of the largest of ten sums."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
     return x, x.reshape(64, -1, 2)[:, :10].sum(-1).argmax(-1)
 

@@ -1,4 +1,4 @@
-"""A training loop in the manner of torchtitan, with FSDP2 replaced: one call instead of one a module.
+"""A training loop like torchtitan's in which one call replaces FSDP2's calls for every module.
 
 torchrun --nproc-per-node 2 examples/integrations/torchtitan_loop.py
 
@@ -60,7 +60,7 @@ def main(steps: int = 6, local_batch: int = 2) -> list[float]:
         model = Transformer()
     world, rank = dist.get_world_size(), dist.get_rank()
     ids = torch.empty(local_batch, 16, dtype=torch.long)
-    # batch="local": as with FSDP2, each rank passes its own samples; the loss is the mean over all of them
+    # with batch="local" each rank passes its own samples, as with FSDP2; the loss is the mean over all samples
     model = autopar.autoparallelize(model, (ids, ids), mesh=(world,), batch="local", mixed_precision="bf16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / 3))

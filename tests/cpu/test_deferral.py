@@ -69,7 +69,7 @@ def test_nothing_moves_where_the_budget_forbids_it() -> None:
 @captured_once()
 def test_any_order_that_is_made_is_exact(name, mesh, seed, monkeypatch) -> None:
     """Random plans, moved whether or not that gains."""
-    monkeypatch.setattr(candidates, "ALIKE", -1e9)
+    monkeypatch.setattr(candidates, "EQUAL_SHARE", -1e9)
     model, inputs = ZOO[name].made(torch.float64, 0.1)
     plan = autopar.plan(model, inputs, mesh=mesh, cluster=cluster_where_sharding_pays(), search=f"random:{seed}")
     kept = autopar.simulate(model, inputs, plan=plan, seed=3)

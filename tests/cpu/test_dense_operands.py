@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.ir import Value
-from autopar.planner.footprint.layouts import DENSE, MAYBE_VIEWS
+from autopar.planner.footprint.layouts import MAYBE_VIEWS, NEEDS_CONTIGUOUS
 from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.rule_samples import KINDS
@@ -21,7 +21,7 @@ from tests.cpu.rule_simulation import Sample, find_op
 RANDOM = torch.Tag.nondeterministic_seeded
 OTHERWISE = (
     MAYBE_VIEWS
-    | DENSE
+    | NEEDS_CONTIGUOUS
     | {
         "aten.as_strided",
         "aten.as_strided_scatter",

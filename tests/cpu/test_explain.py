@@ -87,7 +87,7 @@ def test_inputs_modules_and_outputs_can_be_asked_about(free, name: str):
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(free):
-    with pytest.raises(ConstraintError, match="names nothing") as error:
+    with pytest.raises(ConstraintError, match="matches no name") as error:
         free.explain("layers.2.wieght")
     assert "layers.2.weight" in error.value.hint
 

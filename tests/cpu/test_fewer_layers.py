@@ -77,14 +77,14 @@ def ops(graph: Graph) -> Counter[object]:
 def test_what_is_left_is_the_model_with_fewer_layers(name: str, layers: int) -> None:
     fewer = objective(name, (8,)).with_fewer_layers(layers)
     assert fewer is not None
-    left, model = fewer.decisions.graph, captured(name, DEPTH[name] - (fewer.depth - layers))
-    assert ops(left) == ops(model)
-    assert Counter(i.kind for i in left.inputs) == Counter(i.kind for i in model.inputs)
-    assert Counter((o.kind, left.meta(o.value)) for o in left.outputs) == Counter(
+    remaining, model = fewer.decisions.graph, captured(name, DEPTH[name] - (fewer.depth - layers))
+    assert ops(remaining) == ops(model)
+    assert Counter(i.kind for i in remaining.inputs) == Counter(i.kind for i in model.inputs)
+    assert Counter((o.kind, remaining.meta(o.value)) for o in remaining.outputs) == Counter(
         (o.kind, model.meta(o.value)) for o in model.outputs
     )
     made = set()
-    for node in left.nodes:
+    for node in remaining.nodes:
         assert {v.node for v in node.inputs} <= made, "in an order that runs"
         made.add(node.name)
 
@@ -110,8 +110,8 @@ def test_known_ways_to_train_leave_open_what_they_do_for_all_layers(name: str, m
         asked, told = of_all.masks(baseline), of_few.masks(baseline)
         assert (asked is None) == (told is None)
         if asked is not None and told is not None:
-            for i, place in enumerate(fewer.place.tolist()):
-                assert (asked[i] == told[place]).all(), (baseline.name, whole.decisions.variables[i].key)
+            for i, position in enumerate(fewer.position.tolist()):
+                assert (asked[i] == told[position]).all(), (baseline.name, whole.decisions.variables[i].key)
 
 
 def test_fewer_layers_tell_how_long_a_step_takes() -> None:

@@ -19,7 +19,7 @@ from autopar.planner.graphs.kernel_patterns import fusions, inner_values
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
-from autopar.planner.schedule.marked import marked
+from autopar.planner.schedule.kernel_marks import mark_kernels
 from autopar.program import Program
 from tests.cpu.capture_checks import eager
 from tests.cpu.model_checks import assert_equal, subject
@@ -63,12 +63,12 @@ def test_a_plan_gives_no_ops_to_a_kernel_where_a_value_between_them_is_read_else
     assert tensors
     whole = {
         op.name
-        for op in marked(with_reader(made, made.results[0][1], False), graph, prices, "|again").ops
+        for op in mark_kernels(with_reader(made, made.results[0][1], False), graph, prices, "|again").ops
         if op.kernels
     }
     for first, tensor in tensors:
         kernel = next(f for f in fusions(graph) if f.nodes[0] == first)
-        ops = marked(with_reader(made, tensor, False), graph, prices, "|again").ops
+        ops = mark_kernels(with_reader(made, tensor, False), graph, prices, "|again").ops
         assert whole - {op.name for op in ops if op.kernels} == set(kernel.nodes)
 
 

@@ -19,7 +19,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.implementations import KERNELS, implementation
 from autopar.planner.graphs.kernel_patterns import fusions
 from autopar.planner.pricing.prices import Prices
-from autopar.planner.schedule.marked import marked
+from autopar.planner.schedule.kernel_marks import mark_kernels
 from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.strategies import strategies
 from tests.cpu.model_checks import (
@@ -212,7 +212,7 @@ def _read_elsewhere(graph, fusion, value) -> bool:
 
 
 def test_the_search_pays_for_a_redistribution_inside_a_kernel() -> None:
-    """The objective is what the program takes: no handover inside a kernel is cheaper than the program's ops apart."""
+    """The objective is what the program takes: no use inside a kernel is cheaper than the program's ops apart."""
     plan = planned("gpt2", "cuda")
     assert plan.timeline.seconds == pytest.approx(plan.solution.objective, rel=1e-3)
 
@@ -272,7 +272,7 @@ def test_ops_that_read_one_tensor_in_two_specs_are_no_kernel() -> None:
     """The kernel would take one of the two for both, and so count a gradient as often as there are ranks."""
     of, made = subject("llama", torch.float32), planned("llama", "cuda").program
     prices, plain = Prices(Mesh((2,)), cluster("cuda")), tuple(dataclasses.replace(op, kernels=()) for op in made.ops)
-    whole = marked(dataclasses.replace(made, ops=plain), of.capture.graph, prices, "|again")
+    whole = mark_kernels(dataclasses.replace(made, ops=plain), of.capture.graph, prices, "|again")
     by_name = {op.name: op for op in whole.ops}
     kernel = next(f for f in fusions(of.capture.graph) if "norm_backward" in by_name[f.nodes[0]].kernels)
     grad = next(value for role, value in kernel.reads if role == "grad")
@@ -282,5 +282,5 @@ def test_ops_that_read_one_tensor_in_two_specs_are_no_kernel() -> None:
     at = of.capture.graph.by_name[other.name].inputs.index(grad)
     reads = tuple("elsewhere" if i == at else name for i, name in enumerate(other.reads))
     ops = tuple(dataclasses.replace(op, reads=reads) if op.name == other.name else op for op in plain)
-    apart = marked(dataclasses.replace(made, ops=ops), of.capture.graph, prices, "|again")
+    apart = mark_kernels(dataclasses.replace(made, ops=ops), of.capture.graph, prices, "|again")
     assert not any(op.kernels for op in apart.ops if op.name in kernel.nodes)

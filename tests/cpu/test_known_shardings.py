@@ -152,5 +152,8 @@ def test_on_one_device_rules_find_a_plan_where_there_is_no_time_for_a_round(
     assert plan.solution.method == "rules"
     assert plan.memory.peak_bytes <= share * free.memory.peak_bytes
     assert free.solution.lower_bound == plan.solution.lower_bound < plan.solution.objective
-    on_host = any(v.away and v.away[o] for v, o in zip(plan.decisions.variables, plan.solution.choice, strict=True))
+    on_host = any(
+        v.host_state_bytes and v.host_state_bytes[o]
+        for v, o in zip(plan.decisions.variables, plan.solution.choice, strict=True)
+    )
     assert on_host == (batch == 1)

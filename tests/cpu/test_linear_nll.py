@@ -20,7 +20,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.ops import linear_nll
 from autopar.planner.footprint import transients_of_losses as transients
-from autopar.planner.graphs.chunked import in_chunks
+from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.search import forms
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
@@ -301,7 +301,7 @@ EVERY = [(name, mesh) for mesh in [(2,), (3,), (2, 2)] for name in MODELS]
 def test_every_kind_of_plan_of_such_a_graph_is_exact(name, mesh, small_chunks) -> None:
     torch.manual_seed(0)
     of = subject(MODELS[name]().double())
-    graph, on = in_chunks(of.capture.graph, 1), Mesh(mesh)
+    graph, on = with_chunked_losses(of.capture.graph, 1), Mesh(mesh)
     assert {n.packet for n in graph.nodes} >= {"autopar.linear_nll", "autopar.linear_nll_backward"}
     wide = max(n.outputs[0].numel for n in graph.nodes if n.op != "placeholder" and n.outputs[0])
     assert wide <= max(CLASSES * WIDTH, 48 * WIDTH)
@@ -321,7 +321,7 @@ def test_a_frozen_table_has_no_gradient(small_chunks) -> None:
     model = Language()
     model.head.weight.requires_grad_(False)
     of = subject(model)
-    graph = in_chunks(of.capture.graph, 1)
+    graph = with_chunked_losses(of.capture.graph, 1)
     backward = next(n for n in graph.nodes if n.packet == "autopar.linear_nll_backward")
     assert backward.kwarg("mask") == (True, False, False) and backward.outputs[1:] == (None, None)
     plan = chosen(model, budget(model))
@@ -333,13 +333,13 @@ def test_a_frozen_table_has_no_gradient(small_chunks) -> None:
 @pytest.mark.parametrize("model", [WithLogits(), Regularized()], ids=["output", "regularized"])
 def test_logits_that_somebody_else_reads_stay(model) -> None:
     graph = subject(model).capture.graph
-    assert in_chunks(graph, 1) is graph
+    assert with_chunked_losses(graph, 1) is graph
 
 
 def test_losses_of_no_more_than_a_chunk_stay() -> None:
     graph = subject(Language()).capture.graph
-    assert in_chunks(graph, 48 * CLASSES) is graph
-    assert in_chunks(graph, 48 * CLASSES - 1) is not graph
+    assert with_chunked_losses(graph, 48 * CLASSES) is graph
+    assert with_chunked_losses(graph, 48 * CLASSES - 1) is not graph
 
 
 # Plans.
@@ -429,9 +429,9 @@ def test_llama_of_hugging_face_with_its_loss_alone(small_chunks) -> None:
 
     for name in ("gpt2", "llama"):
         model, inputs = ZOO[name].made(torch.float32, 0.0)
-        assert in_chunks(ColoTracer().capture(model, inputs).graph, 1).name
+        assert with_chunked_losses(ColoTracer().capture(model, inputs).graph, 1).name
         of = subject(Loss(model), dict(inputs))
-        assert in_chunks(of.capture.graph, 1) is not of.capture.graph
+        assert with_chunked_losses(of.capture.graph, 1) is not of.capture.graph
 
 
 def trained(model: nn.Module, plan: autopar.Plan | None, **options: object) -> tuple[list[float], dict[str, Tensor]]:

@@ -14,8 +14,8 @@ from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import Layout, contiguous, results
 from autopar.planner.footprint.local_op import LocalOp, local_op
 from autopar.planner.footprint.transients import transients
-from autopar.planner.footprint.transients_of_indexing import surplus
-from autopar.planner.footprint.transients_of_norms import told_bytes
+from autopar.planner.footprint.transients_of_indexing import excess_bytes
+from autopar.planner.footprint.transients_of_norms import summary_bytes
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
 from autopar.sharding import Strategy
@@ -123,7 +123,7 @@ def alone(case: Sample, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[int, i
         own = [s[rank].clone(memory_format=torch.contiguous_format) for s in shards]
         one = on_rank(case, strategy, mesh, rank, own)
         _, aliased = results(case.node, [x for x, _ in one.operands], [x.shape for x, _ in one.results])
-        made = 0 if aliased else one.written + surplus(one)
+        made = 0 if aliased else one.written + excess_bytes(one)
         yield metered(localize(case.node, strategy, case.metas, mesh), own, (), mesh, rank), made + transients(one)
 
 
@@ -135,7 +135,7 @@ def together(case: Sample, strategy: Strategy, mesh: Mesh, told: Combine) -> Ite
         one = on_rank(case, strategy, mesh, rank, own)
         after = metered(told.finish, own, heard, mesh, rank) + gathered
         measured = max(metered(told.summary, own, (), mesh, rank), after)
-        held = one.written + transients(one) + told_bytes(one, gathered)
+        held = one.written + transients(one) + summary_bytes(one, gathered)
         yield measured, held, sum(t.nbytes for t in own)
 
 

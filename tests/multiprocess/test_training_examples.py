@@ -51,6 +51,6 @@ def test_a_vision_transformer_learns_digits():
     said = run("vit_digits.py", "--epochs=2", torchrun=2)
     found = losses(said)
     assert found[1][1] < found[0][1]
-    right = re.search(r"told right: ([\d.]+)%", said)
+    right = re.search(r"accuracy: ([\d.]+)%", said)
     assert right is not None
     assert float(right[1]) > 30

@@ -13,7 +13,7 @@ from autopar.ir import Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.overlap.arrange import arrange
-from autopar.planner.overlap.arrangements import Ways
+from autopar.planner.overlap.arrangements import Arrangements
 from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.shortening import shortened
 from autopar.planner.pricing.prices import Prices
@@ -119,14 +119,14 @@ def is_valid(program):
     return all(name in there for _, name in program.results)
 
 
-WAYS = st.builds(
+ARRANGEMENTS = st.builds(
     Arrangement, st.sampled_from([0, 1000, 2**22, 2**40]), st.sampled_from([0, 1000, 2**22, 2**40]), st.integers(0, 3)
 )
 
 
-@given(programs(), WAYS)
-def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
-    found = Program(Ways(extract_collectives(program), PRICES).ops(way), program.results)
+@given(programs(), ARRANGEMENTS)
+def test_every_arrangement_runs_the_same_ops_on_the_same_tensors(program, arrangement) -> None:
+    found = Program(Arrangements(extract_collectives(program), PRICES).ops(arrangement), program.results)
     assert is_valid(found)
     assert stays(found) == stays(program)
     assert moved(found) == moved(program)
@@ -134,9 +134,9 @@ def test_every_way_runs_the_same_ops_on_the_same_tensors(program, way) -> None:
     assert phases == sorted(phases, reverse=True)
 
 
-@given(programs(), WAYS)
-def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
-    for op in Ways(extract_collectives(program), PRICES).ops(way):
+@given(programs(), ARRANGEMENTS)
+def test_a_bucket_holds_what_one_launch_can_carry(program, arrangement) -> None:
+    for op in Arrangements(extract_collectives(program), PRICES).ops(arrangement):
         if op.bucket:
             assert {(s.kind, s.axis, s.reduction) for s in op.bucket} == {(op.step.kind, op.step.axis, "sum")}
             assert len({t.meta.dtype for t in op.writes}) == 1
@@ -144,11 +144,11 @@ def test_a_bucket_holds_what_one_launch_can_carry(program, way) -> None:
             assert op.launch_s <= op.seconds
 
 
-@given(programs(), WAYS)
-def test_merging_what_is_computed_keeps_the_time(program, way) -> None:
-    ways = Ways(extract_collectives(program), PRICES)
-    whole = simulate_streams(Program(ways.ops(way), ()), PRICES.overlap).seconds
-    assert ways.seconds(way) == pytest.approx(whole, rel=1e-9, abs=1e-15)
+@given(programs(), ARRANGEMENTS)
+def test_merging_what_is_computed_keeps_the_time(program, arrangement) -> None:
+    arrangements = Arrangements(extract_collectives(program), PRICES)
+    whole = simulate_streams(Program(arrangements.ops(arrangement), ()), PRICES.overlap).seconds
+    assert arrangements.seconds(arrangement) == pytest.approx(whole, rel=1e-9, abs=1e-15)
 
 
 @given(programs(), st.floats(0, 2))
@@ -211,9 +211,9 @@ def test_where_memory_is_full_gathers_wait_and_elsewhere_they_do_not() -> None:
     program = weights(6, 2**26, 4e-4)  # what is held falls from the first reader on
     full = arranged(program, 0.0)
     assert full.memory.peak_bytes == held(program).peak_bytes
-    places = [op.name for op in full.program.ops if op.kind != "input"]
-    assert places[:3] == ["w0", "y0", "w1"]
-    assert places.index("w3") < places.index("y2")
+    slots = [op.name for op in full.program.ops if op.kind != "input"]
+    assert slots[:3] == ["w0", "y0", "w1"]
+    assert slots.index("w3") < slots.index("y2")
     ahead_s, before_s = arranged(program).timeline.seconds, simulate_streams(program, PRICES.overlap).seconds
     assert ahead_s < full.timeline.seconds < 0.75 * before_s
 
@@ -246,31 +246,37 @@ def deep(layers, length, compute_s):
 @pytest.mark.parametrize("length", [1000, 2**22, 2**25])
 def test_few_layers_tell_how_long_many_take(length, compute_s) -> None:
     program = deep(60, length, compute_s)
-    ways = Ways(extract_collectives(program), PRICES)
-    short = shortened(program, ways.largest_share())
+    arrangements = Arrangements(extract_collectives(program), PRICES)
+    short = shortened(program, arrangements.largest_share())
     assert short is not None
     assert 118 <= short.depths.whole <= 120  # half a layer repeats already
-    few, more = (Ways(extract_collectives(p), PRICES, ways) for p in short.programs)
+    few, more = (Arrangements(extract_collectives(p), PRICES, arrangements) for p in short.programs)
     assert all(len(p.ops) < 0.6 * len(program.ops) for p in short.programs)
-    for a in (Arrangement(), Arrangement(0, 0, 1), Arrangement(*ways.sizes("late")[1:2], ways.sizes("early")[1], 2)):
-        assert short.depths.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(ways.seconds(a), rel=2e-3)
+    for a in (
+        Arrangement(),
+        Arrangement(0, 0, 1),
+        Arrangement(*arrangements.sizes("late")[1:2], arrangements.sizes("early")[1], 2),
+    ):
+        assert short.depths.seconds(few.seconds(a), more.seconds(a)) == pytest.approx(arrangements.seconds(a), rel=2e-3)
 
 
 def test_a_deep_program_is_arranged_as_well_as_if_every_way_was_tried_on_all_of_it() -> None:
     program = deep(60, 2**23, 3e-4)
-    ways = Ways(extract_collectives(program), PRICES)
-    exact = min(ways.search(ways.seconds, math.inf).values())
+    arrangements = Arrangements(extract_collectives(program), PRICES)
+    exact = min(arrangements.search(arrangements.seconds, math.inf).values())
     assert arranged(program).timeline.seconds <= exact * 1.001
 
 
 def test_a_few_bytes_of_another_kind_say_nothing_of_how_much_goes_in_a_launch() -> None:
     program = gradients(12, 2**22, 1e-4)
-    alone = Ways(extract_collectives(program), PRICES)
+    alone = Arrangements(extract_collectives(program), PRICES)
     scalar = Op("p", "input", "p", (), (tensor("p", CUT, 2),), "forward")
     gathered = collective("w", scalar.writes[0], FORMS[0], "forward")
     reader = Op("y", "compute", "y", ("w",), (tensor("y", WHOLE, 2),), "forward", seconds=1e-6)
-    beside = Ways(extract_collectives(Program((scalar, gathered, reader, *program.ops), program.results)), PRICES)
-    assert {m.kind for m in beside.parts.movables} == {m.kind for m in alone.parts.movables} | {"early"}
+    beside = Arrangements(
+        extract_collectives(Program((scalar, gathered, reader, *program.ops), program.results)), PRICES
+    )
+    assert {m.kind for m in beside.parts.collectives} == {m.kind for m in alone.parts.collectives} | {"early"}
     assert beside.largest_launch() == alone.largest_launch() > 0
 
 
@@ -291,7 +297,7 @@ def test_a_step_of_a_gradient_is_launched_when_the_one_before_it_should_be_done(
         ops += [scattered, reduced]
         results.append((Output(Value(reduced.node), "output", reduced.name), reduced.name))
     program = Program(tuple(ops), tuple(results))
-    found = Program(Ways(extract_collectives(program), PRICES).ops(Arrangement()), program.results)
+    found = Program(Arrangements(extract_collectives(program), PRICES).ops(Arrangement()), program.results)
     launches, exposed = sum(op.launch_s for op in program.collectives), 2 * ops[-1].seconds
     assert simulate_streams(program, 1.0).seconds > 6e-3 + 6 * ops[-2].seconds
     assert simulate_streams(found, 1.0).seconds < 6e-3 + launches + exposed

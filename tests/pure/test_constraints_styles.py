@@ -8,7 +8,7 @@ from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.graphs.dataflow import Dataflow
-from autopar.planner.problem.constraints import resolve, without
+from autopar.planner.problem.constraints import resolve, without_constraint
 from autopar.planner.problem.styles import weight_dims
 
 MESH = Mesh((2, 4), ("dp", "tp"))
@@ -101,9 +101,9 @@ def test_other_styles_of_a_module_are_of_what_it_returns(graph: Graph):
 
 
 def test_leaving_one_name_out_keeps_the_rest_of_what_covers_it(graph: Graph):
-    kept = without(graph, MESH, {"layer": "column", "embed.*": "row"}, {}, "layer.weight")
+    kept = without_constraint(graph, MESH, {"layer": "column", "embed.*": "row"}, {}, "layer.weight")
     assert kept == {"layer": "RS1", "layer.bias": "S1", "embed.*": "row"}
-    assert without(graph, MESH, {"*.weight": "S1R"}, {}, "layer.weight") == {"embed.weight": "S1R"}
+    assert without_constraint(graph, MESH, {"*.weight": "S1R"}, {}, "layer.weight") == {"embed.weight": "S1R"}
 
 
 def test_a_glob_gives_each_tensor_its_own_spec(graph: Graph):

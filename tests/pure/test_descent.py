@@ -9,7 +9,7 @@ import pytest
 
 from autopar.mesh import Mesh
 from autopar.planner import Options
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -34,7 +34,7 @@ def from_keeping_all(length: int, budget: float = 0.0, hideable_s: float = 0.0) 
     rules = CheckpointSearch(objective, options, [None] * len(d.variables)).rules
     assert rules is not None
     kept = rounds.of_choice(rules.choosing(rules.storages))
-    return kept, descended(rounds, Rows(d, options), kept, math.inf)
+    return kept, descended(rounds, ActiveSet(d, options), kept, math.inf)
 
 
 def test_values_that_are_kept_at_the_peak_are_made_again() -> None:

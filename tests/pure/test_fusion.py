@@ -9,7 +9,7 @@ import pytest
 
 from autopar.ir import Graph, Node, Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.graphs.fused_chains import Border, borders
+from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.prices import Prices
 from autopar.strategies import strategies
 
@@ -36,10 +36,10 @@ def test_a_chain_reads_its_input_and_writes_its_result_once():
         node("c", "aten.mul.Tensor", "b", "x"),
         results=["c"],
     )
-    assert borders(g) == {
-        "a": Border(frozenset({0}), frozenset(), leads=True),
-        "b": Border(frozenset(), frozenset(), leads=False),
-        "c": Border(frozenset(), frozenset({0}), leads=False),
+    assert fused_traffic(g) == {
+        "a": FusedTraffic(frozenset({0}), frozenset(), leads=True),
+        "b": FusedTraffic(frozenset(), frozenset(), leads=False),
+        "c": FusedTraffic(frozenset(), frozenset({0}), leads=False),
     }
 
 
@@ -51,10 +51,10 @@ def test_a_contraction_parts_two_groups_even_where_another_path_joins_them():
         node("b", "aten.add.Tensor", "m", "a"),
         results=["b"],
     )
-    found = borders(g)
+    found = fused_traffic(g)
     assert "m" not in found
-    assert found["a"] == Border(frozenset({0}), frozenset({0}), leads=True)
-    assert found["b"] == Border(frozenset({0, 1}), frozenset({0}), leads=True)
+    assert found["a"] == FusedTraffic(frozenset({0}), frozenset({0}), leads=True)
+    assert found["b"] == FusedTraffic(frozenset({0, 1}), frozenset({0}), leads=True)
 
 
 def test_a_view_inside_a_chain_costs_nothing():
@@ -65,8 +65,8 @@ def test_a_view_inside_a_chain_costs_nothing():
         node("b", "aten.exp.default", "v"),
         results=["b"],
     )
-    assert borders(g)["b"] == Border(frozenset(), frozenset({0}), leads=False)
-    assert borders(g)["a"].writes == frozenset()
+    assert fused_traffic(g)["b"] == FusedTraffic(frozenset(), frozenset({0}), leads=False)
+    assert fused_traffic(g)["a"].writes == frozenset()
 
 
 def test_what_the_backward_reads_is_written_and_read_again():
@@ -77,14 +77,14 @@ def test_what_the_backward_reads_is_written_and_read_again():
         node("c", "aten.neg.default", "a", phase="backward"),
         results=["b", "c"],
     )
-    found = borders(g)
+    found = fused_traffic(g)
     assert found["a"].writes == {0}
-    assert found["c"] == Border(frozenset({0}), frozenset({0}), leads=True)
+    assert found["c"] == FusedTraffic(frozenset({0}), frozenset({0}), leads=True)
 
 
 def test_a_reduction_joins_the_chain_before_it():
     g = graph(X, node("a", "aten.tanh.default", "x"), node("s", "aten.sum.dim_IntList", "a", (0,)), results=["s"])
-    assert borders(g)["s"] == Border(frozenset(), frozenset({0}), leads=False)
+    assert fused_traffic(g)["s"] == FusedTraffic(frozenset(), frozenset({0}), leads=False)
 
 
 def chain(length):

@@ -1,4 +1,4 @@
-"""Keep, recompute and offload in one problem with the shardings: what rows see, and where transfers are placed."""
+"""Keep, recompute and offload in one problem with the shardings: what constraints count, where transfers are placed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
-from autopar.planner.memory.redistributed import Copies
-from autopar.planner.memory.rows import usages
+from autopar.planner.memory.redistributed_operands import RedistributedOperands
+from autopar.planner.memory.usages import memory_usages
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import (
     HIDING_SHARE,
-    hide,
-    hold_seconds,
+    hides_transfers,
     host_usages,
+    offload_seconds,
     place_transfers,
     transfer_seconds,
 )
@@ -52,12 +52,12 @@ def test_copies_hold_what_is_read_in_another_spec_than_it_is_made(seed: int) -> 
     problem = Objective(d, prices).problem()
     choice = random_solution(problem, seed).choice
     positions = tuple(range(0, len(graph.nodes), 3))
-    copies = Copies(d)
-    extended = copies.extend(replace(problem, usages=usages(d, options, positions), limit=math.inf), positions)
-    states = copies.states(choice, positions)
+    operands = RedistributedOperands(d)
+    extended = operands.extend(replace(problem, usages=memory_usages(d, options, positions), limit=math.inf), positions)
+    states = operands.extend_choice(choice, positions)
     assert evaluate(extended, states)[0] == pytest.approx(evaluate(problem, choice)[0])
     held = [
-        sum(float(u.option[choice[u.node]]) for u in usages(d, options, (p,))) + copies.bytes(choice, p)
+        sum(float(u.option[choice[u.node]]) for u in memory_usages(d, options, (p,))) + operands.bytes(choice, p)
         for p in positions
     ]
     assert peak_usage(extended, states) == pytest.approx(max(held))
@@ -68,9 +68,9 @@ def test_a_copy_cannot_claim_to_be_what_it_is_not() -> None:
     _, _, d, prices = parts()
     problem = Objective(d, prices).problem()
     choice = random_solution(problem, 1).choice
-    copies = Copies(d)
-    extended = copies.extend(problem, (2,))
-    states = list(copies.states(choice, (2,)))
+    operands = RedistributedOperands(d)
+    extended = operands.extend(problem, (2,))
+    states = list(operands.extend_choice(choice, (2,)))
     for node in range(len(problem.costs), len(states)):
         least = min(
             float(next((u.option[o] for u in extended.usages if u.node == node), 0.0))
@@ -88,12 +88,12 @@ def test_transfers_hide_as_far_as_rows_allow() -> None:
     choice, seconds = [0] * len(d.variables), 0.0
     for i, v in offloading:
         choice[i] = v.actions.index("keep")
-    assert hide(d, choice, host, 1e-9, parts=1)
+    assert hides_transfers(d, choice, host, 1e-9, parts=1)
     for i, v in offloading:
         choice[i] = v.actions.index("offload")
-        seconds += hold_seconds(d, v, host)[choice[i]] / 2
-        assert hide(d, choice, host, 1.01 * seconds / HIDING_SHARE, parts=1)
-        assert not hide(d, choice, host, 0.99 * seconds / HIDING_SHARE, parts=1)
+        seconds += offload_seconds(d, v, host)[choice[i]] / 2
+        assert hides_transfers(d, choice, host, 1.01 * seconds / HIDING_SHARE, parts=1)
+        assert not hides_transfers(d, choice, host, 0.99 * seconds / HIDING_SHARE, parts=1)
 
 
 def test_what_is_made_late_has_less_time_to_be_offloaded_in() -> None:

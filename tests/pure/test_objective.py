@@ -11,9 +11,9 @@ import pytest
 from autopar.ir import Graph, Input, Node, Output, TensorMeta, Value
 from autopar.mesh import Cluster, Measured, Mesh
 from autopar.planner import Options
-from autopar.planner.pricing.critical_paths import Sections, buckets, groups
-from autopar.planner.pricing.objective import BESIDE, NEARLY_LONGEST, Objective
-from autopar.planner.pricing.prices import MOST_OVERLAP, Prices
+from autopar.planner.pricing.critical_paths import Sections, cost_terms, phase_paths
+from autopar.planner.pricing.objective import NEAR_PATH, NEAR_PATH_WEIGHT, Objective
+from autopar.planner.pricing.prices import MAX_OVERLAP, Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
 from autopar.planner.problem.variables import Use, Variable, spec_made, spec_read
@@ -143,13 +143,13 @@ def test_the_simulated_step_takes_what_the_objective_says(sizes: tuple[int, int]
 
 
 def test_no_overlap_is_free() -> None:
-    assert objective(*MANY_TOKENS).prices.overlap == MOST_OVERLAP < 1
+    assert objective(*MANY_TOKENS).prices.overlap == MAX_OVERLAP < 1
 
 
 def hiding(asked: Objective) -> list[tuple[Variable, Variable, Use]]:
     """What can run beside computation: reads of parameters, and gradients on their way."""
     d = asked.decisions
-    ends = ((d.variables[h.source], d.variables[h.target], h) for h in d.handovers if h.source != h.target)
+    ends = ((d.variables[h.source], d.variables[h.target], h) for h in d.uses if h.source != h.target)
     return [(u, v, h) for u, v, h in ends if u.kind == "parameter" or (h.position < 0 and u.phase == "backward")]
 
 
@@ -175,8 +175,8 @@ def test_seconds_that_can_hide_are_those_of_the_axes_that_the_path_goes_along() 
 
 def test_what_is_sent_along_one_axis_runs_beside_what_is_sent_along_another() -> None:
     cut = Sections({"forward": (0,), "backward": (0,)})
-    order = buckets(cut, 2)
-    _, backward = groups(cut, 2, 1)
+    order = cost_terms(cut, 2)
+    _, backward = phase_paths(cut, 2, 1)
     seconds = {"compute": 3.0, "reduce": 2.0, "gather": 0.0, "wait": 0.0}
     taken = np.array([seconds[b.work] if b.phase == "backward" else 0.0 for b in order])
     assert (backward.paths @ taken).max() == 3.0
@@ -187,17 +187,17 @@ def test_weights_kept_for_more_decisions_have_a_little_on_every_path_that_is_nea
     asked = objective(2048, 256)
     found = asked.minimize(asked.problem(), whole, gap=1e-9)
     other = objective(2048, 256)
-    other.begin_as(asked, found.choice)
+    other.start_from(asked, found.choice)
     seconds = asked.path_seconds(found.choice)
     for paths in asked.ranges:
         weights, longest = other.weights[paths], seconds[paths].max()
         assert weights.sum() == pytest.approx(1.0)
-        assert (weights[seconds[paths] >= (1 - NEARLY_LONGEST) * longest] > 0).all()
-        assert (weights >= (1 - BESIDE) * asked.weights[paths] - 1e-12).all()
+        assert (weights[seconds[paths] >= (1 - NEAR_PATH) * longest] > 0).all()
+        assert (weights >= (1 - NEAR_PATH_WEIGHT) * asked.weights[paths] - 1e-12).all()
     cost, best = evaluate(asked.problem(weights=other.weights), found.choice)[0], asked.seconds(found.choice)
-    assert best * (1 - BESIDE * NEARLY_LONGEST) <= cost <= best * (1 + 1e-9)
+    assert best * (1 - NEAR_PATH_WEIGHT * NEAR_PATH) <= cost <= best * (1 + 1e-9)
     plain = objective(2048, 256)
-    plain.begin_as(asked)
+    plain.start_from(asked)
     assert (plain.weights == asked.weights).all()
 
 

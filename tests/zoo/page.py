@@ -10,16 +10,17 @@ TOP = """# What is covered
 
 Written by `python -m tests.zoo --page`; do not edit.
 
-Every model below is the library's own class, unmodified, with its loss and a small configuration. Each is captured,
-planned on {meshes}, simulated, and its outputs, every gradient and every buffer are compared with one ordinary step on
-one device: in float64 to {tolerance}, mixtures of experts, whose grouped product exists in float32 alone, to 1e-4. The
-cluster has slow devices and fast links, so that sharding pays even for models of this size.
+Every model below is the library's own class, unmodified, with its loss and a small configuration. autopar captures it,
+plans it on {meshes}, and simulates the plan. The outputs, every gradient and every buffer are
+compared with one ordinary step on one device: in float64 to {tolerance}, and to 1e-4 for mixtures of experts, whose
+grouped product exists only in float32. The cluster has slow devices and fast links, so that sharding pays even for
+models of this size.
 
-- *nodes* and *ops* are those of the joint forward and backward graph, and the distinct ones among them;
-- *FLOPs* and *bytes* are the shares of the floating-point operations, and of the bytes that ops of the forward make,
-  that are in ops which can be sharded; at least {least:.0%} of each is asked for;
-- *seconds* are of one processor core, for the capture, {plans} plans and {plans} simulations;
-- *equal on* are the meshes on which everything is equal;
+- *nodes* and *ops* count the nodes of the joint forward and backward graph, and the distinct ops among them.
+- *FLOPs* and *bytes* are the share of floating-point operations, and the share of bytes that ops of the forward make,
+  in ops that can be sharded. At least {least:.0%} of each is required.
+- *seconds* are of one processor core, for the capture, {plans} plans and {plans} simulations.
+- *equal on* lists the meshes on which everything is equal.
 - *sharded* is what the plan on the last of those meshes cuts: an input, how many parameters, and the largest of them.
 
 """
@@ -30,7 +31,7 @@ HEADER = """| model | nodes | ops | without a rule | FLOPs | bytes | seconds | e
 
 
 def page(records: Sequence[Record], refused: Sequence[tuple[str, str]]) -> str:
-    """The page as Markdown; ``refused`` are models that give an error, with what it says."""
+    """Return the page as Markdown; ``refused`` are models that give an error, with the reason."""
     meshes = [named(m) for m in MESHES]
     text = TOP.format(
         meshes=f"{', '.join(meshes[:-1])} and {meshes[-1]}",
@@ -46,7 +47,10 @@ def page(records: Sequence[Record], refused: Sequence[tuple[str, str]]) -> str:
         rows = "".join(_row(r) for r in records if r.family == family)
         parts.append(f"## {family[0].upper()}{family[1:]}\n\n{HEADER}{rows}")
     listed = "\n".join(f"- **{name}**: {why}" for name, why in refused)
-    parts.append(f"## Refused\n\nWhat a graph cannot hold gives an error that names the line.\n\n{listed}\n")
+    parts.append(
+        "## Refused\n\nA captured graph cannot represent what these models do. Each gives an error that names the line."
+        f"\n\n{listed}\n"
+    )
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Why a tensor has the spec that it has: what every alternative would have cost, and what it would have forced."""
+"""Why a tensor has its spec: what every alternative would cost, and what it would force elsewhere."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from autopar.errors import ConstraintError, InfeasibleError, SpecError
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.answers.nearby import near
+from autopar.planner.answers.nearby import replan_nearby
 from autopar.planner.options import Options
-from autopar.planner.problem.constraints import Forced, module_outputs, resolve, without
+from autopar.planner.problem.constraints import Forced, module_outputs, resolve, without_constraint
 from autopar.planner.problem.specs import stored_specs
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.sharding import ShardingSpec
 
-SHOWN = 3
-"""So many of the tensors that change are named."""
+MAX_SHOWN = 3
+"""The number of changed tensors that are named."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Question:
     cluster: Cluster
     options: Options
 
-    def again(self, constraints: Mapping[str, str], limit_s: float) -> Planned:
-        """Solve the same problem under other constraints; baselines are left out.
+    def solve_with(self, constraints: Mapping[str, str], limit_s: float) -> Planned:
+        """Solve the same problem under other constraints, without baselines.
 
         Raises:
             InfeasibleError: nothing was found that fits.
-            ConstraintError: they contradict each other.
+            ConstraintError: the constraints contradict each other.
         """
         options = replace(self.options, constraints=dict(constraints), time_limit_s=limit_s)
         asked = self.graph, self.mesh, self.cluster, options
-        like = near(self.planned, *asked, limit_s) if self.planned.decisions.recomputes else None
+        nearby = replan_nearby(self.planned, *asked, limit_s) if self.planned.decisions.recomputes else None
         try:
             anew = plan_graph(*asked, compare=False)
         except InfeasibleError:
-            if like is None:
+            if nearby is None:
                 raise
-            return like
-        return anew if like is None or anew.solution.objective <= like.solution.objective else like
+            return nearby
+        return anew if nearby is None or anew.solution.objective <= nearby.solution.objective else nearby
 
 
 def explain(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, name: str) -> str:
-    """What each spec of ``name`` would cost, and what each constraint costs; only the latter when ``name`` is empty.
+    """Say what each spec of ``name`` would cost, and what each constraint costs; only the latter if ``name`` is empty.
 
-    Every row is the best plan with that one spec forced, so what it forces elsewhere is in its cost.
+    Every line is the best plan with that one spec forced, so its cost includes what it forces elsewhere.
 
     Raises:
         ConstraintError: the name is not in the model; the hint shows the nearest.
@@ -68,7 +68,7 @@ def _alternatives(q: Question, name: str) -> list[str]:
     specs = dict.fromkeys((*([now] if now else []), *stored_specs(shape, q.mesh)))
     limit_s = max(q.options.time_limit_s / max(len(specs), 1), 1.0)
     rows = [_row(q, name, spec, limit_s) for spec in specs if spec != now]
-    rows += [(q.planned.solution.objective, str(now), _said(q, q.planned, name))] if now else []
+    rows += [(q.planned.solution.objective, str(now), _summary(q, q.planned, name))] if now else []
     lines = [f"{name}: each spec it could have, with the rest of the plan made best for it", _heading()]
     best = q.planned.solution.objective
     for cost, spec, text in sorted(rows, key=lambda r: (r[0], r[1])):
@@ -87,31 +87,31 @@ def _cost(cost: float, best: float) -> str:
 
 
 def _row(q: Question, name: str, spec: ShardingSpec, limit_s: float) -> tuple[float, str, str]:
-    kept = without(q.graph, q.mesh, q.options.constraints, q.options.aliases, name)
+    kept = without_constraint(q.graph, q.mesh, q.options.constraints, q.options.aliases, name)
     try:
-        other = q.again({**kept, name: str(spec)}, limit_s)
+        other = q.solve_with({**kept, name: str(spec)}, limit_s)
     except (InfeasibleError, ConstraintError) as error:
         return math.inf, str(spec), f"{'':>12}  {error.what}"
-    return other.solution.objective, str(spec), _said(q, other, name)
+    return other.solution.objective, str(spec), _summary(q, other, name)
 
 
-def _said(q: Question, other: Planned, name: str) -> str:
+def _summary(q: Question, other: Planned, name: str) -> str:
     step = f"{other.timeline.seconds * 1e3:9.3f} ms"
     return f"{step:>12}  {_difference(q, other, name)}"
 
 
 def _difference(q: Question, other: Planned, name: str) -> str:
-    """Named tensors whose spec changes, and how many collectives there are then."""
+    """Name the tensors whose spec changes, and give the number of collectives if it changes."""
     before, after = named_specs(q.planned, q.graph), named_specs(other, q.graph)
     changed = [f"{n} {before[n]} -> {s}" for n, s in after.items() if n != name and n in before and s != before[n]]
-    more = f", and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-    text = "; ".join(changed[:SHOWN]) + more if changed else "nothing"
+    more = f", and {len(changed) - MAX_SHOWN} more" if len(changed) > MAX_SHOWN else ""
+    text = "; ".join(changed[:MAX_SHOWN]) + more if changed else "nothing"
     had, has = len(q.planned.program.collectives), len(other.program.collectives)
     return text if had == has else f"{text} ({had} -> {has} collectives)"
 
 
 def _constraints(q: Question) -> list[str]:
-    """What the constraints cost together, and what leaving out each one alone would save."""
+    """Say what the constraints cost together, and what leaving out each one alone would save."""
     constraints = q.options.constraints
     if not constraints:
         return []
@@ -127,16 +127,16 @@ def _constraints(q: Question) -> list[str]:
 
 
 def _objective(q: Question, constraints: Mapping[str, str], limit_s: float) -> float:
-    return q.again(constraints, limit_s).solution.objective
+    return q.solve_with(constraints, limit_s).solution.objective
 
 
-def _share(cost: float, without: float) -> str:
-    more = max(cost - without, 0.0)
-    return f"{more * 1e3:.3f} ms ({more / without if without else 0.0:.1%})"
+def _share(cost: float, without_constraint: float) -> str:
+    more = max(cost - without_constraint, 0.0)
+    return f"{more * 1e3:.3f} ms ({more / without_constraint if without_constraint else 0.0:.1%})"
 
 
 def named_specs(planned: Planned, graph: Graph) -> dict[str, ShardingSpec]:
-    """The specs of parameters, inputs, outputs and modules' outputs, under the names that constraints use."""
+    """Return the specs of parameters, inputs, outputs and modules' outputs, under the names that constraints use."""
     made = {name: t.spec for name, t in planned.program.tensors.items()}
     specs: dict[str, ShardingSpec] = {}
     for i in graph.inputs:
@@ -153,7 +153,7 @@ def named_specs(planned: Planned, graph: Graph) -> dict[str, ShardingSpec]:
 
 
 def _shape_and_spec(q: Question, name: str) -> tuple[tuple[int, ...], ShardingSpec | None]:
-    """Of what ``name`` means, its shape and the spec that it has in the plan.
+    """Return the shape of what ``name`` means, and its spec in the plan.
 
     Raises:
         ConstraintError: it means nothing.
@@ -172,7 +172,7 @@ def _shape_and_spec(q: Question, name: str) -> tuple[tuple[int, ...], ShardingSp
 
 
 def _resolved(q: Question, name: str) -> Forced:
-    """A constraint on ``name`` alone: whole, whatever its number of dims."""
+    """Resolve a constraint on ``name`` alone, to be replicated, whatever its number of dims."""
     try:
         return resolve(q.graph, q.mesh, {name: "replicate"}, q.options.aliases)
     except SpecError as error:

@@ -19,7 +19,7 @@ from autopar.strategies import flops
 
 
 def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Facts:
-    """What tables and reports say beside the plan's own figures."""
+    """Gather what tables and reports show besides the plan's own figures."""
     program, at = planned.program, {op.name: i for i, op in enumerate(planned.program.ops)}
     nodes, work, known = {}, dict[str, float](), dict[int, float]()
     for node in graph.nodes:
@@ -57,7 +57,7 @@ def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, o
 
 
 def _names(graph: Graph) -> dict[str, str]:
-    """``lm_head.weight``, ``input:input_ids``, ``output:loss``, ``lm_head.weight.grad``, by node."""
+    """Return ``lm_head.weight``, ``input:input_ids``, ``output:loss``, ``lm_head.weight.grad`` and so on, by node."""
     prefix = {"parameter": "", "buffer": "", "constant": ""}
     names = {i.node: f"{prefix.get(i.kind, f'{i.kind}:')}{i.name}" for i in graph.inputs}
     for o in graph.outputs:
@@ -76,7 +76,7 @@ def _shapes(graph: Graph) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _batch(graph: Graph) -> tuple[int, int]:
-    """Samples of the step, and tokens where the first input is a matrix of whole numbers, as token ids are."""
+    """Return the samples of the step, and its tokens if the first input is a matrix of integers, as token ids are."""
     metas = [graph.by_name[i.node].outputs[0] for i in graph.inputs if i.kind == "input"]
     first = next((m for m in metas if m is not None and m.shape), None)
     if first is None:
@@ -107,5 +107,5 @@ def _axes(mesh: Mesh, cluster: Cluster, program: Program) -> tuple[AxisFacts, ..
 
 
 def _finite(rate: float) -> float:
-    """0 where nothing crosses a level."""
+    """Return 0 for a level that nothing crosses."""
     return rate if math.isfinite(rate) else 0.0

@@ -1,7 +1,7 @@
 """A plan under one more constraint, where a budget binds: what is far from the constraint stays as it is.
 
-A search from the start has a share of the time for each of many constraints, in which it finds no plan as good as the
-one that took all of it, so that their difference would tell of the search, and not of the constraint.
+A search from the start would have only a share of the time for each of many constraints. It would find no plan as good
+as the one that took all the time, and their difference would be due to the search, not to the constraint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
@@ -25,29 +25,30 @@ from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.search import Planned
 from autopar.solver import Solution, fold
 
-STEPS = 4
-"""Handovers from what the constraint changes, within which all may change with it."""
+MAX_DISTANCE = 4
+"""The number of uses between a changed variable and one that may change with it."""
 
-ROUNDS = 4
-"""Of rows, each tighter by what the last program held beyond them."""
+MAX_ROUNDS = 4
+"""The number of rounds. Each tightens the memory constraints by what the last program held beyond them."""
 
 
-def near(
+def replan_nearby(
     planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, limit_s: float
 ) -> Planned | None:
-    """The best plan under ``options.constraints`` that differs from ``planned`` only near them; None where none fits.
+    """Return the best plan under ``options.constraints`` that differs from ``planned`` only near them; None if none
+    fits.
 
     Args:
         limit_s: seconds for each round.
     """
     d = decide(graph, mesh, options, resolve(graph, mesh, options.constraints, options.aliases), recompute=True)
     prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)
-    objective, kept = Objective(d, prices), _kept(planned, d)
-    rows = Rows(d, options)
-    rows.watch(planned.program, planned.memory.timeline, budget, objective.depth)
-    for _ in range(ROUNDS):
-        asked = objective.problem(rows.usages(), budget)
-        choice = solve_sliced(asked, kept, limit_s, options.solver, options.gap, fold)
+    objective, kept = Objective(d, prices), _open_options(planned, d)
+    active_set = ActiveSet(d, options)
+    active_set.add_peaks_of(planned.program, planned.memory.timeline, budget, objective.depth)
+    for _ in range(MAX_ROUNDS):
+        problem = objective.problem(active_set.usages(), budget)
+        choice = solve_sliced(problem, kept, limit_s, options.solver, options.gap, fold)
         if choice is None:
             return None
         program, memory = scheduled(d, choice, prices, options, budget)
@@ -62,38 +63,38 @@ def near(
                 memory=found.memory,
                 timeline=found.timeline,
             )
-        if not rows.tighten(choice, program, memory.timeline, budget):
+        if not active_set.separate(choice, program, memory.timeline, budget):
             return None
     return None
 
 
-def _kept(planned: Planned, d: Decisions) -> Kept:
-    """For each variable the option of ``planned``, or all, near those that do not have it."""
+def _open_options(planned: Planned, d: Decisions) -> Kept:
+    """Return for each variable the option of ``planned``, or all options near variables that do not have it."""
     before, chosen = planned.decisions, planned.solution.choice
-    same = [_same(before, chosen, v) for v in d.variables]
-    near_by: list[set[int]] = [set() for _ in d.variables]
-    for h in d.handovers:
-        near_by[h.source].add(h.target)
-        near_by[h.target].add(h.source)
-    reached = border = {i for i, option in enumerate(same) if option is None}
-    for _ in range(STEPS):
-        border = {n for i in border for n in near_by[i]} - reached
-        reached = reached | border
+    same = [_same_option(before, chosen, v) for v in d.variables]
+    neighbours: list[set[int]] = [set() for _ in d.variables]
+    for use in d.uses:
+        neighbours[use.source].add(use.target)
+        neighbours[use.target].add(use.source)
+    reached = frontier = {i for i, option in enumerate(same) if option is None}
+    for _ in range(MAX_DISTANCE):
+        frontier = {n for i in frontier for n in neighbours[i]} - reached
+        reached = reached | frontier
     return [
         np.arange(len(v.options)) if option is None or i in reached else np.array([option])
         for i, (v, option) in enumerate(zip(d.variables, same, strict=True))
     ]
 
 
-def _same(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:
-    """Which option of ``v`` is that which was chosen."""
+def _same_option(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:
+    """Return the option of ``v`` that was chosen before, if it has it."""
     at = before.index.get(v.key)
     if at is None:
         return None
-    wanted = _option(before.variables[at], chosen[at])
-    return next((o for o in range(len(v.options)) if _option(v, o) == wanted), None)
+    wanted = _option_key(before.variables[at], chosen[at])
+    return next((o for o in range(len(v.options)) if _option_key(v, o) == wanted), None)
 
 
-def _option(v: Variable, o: int) -> tuple[object, ...]:
-    """All that tells one option of a variable from another."""
-    return v.options[o], v.kept[o : o + 1], v.actions[o : o + 1], tuple(bool(a) for a in v.away[o : o + 1])
+def _option_key(v: Variable, o: int) -> tuple[object, ...]:
+    """Return all that distinguishes an option of a variable from the others."""
+    return v.options[o], v.kept[o : o + 1], v.actions[o : o + 1], tuple(bool(a) for a in v.host_state_bytes[o : o + 1])

@@ -13,22 +13,23 @@ from autopar.sharding import Halo, ShardingSpec
 from autopar.strategies import halos, strategies
 
 
-def alike(one: Graph, other: Graph) -> bool:
+def same_but_for_sizes(one: Graph, other: Graph) -> bool:
     """Whether two graphs are the same but for sizes."""
     ends = one.inputs == other.inputs and one.outputs == other.outputs
     return ends and [(n.name, n.op, n.inputs) for n in one.nodes] == [(n.name, n.op, n.inputs) for n in other.nodes]
 
 
-def carried(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
-    """``program`` on the shapes of ``graph``, which is like the graph that it was planned for; None where a cut of it
-    would leave a rank without elements. Predicted seconds stay those that were planned.
+def with_sizes_of(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
+    """Return ``program`` on the shapes of ``graph``, which equals the planned graph but for sizes.
+
+    None if a cut would leave a rank without elements. Predicted seconds stay those that were planned.
     """
     metas: dict[str, TensorMeta] = {}
     specs: dict[str, ShardingSpec] = {}
     ops = []
     for op in program.ops:
-        made = _made(op, graph, metas)
-        if made is None or not _possible(op, graph, made, metas, specs, mesh):
+        made = _result_metas(op, graph, metas)
+        if made is None or not _is_possible(op, graph, made, metas, specs, mesh):
             return None
         writes = tuple(
             replace(t, meta=m, bytes=local_bytes(m, t.spec, mesh)) for t, m in zip(op.writes, made, strict=True)
@@ -39,8 +40,8 @@ def carried(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
     return replace(program, ops=tuple(ops))
 
 
-def _made(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[TensorMeta] | None:
-    """Whole shapes of what the op writes, None where the graph has no such op."""
+def _result_metas(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[TensorMeta] | None:
+    """Return the global shapes of what the op writes; None if the graph has no such op."""
     node = graph.by_name.get(op.node)
     made = [m for m in node.outputs if m is not None] if node else []
     if op.kind in ("input", "compute"):
@@ -50,7 +51,7 @@ def _made(op: Op, graph: Graph, metas: dict[str, TensorMeta]) -> Sequence[Tensor
     return [metas[name] for name in op.reads[: len(op.writes)]]
 
 
-def _possible(
+def _is_possible(
     op: Op,
     graph: Graph,
     made: Sequence[TensorMeta],
@@ -62,7 +63,7 @@ def _possible(
     moved = zip(steps, op.reads, strict=False)
     if op.kind == "redistribute" and not all(t.fits(specs[name], metas[name].shape, mesh) for t, name in moved):
         return False
-    if not all(map(_fills, op.writes, made, [mesh] * len(made))):
+    if not all(map(_leaves_no_rank_empty, op.writes, made, [mesh] * len(made))):
         return False
     return op.strategy is None or op.strategy in _strategies(graph, graph.by_name[op.node], mesh)
 
@@ -78,12 +79,12 @@ def _strategies(graph: Graph, node: Node, mesh: Mesh) -> Sequence[object]:
     return strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh)
 
 
-def _fills(tensor: LocalTensor, meta: TensorMeta, mesh: Mesh) -> bool:
+def _leaves_no_rank_empty(tensor: LocalTensor, meta: TensorMeta, mesh: Mesh) -> bool:
     """Whether every rank holds some of what is cut."""
     for n, axes in zip(meta.shape, tensor.spec.dims, strict=True):
-        ways = 1
+        group_size = 1
         for a in axes:
-            ways *= mesh.shape[a]
-        if ways > 1 and n < ways:
+            group_size *= mesh.shape[a]
+        if group_size > 1 and n < group_size:
             return False
     return True

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Lengths = tuple["sympy.Expr", ...]
 DEGREE = 3
-"""Of FLOPs in one size: those of attention are of degree 2."""
+"""The highest degree of FLOPs in one size. Those of attention have degree 2."""
 
 
 class NoFormulaError(Exception):
@@ -34,13 +34,13 @@ def symbols_of(ranges: Ranges) -> Mapping[str, sympy.Symbol]:
 
 
 def formulas(graphs: Sequence[Graph], corners: Sequence[Sizes], program: Program, mesh: Mesh, ranges: Ranges) -> Any:
-    """What a user asks of a plan, as text that sympy reads.
+    """Return what a user asks of a plan, as text that sympy reads.
 
     Args:
         graphs: captured at each of ``corners``, the planned sizes first.
 
     Returns:
-        ``flops`` of a step of all ranks; of the fullest rank ``saved_bytes`` from forward to backward and
+        ``flops`` of a step over all ranks; on the fullest rank ``saved_bytes`` from forward to backward and
         ``communicated_bytes``, the operands or results of its collectives; and the shape of every input and output.
 
     Raises:
@@ -71,7 +71,8 @@ def formulas(graphs: Sequence[Graph], corners: Sequence[Sizes], program: Program
 
 
 class _Fit:
-    """The formula of a number from its values at the corners: a sum of products, each symbol at most once in each."""
+    """The formula of a number from its values at the corners: a sum of products with each symbol at most once in
+    each."""
 
     def __init__(
         self, corners: Sequence[Sizes], symbols: Mapping[str, sympy.Symbol], known: dict[tuple[int, ...], sympy.Expr]
@@ -119,7 +120,7 @@ def _lengths_of_tensors(
 
 
 def _bytes(tensor: LocalTensor, shape: Lengths, mesh: Mesh) -> Any:
-    """Of the fullest rank's shard."""
+    """Return the bytes of the fullest rank's shard."""
     return math.prod(_local(shape, tensor.spec, mesh), start=tensor.meta.itemsize)
 
 
@@ -140,7 +141,7 @@ def _priced(op: Op) -> Sequence[str]:
 
 
 def _flops(graph: Graph, lengths: Mapping[tuple[str, int], Lengths], symbols: Mapping[str, sympy.Symbol]) -> Any:
-    """Polynomial in each size, from its values at enough of them."""
+    """Return FLOPs as a polynomial in each size, from their values at enough sizes."""
     import sympy
 
     points = list(itertools.product(range(2, DEGREE + 3), repeat=len(symbols)))

@@ -1,9 +1,9 @@
 """The known ways to train in parallel, as constraints on the planner's own problem.
 
-Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut,
-gathered once and kept for the backward (ZeRO-1 and 2) or gathered where used (ZeRO-3, FSDP). A *tensor* axis cuts
-weights by Megatron's pairs, with sequence parallel also what lies between them. What a role leaves open the solver
-completes, so that a baseline is the best plan of its kind, priced and simulated as any other.
+Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut; cut
+parameters are gathered once and kept for the backward (ZeRO-1 and 2) or gathered where they are used (ZeRO-3, FSDP). A
+*tensor* axis cuts weights by Megatron's pairs, with sequence parallel also what lies between them. The solver completes
+what a role leaves open, so that a baseline is the best plan of its kind, priced and simulated like any other.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Mask = npt.NDArray[np.bool_]
 Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
 """What a mesh axis may do with an op: take one of these factors, anything but these, or leave it whole."""
 
-LAYERS = 4
-"""Of those that are alike, from so many all are told."""
+KEPT_LAYERS = 4
+"""The number of equal layers from which the others' restrictions are read off."""
 
-WHOLE: Role = ("whole", frozenset())
+UNCUT: Role = ("whole", frozenset())
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Roles of the mesh axes.
+    """A known way to train, as roles of the mesh axes.
 
     Args:
-        name: as people call it.
+        name: its usual name.
         data: axes that cut the batch.
-        stored: those of them that cut stored parameters.
-        keep: what is gathered in the forward is kept for the backward.
+        stored: data axes that cut stored parameters.
+        keep: whether what is gathered in the forward is kept for the backward.
         tensor: axes that cut weights by columns and rows.
-        sequence: tensor axes also cut the sequence between a row and the next column.
+        sequence: whether tensor axes also cut the sequence between a row and the next column.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Baseline:
 
 
 def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
-    """Every baseline that ``mesh`` has axes for. On several axes the last one is the innermost.
+    """Return every baseline that ``mesh`` has axes for. On several axes the last one is the innermost.
 
-    Weights cut over all axes come last: where time is short and the batch does not go round all ranks, the first that
-    applies is the only one that a plan is compared with, and on many ranks there is none that is slower.
+    Weights cut over all axes come last. Where time is short and the batch cannot be cut over all ranks, a plan is
+    compared only with the first baseline that applies, and on many ranks none is slower than these.
     """
     axes = tuple(a for a in range(mesh.ndim) if mesh.shape[a] > 1)
     if not axes:
@@ -96,9 +96,9 @@ class Masks:
 
 @dataclass
 class Restrictions:
-    """Turns baselines into what each variable of ``decisions`` may choose.
+    """Turns baselines into the options that each variable of ``decisions`` may choose.
 
-    Most variables are alike: what decides a mask is numbered once for all baselines, and each number looked at once.
+    Most variables are alike. What decides a mask is numbered once for all baselines, and each number is looked at once.
     """
 
     decisions: Decisions
@@ -119,11 +119,11 @@ class Restrictions:
         return self.flow.batch()
 
     @cached_property
-    def _looks(self) -> npt.NDArray[np.int64]:
-        """Numbers of all that matters to the mask of each variable but for what the tensor axes do."""
-        return _numbered(map(self._look, self.decisions.variables))
+    def _mask_keys(self) -> npt.NDArray[np.int64]:
+        """Numbers for all that matters to each variable's mask except what the tensor axes do."""
+        return _numbered(map(self._mask_key, self.decisions.variables))
 
-    def _look(self, v: Variable) -> object:
+    def _mask_key(self, v: Variable) -> object:
         if v.node is None or v.actions:
             return id(v.options), v.kept, v.actions
         if v.kind == "op":
@@ -131,7 +131,8 @@ class Restrictions:
         return id(v.options), v.kind, v.node.outputs, Value(v.node.name) in self._batch_inputs
 
     def masks(self, baseline: Baseline) -> Masks | None:
-        """The options that each variable may choose; None where the baseline does not apply to this model and mesh."""
+        """Return the options that each variable may choose; None if the baseline does not apply to this model and
+        mesh."""
         tensor = self._tensor_parallel(baseline.tensor)
         if baseline.tensor and (tensor is None or not tensor.pairs):
             return None
@@ -139,14 +140,14 @@ class Restrictions:
             return None
         if baseline.data and not self._has_batch(baseline.data):
             return None
-        looks = self._looks
+        keys = self._mask_keys
         if tensor is not None:
             cuts = _numbered(_cut(v, tensor, sequence=baseline.sequence) for v in self.decisions.variables)
-            looks = looks * (cuts.max() + 1) + cuts
-        _, first, of = np.unique(looks, return_index=True, return_inverse=True)
+            keys = keys * (cuts.max() + 1) + cuts
+        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
         made = [self._mask(self.decisions.variables[i], baseline, tensor) for i in first]
         names: dict[bytes, int] = {}
-        same = np.array([names.setdefault(m.tobytes(), at) for at, m in enumerate(made)])
+        same = np.array([names.setdefault(m.tobytes(), matches) for matches, m in enumerate(made)])
         return Masks(same[of], made)
 
     def _has_batch(self, axes: tuple[int, ...]) -> bool:
@@ -162,7 +163,7 @@ class Restrictions:
         return self._tensor[axes]
 
     def _can_cut(self, node: Node, factor: str, axes: tuple[int, ...]) -> bool:
-        """Whether ranks can each take a part of ``factor`` without hearing of each other."""
+        """Whether ranks can each take a part of ``factor`` without exchanging anything."""
         rule = self.flow.rules[node.name]
         if rule is not None and factor in rule.combined:
             return False
@@ -182,18 +183,18 @@ class Restrictions:
             return self._parameter(v, v.node, baseline, label)
         if v.kind == "input" and v.node is not None:
             has_batch = Value(v.node.name) in self._batch_inputs
-            return _some([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
+            return _or_all([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
         if any(v.kept):
-            return _some([k == baseline.keep for k in v.kept])
+            return _or_all([k == baseline.keep for k in v.kept])
         if v.actions:
-            return _some([a in ("keep", "absent", "none") for a in v.actions])
+            return _or_all([a in ("keep", "absent", "none") for a in v.actions])
         return np.ones(len(v.options), dtype=bool)
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
     def _data_role(self, node: Node) -> Role:
         factors = self.batch.get(node.name, frozenset())
-        return ("among", factors) if factors else WHOLE
+        return ("among", factors) if factors else UNCUT
 
     def _tensor_role(self, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Role:
         if tensor is None:
@@ -204,34 +205,36 @@ class Restrictions:
         if factor is not None:
             return "among", frozenset((factor,))
         between = tensor.sequence.get(node.name, frozenset()) if baseline.sequence else frozenset()
-        return ("among", between) if between else WHOLE
+        return ("among", between) if between else UNCUT
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def _parameter(self, v: Variable, node: Node, baseline: Baseline, label: Label) -> Mask:
         specs = [o.outputs[0] for o in v.options if o.outputs[0] is not None]
-        at = [label == FREE or all(_where(s, a) == label for a in baseline.tensor) for s in specs]
-        allowed = [s for s, ok in zip(specs, at, strict=True) if ok] or specs
-        whole = [s for s in allowed if all(_where(s, a) is None for a in baseline.data)] or allowed
+        matches = [label == FREE or all(_cut_dim(s, a) == label for a in baseline.tensor) for s in specs]
+        allowed = [s for s, ok in zip(specs, matches, strict=True) if ok] or specs
+        whole = [s for s in allowed if all(_cut_dim(s, a) is None for a in baseline.data)] or allowed
         if not baseline.stored:
             return np.array([s in whole for s in specs])
         meta = node.outputs[0]
         assert meta is not None
         replicated = [a for a in baseline.data if a not in baseline.stored]
-        cut = [s for s in allowed if all(_where(s, a) is None for a in replicated) and _on_one_dim(s, baseline.stored)]
+        cut = [
+            s for s in allowed if all(_cut_dim(s, a) is None for a in replicated) and _on_one_dim(s, baseline.stored)
+        ]
         best = min((_evenness(s, meta.shape, baseline.stored, self.decisions.mesh) for s in cut), default=None)
         chosen = [s for s in cut if _evenness(s, meta.shape, baseline.stored, self.decisions.mesh) == best] or whole
         return np.array([s in chosen for s in specs])
 
 
-def _numbered(looks: Iterable[object]) -> npt.NDArray[np.int64]:
-    """Equal ones have equal numbers."""
+def _numbered(keys: Iterable[object]) -> npt.NDArray[np.int64]:
+    """Number the keys such that equal ones have equal numbers."""
     names: dict[object, int] = {}
-    return np.array([names.setdefault(look, len(names)) for look in looks])
+    return np.array([names.setdefault(key, len(names)) for key in keys])
 
 
 def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
-    """What the tensor axes do with a variable's op or parameter."""
+    """Return what the tensor axes do with a variable's op or parameter."""
     if v.node is None:
         return None
     name = v.node.name
@@ -240,7 +243,8 @@ def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
 
 
 def _op_mask(options: Sequence[Strategy], roles: Sequence[tuple[tuple[int, ...], Role]]) -> Mask:
-    """The strategies in which the axes of each role do as it says; where there is none, replicate; else all."""
+    """Return the strategies in which the axes of each role do as it says; if there are none, the replicated ones; else
+    all."""
     mask = np.ones(len(options), dtype=bool)
     for axes, role in roles:
         each = [np.array([_allows(role, o.axes[a]) for o in options]) for a in axes]
@@ -262,8 +266,8 @@ def _is_whole(axis: str) -> bool:
     return not axis or (axis[0] == "P" and axis[1:].isdigit())
 
 
-def _some(allowed: Sequence[bool]) -> Mask:
-    """The options allowed; all of them where none is."""
+def _or_all(allowed: Sequence[bool]) -> Mask:
+    """Return the allowed options; all of them if none is allowed."""
     return np.array(allowed if any(allowed) else [True] * len(allowed), dtype=bool)
 
 
@@ -274,21 +278,24 @@ def _cuts_batch(option: Strategy, has_batch: bool, data: tuple[int, ...]) -> boo
     return spec.dims[0] == data and not any(spec.dims[1:])
 
 
-def _where(spec: ShardingSpec, axis: int) -> int | None:
-    """The dim that ``axis`` cuts."""
+def _cut_dim(spec: ShardingSpec, axis: int) -> int | None:
+    """Return the dim that ``axis`` cuts."""
     return next((d for d, axes in enumerate(spec.dims) if axis in axes), None)
 
 
 def _on_one_dim(spec: ShardingSpec, axes: tuple[int, ...]) -> bool:
-    dims = {_where(spec, a) for a in axes}
+    dims = {_cut_dim(spec, a) for a in axes}
     return len(dims) == 1 and None not in dims
 
 
 def _evenness(
     spec: ShardingSpec, shape: tuple[int, ...], axes: tuple[int, ...], mesh: Mesh
 ) -> tuple[bool, bool, int, int]:
-    """Smallest where the axes cut evenly the largest dim, if it can be one that no other axis cuts; else dim 0."""
-    dim = _where(spec, axes[0])
+    """Return a sorting key that is smallest where the axes cut the largest dim evenly.
+
+    It prefers a dim that no other axis cuts; of dims that are cut unevenly, dim 0.
+    """
+    dim = _cut_dim(spec, axes[0])
     assert dim is not None
     even = shape[dim] % math.prod(mesh.shape[a] for a in spec.dims[dim]) == 0
     return not even, spec.dims[dim] != axes, -shape[dim] if even else 0, dim
@@ -297,10 +304,10 @@ def _evenness(
 def solve_restricted(
     problem: Problem, masks: Masks, *, time_limit: float, backend: str, gap: float, folded: Tied | None = None
 ) -> tuple[int, ...] | None:
-    """The best choice within ``masks``, in the options of ``problem``; None where there is none or time is out.
+    """Return the best choice within ``masks``, in the options of ``problem``; None if there is none or time runs out.
 
-    Where ``folded``, what ``fold`` makes of the problem, and every block is restricted alike, they also choose alike:
-    so it costs what one block of each run costs.
+    If ``folded``, which ``fold`` made of the problem, restricts every block alike, all blocks also choose alike. Then
+    this costs what one block of each run costs.
     """
     if folded is not None:
         tied = _tied(masks, folded)
@@ -314,12 +321,12 @@ def solve_restricted(
 
 
 def unfolded(problem: Problem) -> Tied | None:
-    """For a problem whose blocks are tied together already."""
+    """Fold nothing, for a problem whose blocks are tied together already."""
     return None
 
 
 def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
-    """The mask of each tied node; None where nodes that are tied have different ones."""
+    """Return the mask of each tied node; None if nodes that are tied have different masks."""
     nodes, first = np.unique(folded.place, return_index=True)
     example = np.zeros(len(folded.problem.costs), dtype=np.int64)
     example[nodes] = first
@@ -332,11 +339,11 @@ def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
 
 
 def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
-    """What baselines leave open: of a deep model as one with fewer layers tells it, since all layers are alike."""
-    fewer = objective.with_fewer_layers(LAYERS)
+    """Return a function from baselines to their masks. For a deep model they are read off a graph with fewer layers."""
+    fewer = objective.with_fewer_layers(KEPT_LAYERS)
     if fewer is None:
         return Restrictions(objective.decisions).masks
-    restrictions, place = Restrictions(fewer.decisions), fewer.place
+    restrictions, place = Restrictions(fewer.decisions), fewer.position
 
     def masks(baseline: Baseline) -> Masks | None:
         found = restrictions.masks(baseline)
@@ -348,7 +355,11 @@ def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
 def restricted_choices(
     objective: Objective, *, time_limit: float, backend: str, gap: float, only: str | None = None
 ) -> Iterator[tuple[Baseline, tuple[int, ...]]]:
-    """Each baseline that applies with its best choice. ``time_limit``: seconds for one."""
+    """Yield each baseline that applies, with its best choice.
+
+    Args:
+        time_limit: seconds for each baseline.
+    """
     masks_of = _masks(objective)
     problem = objective.problem()
     folded = objective.fold(problem)

@@ -1,11 +1,11 @@
 """Megatron's column and row pairs, found from the rules.
 
-Shoeybi et al. 2019; between the pairs, with sequence parallel: Korthikanti et al. 2022.
-Forward, in order: a product whose activation is whole takes its weight by columns (a factor of the weight that the
-result keeps); the cut then passes through every op that has its factor, heads of attention included; the next product
-finds it among its summed factors, takes its weight by rows, and its result is a sum, whole again. A lookup takes its
-table by rows. Where a cut cannot pass, the columns it came from are left to the solver. The backward follows from what
-the forward decided.
+Shoeybi et al. 2019; between the pairs, with sequence parallel: Korthikanti et al. 2022. The forward is labelled in
+order. A product whose activation is whole takes its weight by columns (a factor of the weight that the result keeps).
+The cut then passes through every op that has its factor, including the heads of attention. The next product finds it
+among its summed factors and takes its weight by rows; its result is a sum, whole again. A lookup takes its table by
+rows. Where a cut cannot pass, the columns it came from are left to the solver. The backward follows from what the
+forward decided.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.strategies import flops
 
 FREE: Final = "free"
 Label: TypeAlias = Union[int, Literal["free"], None]
-"""The dim of a tensor that the tensor axes cut; ``free``: the solver's choice; None: whole."""
+"""The dim of a tensor that the tensor axes cut; "free" leaves it to the solver, None is whole."""
 
 CanCut = Callable[[Node, str], bool]
 
@@ -30,10 +30,9 @@ class TensorParallel:
     """What the tensor axes do.
 
     Args:
-        factors: of each op the factor that they cut, ``free``, or None.
+        factors: for each op the factor that they cut, "free", or None.
         parameters: the dim of each parameter that they cut, by node.
-        sequence: of each op the factors that stand for the dim along which sums may be scattered.
-        after_sum: whether some op has such a factor.
+        sequence: for each op the factors that stand for the dim along which sums may be scattered.
     """
 
     factors: Mapping[str, str | None]
@@ -47,17 +46,26 @@ class TensorParallel:
 
 
 def find_tensor_parallel(flow: Dataflow, batch: Mapping[str, frozenset[str]], can_cut: CanCut) -> TensorParallel:
-    """Choose columns and rows; ``batch`` are the factors of each op that stand for the batch, left to the data axes."""
-    walk = _Walk(flow, batch, can_cut)
+    """Choose columns and rows.
+
+    Args:
+        batch: the factors of each op that stand for the batch, which are left to the data axes.
+    """
+    walk = _Labeller(flow, batch, can_cut)
     walk.run()
     starts = {v: frozenset((d,)) for v, d in walk.scattered.items()}
     return TensorParallel(walk.factors, walk.parameters, flow.trace(starts))
 
 
 @dataclass
-class _Walk:
-    """Labels so far. ``unpaired`` are products whose columns could not pass: their cut is left to the solver. ``log``
-    has what was recorded, and ``begun`` its length when each op was come to, so that a walk can go back."""
+class _Labeller:
+    """The labels so far, and what is needed to go back.
+
+    Args:
+        unpaired: products whose columns could not pass; their cut is left to the solver.
+        log: what was recorded, in order.
+        log_length: the length of the log when each op was reached.
+    """
 
     flow: Dataflow
     batch: Mapping[str, frozenset[str]]
@@ -69,10 +77,10 @@ class _Walk:
     parameters: dict[str, Label] = field(default_factory=dict)
     scattered: dict[Value, int] = field(default_factory=dict)
     log: list[tuple[dict[Any, Any], Any]] = field(default_factory=list)
-    begun: dict[str, int] = field(default_factory=dict)
+    log_length: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Label every op; where columns cannot pass, once more from the product that they come from."""
+        """Label every op. Where columns cannot pass, go back to the product that they come from."""
         nodes, order = self.flow.graph.nodes, self.flow.graph.order
         at = 0
         while at < len(nodes):
@@ -80,42 +88,42 @@ class _Walk:
             at += 1
             if node.op == "placeholder" or self._is_state(node):
                 continue
-            self.begun[node.name] = len(self.log)
-            stuck = self._visit(node)
-            if stuck:
-                self.unpaired |= stuck
-                at = min(order[name] for name in stuck)
-                self._forget(self.begun[nodes[at].name])
+            self.log_length[node.name] = len(self.log)
+            blocked = self._visit(node)
+            if blocked:
+                self.unpaired |= blocked
+                at = min(order[name] for name in blocked)
+                self._undo(self.log_length[nodes[at].name])
 
-    def _record(self, kept: dict[Any, Any], key: object, what: object) -> None:
-        if key not in kept:
-            self.log.append((kept, key))
-        kept[key] = what
+    def _record(self, table: dict[Any, Any], key: object, what: object) -> None:
+        if key not in table:
+            self.log.append((table, key))
+        table[key] = what
 
-    def _forget(self, since: int) -> None:
-        for kept, key in self.log[since:]:
-            del kept[key]
+    def _undo(self, since: int) -> None:
+        for table, key in self.log[since:]:
+            del table[key]
         del self.log[since:]
 
     def _is_state(self, node: Node) -> bool:
-        """Made of parameters alone: labelled when its reader is."""
+        """Whether an op reads parameters alone. It is labelled when its reader is."""
         return bool(node.inputs) and all(v in self.flow.state for v in node.inputs)
 
     def _visit(self, node: Node) -> frozenset[str]:
         factor = self._inherited(node)
         starts = frozenset[str]()
         if factor is None and node.phase == "forward":
-            stuck = self._stuck(node)
-            if stuck:
-                return stuck
-            factor, starts = self._started(node)
+            blocked = self._blocked_columns(node)
+            if blocked:
+                return blocked
+            factor, starts = self._new_cut(node)
         if factor is None and any(self.labels.get(v) == FREE for v in node.inputs):
             factor = FREE
-        self._settle(node, factor, starts)
+        self._record_choice(node, factor, starts)
         return frozenset()
 
     def _inherited(self, node: Node) -> str | None:
-        """The factor that most labelled operands ask for, the first among equals."""
+        """Return the factor that most labelled operands ask for, the first among equals."""
         votes: dict[str, int] = {}
         for p, value in enumerate(node.inputs):
             label = self.labels.get(value)
@@ -125,13 +133,13 @@ class _Walk:
                     votes[factor] = votes.get(factor, 0) + 1
         return max(votes, key=lambda f: votes[f]) if votes else None
 
-    def _stuck(self, node: Node) -> frozenset[str]:
-        """Where the cut operands' columns began, if this op needs them whole."""
+    def _blocked_columns(self, node: Node) -> frozenset[str]:
+        """Return the products from whose columns the cut operands come, if this op needs them whole."""
         cut = [v for v in node.inputs if isinstance(self.labels.get(v), int) and v not in self.flow.state]
         return frozenset(o for v in cut for o in self.origins.get(v, ()))
 
-    def _started(self, node: Node) -> tuple[str | None, frozenset[str]]:
-        """A column cut of a product's weight, or a row cut of a lookup's table."""
+    def _new_cut(self, node: Node) -> tuple[str | None, frozenset[str]]:
+        """Return a column cut of a product's weight, or a row cut of a lookup's table."""
         rule = self.flow.rules[node.name]
         weights = list(self.flow.weights(node))
         if rule is None or not weights or len(weights) == len(node.inputs):
@@ -151,7 +159,7 @@ class _Walk:
                 return columns[0], frozenset((node.name,))
         return None, frozenset()
 
-    def _settle(self, node: Node, factor: str | None, starts: frozenset[str]) -> None:
+    def _record_choice(self, node: Node, factor: str | None, starts: frozenset[str]) -> None:
         """Record the choice, and what it means for results and weights."""
         self._record(self.factors, node.name, factor)
         weights = list(self.flow.weights(node))
@@ -170,7 +178,8 @@ class _Walk:
             self._label_state(node, p, factor)
 
     def _ends_freedom(self, node: Node, weights: list[int]) -> bool:
-        """A product of a weight with what was left to the solver is to the solver what a row product is to a column."""
+        """Whether a product of a weight and what was left to the solver ends that freedom, as a row product ends a
+        column."""
         activations = [v for p, v in enumerate(node.inputs) if p not in weights]
         if not weights or node.name in self.unpaired or not self._is_product(node):
             return False
@@ -192,7 +201,7 @@ class _Walk:
             self._assign(value, dim)
 
     def _assign(self, value: Value, label: Label) -> None:
-        """Follow a weight back to its parameter; who comes first decides."""
+        """Follow a weight back to its parameter; the first to come decides."""
         if value in self.labels:
             return
         self._record(self.labels, value, label)
@@ -210,7 +219,8 @@ class _Walk:
             self._label_state(node, p, factor)
 
     def _scatter(self, node: Node, value: Value, weights: list[int]) -> None:
-        """A row product's result: its first dim that is neither the batch's nor the weight's."""
+        """Record the dim along which a row product's sum may be scattered: the first that is neither batch nor
+        weight."""
         rule = self.flow.rules[node.name]
         if node.phase != "forward" or rule is None or not weights:
             return

@@ -1,8 +1,8 @@
-"""Bytes that a collective holds around the exchange itself: what it packs, receives and unpacks. As ``spmd`` does it.
+"""Bytes that a collective holds around the exchange itself: what it packs, receives and unpacks, as ``spmd`` does it.
 
-The wire carries contiguous buffers of equal size: a rank whose shard is short pads a copy of it. What is sent stays
-alive until the collective is waited for: the packed buffer, or the tensor itself where nothing had to be packed. What
-is received becomes the result, or is copied into it. All sizes are those of one rank.
+The wire carries contiguous buffers of equal size, so a rank with a short shard pads a copy of it. What is sent stays
+alive until the collective is waited for: the packed buffer, or the tensor itself if nothing had to be packed. What is
+received becomes the result, or is copied into it. All sizes are those of one rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ REDUCED_BYTES = {
     "float8_e4m3fn": 4,
     "float8_e5m2": 4,
 }
-"""Of an element while it is reduced, for dtypes that backends cannot reduce."""
+"""Bytes of an element while it is reduced, for dtypes that back ends cannot reduce."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Bytes on one rank.
+    """Bytes of a collective on one rank.
 
     Args:
-        sent: of a buffer made to be sent, which lives until the wait; 0 where the tensor itself is sent.
-        launch: held besides what is sent and received, while the one is made and the other begins.
+        sent: of a buffer made for sending, which lives until the wait; 0 if the tensor itself is sent.
+        launch: held besides what is sent and received, while the first is made and the second begins.
         received: held from the launch on.
-        unpacked: of the result where it is another tensor than what was received, which goes when it is made.
-        keeps_source: the tensor itself is sent, and lives until the wait.
+        unpacked: of the result if it is copied from what was received, which is then freed.
+        keeps_source: whether the tensor itself is sent, and so lives until the wait.
     """
 
     sent: int
@@ -48,7 +48,12 @@ class Packing:
 
 
 def packing(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    """What ``step`` holds; ``x`` is the rank's shard, ``after`` the shape of the one that it holds then."""
+    """Return the bytes that ``step`` holds.
+
+    Args:
+        x: the rank's shard.
+        after: the shape of the shard that it holds afterwards.
+    """
     kinds = {
         "all_gather": _all_gather,
         "all_to_all": _all_to_all,
@@ -64,7 +69,7 @@ def packing(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[in
 
 @dataclass(frozen=True)
 class BucketPacking:
-    """Bytes of a collective of several tensors on one rank, which always makes a buffer to be sent.
+    """Bytes on one rank of a collective of several tensors, which always makes a buffer for sending.
 
     Args:
         sent, launch, received: as in ``Packing``.
@@ -84,7 +89,10 @@ def bucket_packing(
     shards: Sequence[Layout],
     after: Sequence[tuple[int, ...]],
 ) -> BucketPacking:
-    """What a bucket holds, whose tensors have one dtype, a floating-point one; shards and shapes as in ``packing``."""
+    """Return the bytes that a bucket holds; shards and shapes are as in ``packing``.
+
+    All tensors have one dtype, a floating-point one.
+    """
     each = [_in_bucket(*one) for one in zip(steps, metas, [mesh] * len(steps), shards, after, strict=True)]
     sent = sum(one.sent for one in each)
     launch, received = sum(one.launch for one in each), sum(one.received for one in each)
@@ -93,41 +101,41 @@ def bucket_packing(
 
 
 def _in_bucket(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    """The share of one tensor. ``launch`` is a copy of it, made where the buffer cannot be filled from it directly."""
+    """Return the share of one tensor. ``launch`` is a copy of it if the buffer cannot be filled from it directly."""
     size = x.numel * meta.itemsize
     if step.kind == "all_reduce":
         return Packing(size, 0 if x.is_contiguous else size, size, 0, keeps_source=False)
-    ways, result = mesh.shape[step.axis], math.prod(after) * meta.itemsize
+    group_size, result = mesh.shape[step.axis], math.prod(after) * meta.itemsize
     if step.kind == "reduce_scatter":
         one = _reduce_scatter(step, meta, mesh, x, after)
-        return Packing(one.received * ways, one.sent, one.received, one.unpacked, keeps_source=False)
-    part = -(-after[step.dim] // ways)
+        return Packing(one.received * group_size, one.sent, one.received, one.unpacked, keeps_source=False)
+    part = -(-after[step.dim] // group_size)
     wire = _numel(after, step.dim, part) * meta.itemsize
     copied = wire if x.shape[step.dim] != part or not x.is_contiguous else 0
-    return Packing(wire, copied, ways * wire, result, keeps_source=False)
+    return Packing(wire, copied, group_size * wire, result, keeps_source=False)
 
 
 def _all_gather(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    ways, length = mesh.shape[step.axis], after[step.dim]
-    part = -(-length // ways)
+    group_size, length = mesh.shape[step.axis], after[step.dim]
+    part = -(-length // group_size)
     wire = _numel(after, step.dim, part) * meta.itemsize
     packed = wire if x.shape[step.dim] != part or not x.is_contiguous else 0
-    joins = step.dim != 0 and (_copied(after[: step.dim], ways) or part * ways != length)
+    joins = step.dim != 0 and (_moves_data(after[: step.dim], group_size) or part * group_size != length)
     joined = math.prod(after) * meta.itemsize if joins else 0
-    return Packing(packed, 0, ways * wire, joined, keeps_source=not packed)
+    return Packing(packed, 0, group_size * wire, joined, keeps_source=not packed)
 
 
 def _all_to_all(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    ways, gathered = mesh.shape[step.axis], after[step.dim]
-    part = -(-gathered // ways)
+    group_size, gathered = mesh.shape[step.axis], after[step.dim]
+    part = -(-gathered // group_size)
     padded = 0
     if x.shape[step.dim] != part:
         x = contiguous(with_length(x.shape, step.dim, part))
         padded = x.numel * meta.itemsize
-    packed, launch = _rows(x, step.to_dim, ways, meta.itemsize)
+    packed, launch = _stacked(x, step.to_dim, group_size, meta.itemsize)
     received = packed or x.numel * meta.itemsize
-    cut = after[step.to_dim] != -(-x.shape[step.to_dim] // ways)
-    joined = _copied(after[: step.dim], ways) or cut or part * ways != gathered
+    cut = after[step.to_dim] != -(-x.shape[step.to_dim] // group_size)
+    joined = _moves_data(after[: step.dim], group_size) or cut or part * group_size != gathered
     result = math.prod(after) * meta.itemsize if joined else 0
     if packed:
         return Packing(packed, max(padded + launch - received, 0), received, result, keeps_source=False)
@@ -144,44 +152,46 @@ def _all_reduce(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tupl
 
 
 def _reduce_scatter(step: Step, meta: TensorMeta, mesh: Mesh, x: Layout, after: tuple[int, ...]) -> Packing:
-    ways, wide = mesh.shape[step.axis], REDUCED_BYTES.get(meta.dtype, meta.itemsize)
+    group_size, wide = mesh.shape[step.axis], REDUCED_BYTES.get(meta.dtype, meta.itemsize)
     size = x.numel * wide
     converted = wide != meta.itemsize
-    sent, launch = _rows(x, step.dim, ways, wide)
+    sent, launch = _stacked(x, step.dim, group_size, wide)
     if converted:
         sent, launch = sent or size, launch + (size if sent else 0)
-    received = (sent or size) // ways
+    received = (sent or size) // group_size
     result = math.prod(after) * meta.itemsize
-    short = after[step.dim] != -(-x.shape[step.dim] // ways) and _copied(x.shape[: step.dim], ways)
-    copied = short or converted or (step.reduction == "avg" and ways > 1)
+    short = after[step.dim] != -(-x.shape[step.dim] // group_size) and _moves_data(x.shape[: step.dim], group_size)
+    copied = short or converted or (step.reduction == "avg" and group_size > 1)
     return Packing(sent, max(launch - received, 0), received, result if copied else 0, keeps_source=not sent)
 
 
-def _rows(x: Layout, dim: int, ways: int, itemsize: int) -> tuple[int, int]:
-    """(bytes of ``x`` cut ``ways`` ways along ``dim`` and stacked, bytes held besides while that is made)."""
-    part = -(-x.shape[dim] // ways)
-    size = _numel(x.shape, dim, part * ways) * itemsize
-    padded = x.shape[dim] != part * ways
+def _stacked(x: Layout, dim: int, group_size: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of ``x`` cut into ``group_size`` parts along ``dim`` and stacked, and those held while this is
+    made."""
+    part = -(-x.shape[dim] // group_size)
+    size = _numel(x.shape, dim, part * group_size) * itemsize
+    padded = x.shape[dim] != part * group_size
     if padded:
-        return size, size if _copied(x.shape[:dim], ways) else 0
-    if x.is_contiguous and not _copied(x.shape[:dim], ways):
+        return size, size if _moves_data(x.shape[:dim], group_size) else 0
+    if x.is_contiguous and not _moves_data(x.shape[:dim], group_size):
         return 0, 0
     return size, 0
 
 
 def _numel(shape: tuple[int, ...], dim: int, n: int) -> int:
-    """Elements with length ``n`` along ``dim``."""
+    """Return the number of elements with length ``n`` along ``dim``."""
     return math.prod(with_length(shape, dim, n))
 
 
-def packs(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
+def needs_packing(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh) -> bool:
     """Whether a gather or a reduce-scatter of one contiguous tensor by itself packs or unpacks it."""
-    return _copied(after.local_shape(meta.shape, mesh)[: step.dim], mesh.shape[step.axis])
+    return _moves_data(after.local_shape(meta.shape, mesh)[: step.dim], mesh.shape[step.axis])
 
 
-def _copied(before: tuple[int, ...], ways: int) -> bool:
-    """Whether stacking or joining ``ways`` parts along a dim moves data: not where all dims before it have length 1."""
-    return ways > 1 and math.prod(before) != 1
+def _moves_data(before: tuple[int, ...], group_size: int) -> bool:
+    """Whether stacking or joining parts along a dim moves data: not if all dims before it have length 1."""
+    return group_size > 1 and math.prod(before) != 1
 
 
 SUMMED = frozenset({"sum", "max", "min"})
+"""Reductions that may be done in place, and for several tensors together."""

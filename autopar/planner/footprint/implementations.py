@@ -1,10 +1,10 @@
-"""What runs an op on a device, and what it moves: torch's kernels one after the other, or one of our own.
+"""The kernels that run an op on a device, and the bytes that they move: torch's one after the other, or one of our own.
 
-Each op has the ways to run it that its device and dtype allow, and every strategy takes the one that moves least. That
-choice changes no spec, so it is made before the problem is stated. An op that is one kernel by itself reads its
-operands and writes its results once, and so does each of ours; what is eager here is composed of several, and moves
-what they hand to each other too. ``docs/kernels.md`` has the formulas. CPUs run no kernels of ours, and what is eager
-there was measured as it is.
+Each op can be run by the kernels that its device and dtype allow, and every strategy takes the implementation that
+moves the fewest bytes. The choice changes no spec, so it is made before the problem is stated. An op that is one kernel
+by itself reads its operands and writes its results once, and so does each of our kernels. An eager op here is composed
+of several kernels, and also moves what they hand to each other. ``docs/kernels.md`` has the formulas. CPUs run none of
+our kernels, and eager ops were measured there as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KERNEL_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 COPIED_DTYPES = KERNEL_DTYPES | {"int8", "uint8", "int16", "int32", "int64"}
 INDEX_BYTES = 8
 SORT_PASSES = 8
-"""Of a radix sort's keys and values: one pass reads and writes for each byte of a key."""
+"""Passes of a radix sort over keys and values. Each reads and writes them once for a byte of the key."""
 
 
 class _Sizes:
@@ -36,18 +36,18 @@ class _Sizes:
         self.result = made[0][0]
 
     def wide(self, nbytes: int, meta: TensorMeta) -> float:
-        """The same elements in the dtype in which sums run."""
+        """Return the bytes of the same elements in the dtype in which sums run."""
         return nbytes / meta.itemsize * max(meta.itemsize, 4)
 
 
 def _lookup(s: _Sizes) -> float:
-    """Where the vocabulary is cut, zeros are put in a second pass over the result."""
+    """A cut vocabulary costs a second pass over the result, which writes zeros."""
     cut = bool(s.option.inputs[0].dims[0])
     return 2.0 * s.written[0] + s.read[1] + (2 * s.written[0] + 4 * s.read[1] if cut else 0)
 
 
 def _lookup_backward(s: _Sizes) -> float:
-    """Masked, converted, added to a table in the wide dtype that was cleared before, and converted back."""
+    """The gradient is masked, converted and added to a cleared table in the wide dtype, which is converted back."""
     grad, table, cut = s.read[0], s.written[0], bool(s.option.outputs[0] and s.option.outputs[0].dims[0])
     half = s.result.itemsize < 4
     masked = 2 * grad if cut else 0
@@ -62,7 +62,7 @@ def _lookup_backward_kernel(s: _Sizes) -> float:
 
 
 def _sumexp(s: _Sizes) -> float:
-    """Differences, their exponentials, and the sum: each a pass."""
+    """The differences, their exponentials and the sum are a pass each."""
     wide = s.wide(s.read[0], s.metas[0])
     return s.read[0] + 4 * wide + s.read[1] + s.written[0]
 
@@ -83,39 +83,39 @@ KERNELS: Mapping[str, tuple[str, Formula, Formula | None]] = {
     "autopar.linear_nll": ("statistics", lambda s: 0.0, None),
     "autopar.linear_nll_backward": ("nll_backward", lambda s: 0.0, None),
 }
-"""By op: our kernel, what the eager op moves, and what the kernel does where that is more than each tensor once."""
+"""By op: our kernel, the bytes that the eager op moves, and the bytes that our kernel moves if not each tensor once."""
 
 
 def implementation(
     node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh, device: str
 ) -> tuple[str, float]:
-    """The kernel of ours that runs an op, empty for none, and the bytes that are moved on the fullest rank."""
+    """Return our kernel that runs an op, empty for none, and the bytes that are moved on the fullest rank."""
     once = bytes_moved(node, option, metas, mesh)
     if device != "cuda" or node.packet not in KERNELS or option.outputs[0] is None:
         return "", once
     name, eager, kernel = KERNELS[node.packet]
     sizes = _Sizes(node, option, metas, mesh)
-    ways = [("", max(once, eager(sizes)))]
+    candidates = [("", max(once, eager(sizes)))]
     if _compute_dtype(node, metas) in KERNEL_DTYPES:
-        ways.insert(0, (name, kernel(sizes) if kernel else once))
-    return min(ways, key=lambda way: way[1])
+        candidates.insert(0, (name, kernel(sizes) if kernel else once))
+    return min(candidates, key=lambda candidate: candidate[1])
 
 
 def _compute_dtype(node: Node, metas: Sequence[TensorMeta]) -> str:
-    """Of the tensor that the op is about: the logits of a loss's gradient, else the first operand."""
+    """Return the dtype of the tensor that the op is about: the logits of a loss's gradient, else the first operand."""
     return metas[1 if node.packet.endswith("nll_backward") else 0].dtype
 
 
-def passes_beside(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
-    """Bytes of each pass that an op makes one after the other beside its product, on every device."""
+def extra_passes(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
+    """Return the bytes of each pass that an op makes before or after its product, on every device."""
     if node.packet in CHUNKED:
         return _chunked(node, option, metas, mesh)
     return _sorting(node, option, metas, mesh) if node.packet in SORTING else ()
 
 
 def _chunked(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
-    """Logits are written and read chunk by chunk; so are they again in the backward, and then their gradient, once for
-    each product."""
+    """Logits are written and read chunk by chunk. The backward does this again, then writes their gradient, and reads
+    it once for each product."""
     backward = node.packet.endswith("_backward")
     x, weight = (option.inputs[i].local_shape(metas[i].shape, mesh) for i in ((1, 2) if backward else (0, 1)))
     logits = math.prod(x[:-1]) * weight[0] * metas[1].itemsize
@@ -124,7 +124,7 @@ def _chunked(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Me
 
 
 def _sorting(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
-    """Over ids, to sort them by expert, and over rows, to bring them into that order and back, as in
+    """Passes over ids, to sort them by expert, and over rows, to bring them into that order and back, as in
     ``autopar.ops.experts``."""
     places = math.prod(option.inputs[2].local_shape(metas[2].shape, mesh))
 
@@ -141,7 +141,7 @@ SORTING = frozenset({"autopar.experts_mm", "autopar.experts_mm_weight"})
 
 
 def packing_kernels(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mesh, device: str) -> tuple[str, ...]:
-    """The kernels that pack what a collective sends and unpack what it receives, where that copies."""
+    """Return the kernels that pack what a collective sends and unpack what it receives, if that copies."""
     if device != "cuda" or meta.dtype not in COPIED_DTYPES or step.kind not in PACKS or step.dim < 0:
         return ()
     shape = after.local_shape(meta.shape, mesh)
@@ -154,3 +154,4 @@ PACKS: Mapping[str, tuple[str, ...]] = {
     "all_gather": ("unpack",),
     "reduce_scatter": ("pack",),
 }
+"""The packing kernels of each kind of collective."""

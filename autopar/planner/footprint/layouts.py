@@ -1,8 +1,8 @@
-"""Strides of local tensors: which ops return a view, and where a dense copy is made because no view would do.
+"""Strides of local tensors: which ops return a view, and where a dense copy is made because no view is possible.
 
-The graph knows shapes alone; but whether ``reshape`` copies, or a collective packs what it sends, is decided by
-strides. They follow from the ops: views change them as torch does, pointwise ops keep the order of their operands'
-dims, and whatever else makes a tensor makes it contiguous.
+The graph knows only shapes, but strides decide whether ``reshape`` copies and whether a collective packs what it sends.
+They follow from the ops: views change them as torch does, pointwise ops keep the order of their operands' dims, and all
+other ops make contiguous tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autopar.planner.footprint.op_work import VIEWS
 from autopar.strategies import find_rule
 
 MAYBE_VIEWS = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten._reshape_alias"})
-"""Lowered to ``reshape``: a view where strides allow it, else a copy."""
+"""Ops that are lowered to ``reshape``: a view if strides allow it, else a copy."""
 
-DENSE = frozenset(
+NEEDS_CONTIGUOUS = frozenset(
     f"aten.{op}"
     for op in (
         "native_group_norm",
@@ -40,10 +40,11 @@ DENSE = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     )
 )
-"""Kernels that read memory as that of contiguous operands, or refuse others. Autograd makes copies for them, which
-capture drops as it drops all; they are given copies here too, of operands that are not contiguous."""
+"""Kernels that read memory as if operands were contiguous, or refuse others. Autograd makes copies for them, which
+capture drops as it drops all copies. The program copies their operands again if they are not contiguous."""
 
 KEEPS_STRIDES = frozenset({"aten.clone", "aten._to_copy", "aten.empty_like", "aten.zeros_like", "aten.full_like"})
+"""Ops whose results have the strides of their operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,13 @@ def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...
 
 
 def narrowed(x: Layout, dim: int, length: int) -> Layout:
-    """``x.narrow(dim, 0, length)``."""
+    """Return the layout of ``x.narrow(dim, 0, length)``."""
     return Layout(with_length(x.shape, dim, length), x.strides)
 
 
 def reshaped(x: Layout, shape: tuple[int, ...]) -> Layout | None:
-    """``x.view(shape)``, or None where only a copy has that shape. As ``at::detail::computeStride``."""
+    """Return the layout of ``x.view(shape)``; None if only a copy can have that shape. As
+    ``at::detail::computeStride``."""
     if not x.numel or not x.shape:
         return contiguous(shape)
     strides = [0] * len(shape)
@@ -111,30 +113,33 @@ def permuted(x: Layout, order: Sequence[int]) -> Layout:
 def results(
     node: Node, operands: Sequence[Layout], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[Layout, ...], bool]:
-    """Layouts of an op's results on one rank, and whether they share the memory of the first operand.
+    """Return the layouts of an op's results on one rank, and whether they share the memory of the first operand.
 
     Args:
-        operands: of its tensors.
-        shapes: local ones of the results.
+        operands: layouts of its tensor operands.
+        shapes: local shapes of the results.
     """
     if not operands:
         return tuple(map(contiguous, shapes)), False
     if node.packet in MAYBE_VIEWS:
         view = reshaped(operands[0], shapes[0])
         return (view or contiguous(shapes[0]),), view is not None
-    if node.packet in VIEWS and not (node.packet in DENSE and not operands[0].is_contiguous):
+    if node.packet in VIEWS and not (node.packet in NEEDS_CONTIGUOUS and not operands[0].is_contiguous):
         return tuple(_view(node, operands[0], shape) for shape in shapes), True
     rule = find_rule(node)
     if node.packet in KEEPS_STRIDES and node.kwarg("memory_format") != "torch.contiguous_format":
-        return tuple(like(operands[:1], shape) for shape in shapes), False
+        return tuple(pointwise_layout(operands[:1], shape) for shape in shapes), False
     if node.packet.startswith("aten.") and rule is not None and rule.elementwise:
-        return tuple(like(operands, shape) for shape in shapes), False
+        return tuple(pointwise_layout(operands, shape) for shape in shapes), False
     return tuple(map(contiguous, shapes)), False
 
 
 def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
-    """Nodes whose results share the memory of their operand: of ``whole`` tensors just these, of shards also those
-    that copy where strides do not allow a view, which only local shapes tell."""
+    """Return the nodes whose results share the memory of their operand.
+
+    If not ``whole``, the tensors are shards, and ops count that copy where strides do not allow a view: only local
+    shapes can tell.
+    """
     if not whole:
         return frozenset(n.name for n in graph.nodes if n.packet in VIEWS and n.inputs)
     found: set[str] = set()
@@ -149,7 +154,8 @@ def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
 
 
 def _view(node: Node, x: Layout, shape: tuple[int, ...]) -> Layout:
-    """A view other than a reshape. ``shape`` tells the lengths, ``x`` and the arguments the strides."""
+    """Return the layout of a view other than a reshape, with lengths from ``shape`` and strides from ``x`` and the
+    arguments."""
     ndim, name = len(x.shape), node.packet.removeprefix("aten.")
     numbers = [a for a in node.args[1:] if isinstance(a, int)]
     if name in ("t", "transpose", "permute"):
@@ -199,8 +205,9 @@ def _order(name: str, node: Node, ndim: int) -> list[int]:
     return order
 
 
-def like(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
-    """What a pointwise op makes: dense, its dims in the order of its operands' strides. As ``TensorIterator``."""
+def pointwise_layout(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
+    """Return the layout of a pointwise op's result: dense, its dims in the order of the operands' strides. As
+    ``TensorIterator``."""
     full = [_broadcast(x, shape) for x in operands]
     if all(x.is_contiguous for x in full if x.shape == shape and 0 not in x.strides) or not shape:
         return contiguous(shape)
@@ -222,7 +229,7 @@ def like(operands: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
 
 
 def _compared(full: Sequence[Layout], inner: int, outer: int) -> int:
-    """1 where dim ``outer`` should lie inside of dim ``inner``, -1 where outside, 0 where operands do not say."""
+    """Return 1 if dim ``outer`` should lie inside of dim ``inner``, -1 if outside, 0 if the operands do not say."""
     for x in full:
         a, b = x.strides[inner], x.strides[outer]
         if not a or not b:

@@ -17,11 +17,11 @@ from autopar.sharding.spec import length, offset
 from autopar.strategies import find_lowering, localize
 
 SCALARS = 64
-"""Bytes of the 0-dim tensors that Python numbers become on the way."""
+"""Bytes of the 0-dim tensors that Python numbers become in between."""
 
 
 BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 17), "cuda": (1 << 27, 1 << 26, 1 << 26)}
-"""Elements that attention, cross-entropy and random numbers work on at a time, by the kind of device; as in
+"""Elements that attention, cross-entropy and random numbers work on at a time, by kind of device; as in
 ``autopar.ops``."""
 
 
@@ -30,8 +30,8 @@ class LocalOp:
     """One op on one rank: its operands and results, as (layout, bytes of an element), and where it runs.
 
     Args:
-        metas: of the whole operands.
-        strategy, mesh, at: on the rank at this coordinate.
+        metas: of the global operands.
+        strategy, mesh, at: the op runs with this strategy on the rank at this coordinate.
     """
 
     node: Node
@@ -49,11 +49,11 @@ class LocalOp:
         if find_lowering(self.node) is None:
             return self.node.packet, self.node.args, dict(self.node.kwargs)
         op, args, kwargs = localize(self.node, self.strategy, self.metas, self.mesh)
-        return op.rpartition(".")[0], self._here(args), {k: self._here(v) for k, v in kwargs}
+        return op.rpartition(".")[0], self._on_rank(args), {k: self._on_rank(v) for k, v in kwargs}
 
-    def _here(self, arg: Any) -> Any:
+    def _on_rank(self, arg: Any) -> Any:
         if isinstance(arg, tuple):
-            return tuple(map(self._here, arg))
+            return tuple(map(self._on_rank, arg))
         if isinstance(arg, LocalChoice):
             return arg.values[self.at[arg.axis]]
         if isinstance(arg, (LocalLength, LocalOffset)):
@@ -69,14 +69,19 @@ class LocalOp:
 
 
 def wide(itemsize: int) -> int:
-    """Bytes of an element in the accumulation dtype."""
+    """Return the bytes of an element in the accumulation dtype."""
     return max(itemsize, 4)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Elements that a rank holds while it makes its window of an operand: rows that it sends in buffers of their own,
-    rows that arrive, padding, and the window, 0 where it is a view of the operand."""
+    """Elements that a rank holds while it makes its window of an operand.
+
+    Args:
+        sent: rows that it sends in buffers of their own.
+        received: rows that arrive.
+        made: the window; 0 if it is a view of the operand.
+    """
 
     sent: int
     received: int
@@ -86,7 +91,7 @@ class Window:
 
 
 def windowed(x: Layout, h: Halo, at: Sequence[int]) -> Window:
-    """The window of shard ``x`` on the rank at coordinate ``at``. As ``spmd.halos`` does it."""
+    """Return the window of shard ``x`` on the rank at coordinate ``at``, as ``spmd.halos`` makes it."""
     own_start, own_stop = own_rows(h.n, len(h.windows))[at[h.axis]]
     start, stop = h.windows[at[h.axis]]
     row = x.numel // max(1, x.shape[h.dim])
@@ -109,8 +114,11 @@ def local_op(
     layouts: Sequence[Layout] | None = None,
     at: Sequence[int] = (),
 ) -> LocalOp:
-    """``node`` on the rank at coordinate ``at``, or on the first. ``layouts``: of its operands, contiguous where not
-    given."""
+    """Return ``node`` as the rank at coordinate ``at`` runs it, by default the first rank.
+
+    Args:
+        layouts: of its operands; contiguous by default.
+    """
     where = tuple(at) if any(at) else None
     shapes = [s.local_shape(m.shape, mesh, where) for m, s in zip(metas, option.inputs, strict=True)]
     given = layouts if layouts is not None else [contiguous(tuple(s)) for s in shapes]
@@ -128,4 +136,4 @@ def local_op(
 
 
 Formulas = Mapping[str, Callable[[LocalOp], int]]
-"""For ops by name, the bytes that each holds beside its operands and results at its worst moment."""
+"""By op name: the bytes that an op holds at its peak, besides its operands and results."""

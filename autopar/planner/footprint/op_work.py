@@ -1,4 +1,5 @@
-"""What an op asks of its device: the kind of kernel, how much of its FLOPs it executes, and the bytes that it moves."""
+"""What an op asks of its device: the kind of kernel, the share of its FLOPs that it executes, and the bytes that it
+moves."""
 
 from __future__ import annotations
 
@@ -45,11 +46,11 @@ VIEWS = frozenset(
 GATHERS = frozenset(
     {"autopar.lookup", "autopar.nll", "aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take"}
 )
-"""Ops that read of their first operand only what they write."""
+"""Ops that read from their first operand only what they write."""
 
 
 def kernel_kind(node: Node, flops: float) -> ComputeKind:
-    """By which curve or roof an op of so many FLOPs is priced."""
+    """Return the curve or roof by which an op with these FLOPs is priced."""
     if node.packet in VIEWS:
         return "view"
     if not flops:
@@ -58,11 +59,14 @@ def kernel_kind(node: Node, flops: float) -> ComputeKind:
 
 
 MASKED_BLOCK = 512
-"""Keys and values that attention kernels skip together where a causal mask hides them, as torch's on CPUs does."""
+"""Keys that attention kernels skip together where a causal mask hides them, as torch's kernels for CPUs do."""
 
 
 def executed_share(node: Node) -> float:
-    """Of the op's FLOPs: attention kernels leave out what a causal mask hides, in whole blocks: half of long rows."""
+    """Return the share of the op's FLOPs that it executes.
+
+    Attention kernels skip what a causal mask hides, in whole blocks: half of the FLOPs for long rows.
+    """
     if "attention" not in node.packet or not node.kwarg("is_causal"):
         return 1.0
     length = max((m.shape[-2] for m in node.outputs if m and len(m.shape) == 4), default=1)
@@ -71,7 +75,7 @@ def executed_share(node: Node) -> float:
 
 @lru_cache(maxsize=65536)
 def local_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh) -> int:
-    """Bytes of the largest shard."""
+    """Return the bytes of the largest shard."""
     return math.prod(spec.local_shape(meta.shape, mesh)) * meta.itemsize
 
 
@@ -83,16 +87,16 @@ def bytes_moved(
     reads: Collection[int] | None = None,
     writes: Collection[int] | None = None,
 ) -> float:
-    """Bytes that the op reads and writes on the fullest rank.
+    """Return the bytes that the op reads and writes on the fullest rank.
 
     Args:
-        metas: of its operands, whose shards ``option`` gives.
+        metas: of its operands; ``option`` gives their shards.
         reads: positions of the operands that count; None for all.
         writes: positions of the results that count; None for all.
     """
     written = [local_bytes(m, s, mesh) if m and s else 0 for m, s in zip(node.outputs, option.outputs, strict=True)]
     read = [local_bytes(m, s, mesh) for m, s in zip(metas, option.inputs, strict=True)]
-    if node.packet in GATHERS and read and not node.kwarg("each"):  # smoothed labels count every class
+    if node.packet in GATHERS and read and not node.kwarg("each"):  # with smoothed labels every class counts
         read[0] = min(read[0], sum(written))
     return float(
         sum(b for i, b in enumerate(read) if reads is None or i in reads)

@@ -1,4 +1,4 @@
-"""Which ops may overwrite an operand: those whose result is memory of its own, and those that can be made in place."""
+"""Which ops may overwrite an operand: ops whose results are memory of their own, and ops that can run in place."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OVERWRITABLE = MAKES_NEW | {
     "autopar.batch_norm",
     "autopar.batch_norm_backward_input",
 }
-"""Those whose results are added to others, or are what an activation is of."""
+"""Ops whose results may be overwritten: they are never views, and are added to others or activated."""
 
 
 OVERWRITING = {
@@ -54,11 +54,12 @@ OVERWRITING = {
     "aten.gelu_backward.default": 1,
     "aten.silu_backward.default": 1,
 }
-"""Ops that can be made in one of their first so many operands."""
+"""Ops that can write their result into one of their first operands, with the number of these."""
 
 
 def may_overwrite(node: Node, graph: Graph) -> bool:
-    """Whether ``node`` can be made in an operand, if that ends there: one of its shape and dtype, as all are."""
+    """Whether ``node`` can overwrite an operand that nobody reads afterwards: one of its result's shape and dtype, as
+    all must be."""
     count = OVERWRITING.get(node.op, 0)
     if not count or not all(isinstance(a, Value) for a in node.args[:count]) or (count == 2 and node.kwargs):
         return False
@@ -67,8 +68,10 @@ def may_overwrite(node: Node, graph: Graph) -> bool:
 
 
 def only_reads(op: Op, graph: Graph) -> bool:
-    """Whether an op is done with its operands once it has run, and makes memory of its own. A kernel for several ops
-    reads when the last of them would."""
+    """Whether an op is done with its operands once it has run, and makes memory of its own.
+
+    A kernel for several ops reads when the last of them would.
+    """
     if op.kind != "compute" or op.alias or op.kernels:
         return False
     return graph.by_name[op.node].packet not in VIEWS | MAYBE_VIEWS

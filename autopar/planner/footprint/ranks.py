@@ -1,5 +1,5 @@
-"""Which ranks of a mesh differ in what they hold: those whose shards of unevenly cut dims, or whose windows on their
-neighbours' shards, have other lengths."""
+"""Which ranks of a mesh differ in what they hold: unevenly cut dims, or windows on neighbours' shards, have other
+lengths."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Cut = tuple[int, tuple[int, ...]]
 
 
 def unequal_ranks(program: Program, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """One coordinate of each kind of rank, the first rank's first: all others hold the same as one of these."""
+    """Return one coordinate of each kind of rank, the first rank's first. All other ranks hold the same as one of
+    these."""
     return _kinds(frozenset(_cuts(program)), frozenset(h for op in program.ops for h in op.halos), mesh)
 
 
 def _cuts(program: Program) -> Iterator[Cut]:
-    """Of all tensors of the program, what cuts their dims."""
+    """Yield how the dims of all tensors of the program are cut."""
     seen: set[tuple[tuple[int, ...], int]] = set()
     for op in program.ops:
         for tensor in op.writes:
@@ -45,12 +46,12 @@ def _kinds(cuts: frozenset[Cut], halos: frozenset[Halo], mesh: Mesh) -> tuple[tu
     return tuple(found.values())
 
 
-def _windows(halos: Sequence[Halo], ways: int) -> list[tuple[object, ...]]:
-    """For each place along an axis and each halo rows of the window, those before and after the dim's ends, and whether
-    all are the rank's own."""
-    found: list[list[object]] = [[] for _ in range(ways)]
+def _windows(halos: Sequence[Halo], group_size: int) -> list[tuple[object, ...]]:
+    """Describe the windows of each rank along an axis: rows, rows before and after the dim's ends, and whether all are
+    its own."""
+    found: list[list[object]] = [[] for _ in range(group_size)]
     for h in halos:
-        for at, ((start, stop), (first, last)) in enumerate(zip(h.windows, own_rows(h.n, ways), strict=True)):
+        for at, ((start, stop), (first, last)) in enumerate(zip(h.windows, own_rows(h.n, group_size), strict=True)):
             inside = first <= start and stop <= last
             found[at].append((stop - start, max(0, -start), max(0, stop - h.n), inside))
     return [*map(tuple, found)]
@@ -65,7 +66,7 @@ def _is_even(n: int, axes: tuple[int, ...], mesh: Mesh) -> bool:
 
 
 def _different(cuts: list[Cut], axis: int, mesh: Mesh, windows: Sequence[object]) -> list[int]:
-    """Places along ``axis`` of which no two cut every dim alike, or have windows alike."""
+    """Return coordinates along ``axis`` that differ in how they cut some dim, or in their windows."""
     before = {n for cut in cuts for n in _lengths_before(*cut, axis, mesh)}
     found: dict[object, int] = {}
     for at in range(mesh.shape[axis]):
@@ -75,7 +76,8 @@ def _different(cuts: list[Cut], axis: int, mesh: Mesh, windows: Sequence[object]
 
 
 def _lengths_before(n: int, axes: tuple[int, ...], axis: int, mesh: Mesh) -> set[int]:
-    """What the axes before ``axis`` may leave of a dim for it to cut; nothing where it cuts none."""
+    """Return the lengths that the axes before ``axis`` may leave of a dim for it to cut; empty if it does not cut the
+    dim."""
     if axis not in axes:
         return set()
     lengths = {n}

@@ -21,7 +21,7 @@ from autopar.sharding import ShardingSpec
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one parameter takes on a device, by kind, for a stored spec."""
+    """Bytes that one parameter takes on a device in its stored spec, by kind."""
 
     parameter: int
     optimizer: int
@@ -30,33 +30,35 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """While the optimizer steps."""
+        """Bytes while the optimizer steps."""
         return self.parameter + self.optimizer + self.gradient + self.step
 
 
-def master_of(dtype: str, options: Options) -> str | None:
-    """The dtype of the master weights of parameters of ``dtype``; None where the optimizer steps on these. A step makes
-    their gradients in it besides."""
+def master_dtype(dtype: str, options: Options) -> str | None:
+    """Return the dtype of the master weights of parameters of ``dtype``; None if the optimizer steps on the parameters.
+
+    With master weights, a step also makes their gradients in that dtype.
+    """
     master = options.dtype_of("master")
     return master if dtype in FLOATS and dtype != master else None
 
 
 def _shard(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, at: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the shard of the rank at coordinate ``at``, or of the largest."""
+    """Return the shape of the shard of the rank at coordinate ``at``, or of the largest."""
     return tuple(spec.local_shape(meta.shape, mesh, at if any(at) else None))
 
 
 def state_bytes(
     meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, trainable: bool, options: Options, at: Sequence[int] = ()
 ) -> StateBytes:
-    """What a parameter, its optimizer state, its gradient and the optimizer's step take on the rank at ``at``, or on
-    the fullest."""
+    """Return what a parameter, its optimizer state, its gradient and the optimizer's step take on the rank at ``at``,
+    or on the fullest."""
     shape = _shard(meta, spec, mesh, at)
     numel = math.prod(shape)
     held = numel * meta.itemsize
     if not trainable:
         return StateBytes(held, 0, 0, 0)
-    master = master_of(meta.dtype, options)
+    master = master_dtype(meta.dtype, options)
     state = optimizer_state_bytes(options.optimizer, numel, meta.dtype, shape=shape, master_dtype=master)
     state += optimizer_scalar_bytes(options.optimizer)
     together = optimizer_mode(options.optimizer, options.device) == "foreach"
@@ -72,14 +74,17 @@ def state_bytes(
 def step_bytes(
     parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options, at: Sequence[int] = ()
 ) -> int:
-    """What the optimizer's step makes on the rank at ``at``, or on the fullest, for all trained parameters in their
-    order."""
+    """Return the bytes that the optimizer's step makes on the rank at ``at``, or on the fullest.
+
+    Args:
+        parameters: all trained parameters in their order.
+    """
     by_dtype: dict[str, list[tuple[int, ...]]] = {}
     for meta, spec in parameters:
         by_dtype.setdefault(meta.dtype, []).append(_shard(meta, spec, mesh, at))
     total = 0
     for dtype, shapes in by_dtype.items():
-        numels, master = list(map(math.prod, shapes)), master_of(dtype, options)
+        numels, master = list(map(math.prod, shapes)), master_dtype(dtype, options)
         total += optimizer_step_bytes(
             options.optimizer, numels, dtype, master_dtype=master, device=options.device, shapes=shapes
         )
@@ -90,7 +95,7 @@ def step_bytes(
 def moved_state_bytes(
     meta: TensorMeta, spec: ShardingSpec, mesh: Mesh, options: Options, at: Sequence[int] = ()
 ) -> int:
-    """Of a parameter's optimizer state what the host can keep: all but the counters."""
+    """Return the bytes of a parameter's optimizer state that the host can keep: all but the counters."""
     held = state_bytes(meta, spec, mesh, True, options, at).optimizer
     return held - optimizer_scalar_bytes(options.optimizer)
 
@@ -98,8 +103,8 @@ def moved_state_bytes(
 def chunk_bytes(
     parameters: Sequence[tuple[TensorMeta, ShardingSpec]], mesh: Mesh, options: Options, at: Sequence[int] = ()
 ) -> int:
-    """The most that parameters whose optimizer state the host keeps bring to the rank at ``at``, or to the fullest,
-    while they step."""
+    """Return the most bytes that parameters with optimizer state on the host bring to the rank at ``at``, or to the
+    fullest, while they step."""
     return largest_chunk_bytes(
         [
             (

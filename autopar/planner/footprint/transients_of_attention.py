@@ -1,11 +1,11 @@
-"""What attention holds beside its results while it runs."""
+"""What attention holds besides its results while it runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from autopar.ir import Node
-from autopar.planner.footprint.layouts import Layout, contiguous, like, permuted
+from autopar.planner.footprint.layouts import Layout, contiguous, permuted, pointwise_layout
 from autopar.planner.footprint.local_op import BLOCKS, SCALARS, Formulas, LocalOp, wide
 
 
@@ -38,9 +38,11 @@ class _Scores:
 
 
 def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
-    """Bytes that torch's kernel for CPUs takes beside the results: the additive mask and copies of operands whose rows
-    are apart, and after these, copies of results that it lays out in another way; None where it is not taken. Operand
-    ``q`` is followed by k, v and the mask."""
+    """Return the bytes that torch's kernel for CPUs takes besides the results; None if it is not used.
+
+    It holds the additive mask and copies of operands whose rows are apart, and after these, copies of results that it
+    lays out in another way. Operand ``q`` is followed by k, v and the mask.
+    """
     x, v = op.operands[q], op.operands[q + 2]
     if op.device != "cpu" or op.node.kwarg("dropout_p") or x[0].shape[-1] != v[0].shape[-1]:
         return None
@@ -58,7 +60,7 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
     copied = sum(op.nbytes(y) for y in read if not _in_rows(y[0]))
     laid = [_by_rows(r.shape) for r, _ in op.results]
     if q == 0:
-        laid[0] = like([x[0] if _in_rows(x[0]) else contiguous(x[0].shape)], x[0].shape)
+        laid[0] = pointwise_layout([x[0] if _in_rows(x[0]) else contiguous(x[0].shape)], x[0].shape)
     again = sum(op.nbytes(r) for r, made in zip(op.results, laid, strict=True) if not made.is_contiguous)
     return max(making + mask - op.written, mask + copied, again)
 
@@ -68,7 +70,7 @@ def _in_rows(x: Layout) -> bool:
 
 
 def _by_rows(shape: tuple[int, ...]) -> Layout:
-    """[batch, heads, rows, ...], in memory [batch, rows, heads, ...]."""
+    """Return the layout of [batch, heads, rows, ...] that lies in memory as [batch, rows, heads, ...]."""
     order = (0, 2, 1, *range(3, len(shape)))
     return permuted(contiguous(tuple(shape[i] for i in order)), order)
 

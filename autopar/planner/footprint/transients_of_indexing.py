@@ -1,4 +1,4 @@
-"""What lookups and scatters hold beside their results while they run."""
+"""What lookups and scatters hold besides their results while they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _has_part(table: Layout, whole: TensorMeta | None) -> bool:
 
 
 def _lookup(op: LocalOp) -> int:
-    """Where the vocabulary is cut, indices and which of them are here."""
+    """With a cut vocabulary: the local indices, and which of them are on this rank."""
     n = op.operands[1][0].numel
     return 26 * n + SCALARS if _has_part(op.operands[0][0], op.metas[0]) else max(0, 3 * n - op.written)
 
@@ -30,8 +30,11 @@ def _lookup_backward(op: LocalOp) -> int:
 
 
 def _random(op: LocalOp) -> int:
-    """Runs of elements that are neighbours in the whole; of those that are drawn at a time words of random bits, what
-    they are mixed with, and the numbers or masks that they become."""
+    """Positions of the rank's elements in the whole tensor, and what is drawn at a time.
+
+    The first are runs of elements that are neighbours in the whole tensor. The second are words of random bits, what
+    they are mixed with, and the numbers or masks that they become.
+    """
     (made, size), block = op.results[0], BLOCKS[op.device][2]
     whole, cut, n = op.node.kwarg("global_shape", ()), len(made.shape), 1
     assert isinstance(whole, tuple)
@@ -45,64 +48,65 @@ def _random(op: LocalOp) -> int:
     return copy + 16 * runs + 24 * rows + rows * (16 * (width // 2 + 1) + becomes * width) + SCALARS
 
 
-PLACED = 17
-"""Bytes for each index of a dim that is cut: where it is here, twice, and whether."""
+INDEX_SCRATCH = 17
+"""Bytes for each index of a cut dim: its local position, twice, and whether it is on this rank."""
 
 
 def _gather_part(op: LocalOp) -> int:
-    return PLACED * op.operands[1][0].numel
+    return INDEX_SCRATCH * op.operands[1][0].numel
 
 
 def _index_of(op: LocalOp, position: int) -> int:
-    """Elements of the index of the dim that is cut, which is argument ``position`` of the op; operands are in order."""
+    """Return the number of elements of the cut dim's index, which is argument ``position``. Operands are in that
+    order."""
     indices = op.call[1][1]
     return op.operands[1 + sum(i is not None for i in indices[: op.call[1][position]])][0].numel
 
 
 def _index_part(op: LocalOp) -> int:
-    """Also whether each element of the result is here."""
-    return PLACED * _index_of(op, 2) + op.results[0][0].numel + 2
+    """Also a flag for each element of the result that is on this rank."""
+    return INDEX_SCRATCH * _index_of(op, 2) + op.results[0][0].numel + 2
 
 
 def _spilling(op: LocalOp) -> tuple[Layout, int]:
-    """A copy of the first operand with a place more along the dim that is cut, and that dim."""
+    """Return the layout of a copy of the first operand with one more row along the cut dim, and that dim."""
     dim = op.call[1][SPILLING[op.call[0]]]
     shape = op.results[0][0].shape
     return contiguous(with_length(shape, dim, shape[dim] + 1)), dim
 
 
-def surplus(op: LocalOp) -> int:
-    """Bytes by which the memory of a result is longer than the result: of which it is the first rows."""
+def excess_bytes(op: LocalOp) -> int:
+    """Return the bytes by which the memory of a result is larger than the result, which is its first rows."""
     if op.call[0] not in SPILLING or not op.operands:
         return 0
     big, dim = _spilling(op)
     size = op.results[0][1]
-    return 0 if _copied_out(big, dim) else big.numel * size - op.written
+    return 0 if _is_copied_out(big, dim) else big.numel * size - op.written
 
 
-def _copied_out(big: Layout, dim: int) -> bool:
+def _is_copied_out(big: Layout, dim: int) -> bool:
     return not narrowed(big, dim, big.shape[dim] - 1).is_contiguous
 
 
-def _spilled(op: LocalOp, n: int, beside: int) -> int:
-    """With ``n`` indices, of which ``beside`` bytes are placed while the copy is there."""
+def _spill_bytes(op: LocalOp, n: int, beside: int) -> int:
+    """Return the bytes with ``n`` indices, whose positions are found while the copy is there if ``beside``."""
     big, dim = _spilling(op)
     held = big.numel * op.results[0][1]
-    if _copied_out(big, dim):
-        return max(PLACED * n + (held if beside else 0) - op.written, 8 * n + held)
-    return max(PLACED * n - (0 if beside else held), 8 * n)
+    if _is_copied_out(big, dim):
+        return max(INDEX_SCRATCH * n + (held if beside else 0) - op.written, 8 * n + held)
+    return max(INDEX_SCRATCH * n - (0 if beside else held), 8 * n)
 
 
 def _index_put_part(op: LocalOp) -> int:
-    return _spilled(op, _index_of(op, 4), 0)
+    return _spill_bytes(op, _index_of(op, 4), 0)
 
 
 def _scatter_part(op: LocalOp) -> int:
-    return _spilled(op, op.operands[1][0].numel, 1)
+    return _spill_bytes(op, op.operands[1][0].numel, 1)
 
 
 SPILLING = {"autopar.scatter_part": 1, "autopar.index_write_part": 1, "autopar.index_put_part": 4}
-"""Ops that write what lies elsewhere into a place of its own, and which of their arguments is the dim."""
+"""Ops that write what lies on other ranks into an extra row, and which of their arguments is the dim."""
 
 
 FORMULAS: Formulas = {

@@ -1,4 +1,4 @@
-"""What losses hold beside their results while they run."""
+"""What losses hold besides their results while they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CHUNKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 LEAST_CLASSES = 128
-"""Logits of a chunk, and its fewest classes; as in ``autopar.ops.linear_nll``."""
+"""Logits of a chunk (``CHUNKS``), and the least number of its classes; as in ``autopar.ops.linear_nll``."""
 
 
 def _rows_of(x: Layout) -> int:
@@ -17,7 +17,7 @@ def _rows_of(x: Layout) -> int:
 
 
 def _class_block(op: LocalOp, x: tuple[Layout, int]) -> int:
-    """Elements of the logits that are worked on at a time."""
+    """Return the elements of the logits that are worked on at a time."""
     v = max(1, x[0].shape[-1])
     return min(_rows_of(x[0]), max(1, BLOCKS[op.device][1] // v)) * v
 
@@ -50,7 +50,8 @@ def _nll(op: LocalOp) -> int:
 
 
 def _class_weights(op: LocalOp, plain: int, itemsize: int) -> int:
-    """Of classes with weights, which come after ``plain`` operands, the weights in the accumulation dtype."""
+    """Return the bytes of class weights in the accumulation dtype; they come after ``plain`` operands if there are
+    any."""
     if op.node.packet.startswith("autopar.linear"):
         plain += len(op.operands) % 2 == 0
     return op.operands[-1][0].numel * wide(itemsize) + SCALARS if len(op.operands) > plain else 0
@@ -68,7 +69,7 @@ def _nll_backward(op: LocalOp) -> int:
 
 
 def _chunk(op: LocalOp, x: Layout, classes: int) -> int:
-    """Logits of a chunk of classes."""
+    """Return the number of logits in a chunk of classes."""
     rows = _rows_of(x)
     step = max(LEAST_CLASSES, CHUNKS[op.device] // max(1, rows) // LEAST_CLASSES * LEAST_CLASSES)
     return rows * min(step, classes)
@@ -89,8 +90,10 @@ def _linear_nll(op: LocalOp) -> int:
 
 
 def _linear_nll_backward(op: LocalOp) -> int:
-    """A chunk of logits and its gradient; in half precision also the gradient of x in the accumulation dtype, to which
-    that of each chunk is added."""
+    """A chunk of logits and its gradient.
+
+    In half precision also the gradient of x in the accumulation dtype, to which that of each chunk is added.
+    """
     (x, size), (weight, _) = op.operands[1:3]
     mask, rows = op.call[2]["mask"], _rows_of(x)
     chunk = _chunk(op, x, weight.shape[0])
@@ -104,7 +107,7 @@ def _linear_nll_backward(op: LocalOp) -> int:
 
 
 def _ctc(op: LocalOp) -> int:
-    """A table of the widest labels for each frame; both, and the gradient, at least in single precision."""
+    """A table of the widest labels for each frame, and the gradient, both at least in single precision."""
     (x, size), (targets, _) = op.operands[:2]
     frames, samples = x.shape[:2]
     table = samples * frames * (2 * targets.shape[1] + 1) * wide(size)

@@ -1,4 +1,4 @@
-"""What norms and softmax hold beside their results while they run."""
+"""What norms and softmax hold besides their results while they run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.planner.footprint.local_op import SCALARS, Formulas, LocalOp, wide
 _NORM, _NORM_BACKWARD, _SCAN, _SOFTMAX = (0, 1, 1, 2), (3, 2, 3, 3.5), (0, 1, 1, 2), (0, 0, 1, 1.5)
 
 
-COPIES: Mapping[str, tuple[float, float, float, float]] = {
+SCRATCH: Mapping[str, tuple[float, float, float, float]] = {
     **dict.fromkeys(("aten._softmax", "aten._log_softmax", "aten._safe_softmax"), _SOFTMAX),
     "aten._softmax_backward_data": (1, 0, 2, 2),
     "aten._log_softmax_backward_data": (0, 1, 1, 2.5),
@@ -28,25 +28,32 @@ COPIES: Mapping[str, tuple[float, float, float, float]] = {
         _NORM_BACKWARD,
     ),
 }
-"""Of ops along a dim that is cut: copies of the largest operand in the accumulation dtype that are held at once while
-ranks make their summaries, and beside the results while they finish the op with those of all; then the same of operands
-in half precision."""
+"""Scratch of ops along a cut dim, as multiples of the largest operand in the accumulation dtype.
+
+The numbers are what is held at once while ranks make their summaries, and beside the results while they finish the op
+with the summaries of all; then the same two for operands in half precision.
+"""
 
 
 EXTREMA = frozenset({"aten.cummax", "aten.cummin"})
-"""These hold values and places."""
+"""Ops that hold values and positions."""
 
 
-def told_bytes(op: LocalOp, gathered: int) -> int:
-    """Of an op whose ranks tell each other summaries, ``gathered`` bytes in all: these, combined, and what the formulas
-    before and after make of the largest operand."""
+def summary_bytes(op: LocalOp, gathered: int) -> int:
+    """Return the transients of an op whose ranks exchange summaries.
+
+    These are the summaries, also combined, and what the formulas before and after make of the largest operand.
+
+    Args:
+        gathered: bytes of all summaries.
+    """
     if not gathered:
         return 0
     x, size = max(op.operands, key=op.nbytes)
     if op.node.packet in EXTREMA:
         before, after = x.numel * (size + 8), x.numel * (size + 10)
     else:
-        copies = COPIES.get(op.node.packet, (0, 0, 0, 0))[2 if size < 4 else 0 :]
+        copies = SCRATCH.get(op.node.packet, (0, 0, 0, 0))[2 if size < 4 else 0 :]
         before, after = (int(c * x.numel * wide(size)) for c in copies[:2])
     return max(before - op.written, after) + 5 * gathered // 2 + SCALARS
 
@@ -65,8 +72,8 @@ def _batch_norm(op: LocalOp) -> int:
 
 
 def _in_single_precision(op: LocalOp, x: tuple[Layout, int]) -> int:
-    """Of a half-precision operand two tensors in single precision, which are gone, or one of them, when the result is
-    made; of another the result before it is made contiguous."""
+    """For a half-precision operand: two tensors in single precision, which are freed before the result is made, or one
+    beside it. For others: the result before it is made contiguous."""
     if x[1] < 4:
         return max(2 * x[0].numel * 4 - op.written, x[0].numel * 4)
     return 0 if x[0].is_contiguous else op.written

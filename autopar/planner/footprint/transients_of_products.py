@@ -1,4 +1,4 @@
-"""What products hold beside their results while they run."""
+"""What products hold besides their results while they run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from autopar.planner.footprint.local_op import Formulas, LocalOp
 from autopar.sharding import Step
 
 
-def held_by_ring(op: LocalOp, step: Step, operand: int, ways: int) -> int:
-    """Bytes of a contraction decomposed beside ``step``, besides what it reads and makes: blocks on their way, one part
-    of the product, and what making it holds. As ``spmd.products`` does it.
+def ring_bytes(op: LocalOp, step: Step, operand: int, group_size: int) -> int:
+    """Return the bytes of a contraction decomposed beside ``step``, besides what it reads and makes.
+
+    These are blocks on their way, one part of the product, and what making it holds, as in ``spmd.products``.
 
     Args:
-        op: the contraction, of a gather with the operand that is gathered as it is before.
+        op: the contraction; the operand of a gather is as it is before.
         operand: the one that is cut.
     """
     found = terms(op.node)
@@ -29,20 +30,22 @@ def held_by_ring(op: LocalOp, step: Step, operand: int, ways: int) -> int:
     out_dim = found.becomes(operand, step.dim) if gathers else step.dim
     assert out_dim is not None
     dim = step.dim if gathers else found.operands[operand].index(found.out[out_dim])
-    length = -(-result.shape[out_dim] // ways)
+    length = -(-result.shape[out_dim] // group_size)
     block = contiguous(with_length(layout.shape, dim, length)) if gathers else narrowed(layout, dim, length)
     part = contiguous(with_length(result.shape, out_dim, length))
     operands = tuple((block, size) if i == operand else o for i, o in enumerate(op.operands))
-    making = _contract(replace(op, operands=operands, results=((part, result_size),)))
+    product_bytes = _contract(replace(op, operands=operands, results=((part, result_size),)))
     if not gathers:
-        return 2 * part.numel * result_size + making
+        return 2 * part.numel * result_size + product_bytes
     copied = 0 if layout.is_contiguous else layout.numel * size
-    return copied + min(ways - 1, 2) * block.numel * size + part.numel * result_size + making
+    return copied + min(group_size - 1, 2) * block.numel * size + part.numel * result_size + product_bytes
 
 
 def _contract(op: LocalOp) -> int:
-    """Copies of operands whose dims cannot be merged by a view; the product before its dims are reordered. Where
-    nothing is summed, neither."""
+    """Copies of operands whose dims no view can merge, and the product before its dims are reordered.
+
+    Neither is made if nothing is summed.
+    """
     equation = next(a for a in (*op.node.args, *(a for _, a in op.node.kwargs)) if isinstance(a, str))
     left, out = equation.replace(" ", "").split("->")
     x, w = left.split(",")
@@ -69,7 +72,7 @@ def _contract(op: LocalOp) -> int:
 
 
 def _merged(x: tuple[Layout, int], letters: str, groups: Sequence[Sequence[str]]) -> int:
-    """Bytes of the copy that brings the dims of each group together; 0 where a view does."""
+    """Return the bytes of the copy that brings the dims of each group together; 0 if a view does."""
     order = [letters.index(c) for group in groups for c in group]
     y = permuted(x[0], order)
     if all(len(g) == 1 for g in groups):
@@ -80,24 +83,24 @@ def _merged(x: tuple[Layout, int], letters: str, groups: Sequence[Sequence[str]]
 
 
 def _factors(op: LocalOp) -> int:
-    """At most: a copy of the matrix in the layout that is asked for, where it has another, and one of each result in
-    that of LAPACK."""
+    """At most a copy of the matrix in the requested layout, and a copy of each result in that of LAPACK."""
     a, size = op.operands[0]
     order = (*range(len(a.shape) - 2), len(a.shape) - 1, len(a.shape) - 2)
     there = a if op.call[2]["contiguous"] else permuted(a, order)
     return op.written + (0 if there.is_contiguous else a.numel * size)
 
 
-SORTED = 8
-"""Bytes of a place among the rows that are sorted by expert."""
+POSITION_BYTES = 8
+"""Bytes of a position among the rows that are sorted by expert."""
 
 
 def _experts_mm(op: LocalOp) -> int:
-    """While the ids are sorted; rows in the order of their experts, then the product in that order, then in its own."""
+    """The sorting of ids; then rows in the order of their experts, the product in that order, and the product in its
+    own."""
     (rows, size), (weight, _), (ids, _) = op.operands
     if not ids.numel or not weight.numel:
         return 0
-    places = ids.numel * (4 if op.device == "cuda" else 1) * SORTED + weight.shape[0] * 4
+    places = ids.numel * (4 if op.device == "cuda" else 1) * POSITION_BYTES + weight.shape[0] * 4
     taken = ids.numel * rows.shape[-1] * size
     return max(_sorting(ids.numel, weight.shape[0]) - op.written, places + max(taken, op.written))
 
@@ -108,12 +111,13 @@ def _experts_mm_weight(op: LocalOp) -> int:
     if not ids.numel or not op.written:
         return 0
     taken = ids.numel * (rows.shape[-1] + grad.shape[-1]) * size
-    return max(_sorting(ids.numel, experts) - op.written, ids.numel * SORTED + experts * 4 + taken)
+    return max(_sorting(ids.numel, experts) - op.written, ids.numel * POSITION_BYTES + experts * 4 + taken)
 
 
 def _sorting(n: int, experts: int) -> int:
-    """Bytes while n ids are sorted and the ends of ``experts`` are found: ids, sorted ids, their places."""
-    return 3 * n * SORTED + experts * (SORTED + 4)
+    """Return the bytes while n ids are sorted and the ends of ``experts`` are found: ids, sorted ids, their
+    positions."""
+    return 3 * n * POSITION_BYTES + experts * (POSITION_BYTES + 4)
 
 
 FORMULAS: Formulas = {

@@ -1,4 +1,4 @@
-"""What ops with windows (convolution, pooling, interpolation) hold beside their results while they run."""
+"""What ops with windows (convolution, pooling, interpolation) hold besides their results while they run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from autopar.planner.footprint.local_op import Formulas, LocalOp, wide
 
 
 def _resized(x: Layout, dims: Sequence[int], sizes: Sequence[int]) -> int:
-    """Elements with other lengths along ``dims``."""
+    """Return the number of elements with other lengths along ``dims``."""
     return math.prod(dict(zip(dims, sizes, strict=True)).get(d, n) for d, n in enumerate(x.shape))
 
 
-def _beside_gradient(op: LocalOp, wide: int, made: int) -> int:
-    """Of a gradient of more rows than are the rank's own, for an operand of the same size that gives its shape alone:
-    the two, or the one and its part, whose rows are copied."""
+def _padded_gradient(op: LocalOp, wide: int, made: int) -> int:
+    """Return the bytes of a gradient with more rows than the rank's own.
+
+    It is made beside an operand of the same size that gives only its shape, or beside its own part, whose rows are
+    copied.
+    """
     return max(2 * wide, wide + (made if made != wide else 0)) - op.written
 
 
@@ -30,11 +33,11 @@ def _convolution_part_backward(op: LocalOp) -> int:
         (grad.shape[d] - 1) * given["stride"][d - 2] + given["dilation"][d - 2] * (weight.shape[d] - 1) + 1
         for d in dims
     ]
-    return _beside_gradient(op, _resized(x, dims, rows) * size, op.nbytes(op.results[0]))
+    return _padded_gradient(op, _resized(x, dims, rows) * size, op.nbytes(op.results[0]))
 
 
 def _avg_pool_part(op: LocalOp) -> int:
-    """By what averages at an end of a cut dim are divided, one dim after the other."""
+    """The divisors of averages at an end of a cut dim, one dim after the other."""
     made, size = op.results[0]
     given, held = op.call[2], [0]
     for dim, pad, start, n in zip(*(given[k] for k in ("dims", "pads", "starts", "whole")), strict=True):
@@ -53,11 +56,11 @@ def _avg_pool_part_backward(op: LocalOp) -> int:
     dims, first = given["dims"], len(x.shape) - len(given["kernel"])
     rows = [(grad.shape[d] - 1) * given["stride"][d - first] + given["kernel"][d - first] for d in dims]
     counted = grad.numel * size if given["pads"] else 0
-    return counted + _beside_gradient(op, _resized(x, dims, rows) * size, op.written)
+    return counted + _padded_gradient(op, _resized(x, dims, rows) * size, op.written)
 
 
 def _convolution_transposed_part(op: LocalOp) -> int:
-    """More rows than are the rank's own."""
+    """The result with more rows than the rank's own."""
     (x, _), (weight, _), (made, size) = op.operands[0], op.operands[1], op.results[0]
     given = op.call[2]
     each = (given[k] for k in ("stride", "padding", "dilation", "output_padding"))
@@ -78,21 +81,21 @@ def _convolution_transposed_part_backward(op: LocalOp) -> int:
     return 0 if whole or not any(given["mask"][:2]) else math.prod(shape) * size
 
 
-MOVED = 26
-"""Bytes for each place in an image that is found in another: integers, and flags of what is inside."""
+POSITION_BYTES = 26
+"""Bytes for each position in an image that is found in another: integers, and flags of what is inside."""
 
 
 def _max_pool_part(op: LocalOp) -> int:
-    return op.results[1][0].numel * MOVED
+    return op.results[1][0].numel * POSITION_BYTES
 
 
 def _max_pool_part_backward(op: LocalOp) -> int:
     (index, _), (_, size) = op.operands[2], op.operands[0]
-    return max(index.numel * MOVED - op.written, index.numel * (17 + size))
+    return max(index.numel * POSITION_BYTES - op.written, index.numel * (17 + size))
 
 
 def _interpolate_part(op: LocalOp) -> int:
-    """Dim by dim: rows that are weighted are added to others."""
+    """Dim by dim, weighted rows are added to others."""
     (x, size), given = op.operands[0], op.call[2]
     several = not given["kind"].startswith("nearest")
     held = 0 if not several or size >= 4 else x.numel * 4
@@ -100,7 +103,7 @@ def _interpolate_part(op: LocalOp) -> int:
     for dim, n in enumerate(given["size"], len(shape) - len(given["size"])):
         shape = with_length(shape, dim, n)
         made = math.prod(shape) * wide_size
-        most = max(most, held + made * (1 + several) + VECTORS[given["kind"]] * n)
+        most = max(most, held + made * (1 + several) + ROW_BYTES[given["kind"]] * n)
         held = made
     if wide_size != size:
         return max(most, held + op.written) - op.written
@@ -114,13 +117,13 @@ def _interpolate_part_backward(op: LocalOp) -> int:
     for dim, n in enumerate(given["size"], len(shape) - len(given["size"])):
         rows, shape = shape[dim], with_length(shape, dim, n)
         made = math.prod(shape) * wide(size)
-        most = max(most, held + made + now + VECTORS[given["kind"]] * rows)
+        most = max(most, held + made + now + ROW_BYTES[given["kind"]] * rows)
         held = now = made
     return max(most, held + op.written if size < 4 else 0) - op.written
 
 
-VECTORS = {"nearest": 48, "nearest_exact": 48, "linear": 64, "cubic": 136}
-"""Bytes for each row of a result: places and weights of what it comes from."""
+ROW_BYTES = {"nearest": 48, "nearest_exact": 48, "linear": 64, "cubic": 136}
+"""Bytes for each row of a result: positions and weights of what it comes from."""
 
 
 FORMULAS: Formulas = {

@@ -1,11 +1,12 @@
-"""Gradients that add up over several micro-batches, as part of the program.
+"""Gradients that accumulate over several micro-batches, as part of the graph.
 
-Every gradient of a parameter gets an *accumulator*: an input of the backward that holds the sum so far, and an op that
-adds to it. Its spec is a decision like any other. In the parameter's own spec a gradient is reduced in every
-micro-batch, and little is held; as a partial sum it is reduced in the last one only, which costs the memory of what is
-not reduced yet; and between the two it may be reduced over some mesh axes at once and over others in the end.
+Every gradient of a parameter gets an *accumulator*, which is an input of the backward that holds the sum so far, and an
+op that adds to it. The accumulator's spec is a decision like any other. In the parameter's own spec a gradient is
+reduced in every micro-batch, and little is held. As a partial sum it is reduced in the last micro-batch only, which
+costs the memory of what is not reduced yet. Between the two, it may be reduced over some mesh axes at once and over
+others at the end.
 
-All micro-batches but the last run the same program without the *delivery*: what takes a sum to its parameter.
+All micro-batches but the last run the *accumulation program*: the same without what takes the sums to their parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from autopar.planner.footprint.op_work import VIEWS
 from autopar.program import Op, Program
 
 
-def summing(graph: Graph, steps: int, reduce: str | None) -> Graph:
-    """``graph`` with the sums of its parameters' gradients made explicit.
+def with_gradient_sums(graph: Graph, steps: int, reduce: str | None) -> Graph:
+    """Return ``graph`` with the sums of its parameters' gradients made explicit.
 
     Args:
-        steps: micro-batches; more than one have an accumulator for each gradient.
-        reduce: the dtype in which gradients add up over micro-batches and ranks; None is their own.
+        steps: micro-batches; with more than one each gradient has an accumulator.
+        reduce: the dtype in which gradients are summed over micro-batches and ranks; None for their own.
     """
     if reduce is not None:
         graph = _widened(graph, reduce)
@@ -31,7 +32,7 @@ def summing(graph: Graph, steps: int, reduce: str | None) -> Graph:
 
 
 def _widened(graph: Graph, dtype: str) -> Graph:
-    """Every gradient of a parameter in ``dtype``. Who takes it casts it back, once it is whole."""
+    """Cast every gradient of a parameter to ``dtype``. Its reader casts it back once it is reduced."""
     taken = {n.name for n in graph.nodes}
     after: dict[str, list[Node]] = {}
     outputs = []
@@ -39,7 +40,7 @@ def _widened(graph: Graph, dtype: str) -> Graph:
         made, meta = graph.by_name[output.value.node], graph.meta(output.value)
         if is_gradient(output) and meta.dtype != dtype and meta.dtype in FLOATS:
             cast = Node(
-                _unused(f"{made.name}_{dtype}", taken),
+                _unused_name(f"{made.name}_{dtype}", taken),
                 "aten._to_copy.default",
                 (output.value,),
                 (("dtype", f"torch.{dtype}"),),
@@ -56,7 +57,7 @@ def _widened(graph: Graph, dtype: str) -> Graph:
 
 
 def _accumulating(graph: Graph) -> Graph:
-    """``graph`` with an accumulator for each parameter's gradient."""
+    """Return ``graph`` with an accumulator for each parameter's gradient."""
     taken = {n.name for n in graph.nodes}
     after: dict[str, list[Node]] = {}
     inputs, outputs = list(graph.inputs), []
@@ -66,8 +67,8 @@ def _accumulating(graph: Graph) -> Graph:
             outputs.append(output)
             continue
         gradient = graph.by_name[output.value.node]
-        name = _unused(f"{owner[output.name]}_accumulated", taken)
-        total = _unused(f"{owner[output.name]}_total", taken)
+        name = _unused_name(f"{owner[output.name]}_accumulated", taken)
+        total = _unused_name(f"{owner[output.name]}_total", taken)
         meta = graph.meta(output.value)
         inputs.append(Input(name, "accumulator", output.name))
         after.setdefault(gradient.name, []).extend(
@@ -90,7 +91,7 @@ def _accumulating(graph: Graph) -> Graph:
 
 
 def widened(graph: Graph, dtype: str | None) -> frozenset[Value]:
-    """Gradients that ranks may not add up before they are cast to ``dtype``, in which they are to be reduced."""
+    """Return gradients that ranks may not sum before they are cast to ``dtype``, in which they are to be reduced."""
     if dtype is None:
         return frozenset()
     sums = (graph.by_name[o.value.node] for o in graph.outputs if is_gradient(o))
@@ -113,15 +114,15 @@ def is_gradient(output: Output) -> bool:
     return output.kind == "gradient" and not output.name.startswith("input:")
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unused_name(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_"
     taken.add(name)
     return name
 
 
-def totals(graph: Graph) -> dict[str, tuple[Value, Value]]:
-    """For each accumulated parameter the accumulator and the value that takes its place, in the order of the graph."""
+def accumulated_sums(graph: Graph) -> dict[str, tuple[Value, Value]]:
+    """Return for each accumulated parameter the accumulator and the new sum, in the order of the graph."""
     meanings = (graph.input_of[n.name] for n in graph.nodes if n.op == "placeholder")
     return {
         i.name: (Value(i.node), Value(graph.consumers[Value(i.node)][0][0].name))
@@ -130,17 +131,18 @@ def totals(graph: Graph) -> dict[str, tuple[Value, Value]]:
     }
 
 
-def without_delivery(program: Program, graph: Graph) -> Program:
-    """The program of all micro-batches but the last: it returns the accumulators' new values instead of gradients."""
+def accumulation_program(program: Program, graph: Graph) -> Program:
+    """Return the program of all micro-batches but the last, which returns new sums instead of gradients."""
     kept = [(o, name) for o, name in program.results if not is_gradient(o)]
-    added = [(Output(new, "accumulator", name), str(new)) for name, (_, new) in totals(graph).items()]
+    added = [(Output(new, "accumulator", name), str(new)) for name, (_, new) in accumulated_sums(graph).items()]
     results = (*kept, *added)
     ops = tuple(_needed(program, {name for _, name in results}))
     return replace(program, ops=ops, results=results, state_transfer_s=0.0)
 
 
 def _needed(program: Program, needed: set[str]) -> Iterator[Op]:
-    """The forward whole, since what it keeps must be the same, and of the backward what leads to ``needed``."""
+    """Yield the whole forward, since it must keep the same values, and the ops of the backward that lead to
+    ``needed``."""
     found: list[Op] = []
     for op in reversed(program.ops):
         waits = op.kind == "wait" and op.reads[-1] in needed

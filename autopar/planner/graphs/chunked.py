@@ -1,8 +1,8 @@
-"""Losses whose logits are made some classes at a time: the same graph, in which no tensor of all logits exists.
+"""Losses whose logits are computed in chunks of classes: the same graph, in which no tensor holds all logits.
 
-Found by what they compute: the product of activations with a table, perhaps a bias, rows taken of it, and the
-cross-entropy of these that ``tracer.losses`` writes; with the gradient of all that. The logits must have no other
-reader, also not the model's caller. One product more is computed in the backward (``ops.linear_nll``), so such a graph
+Such losses are found by what they compute: the product of activations with a table, perhaps a bias, slices of its rows,
+and the cross-entropy of these that ``tracer.losses`` writes, with the gradient of all that. The logits must have no
+other reader, including the model's caller. The backward computes one more product (``ops.linear_nll``), so such a graph
 is for budgets that bind: the search then plans both.
 """
 
@@ -20,10 +20,10 @@ class _Loss:
     """One loss and its gradient, as they were captured.
 
     Args:
-        product: that makes the logits; ``bias`` is what is added to it.
-        slices: of its rows, in order; ``unsliced`` their gradients, in order.
-        nodes: all that goes.
-        gradients: by what the backward op makes of each: x, table, bias.
+        product: the op that makes the logits; ``bias`` is added to it.
+        slices: of its rows, in order; ``unsliced`` are their gradients, in order.
+        nodes: all nodes that are replaced.
+        gradients: the nodes that make the gradients of x, the table and the bias.
     """
 
     product: Node
@@ -37,8 +37,8 @@ class _Loss:
     gradients: tuple[Node | None, Node | None, Node | None]
 
 
-def in_chunks(graph: Graph, least: int) -> Graph:
-    """``graph`` with its losses in chunks of classes, those of more than ``least`` logits; itself where it has none."""
+def with_chunked_losses(graph: Graph, least: int) -> Graph:
+    """Return ``graph`` with its losses of more than ``least`` logits in chunks of classes; itself if it has none."""
     for name in [n.name for n in graph.nodes if n.packet == "autopar.nll"]:
         node = graph.by_name[name]
         found = _Finder(graph).loss(node) if graph.meta(node.inputs[0]).numel > least else None
@@ -58,14 +58,14 @@ class _Finder:
     def readers(self, value: Value) -> list[Node]:
         return [n for n, _ in self.graph.consumers.get(value, ())]
 
-    def only(self, value: Value, packet: str) -> Node | None:
-        """The one reader of a value, if it is of this packet."""
+    def only_reader(self, value: Value, packet: str) -> Node | None:
+        """Return the only reader of a value, if it is of this packet."""
         readers = self.readers(value)
         alone = len(readers) == 1 and value not in self.outputs and readers[0].packet == packet
         return readers[0] if alone else None
 
-    def are_all(self, value: Value, *nodes: Node) -> bool:
-        """Whether nobody else reads a value."""
+    def is_read_only_by(self, value: Value, *nodes: Node) -> bool:
+        """Whether nobody but ``nodes`` reads a value."""
         return value not in self.outputs and {n.name for n in self.readers(value)} == {n.name for n in nodes}
 
     def loss(self, nll: Node) -> _Loss | None:
@@ -80,11 +80,11 @@ class _Finder:
         same = add.inputs[1] == Value(largest.name) and largest.inputs[0] == total.inputs[0] == scores
         same = same and backward.inputs[1:] == nll.inputs and backward.kwargs == nll.kwargs
         inside = (
-            self.are_all(scores, largest, total, nll, backward)
-            and self.are_all(Value(largest.name), total, add)
-            and self.are_all(Value(total.name), log)
-            and self.are_all(Value(log.name), add)
-            and self.are_all(lse, nll, backward)
+            self.is_read_only_by(scores, largest, total, nll, backward)
+            and self.is_read_only_by(Value(largest.name), total, add)
+            and self.is_read_only_by(Value(total.name), log)
+            and self.is_read_only_by(Value(log.name), add)
+            and self.is_read_only_by(lse, nll, backward)
         )
         if not same or not inside:
             return None
@@ -104,25 +104,25 @@ class _Finder:
         return _Loss(product, bias, slices, unsliced, lse, nll, backward, nodes, gradients)
 
     def _slices(self, scores: Value) -> tuple[tuple[Node, ...], Value]:
-        """Slices of rows, in order, up to what they are taken of."""
+        """Return slices of rows, in order, and the value that they are taken of."""
         found: list[Node] = []
         while (node := self.maker(scores, "aten.slice")) is not None:
             ndim, dim = len(node.outputs[0].shape) if node.outputs[0] else 0, node.args[1] if len(node.args) > 1 else 0
             if not isinstance(dim, int) or dim % max(ndim, 1) == ndim - 1:
                 break
             scores = node.inputs[0]
-            if found and not self.are_all(Value(node.name), found[0]):
+            if found and not self.is_read_only_by(Value(node.name), found[0]):
                 break
             found.insert(0, node)
-        if found and not self.are_all(scores, found[0]):
+        if found and not self.is_read_only_by(scores, found[0]):
             return (), scores
         return tuple(found), scores
 
     def _unsliced(self, backward: Node, slices: tuple[Node, ...]) -> tuple[tuple[Node, ...], Value]:
-        """The gradients of those slices, in order, and that of what they are taken of."""
+        """Return the gradients of those slices, in order, and the gradient of what they are taken of."""
         found, given = list[Node](), Value(backward.name)
         for _ in slices:
-            node = self.only(given, "aten.slice_backward")
+            node = self.only_reader(given, "aten.slice_backward")
             if node is None:
                 break
             found.append(node)
@@ -130,11 +130,13 @@ class _Finder:
         return tuple(found), given
 
     def _product(self, logits: Value) -> tuple[Node | None, Value | None]:
-        """The product with a table [classes, width] that makes the logits, and the bias that is added to it."""
+        """Return the product with a table [classes, width] that makes the logits, and the bias that is added to it."""
         added, bias = self.maker(logits, "aten.add"), None
         if added is not None and len(added.inputs) == 2 and len(added.args) == 2 and not added.kwargs:
             logits, bias = added.inputs
-            if self.graph.meta(bias).shape != self.graph.meta(logits).shape[-1:] or not self.are_all(logits, added):
+            if self.graph.meta(bias).shape != self.graph.meta(logits).shape[-1:] or not self.is_read_only_by(
+                logits, added
+            ):
                 return None, None
         product = self.maker(logits, "autopar.contract")
         if product is None or product.args[2] != _equations(self.graph.meta(product.inputs[0]))[0]:
@@ -146,7 +148,8 @@ class _Finder:
     def _gradients(
         self, product: Node, bias: Value | None, given: Value
     ) -> tuple[Node | None, Node | None, Node | None] | None:
-        """What makes the gradients of x, the table and the bias; None where something else reads that of the logits."""
+        """Return the ops that make the gradients of x, the table and the bias; None if others read the gradient of the
+        logits."""
         (x, table), (_, of_x, of_table) = product.inputs, _equations(self.graph.meta(product.inputs[0]))
         lead = tuple(range(len(self.graph.meta(x).shape) - 1))
         found: list[Node | None] = [None, None, None]
@@ -156,7 +159,7 @@ class _Finder:
             elif node.packet == "autopar.contract" and node.args == (given, x, of_table):
                 at, made = 1, node
             elif node.packet == "aten.sum" and bias is not None and node.args[1:] == (lead, True):
-                seen = self.only(Value(node.name), "aten.view")
+                seen = self.only_reader(Value(node.name), "aten.view")
                 if seen is None:
                     return None
                 at, made = 2, seen
@@ -173,7 +176,7 @@ class _Finder:
 
 
 def _equations(x: TensorMeta) -> tuple[str, str, str]:
-    """Of the product and of its gradients, as ``tracer`` writes them."""
+    """Return the equations of the product and of its gradients, as ``tracer`` writes them."""
     lead = string.ascii_lowercase[: len(x.shape) - 1]
     return f"{lead}k,nk->{lead}n", f"{lead}n,nk->{lead}k", f"{lead}n,{lead}k->nk"
 
@@ -189,7 +192,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     rows, x_meta = graph.meta(Value(loss.nll.name)), (moved[x.node].outputs[0] if moved else graph.meta(x))
     target, *weights = loss.nll.inputs[2:]
     forward = Node(
-        _unused("linear_nll", names),
+        _unused_name("linear_nll", names),
         "autopar.linear_nll.default",
         (x, table, loss.bias, target, *weights),
         tuple(k for k in loss.nll.kwargs if k[0] != "offset"),
@@ -206,7 +209,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
         None if of_bias is None else of_bias.outputs[0],
     )
     backward = Node(
-        _unused("linear_nll_backward", names | {forward.name}),
+        _unused_name("linear_nll_backward", names | {forward.name}),
         "autopar.linear_nll_backward.default",
         (loss.backward.inputs[0], x, table, loss.bias, lse, target, *weights),
         (*loss.backward.kwargs, ("mask", tuple(m is not None for m in made))),
@@ -219,21 +222,21 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     for node in loss.unsliced if of_x is not None else ():
         moved[node.name] = _reshaped(node, given, width)
         given = Value(node.name)
-    instead = {Value(loss.nll.name): Value(forward.name)}
+    replacements = {Value(loss.nll.name): Value(forward.name)}
     results = (given, Value(backward.name, 1), Value(backward.name, 2))
-    instead |= {Value(g.name): v for g, v in zip(loss.gradients, results, strict=True) if g is not None}
+    replacements |= {Value(g.name): v for g, v in zip(loss.gradients, results, strict=True) if g is not None}
     placed = moved | {loss.nll.name: forward, loss.backward.name: backward}
     nodes = tuple(
-        placed[n.name] if n.name in placed else _reading(n, instead)
+        placed[n.name] if n.name in placed else _with_operands(n, replacements)
         for n in graph.nodes
         if n.name in placed or n.name not in loss.nodes
     )
-    outputs = tuple(replace(o, value=instead.get(o.value, o.value)) for o in graph.outputs)
+    outputs = tuple(replace(o, value=replacements.get(o.value, o.value)) for o in graph.outputs)
     return replace(graph, nodes=nodes, outputs=outputs)
 
 
 def _reshaped(node: Node, operand: Value, width: int) -> Node:
-    """A slice, or its gradient, of rows of another width."""
+    """Return a slice, or its gradient, of rows of another width."""
     meta, args = node.outputs[0], node.args[1:]
     assert meta is not None
     if node.packet == "aten.slice_backward" and isinstance(args[0], tuple):
@@ -241,19 +244,19 @@ def _reshaped(node: Node, operand: Value, width: int) -> Node:
     return replace(node, args=(operand, *args), outputs=(TensorMeta((*meta.shape[:-1], width), meta.dtype),))
 
 
-def _reading(node: Node, instead: Mapping[Value, Value]) -> Node:
-    if not any(v in instead for v in node.inputs):
+def _with_operands(node: Node, replacements: Mapping[Value, Value]) -> Node:
+    if not any(v in replacements for v in node.inputs):
         return node
 
     def moved(arg: Arg) -> Arg:
         if isinstance(arg, Value):
-            return instead.get(arg, arg)
+            return replacements.get(arg, arg)
         return tuple(map(moved, arg)) if isinstance(arg, tuple) else arg
 
     return replace(node, args=tuple(map(moved, node.args)), kwargs=tuple((k, moved(v)) for k, v in node.kwargs))
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unused_name(name: str, taken: set[str]) -> str:
     found, count = name, 0
     while found in taken:
         count += 1

@@ -1,4 +1,4 @@
-"""Where dims and parameters go: which factor of each op a tensor's dim becomes, and which weights an op reads."""
+"""How dims and parameters flow: which factor of each op a tensor's dim becomes, and which weights an op reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Dims = Mapping[Value, frozenset[int]]
 
 @dataclass
 class Dataflow:
-    """A graph with the fitted rule of each op, and what is made of parameters alone."""
+    """A graph with the fitted rule of each op, and the values that are computed from parameters alone."""
 
     graph: Graph
     rules: dict[str, Bound | None] = field(init=False)
@@ -29,19 +29,19 @@ class Dataflow:
         self.state = frozenset(_state(self.graph))
 
     def factor(self, node: Node, position: int, dim: int) -> str | None:
-        """The leading factor of a dim of operand ``position``, which a cut of that dim cuts."""
+        """Return the leading factor of a dim of operand ``position``: the one that a cut of that dim cuts."""
         rule = self.rules[node.name]
         factors = rule.inputs[position][dim] if rule else ()
         return factors[0] if factors else None
 
     def result_dim(self, node: Node, index: int, factor: str) -> int | None:
-        """The dim of result ``index`` that a cut of ``factor`` cuts."""
+        """Return the dim of result ``index`` that a cut of ``factor`` cuts."""
         rule = self.rules[node.name]
         dims = rule.outputs[index] if rule else None
         return next((d for d, f in enumerate(dims or ()) if f[:1] == (factor,)), None)
 
     def trace(self, starts: Dims) -> dict[str, frozenset[str]]:
-        """The factors of each op that stand for the dims in ``starts``, or for dims of results that come of them."""
+        """Return the factors of each op that stand for the dims in ``starts``, or for dims that derive from them."""
         found: dict[str, frozenset[str]] = {}
         dims = dict(starts)
         none = frozenset[int]()
@@ -62,7 +62,7 @@ class Dataflow:
     def _follow(
         self, node: Node, taken: Sequence[frozenset[int]]
     ) -> tuple[frozenset[str], list[tuple[int, frozenset[int]]]]:
-        """The factors of the dims ``taken`` of each operand, and where there are any, their dims in each result."""
+        """Return the factors of the dims ``taken`` of each operand, and the dims of each result that these become."""
         at = [(p, d) for p, dims in enumerate(taken) for d in sorted(dims)]
         factors = frozenset(f for p, d in at if (f := self.factor(node, p, d)) is not None)
         made = (
@@ -72,7 +72,7 @@ class Dataflow:
         return factors, [(i, dims) for i, dims in made if dims]
 
     def batch(self) -> dict[Value, frozenset[int]]:
-        """Dim 0 of every input that has the batch there."""
+        """Return dim 0 of every input that has the batch there."""
         size = batch_size(self.graph)
         found = {}
         for i in self.graph.inputs:
@@ -82,7 +82,7 @@ class Dataflow:
         return found
 
     def weights(self, node: Node) -> Iterable[int]:
-        """Positions of operands that are made of parameters alone."""
+        """Return the positions of operands that are computed from parameters alone."""
         return (p for p, v in enumerate(node.inputs) if v in self.state)
 
 
@@ -91,7 +91,7 @@ def _rule(graph: Graph, node: Node) -> Bound | None:
 
 
 def _state(graph: Graph) -> Iterable[Value]:
-    """Parameters and what is computed from them alone."""
+    """Return the parameters and what is computed from them alone."""
     found = {Value(i.node) for i in graph.inputs if i.kind == "parameter"}
     for node in graph.nodes:
         if node.inputs and all(v in found for v in node.inputs):
@@ -100,7 +100,7 @@ def _state(graph: Graph) -> Iterable[Value]:
 
 
 def batch_size(graph: Graph) -> int:
-    """Size of dim 0 of the first input that has dims."""
+    """Return the size of dim 0 of the first input that has dims; -1 if there is none."""
     for i in graph.inputs:
         meta = graph.by_name[i.node].outputs[0]
         if i.kind == "input" and meta is not None and meta.shape:

@@ -1,13 +1,13 @@
-"""Which tensors a fusing back end keeps in registers: what lies inside a chain of pointwise ops and reductions.
+"""Which tensors a fusing back end keeps in registers: those inside a chain of pointwise ops and reductions.
 
-Such a back end (Inductor) compiles connected pointwise ops and reductions into one kernel, which reads what comes
-from outside, writes what is read outside, and is launched once. Priced one by one they would be half of GPT-2's
+Such a back end (Inductor) compiles connected pointwise ops and reductions into one kernel, which reads what comes from
+outside, writes what is read outside, and is launched once. Priced one by one, these ops would be half of GPT-2's
 predicted time.
 
-Two of them that hand a tensor on share a *group* when the same number of other ops (contractions, gathers, ...) lie
-before both, counted along the longest path. Then no other op can lie between two members, so that the group can be
-one kernel. A back end may find a few chains more, as where an op waits for another branch; the price errs to the
-careful side. Views pass through a group as changes of index. Redistributions inside a group are priced by themselves.
+Two of them that hand a tensor on share a *group* if the same number of other ops (contractions, gathers, ...) lie
+before both, counted along the longest path. Then no other op can lie between two members, so that the group can be one
+kernel. A back end may find a few chains more, as where an op waits for another branch; the price errs on the careful
+side. Views pass through a group as changes of index. Redistributions inside a group are priced by themselves.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ REDUCTIONS = frozenset(
 
 
 @dataclass(frozen=True)
-class Border:
+class FusedTraffic:
     """What one fused op moves to and from memory.
 
     Args:
-        reads: positions among the node's operands that come from outside its group and that no member before it
-            has read; each group reads a tensor once.
+        reads: positions among the node's operands that come from outside its group and that no earlier member has read.
+            Each group reads a tensor once.
         writes: results that someone outside the group reads, or that leave the program.
         leads: whether the op is its group's first, which pays for the launch.
-        dim: of the rows that a kernel of ours keeps in registers; 0 where rows may be cut.
+        dim: the length of the rows that one of our kernels keeps in registers; 0 if rows may be cut.
     """
 
     reads: frozenset[int]
@@ -56,8 +56,10 @@ class Border:
     dim: int = 0
 
     def fits(self, node: Node, option: Strategy, metas: Sequence[TensorMeta]) -> bool:
-        """Whether the kernel has whole rows under a strategy: neither cut along the last dim nor partial sums, which
-        only the gradient of a weight may be."""
+        """Whether the kernel has whole rows under a strategy.
+
+        Tensors are neither cut along the last dim nor partial sums, which only the gradient of a weight may be.
+        """
         tensors = [*zip(metas, option.inputs, strict=True), *zip(node.outputs, option.outputs, strict=True)]
         return all(
             not (meta.shape[-1] == self.dim and spec.dims[-1]) and not (spec.partial and meta.numel > self.dim)
@@ -66,13 +68,13 @@ class Border:
         )
 
 
-def borders(graph: Graph) -> Mapping[str, Border]:
-    """For each pointwise op and reduction of ``graph``, by name, what it moves where its group is one kernel."""
+def fused_traffic(graph: Graph) -> Mapping[str, FusedTraffic]:
+    """Return what each pointwise op and reduction of ``graph`` moves, by name, if its group is one kernel."""
     group = _groups(graph)
     outside = _read_outside(graph, group)
     read: set[tuple[str, Value]] = set()
     led: set[str] = set()
-    found: dict[str, Border] = {}
+    found: dict[str, FusedTraffic] = {}
     for node in graph.nodes:
         if node.name not in group:
             continue
@@ -84,7 +86,7 @@ def borders(graph: Graph) -> Mapping[str, Border]:
                 read.add((name, value))
                 reads.add(position)
         writes = frozenset(i for i in range(len(node.outputs)) if Value(node.name, i) in outside)
-        found[node.name] = Border(frozenset(reads), writes, name not in led)
+        found[node.name] = FusedTraffic(frozenset(reads), writes, name not in led)
         led.add(name)
     return found
 
@@ -98,7 +100,7 @@ def fusible(node: Node) -> bool:
 
 
 def _groups(graph: Graph) -> dict[str, str]:
-    """The group of each fusible node, by the name of its first."""
+    """Return the group of each fusible node, by the name of the group's first node."""
     parent: dict[str, str] = {}
     before: dict[str, int] = {}
 
@@ -127,7 +129,7 @@ def _transparent(node: Node) -> bool:
 
 
 def _origin(graph: Graph, value: Value) -> Value:
-    """The tensor that a chain of views shows."""
+    """Return the tensor that a chain of views shows."""
     node = graph.by_name[value.node]
     while node.packet in VIEWS and node.inputs:
         value = node.inputs[0]
@@ -136,7 +138,7 @@ def _origin(graph: Graph, value: Value) -> Value:
 
 
 def _read_outside(graph: Graph, group: Mapping[str, str]) -> set[Value]:
-    """Results of fusible nodes that must be in memory."""
+    """Return the results of fusible nodes that must be in memory."""
     found = {_origin(graph, output.value) for output in graph.outputs}
     for reader, value in _reads(graph):
         origin = _origin(graph, value)
@@ -146,7 +148,7 @@ def _read_outside(graph: Graph, group: Mapping[str, str]) -> set[Value]:
 
 
 def _reads(graph: Graph) -> Iterator[tuple[Node, Value]]:
-    """Every (reader, operand) but those of views, whose own readers count instead."""
+    """Yield every (reader, operand) except those of views, whose own readers count instead."""
     for node in graph.nodes:
         if node.packet not in VIEWS:
             yield from ((node, value) for value in node.inputs)

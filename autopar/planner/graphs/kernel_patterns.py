@@ -1,8 +1,8 @@
-"""Ops that one kernel of ours runs together: a sum with a residual and the norm behind it, the gradient of both, and
-the maximum of a row with its sum of exponentials.
+"""Patterns of ops that one of our kernels runs together.
 
-Found in the captured graph by what they compute; whether a strategy allows it, and what it costs then, ``fused`` and
-``pricing`` say.
+These are a sum with a residual and the norm behind it, the gradient of both, and the maximum of a row with its sum of
+exponentials. They are found in the captured graph by what they compute. Whether a strategy allows the kernel, and what
+it costs then, is decided in ``pricing``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from autopar.planner.footprint.implementations import KERNEL_DTYPES
 STATISTICS = "statistics"
 """The fusion whose second op may wait for an exchange of what the first made: a maximum over all ranks."""
 
-WIDEST = 32768
+MAX_DIM = 32768
 """Elements of a row that a norm's kernel keeps in registers."""
 
-WIDEST_BACKWARD = 16384
-"""That of its gradient, which also keeps the sums for weight and bias: of longer rows the compiler spills them."""
+MAX_DIM_BACKWARD = 16384
+"""The same for its gradient, which also keeps the sums for weight and bias. The compiler spills them for longer
+rows."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Fusion:
     Args:
         nodes: names, in order. Statistics are two kernels, one for each node.
         reads: role and value of each operand.
-        writes: role and value of each result that somebody else may read.
+        writes: role and value of each result that others may read.
         dim: length of the normalised dim.
         eps: of a norm.
         centred: whether a norm subtracts the mean.
@@ -46,7 +47,7 @@ class Fusion:
 
 
 def fusions(graph: Graph) -> tuple[Fusion, ...]:
-    """Every fusion of ``graph``, no node in two of them."""
+    """Return every fusion of ``graph``; no node is in two of them."""
     finder, taken, found = _Finder(graph), set[str](), list[Fusion]()
     for fusion in finder.found():
         if taken.isdisjoint(fusion.nodes) and finder.is_closed(fusion):
@@ -56,14 +57,16 @@ def fusions(graph: Graph) -> tuple[Fusion, ...]:
 
 
 def inner_values(graph: Graph) -> frozenset[Value]:
-    """What the ops of a fusion hand each other and its kernel does not write."""
+    """Return what the ops of a fusion hand each other and its kernel does not write."""
     made = {(f, Value(n, i)) for f in fusions(graph) for n in f.nodes for i in range(len(graph.by_name[n].outputs))}
     return frozenset(value for f, value in made if value not in (v for _, v in f.writes))
 
 
-def run_in(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
-    """What runs of ``fusion`` where ops of its names, with ``mark`` behind them, are ``there``: of a sum and the norm
-    behind it the norm, where the sum is not made again."""
+def part_that_runs(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
+    """Return the part of ``fusion`` that runs where its ops, with suffix ``mark``, are ``there``.
+
+    If the sum before a norm is not made again, the norm alone runs.
+    """
     summed = any(role == "residual" for role, _ in fusion.reads)
     if fusion.kernel != "add_norm" or not summed or len(fusion.nodes) == 2 or fusion.nodes[0] + mark in there:
         return fusion
@@ -73,8 +76,9 @@ def run_in(fusion: Fusion, mark: str, there: Container[str]) -> Fusion:
 
 
 @dataclass(frozen=True)
-class _Root:
-    """An RMS norm written out: from x in the dtype in which it is computed, 1 / its root mean square."""
+class _RmsRoot:
+    """An RMS norm that the model writes out, from x in the dtype of computation to the inverse of its root mean
+    square."""
 
     x: Value
     rstd: Value
@@ -87,7 +91,7 @@ class _Finder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.outputs = {o.value for o in graph.outputs}
-        self.roots: dict[Value, tuple[_Root, Value]] = {}
+        self.roots: dict[Value, tuple[_RmsRoot, Value]] = {}
 
     def found(self) -> Iterator[Fusion]:
         makers = {
@@ -96,8 +100,8 @@ class _Finder:
             "aten._fused_rms_norm": self._norm,
             "aten.native_layer_norm_backward": self._norm_backward,
             "aten._fused_rms_norm_backward": self._norm_backward,
-            "aten.rsqrt": self._written_out,
-            "aten.pow": self._written_out_backward,
+            "aten.rsqrt": self._rms_norm,
+            "aten.pow": self._rms_norm_backward,
         }
         for node in self.graph.nodes:
             make = makers.get(node.packet)
@@ -106,7 +110,7 @@ class _Finder:
                 yield fusion
 
     def is_closed(self, fusion: Fusion) -> bool:
-        """Whether what the kernel does not write is read by nobody else."""
+        """Whether nobody else reads what the kernel does not write."""
         written, nodes = {v for _, v in fusion.writes}, set(fusion.nodes)
         for name in fusion.nodes:
             for i in range(len(self.graph.by_name[name].outputs)):
@@ -116,25 +120,25 @@ class _Finder:
                     return False
         return len({self.graph.by_name[n].phase for n in nodes}) == 1
 
-    # Walking.
+    # Walking the graph.
 
     def maker(self, value: Arg, packet: str) -> Node | None:
-        """The op that makes a value, if it is of this packet."""
+        """Return the op that makes a value, if it is of this packet."""
         node = self.graph.by_name[value.node] if isinstance(value, Value) else None
         return node if node is not None and node.packet == packet else None
 
     def readers(self, value: Value, packet: str) -> list[Node]:
         return [n for n, _ in self.graph.consumers.get(value, ()) if n.packet == packet]
 
-    def only(self, value: Value, packet: str) -> Node | None:
-        """The one reader of a value that leaves the program nowhere else, if it is of this packet."""
+    def only_reader(self, value: Value, packet: str) -> Node | None:
+        """Return the only reader of a value that leaves the program nowhere else, if it is of this packet."""
         readers = self.graph.consumers.get(value, ())
         if len(readers) != 1 or value in self.outputs or readers[0][0].packet != packet:
             return None
         return readers[0][0]
 
     def uncast(self, value: Value, phase: str) -> tuple[Value, tuple[Node, ...]]:
-        """What a value was before a conversion of dtype, and that conversion."""
+        """Return what a value was before a conversion of dtype, and that conversion."""
         cast = self.maker(value, "aten._to_copy")
         if cast is None or cast.phase != phase or set(dict(cast.kwargs)) - {"dtype"}:
             return value, ()
@@ -144,7 +148,8 @@ class _Finder:
         return all(self.graph.meta(v).dtype in KERNEL_DTYPES for v in values)
 
     def sum_of(self, y: Value, phase: str) -> tuple[Node, Value, Value] | None:
-        """(the sum that makes ``y``, what is added, the operand of its own dtype): of two tensors of its shape."""
+        """Return (the sum that makes ``y``, what is added, the operand of its own dtype) for a sum of two tensors of
+        its shape."""
         add, like = self.maker(y, "aten.add"), self.graph.meta(y)
         if add is None or len(add.inputs) != 2 or len(add.args) != 2 or add.kwargs or add.phase != phase:
             return None
@@ -170,7 +175,7 @@ class _Finder:
         weight, bias, eps = (*node.args[2:4], node.args[4]) if centred else (node.args[2], None, node.args[3])
         y = node.inputs[0]
         added, like = self.sum_of(y, node.phase), self.graph.meta(y)
-        if added is None or node.args[1] != (like.shape[-1],) or like.shape[-1] > WIDEST or not isinstance(eps, float):
+        if added is None or node.args[1] != (like.shape[-1],) or like.shape[-1] > MAX_DIM or not isinstance(eps, float):
             return None
         add, x, residual = added
         affine = [(role, v) for role, v in (("weight", weight), ("bias", bias)) if isinstance(v, Value)]
@@ -184,16 +189,17 @@ class _Finder:
         return Fusion("add_norm", (add.name, node.name), reads, tuple(writes), like.shape[-1], eps, centred)
 
     def _norm_backward(self, node: Node) -> Fusion | None:
-        """With the sum of what comes along the residual path, which alone reads the gradient of the input."""
+        """Match a norm's gradient with the sum of what comes along the residual path, the only reader of the input's
+        gradient."""
         centred = node.packet == "aten.native_layer_norm_backward"
         dx = Value(node.name, 0)
-        add = self.only(dx, "aten.add") if node.outputs[0] else None
+        add = self.only_reader(dx, "aten.add") if node.outputs[0] else None
         if add is None or self.sum_of(Value(add.name, 0), node.phase) is None:
             return None
         grad, y = node.inputs[:2]
         like = self.graph.meta(y)
         beside = next((v for v in add.inputs if v != dx), None)
-        if beside is None or node.args[2] != (like.shape[-1],) or like.shape[-1] > WIDEST_BACKWARD:
+        if beside is None or node.args[2] != (like.shape[-1],) or like.shape[-1] > MAX_DIM_BACKWARD:
             return None
         rows = [("mean", node.args[3]), ("rstd", node.args[4])] if centred else [("rstd", node.args[3])]
         affine = [("weight", node.args[5 if centred else 4])]
@@ -202,7 +208,7 @@ class _Finder:
         same = {self.graph.meta(v).dtype for r, v in reads if r in ("grad", "y", "beside")}
         if same != {like.dtype} or not self.is_float(*(v for _, v in reads)):
             return None
-        # The bias of a norm is no operand of its gradient's kernel.
+        # The kernel of a norm's gradient does not read the bias.
         roles = [(r, Value(node.name, i)) for r, i in (("weight_gradient", 1), ("bias_gradient", 2))]
         writes = [("input_gradient", Value(add.name, 0))] + [
             (r, v) for r, v in roles if v.index < len(node.outputs) and node.outputs[v.index] is not None
@@ -213,7 +219,7 @@ class _Finder:
 
     # An RMS norm as models write it: x * rsqrt(mean(x ** 2) + eps) * weight, in float32 where x is in half precision.
 
-    def _root(self, rsqrt: Node) -> _Root | None:
+    def _rms_root(self, rsqrt: Node) -> _RmsRoot | None:
         shifted = self.maker(rsqrt.inputs[0], "aten.add")
         mean = self.maker(shifted.inputs[0], "aten.div") if shifted and len(shifted.inputs) == 1 else None
         total = self.maker(mean.inputs[0], "aten.sum") if mean and len(mean.inputs) == 1 else None
@@ -222,14 +228,14 @@ class _Finder:
             return None
         x, eps = square.inputs[0], shifted.args[1]
         last, dim = len(self.graph.meta(x).shape) - 1, self.graph.meta(x).shape[-1]
-        if total.args[1:] not in (((-1,), True), ((last,), True)) or mean.args[1] != dim or dim > WIDEST:
+        if total.args[1:] not in (((-1,), True), ((last,), True)) or mean.args[1] != dim or dim > MAX_DIM:
             return None
         if not isinstance(eps, float) or len(shifted.args) != 2 or self.graph.meta(x).dtype != "float32":
             return None
-        return _Root(x, Value(rsqrt.name, 0), (square, total, mean, shifted, rsqrt), eps, dim)
+        return _RmsRoot(x, Value(rsqrt.name, 0), (square, total, mean, shifted, rsqrt), eps, dim)
 
-    def _written_out(self, rsqrt: Node) -> Fusion | None:
-        root = self._root(rsqrt)
+    def _rms_norm(self, rsqrt: Node) -> Fusion | None:
+        root = self._rms_root(rsqrt)
         scaled = self.readers(root.rstd, "aten.mul") if root is not None else []
         hat = next((n for n in scaled if root and n.inputs == (root.x, root.rstd) and n.phase == rsqrt.phase), None)
         if root is None or hat is None:
@@ -260,17 +266,17 @@ class _Finder:
             "add_norm", self._in_order(nodes), (*reads, ("weight", weight)), tuple(writes), root.dim, root.eps
         )
 
-    def _written_out_backward(self, cube: Node) -> Fusion | None:
-        """From rstd ** 3, which only the gradient of rsqrt computes, back to what made it and on to the sums."""
+    def _rms_norm_backward(self, cube: Node) -> Fusion | None:
+        """Match from rstd ** 3, which only the gradient of rsqrt computes, back to what made it and on to the sums."""
         known = self.roots.get(cube.inputs[0]) if cube.args[1] == 3 and cube.phase == "backward" else None
-        if known is None or known[0].dim > WIDEST_BACKWARD:
+        if known is None or known[0].dim > MAX_DIM_BACKWARD:
             return None
         root, hat = known
         walked = self._chain(cube)
         if walked is None:
             return None
         nodes, (wide, square), total, beside = walked
-        # d(hat) from the gradient of the product, d(weight) beside it.
+        # The gradient of hat comes from that of the product; that of the weight is beside it.
         given, cast = self.uncast(wide, "backward")
         product = self.maker(given, "aten.mul")
         weight = next((v for v in product.inputs if self.graph.meta(v).shape == (root.dim,)), None) if product else None
@@ -280,13 +286,13 @@ class _Finder:
         nodes += [product, *cast]
         result = Value(total.name, 0)
         if cast:
-            narrow = self.only(result, "aten._to_copy")
+            narrow = self.only_reader(result, "aten._to_copy")
             if narrow is None:
                 return None
             nodes.append(narrow)
             result = Value(narrow.name, 0)
         reads = [("grad", grad), ("y", root.x), ("rstd", root.rstd), ("weight", weight)]
-        add = self.only(result, "aten.add") if beside is None else None
+        add = self.only_reader(result, "aten.add") if beside is None else None
         if add is not None and self.sum_of(Value(add.name, 0), "backward"):
             beside = next((v for v in add.inputs if v != result), None)
             nodes.append(add)
@@ -305,19 +311,22 @@ class _Finder:
         return Fusion("norm_backward", self._in_order(nodes), tuple(reads), tuple(writes), root.dim)
 
     def _chain(self, cube: Node) -> tuple[list[Node], tuple[Value, Value], Node, Value | None] | None:
-        """The ops from ``cube`` on; (the gradient of hat, x) as they read them; the sum that ends them; what else is in
-        that sum."""
-        cubed = self.only(Value(cube.name, 0), "aten.mul")
+        """Return the ops from ``cube`` on.
+
+        Returns:
+            The ops; (the gradient of hat, x) as they read them; the sum that ends them; what else is in that sum.
+        """
+        cubed = self.only_reader(Value(cube.name, 0), "aten.mul")
         halved = next((self.maker(v, "aten.mul") for v in cubed.inputs if v.node != cube.name), None) if cubed else None
         summed = self.maker(halved.inputs[0], "aten.sum") if halved and halved.args[1] == -0.5 else None
         dotted = self.maker(summed.inputs[0], "aten.mul") if summed else None
-        spread = self.only(Value(cubed.name, 0), "aten.expand") if cubed else None
-        mean = self.only(Value(spread.name, 0), "aten.div") if spread else None
-        times = self.only(Value(mean.name, 0), "aten.mul") if mean else None
+        spread = self.only_reader(Value(cubed.name, 0), "aten.expand") if cubed else None
+        mean = self.only_reader(Value(spread.name, 0), "aten.div") if spread else None
+        times = self.only_reader(Value(mean.name, 0), "aten.mul") if mean else None
         if not (cubed and halved and summed and dotted and spread and mean and times):
             return None
         doubled = next((self.maker(v, "aten.mul") for v in times.inputs if v.node != mean.name), None)
-        total = self.only(Value(times.name, 0), "aten.add")
+        total = self.only_reader(Value(times.name, 0), "aten.add")
         if doubled is None or doubled.args[1] != 2.0 or total is None or len(total.inputs) != 2:
             return None
         x = doubled.inputs[0]
@@ -337,10 +346,10 @@ class _Finder:
         return None
 
     def _weight_gradient(self, grad: Value, hat: Value) -> list[Node]:
-        """``grad * hat``, summed over all dims but the last, and seen as a vector."""
+        """Match ``grad * hat``, summed over all dims but the last and viewed as a vector."""
         products = [n for n in self.readers(grad, "aten.mul") if set(n.inputs) == {grad, hat}]
-        summed = self.only(Value(products[0].name, 0), "aten.sum") if products else None
-        seen = self.only(Value(summed.name, 0), "aten.view") if summed else None
+        summed = self.only_reader(Value(products[0].name, 0), "aten.sum") if products else None
+        seen = self.only_reader(Value(summed.name, 0), "aten.view") if summed else None
         if summed is None or seen is None:
             return []
         lead = tuple(range(len(self.graph.meta(grad).shape) - 1))

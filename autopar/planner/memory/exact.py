@@ -1,10 +1,11 @@
-"""Exact liveness of a local program: which bytes are held at each moment of the step, by kind.
+"""Exact liveness of a local program: the bytes that are held at each moment of the step, by kind.
 
 A tensor's memory lives from the op that makes it to the last op that reads it or a view of it. Parameters, buffers,
-optimizer state and the caller's batch live throughout, gradients from their making to the end, outputs, which the
-caller holds, to the end, where the optimizer steps; new values of buffers until the forward is over. What an op holds
-besides, while it runs, comes from ``transients``; what a collective packs and receives from ``packing``. A collective
-is waited for before its first reader or where the program says so, else when its phase ends.
+optimizer state and the caller's batch live throughout the step. Gradients live from their making to the end, where the
+optimizer steps, and so do outputs, which the caller holds; new values of buffers live until the forward is over. What
+an op holds besides, while it runs, comes from ``footprint.transients``; what a collective packs and receives comes from
+``footprint.collective_buffers``. A collective is waited for before its first reader or where the program says so, else
+when its phase ends.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from autopar.planner.footprint.local_op import local_op, windowed
 from autopar.planner.footprint.ranks import unequal_ranks
 from autopar.planner.footprint.state import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
 from autopar.planner.footprint.transients import transients
-from autopar.planner.footprint.transients_of_indexing import surplus
-from autopar.planner.footprint.transients_of_norms import told_bytes
-from autopar.planner.footprint.transients_of_products import held_by_ring
-from autopar.planner.graphs.accumulation import is_gradient, without_delivery
+from autopar.planner.footprint.transients_of_indexing import excess_bytes
+from autopar.planner.footprint.transients_of_norms import summary_bytes
+from autopar.planner.footprint.transients_of_products import ring_bytes
+from autopar.planner.graphs.accumulation import accumulation_program, is_gradient
 from autopar.planner.options import Options
-from autopar.planner.problem.decide import given_whole
+from autopar.planner.problem.decide import is_plain_output
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver.clock import tick
@@ -41,10 +42,10 @@ class MemoryProfile:
     """Bytes on the fullest device.
 
     Args:
-        timeline: the most held while each op runs and waits for what it reads, its operands and results included; the
-            last entry is for what is waited for in the end, and the optimizer's step.
+        timeline: the most that is held while each op runs or waits for what it reads, its operands and results
+            included. The last entry is for what is waited for at the end, and the optimizer's step.
         peak_at: index of the largest entry.
-        by_kind: bytes of each kind at that moment.
+        by_kind: bytes of each kind at the peak.
     """
 
     timeline: tuple[int, ...]
@@ -57,16 +58,17 @@ class MemoryProfile:
 
 
 def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
-    """Bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
+    """Compute the bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
     last = _fullest(program, graph, mesh, options)
     if options.accumulation_steps == 1:
         return last
-    other = without_delivery(program, graph)
-    return _most(last, program, _fullest(other, graph, mesh, options, steps=False), other)
+    other = accumulation_program(program, graph)
+    return _combined(last, program, _fullest(other, graph, mesh, options, steps=False), other)
 
 
 def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, steps: bool = True) -> MemoryProfile:
-    """The most that any rank holds during each op, and the kinds on the one that is fullest of all."""
+    """Return the most that any rank holds during each op, and the kinds at the peak of the rank with the highest
+    peak."""
     found = [
         _Sweep(program, graph, mesh, options, steps, at=coordinate).run() for coordinate in unequal_ranks(program, mesh)
     ]
@@ -74,9 +76,11 @@ def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, st
     return replace(fullest, timeline=tuple(map(max, zip(*(p.timeline for p in found), strict=True))))
 
 
-def _most(last: MemoryProfile, program: Program, before: MemoryProfile, other: Program) -> MemoryProfile:
-    """What is held during every op of ``program`` in the last micro-batch or in one of those before it, which run
-    ``other``: some of the ops of ``program``."""
+def _combined(last: MemoryProfile, program: Program, before: MemoryProfile, other: Program) -> MemoryProfile:
+    """Combine the profiles of the last micro-batch, which runs ``program``, and of those before, which run ``other``.
+
+    The ops of ``other`` are some of those of ``program``.
+    """
     at = {op.name: i for i, op in enumerate(program.ops)}
     places = [*(at[op.name] for op in other.ops), len(program.ops)]
     timeline = list(last.timeline)
@@ -88,8 +92,10 @@ def _most(last: MemoryProfile, program: Program, before: MemoryProfile, other: P
 
 
 def history(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dict[str, tuple[tuple[int, int], ...]]:
-    """For each kind of memory, ``(position, bytes)`` from which op of the program on how much is held of it: at each
-    position what is held at the fullest moment there."""
+    """Return for each kind of memory how its bytes change: (position of the op from which on they are held, bytes).
+
+    At each position this is what is held at the fullest moment there.
+    """
     fullest: dict[int, dict[str, int]] = {}
     for coordinate in unequal_ranks(program, mesh):
         _Sweep(program, graph, mesh, options, at=coordinate, fullest=fullest).run()
@@ -104,22 +110,27 @@ def history(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dic
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """A wait for tensor ``waited``, or for rows of neighbours or the window made of them, or op ``at`` itself; ``at``
-    is also where it counts in the timeline."""
+class _Event:
+    """A moment of the program: op ``at``, or a wait before it.
+
+    Args:
+        at: the position of the op, under which the moment counts in the timeline.
+        waited: the tensor, the rows of neighbours or the window made of them that is waited for; empty for the op
+            itself.
+    """
 
     at: int
     waited: str = ""
 
 
 def _window_names(op: Op, i: int) -> tuple[str, str]:
-    """Of the rows that arrive for halo ``i``, and of the window made of them."""
+    """Name the rows that arrive for halo ``i``, and the window made of them."""
     return f"{op.name}|rows{i}", f"{op.name}|window{i}"
 
 
 @dataclass
-class _Memory:
-    """One allocation: its bytes, what they are for, and the moments between which it lives."""
+class _Allocation:
+    """One allocation: its bytes, the events between which it lives, and its kind."""
 
     nbytes: int
     first: int
@@ -129,7 +140,14 @@ class _Memory:
 
 @dataclass
 class _Sweep:
-    """One walk over the program, on the rank at coordinate ``at``."""
+    """One walk over the program, on the rank at coordinate ``at``.
+
+    Args:
+        steps: whether the optimizer steps at the end.
+        storage: the allocation in which each tensor lies.
+        transient_bytes: bytes that are held during one event only.
+        fullest: if given, is filled with the bytes of each kind at the fullest event of each position.
+    """
 
     program: Program
     graph: Graph
@@ -138,18 +156,18 @@ class _Sweep:
     steps: bool = True
     at: tuple[int, ...] = ()
     layouts: dict[str, Layout] = field(default_factory=dict)
-    memory: dict[str, _Memory] = field(default_factory=dict)
-    behind: dict[str, str] = field(default_factory=dict)
-    extra: dict[int, int] = field(default_factory=dict)
-    runs: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int, int]] = field(default_factory=dict)
+    allocations: dict[str, _Allocation] = field(default_factory=dict)
+    storage: dict[str, str] = field(default_factory=dict)
+    transient_bytes: dict[int, int] = field(default_factory=dict)
+    known: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int, int]] = field(default_factory=dict)
     fullest: dict[int, dict[str, int]] | None = None
 
     def run(self) -> MemoryProfile:
         tick("profiled op", len(self.program.ops))
         for at, op in enumerate(self.program.ops):
-            self._reads(at, op)
+            self._extend_operands(at, op)
             self._op(at, op)
-        self._name_kinds()
+        self._assign_kinds()
         return self._profile()
 
     @cached_property
@@ -159,61 +177,61 @@ class _Sweep:
         return next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
 
     @cached_property
-    def moments(self) -> list[_Moment]:
+    def events(self) -> list[_Event]:
         """Every wait and op in the order in which they run."""
-        order: list[_Moment] = []
+        order: list[_Event] = []
         pending: dict[str, int] = {}
         for at, op in enumerate(self.program.ops):
             if at == self.backward:
-                order += [_Moment(at, name) for name in self._returned("forward", pending)]
+                order += [_Event(at, name) for name in self._waited_at_end("forward", pending)]
                 pending.clear()
             if op.kind != "input":
-                for name, is_window in self._awaited(op):
+                for name, is_window in self._waited_before(op):
                     if is_window or pending.pop(name, None) is not None:
-                        order.append(_Moment(at, name))
-            order.append(_Moment(at))
+                        order.append(_Event(at, name))
+            order.append(_Event(at))
             if op.is_collective:
                 pending[op.writes[0].name] = at
         end = len(self.program.ops)
-        return [*order, *(_Moment(end, name) for name in self._returned("backward", pending)), _Moment(end)]
+        return [*order, *(_Event(end, name) for name in self._waited_at_end("backward", pending)), _Event(end)]
 
-    def _awaited(self, op: Op) -> Iterator[tuple[str, bool]]:
-        """What is waited for before ``op`` in turn, and whether that is rows of neighbours or a window of them."""
+    def _waited_before(self, op: Op) -> Iterator[tuple[str, bool]]:
+        """Yield what is waited for before ``op``, and whether it is rows of neighbours or their window, in order."""
         for i, h in enumerate(op.halos):
             yield self.launch_of.get(op.reads[h.operand], op.reads[h.operand]), False
             yield from ((name, True) for name in _window_names(op, i))
         yield from ((self.launch_of.get(name, name), False) for name in op.reads)
 
-    def _returned(self, phase: str, pending: Mapping[str, int]) -> list[str]:
-        """What is still under way when a phase ends, as it is returned: results first."""
+    def _waited_at_end(self, phase: str, pending: Mapping[str, int]) -> list[str]:
+        """Return what is still under way when a phase ends, in the order in which it is returned: results first."""
         results = (self.launch_of.get(name, name) for _, name in self.program.results)
         return list(dict.fromkeys([*(name for name in results if name in pending), *pending]))
 
     @cached_property
     def launch_of(self) -> dict[str, str]:
-        """For each tensor of a bucket the first, by whose name the bucket is waited for."""
+        """For each tensor of a bucket the bucket's first tensor, by whose name it is waited for."""
         return {t.name: op.writes[0].name for op in self.program.ops if op.bucket for t in op.writes}
 
     @cached_property
     def op_at(self) -> dict[int, int]:
-        return {m.at: i for i, m in enumerate(self.moments) if not m.waited}
+        return {m.at: i for i, m in enumerate(self.events) if not m.waited}
 
     @cached_property
     def wait_at(self) -> dict[str, int]:
-        return {m.waited: i for i, m in enumerate(self.moments) if m.waited}
+        return {m.waited: i for i, m in enumerate(self.events) if m.waited}
 
-    def _reads(self, at: int, op: Op) -> None:
+    def _extend_operands(self, at: int, op: Op) -> None:
         for name in () if op.halos else op.reads:
-            self._live_until(name, self.op_at[at])
+            self._extend_lifetime(name, self.op_at[at])
 
-    def _live_until(self, name: str, moment: int) -> None:
-        held = self.memory.get(self.behind.get(name, ""))
+    def _extend_lifetime(self, name: str, event: int) -> None:
+        held = self.allocations.get(self.storage.get(name, ""))
         if held is not None:
-            held.last = max(held.last, moment)
+            held.last = max(held.last, event)
 
-    def _new(self, name: str, nbytes: int, first: int, last: int | None = None) -> None:
-        self.memory[name] = _Memory(nbytes, first, first if last is None else last)
-        self.behind[name] = name
+    def _allocate(self, name: str, nbytes: int, first: int, last: int | None = None) -> None:
+        self.allocations[name] = _Allocation(nbytes, first, first if last is None else last)
+        self.storage[name] = name
 
     def _op(self, at: int, op: Op) -> None:
         if op.kind == "input":
@@ -226,9 +244,11 @@ class _Sweep:
             self._decomposed(at, op)
         else:
             for tensor in op.writes:
-                self.layouts[tensor.name] = self._local(tensor) if op.kind == "redistribute" else self._kept(op, tensor)
+                self.layouts[tensor.name] = (
+                    self._local(tensor) if op.kind == "redistribute" else self._transferred_layout(op, tensor)
+                )
                 if not tensor.host:
-                    self._new(tensor.name, self._bytes(tensor), self.op_at[at])
+                    self._allocate(tensor.name, self._bytes(tensor), self.op_at[at])
 
     def _shape(self, tensor: LocalTensor) -> tuple[int, ...]:
         return tensor.spec.local_shape(tensor.meta.shape, self.mesh, self.at if any(self.at) else None)
@@ -239,28 +259,28 @@ class _Sweep:
     def _local(self, tensor: LocalTensor) -> Layout:
         return contiguous(self._shape(tensor))
 
-    def _kept(self, op: Op, tensor: LocalTensor) -> Layout:
-        """Transfers keep strides."""
+    def _transferred_layout(self, op: Op, tensor: LocalTensor) -> Layout:
+        """Return the layout of what a transfer writes: transfers keep strides."""
         return self.layouts.get(op.reads[0], self._local(tensor))
 
     def _input(self, op: Op) -> None:
-        """What lives throughout is counted apart; here what the runtime cuts out of it."""
+        """Allocate what the runtime cuts out of an input. What lives throughout is counted by ``_held_throughout``."""
         tensor, meaning = op.writes[0], self.graph.input_of[op.node]
         name, cut = tensor.name, not tensor.spec.is_replicated
         self.layouts[name] = self._local(tensor)
         if meaning.kind == "tangent":
-            start, end = self.op_at.get(self.backward, 0), self.wait_end
-            whole = given_whole(self.graph, tensor.meta, self.options)
-            self._new(name, self._bytes(tensor), start, start if whole and cut else end)
+            start, end = self.op_at.get(self.backward, 0), self.last_event
+            whole = is_plain_output(self.graph, tensor.meta, self.options)
+            self._allocate(name, self._bytes(tensor), start, start if whole and cut else end)
             if whole and cut:  # autograd holds the caller's gradient, of which the program takes a part
-                self._new(f"{name}|given", tensor.meta.bytes, start, end)
+                self._allocate(f"{name}|given", tensor.meta.bytes, start, end)
         elif meaning.kind == "accumulator" or (meaning.kind == "input" and cut and self.options.batch == "global"):
-            self._new(name, self._bytes(tensor), 0)
+            self._allocate(name, self._bytes(tensor), 0)
 
     @cached_property
-    def wait_end(self) -> int:
-        """The last moment of the backward."""
-        return max(len(self.moments) - 2, 0)
+    def last_event(self) -> int:
+        """The last event of the backward."""
+        return max(len(self.events) - 2, 0)
 
     def _collective(self, at: int, op: Op) -> None:
         if op.bucket:
@@ -269,33 +289,33 @@ class _Sweep:
         source, tensor, step = op.reads[0], op.writes[0], op.step
         assert step is not None
         if op.in_place and self.layouts[source].is_contiguous:
-            self.layouts[tensor.name], self.behind[tensor.name] = self._local(tensor), self.behind[source]
-            self._live_until(tensor.name, self.wait_at[tensor.name])
+            self.layouts[tensor.name], self.storage[tensor.name] = self._local(tensor), self.storage[source]
+            self._extend_lifetime(tensor.name, self.wait_at[tensor.name])
             return
         p = packing(step, tensor.meta, self.mesh, self.layouts[source], self._shape(tensor))
         launch, wait = self.op_at[at], self.wait_at[tensor.name]
         self.layouts[tensor.name] = self._local(tensor)
-        self.extra[launch] = p.launch
+        self.transient_bytes[launch] = p.launch
         if p.keeps_source:
-            self._live_until(source, wait - 1)
-        self._new(f"{tensor.name}|sent", p.sent, launch, wait - 1)
+            self._extend_lifetime(source, wait - 1)
+        self._allocate(f"{tensor.name}|sent", p.sent, launch, wait - 1)
         if p.unpacked:
-            self._new(f"{tensor.name}|received", p.received, launch, wait)
-        self._new(tensor.name, p.unpacked or p.received, wait if p.unpacked else launch, wait)
+            self._allocate(f"{tensor.name}|received", p.received, launch, wait)
+        self._allocate(tensor.name, p.unpacked or p.received, wait if p.unpacked else launch, wait)
 
     def _bucket(self, at: int, op: Op) -> None:
         shards = [self.layouts[name] for name in op.reads]
         p = bucket_packing(op.bucket, [t.meta for t in op.writes], self.mesh, shards, [*map(self._shape, op.writes)])
         launch, wait = self.op_at[at], self.wait_at[op.writes[0].name]
-        self.extra[launch] = p.launch
-        self._new(f"{op.name}|sent", p.sent, launch, wait - 1)
-        self._new(f"{op.name}|received", p.received, launch, wait)
+        self.transient_bytes[launch] = p.launch
+        self._allocate(f"{op.name}|sent", p.sent, launch, wait - 1)
+        self._allocate(f"{op.name}|received", p.received, launch, wait)
         for tensor, unpacked in zip(op.writes, p.unpacked, strict=True):
             self.layouts[tensor.name] = self._local(tensor)
             if unpacked:
-                self._new(tensor.name, unpacked, wait)
+                self._allocate(tensor.name, unpacked, wait)
             else:
-                self.behind[tensor.name] = f"{op.name}|received"
+                self.storage[tensor.name] = f"{op.name}|received"
 
     def _decomposed(self, at: int, op: Op) -> None:
         node, strategy, step, now = self.graph.by_name[op.node], op.strategy, op.step, self.op_at[at]
@@ -304,10 +324,10 @@ class _Sweep:
         whole = local_op(
             node, strategy, metas, self.mesh, self.options.device, [self.layouts[name] for name in op.reads], self.at
         )
-        self.extra[now] = held_by_ring(whole, step, op.operand, self.mesh.shape[step.axis])
+        self.transient_bytes[now] = ring_bytes(whole, step, op.operand, self.mesh.shape[step.axis])
         for tensor in op.writes:
             self.layouts[tensor.name] = self._local(tensor)
-            self._new(tensor.name, self._bytes(tensor), now)
+            self._allocate(tensor.name, self._bytes(tensor), now)
 
     def _compute(self, at: int, op: Op) -> None:
         node, strategy = self.graph.by_name[op.node], op.strategy
@@ -316,56 +336,61 @@ class _Sweep:
         now = self.op_at[at]
         if op.in_place:
             name, overwritten = op.writes[0].name, op.reads[op.operand]
-            self.layouts[name], self.behind[name] = self.layouts[overwritten], self.behind[overwritten]
+            self.layouts[name], self.storage[name] = self.layouts[overwritten], self.storage[overwritten]
             return
-        made, aliased, self.extra[now], more = self._run(op, node, strategy, operands)
+        made, aliased, self.transient_bytes[now], more = self._run(op, node, strategy, operands)
         for tensor, layout in zip(op.writes, made, strict=True):
             self.layouts[tensor.name] = layout
             if aliased:
-                if op.reads[0] in self.behind:
-                    self.behind[tensor.name] = self.behind[op.reads[0]]
-                    self._live_until(tensor.name, now)
+                if op.reads[0] in self.storage:
+                    self.storage[tensor.name] = self.storage[op.reads[0]]
+                    self._extend_lifetime(tensor.name, now)
             else:
-                self._new(tensor.name, self._bytes(tensor) + more, now)
+                self._allocate(tensor.name, self._bytes(tensor) + more, now)
 
     def _windowed(self, at: int, op: Op) -> list[str]:
-        """The op's operands, those with halos as windows, which are made one after the other."""
+        """Return the names of the op's operands. Operands with halos become windows, which are made one after the
+        other."""
         operands = list(op.reads)
         for i, h in enumerate(op.halos):
             source, size = operands[h.operand], self.program.tensors[op.reads[h.operand]].meta.itemsize
             (rows, window), w = _window_names(op, i), windowed(self.layouts[source], h, self.at)
             exchanged, made = self.wait_at[rows], self.wait_at[window]
-            self._live_until(source, made)
-            self._new(f"{rows}|sent", w.sent * size, exchanged)
-            self._new(rows, w.received * size, exchanged, made)
-            self.extra[made] = w.padding * size
+            self._extend_lifetime(source, made)
+            self._allocate(f"{rows}|sent", w.sent * size, exchanged)
+            self._allocate(rows, w.received * size, exchanged, made)
+            self.transient_bytes[made] = w.padding * size
             self.layouts[window], operands[h.operand] = w.layout, window
             if w.made:
-                self._new(window, w.made * size, made)
-            elif source in self.behind:
-                self.behind[window] = self.behind[source]
+                self._allocate(window, w.made * size, made)
+            elif source in self.storage:
+                self.storage[window] = self.storage[source]
         for name in operands:
-            self._live_until(name, self.op_at[at])
+            self._extend_lifetime(name, self.op_at[at])
         return operands
 
     def _run(
         self, op: Op, node: Node, strategy: Strategy, operands: tuple[Layout, ...]
     ) -> tuple[tuple[Layout, ...], bool, int, int]:
-        """Layouts of results, whether they are views, the bytes of transients, and those by which a result's memory is
-        longer than it: once for all equal ops."""
+        """Return what an op makes and holds; equal ops share one result.
+
+        Returns:
+            The layouts of the results, whether they are views, the bytes of transients, and the bytes by which the
+            memory of a result is larger than the result.
+        """
         key = (self.graph.kinds[node.name], id(strategy), *map(id, operands))  # all three live as long as this
-        if key not in self.runs:
+        if key not in self.known:
             metas = tuple(self.graph.meta(v) for v in node.inputs)
             made, aliased = results(node, operands, [*map(self._shape, op.writes)])
             one = local_op(node, strategy, metas, self.mesh, self.options.device, operands, self.at)
             gathered = sum(s.bytes for s in op.sent if s.kind == "all_gather")
-            self.runs[key] = made, aliased, transients(one) + told_bytes(one, gathered), surplus(one)
-        return self.runs[key]
+            self.known[key] = made, aliased, transients(one) + summary_bytes(one, gathered), excess_bytes(one)
+        return self.known[key]
 
-    def _name_kinds(self) -> None:
-        start, end = self.op_at.get(self.backward, len(self.moments)), len(self.moments) - 1
+    def _assign_kinds(self) -> None:
+        start, end = self.op_at.get(self.backward, len(self.events)), len(self.events) - 1
         for output, name in self.program.results:
-            held = self.memory.get(self.behind.get(name, ""))
+            held = self.allocations.get(self.storage.get(name, ""))
             if held is None:
                 continue
             if output.kind == "mutation":
@@ -374,62 +399,64 @@ class _Sweep:
                 held.kind, held.last = "outputs" if output.kind == "output" else "gradients", end
             if is_gradient(output):
                 self._cast_back(output.name, name, held, end)
-        for held in self.memory.values():
+        for held in self.allocations.values():
             held.kind = held.kind or ("activations" if held.first < start <= held.last else "temporaries")
         for op in self.program.ops:
-            held = self.memory.get(op.writes[0].name) if op.kind == "input" else None
+            held = self.allocations.get(op.writes[0].name) if op.kind == "input" else None
             if held is not None:
                 held.kind = "gradients" if self.graph.input_of[op.node].kind == "accumulator" else "inputs"
 
     @cached_property
     def parameters(self) -> dict[str, TensorMeta]:
-        """By name; of several that share one the first."""
+        """Parameters by name; where several share a name, the first."""
         named = [(i, self.graph.by_name[i.node].outputs[0]) for i in reversed(self.graph.inputs)]
         return {i.name: meta for i, meta in named if i.kind == "parameter" and meta is not None}
 
-    def _cast_back(self, parameter: str, name: str, held: _Memory, end: int) -> None:
-        """A gradient that was reduced in another dtype than its parameter's becomes one of that, one after the other,
-        when the backward is over."""
+    def _cast_back(self, parameter: str, name: str, held: _Allocation, end: int) -> None:
+        """Count the cast of a gradient that was reduced in another dtype than its parameter's.
+
+        Gradients are cast one after the other when the backward is over.
+        """
         stored = self.parameters[parameter]
         made = self.program.tensors[name]
         if stored.dtype != made.meta.dtype:
             size = self._bytes(made) // made.meta.itemsize * stored.itemsize
             held.last = end - 1
-            self.extra[end - 1] = max(self.extra.get(end - 1, 0), size)
-            self._new(f"{name}|cast", size, end)
-            self.memory[f"{name}|cast"].kind = "gradients"
+            self.transient_bytes[end - 1] = max(self.transient_bytes.get(end - 1, 0), size)
+            self._allocate(f"{name}|cast", size, end)
+            self.allocations[f"{name}|cast"].kind = "gradients"
 
     def _profile(self) -> MemoryProfile:
-        made: dict[int, list[_Memory]] = {}
-        freed: dict[int, list[_Memory]] = {}
-        for memory in self.memory.values():
-            made.setdefault(memory.first, []).append(memory)
-            freed.setdefault(max(memory.last, memory.first), []).append(memory)
-        held = dict.fromkeys(KINDS, 0) | self._steady()
+        made: dict[int, list[_Allocation]] = {}
+        freed: dict[int, list[_Allocation]] = {}
+        for allocation in self.allocations.values():
+            made.setdefault(allocation.first, []).append(allocation)
+            freed.setdefault(max(allocation.last, allocation.first), []).append(allocation)
+        held = dict.fromkeys(KINDS, 0) | self._held_throughout()
         running = sum(held.values())
         timeline = [0] * (len(self.program.ops) + 1)
         best: tuple[int, int, dict[str, int]] = (-1, 0, held)
-        for i, moment in enumerate(self.moments):
-            for memory in made.get(i, ()):
-                held[memory.kind] += memory.nbytes
-                running += memory.nbytes
-            extra = self.extra.get(i, 0)
-            step = self._step() if self.steps and i == len(self.moments) - 1 else 0
-            total = running + extra + step
-            if total > timeline[moment.at]:
-                timeline[moment.at] = total
+        for i, event in enumerate(self.events):
+            for allocation in made.get(i, ()):
+                held[allocation.kind] += allocation.nbytes
+                running += allocation.nbytes
+            transient_bytes = self.transient_bytes.get(i, 0)
+            step = self._step() if self.steps and i == len(self.events) - 1 else 0
+            total = running + transient_bytes + step
+            if total > timeline[event.at]:
+                timeline[event.at] = total
                 if self.fullest is not None or total > best[0]:
-                    now = held | {"temporaries": held["temporaries"] + extra, "step": held["step"] + step}
-                    best = (total, moment.at, now) if total > best[0] else best
-                    if self.fullest is not None and total > sum(self.fullest.get(moment.at, {}).values()):
-                        self.fullest[moment.at] = now
-            for memory in freed.get(i, ()):
-                held[memory.kind] -= memory.nbytes
-                running -= memory.nbytes
+                    now = held | {"temporaries": held["temporaries"] + transient_bytes, "step": held["step"] + step}
+                    best = (total, event.at, now) if total > best[0] else best
+                    if self.fullest is not None and total > sum(self.fullest.get(event.at, {}).values()):
+                        self.fullest[event.at] = now
+            for allocation in freed.get(i, ()):
+                held[allocation.kind] -= allocation.nbytes
+                running -= allocation.nbytes
         return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
 
-    def _steady(self) -> dict[str, int]:
-        """What is held throughout."""
+    def _held_throughout(self) -> dict[str, int]:
+        """Return the bytes that are held throughout the step, by kind."""
         sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
         trained: list[int] = []
         for op, tensor in self._inputs():
@@ -439,9 +466,9 @@ class _Sweep:
             if meaning.kind == "parameter":
                 held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options, self.at)
                 sums["parameters"] += held.parameter
-                away = meaning.name in self.program.offloaded_optimizer
-                gone = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options, self.at) if away else 0
-                sums["optimizer"] += held.optimizer - gone
+                on_host = meaning.name in self.program.offloaded_optimizer
+                moved = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options, self.at) if on_host else 0
+                sums["optimizer"] += held.optimizer - moved
             elif meaning.kind in ("buffer", "constant"):
                 sums["buffers"] += tensor.meta.bytes
             elif meaning.kind not in ("tangent", "accumulator"):
@@ -450,16 +477,19 @@ class _Sweep:
         return sums
 
     def _step(self) -> int:
-        """What the optimizer's step needs beside parameters, gradients and state: of parameters whose state the host
-        keeps, a few at a time, and then of the others."""
-        away: list[tuple[TensorMeta, ShardingSpec]] = []
-        here: list[tuple[TensorMeta, ShardingSpec]] = []
+        """Return what the optimizer's step needs besides parameters, gradients and state.
+
+        Parameters whose state the host keeps step first, a few at a time, and then the others.
+        """
+        on_host: list[tuple[TensorMeta, ShardingSpec]] = []
+        on_device: list[tuple[TensorMeta, ShardingSpec]] = []
         for op, t in self._inputs():
             meaning = self.graph.input_of[op.node]
             if meaning.trainable:
-                (away if meaning.name in self.program.offloaded_optimizer else here).append((t.meta, t.spec))
+                (on_host if meaning.name in self.program.offloaded_optimizer else on_device).append((t.meta, t.spec))
         return max(
-            step_bytes(here, self.mesh, self.options, self.at), chunk_bytes(away, self.mesh, self.options, self.at)
+            step_bytes(on_device, self.mesh, self.options, self.at),
+            chunk_bytes(on_host, self.mesh, self.options, self.at),
         )
 
     def _inputs(self) -> Iterator[tuple[Op, LocalTensor]]:

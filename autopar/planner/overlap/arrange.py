@@ -1,11 +1,11 @@
-"""When collectives are launched, and which of them together: so that they hide behind computation, within the budget.
+"""When collectives are launched and which go together, so that they hide behind computation within the memory budget.
 
-Small collectives of one kind, axis and dtype that are needed at about the same time go in one launch. What is gathered
-from shards that are there when a phase begins is launched some launches ahead of its reader; reductions of gradients
-when enough of them are there; whatever else as soon as its operand is. How much is put together and how far gathers
-run ahead is what makes the simulated step the shortest: each way is tried on the streams of `planner.timeline`, and
-the best whose exact memory fits is taken. Nothing is computed in another order, and every rank has the one program, so
-all ranks launch in the same order.
+Small collectives of one kind, axis and dtype that are needed at about the same time go in one launch. Gathers of shards
+that are available when a phase begins are launched some launches ahead of their readers, reductions of gradients when
+enough of them are ready, and everything else as soon as its operand is. How much goes together and how far gathers run
+ahead is chosen for the shortest simulated step: each arrangement is tried on the streams of ``schedule.timeline``, and
+the best one whose exact memory fits is taken. The order of computation does not change. Every rank has the same
+program, so all ranks launch in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.memory.exact import MemoryProfile
-from autopar.planner.overlap.arrangements import ALONE, Ways
+from autopar.planner.overlap.arrangements import ALONE, Arrangements
 from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.shortening import Depths, shortened
 from autopar.planner.pricing.prices import Prices
@@ -28,36 +28,44 @@ from autopar.planner.schedule.waits import place_waits, wait_sooner
 from autopar.program import Arrangement, Program
 from autopar.solver.clock import now
 
-ALIKE = 1e-4
-"""Steps that differ by less than this share are taken for equal, of which the least is put together and prefetched."""
+EQUAL_SHARE = 1e-4
+"""Steps that differ by less than this share count as equal. Among equal ones the arrangement that groups and prefetches
+the least is taken."""
 
-UNSURE, MOST_EXACT = 2e-3, 2
-"""Of a deep program, ways within this share of the shortest step are looked at with all layers, so many at most."""
+UNSURE_SHARE, MAX_EXACT = 2e-3, 2
+"""Arrangements of a deep program within the share ``UNSURE_SHARE`` of the shortest step are simulated with all layers,
+but at most this many."""
 
-NEAR, MOST_NEAR = 0.01, 6
-"""Where two short programs tell of a deep one, ways within this share of the shorter one's best are looked at in the
-longer one, so many at most."""
+NEAR_SHARE, MAX_NEAR = 0.01, 6
+"""When two short programs stand for a deep one, arrangements within the share ``NEAR_SHARE`` of the best in the shorter
+one are simulated in the longer one, but at most this many."""
 
-AGREEING = 2e-5
-"""What programs of three depths tell of a step's seconds agrees where it differs by no more than this share."""
+AGREEING_SHARE = 2e-5
+"""The share by which the step that programs of three depths extrapolate to may differ and still agree."""
 
-MOST_CHECKED = 8
-"""Ways that may turn out to be over the budget, the shortest step first, until the program stays as it is."""
+MAX_CHECKED = 8
+"""The number of arrangements that may turn out to be over the budget, the shortest step first, before the program stays
+as it is."""
 
-MOST_RELAXED = 2
-"""Ways that fit with some collectives later than they ask for: others are hardly better."""
+MAX_RELAXED = 2
+"""The number of arrangements to try that fit only with some collectives later than they ask for. Others are hardly
+better."""
 
-NEARLY = 1.01
-"""Times the budget, beyond which to wait for collectives sooner does not help."""
+NEARLY_FITS = 1.01
+"""Factor on the budget beyond which waiting sooner for collectives does not help."""
 
 WAIT_LATER = 1.0
-"""Of a collective's predicted time, how much later than its end it is waited for where memory allows: predictions may
-be wrong, and then a wait stops the program."""
+"""How long after its predicted end a collective is waited for where memory allows, as a multiple of its predicted time.
+Predictions may be wrong, and then a wait stops the program."""
 
 
 @dataclass(frozen=True)
 class Arranged:
-    """A program with its collectives arranged, or as it was where that is no longer. ``before``: as it was."""
+    """A program with its collectives arranged, or as it was if that is no slower.
+
+    Args:
+        before: the timeline of the program as it was.
+    """
 
     program: Program
     memory: MemoryProfile
@@ -66,26 +74,31 @@ class Arranged:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """Ways to arrange a program's collectives, and the seconds of a step in each, whatever it holds."""
+class TriedArrangements:
+    """Arrangements of a program's collectives that were simulated, and the seconds of a step in each, whatever memory
+    it takes."""
 
-    ways: Ways
+    arrangements: Arrangements
     seconds: dict[Arrangement, float]
     before: Timeline
 
     @staticmethod
-    def of(program: Program, prices: Prices, deadline: float) -> Tried:
-        """``deadline``: on ``clock.now``; what was found by then is taken."""
-        ways = Ways(extract_collectives(program), prices)
-        found = search(ways, program, deadline) if program.collectives else {}
-        return Tried(ways, found, simulate_streams(program, prices.overlap))
+    def of(program: Program, prices: Prices, deadline: float) -> TriedArrangements:
+        """Simulate arrangements of ``program``.
+
+        Args:
+            deadline: on ``clock.now``; what was found by then counts.
+        """
+        arrangements = Arrangements(extract_collectives(program), prices)
+        found = search(arrangements, program, deadline) if program.collectives else {}
+        return TriedArrangements(arrangements, found, simulate_streams(program, prices.overlap))
 
     def least_s(self) -> float:
-        """The shortest step."""
+        """Return the seconds of the shortest step."""
         return min([self.before.seconds, *self.seconds.values()])
 
     def promising(self) -> list[Arrangement]:
-        """The ways that were found to be shorter than the program as it is, the shortest first."""
+        """Return the arrangements that are faster than the program as it is, the fastest first."""
         before_s = self.before.seconds
         shorter = (a for a, seconds in self.seconds.items() if seconds < before_s)
         return sorted(shorter, key=lambda a: _rank(a, self.seconds[a], before_s))
@@ -93,31 +106,35 @@ class Tried:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """``Tried.least_s`` of a deep program, as two of fewer layers tell it: in so many seconds each.
+    """``TriedArrangements.least_s`` of a deep program, extrapolated from two with fewer layers that take these seconds.
 
     Args:
-        way: the shortest; None where that is the program as it is.
-        more: the ways of the longer of the two.
+        arrangement: the fastest one; None if the program as it is is faster.
+        more: the arrangements of the longer of the two programs.
     """
 
     depths: Depths
     few_s: float
     more_s: float
-    way: Arrangement | None
-    more: Ways
+    arrangement: Arrangement | None
+    more: Arrangements
 
     @staticmethod
     def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Extrapolation:
-        """``deadline``: as for ``Tried.of``."""
-        more = Ways(extract_collectives(longer), prices)
-        few = Ways(extract_collectives(shorter), prices, more)
+        """Extrapolate from two programs.
+
+        Args:
+            deadline: as for ``TriedArrangements.of``.
+        """
+        more = Arrangements(extract_collectives(longer), prices)
+        few = Arrangements(extract_collectives(shorter), prices, more)
         few_s, more_s = (simulate_streams(p, prices.overlap).seconds for p in (shorter, longer))
         as_is = Extrapolation(depths, few_s, more_s, None, more)
         if not shorter.collectives:
             return as_is
-        told = _extrapolated(depths, few, more, deadline)
-        way = min(told, key=told.__getitem__)
-        arranged = Extrapolation(depths, few.seconds(way), more.seconds(way), way, more)
+        estimated = _extrapolated(depths, few, more, deadline)
+        arrangement = min(estimated, key=estimated.__getitem__)
+        arranged = Extrapolation(depths, few.seconds(arrangement), more.seconds(arrangement), arrangement, more)
         return min(as_is, arranged, key=lambda t: t.seconds)
 
     @property
@@ -125,16 +142,16 @@ class Extrapolation:
         return self.depths.seconds(self.few_s, self.more_s)
 
     def agrees(self, between: Program) -> bool:
-        """Whether a program of ``depths.between`` layers tells the same: then every layer adds as much."""
+        """Whether a program of ``depths.between`` layers extrapolates to the same: then every layer adds as much."""
         prices = self.more.prices
-        if self.way is None:
+        if self.arrangement is None:
             between_s = simulate_streams(between, prices.overlap).seconds
         else:
-            between_s = Ways(extract_collectives(between), prices, self.more).seconds(self.way)
+            between_s = Arrangements(extract_collectives(between), prices, self.more).seconds(self.arrangement)
         few, more, whole = self.depths
         fewer = Depths(few, self.depths.between, whole).seconds(self.few_s, between_s)
         others = Depths(self.depths.between, more, whole).seconds(between_s, self.more_s)
-        return abs(fewer - others) <= AGREEING * self.seconds
+        return abs(fewer - others) <= AGREEING_SHARE * self.seconds
 
 
 def arrange(
@@ -143,41 +160,42 @@ def arrange(
     profiled: Callable[[Program], MemoryProfile],
     budget: float,
     deadline: float,
-    tried: Tried | None = None,
+    tried: TriedArrangements | None = None,
 ) -> Arranged:
-    """The arrangement of ``program`` with the shortest step whose peak is within ``budget``, or at most as it was.
+    """Return the arrangement of ``program`` with the shortest step whose peak is within ``budget``, or no higher than
+    it was.
 
     Args:
-        profiled: the exact memory of a program.
+        profiled: computes the exact memory of a program.
         deadline: on ``clock.now``; what was found by then is taken.
-        tried: the ways, where they are known.
+        tried: the simulated arrangements, if they are known.
     """
-    tried = tried or Tried.of(program, prices, deadline)
+    tried = tried or TriedArrangements.of(program, prices, deadline)
     fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
     best: Arranged | None = None
     over: list[Arrangement] = []
     relaxed = 0
-    for way in tried.promising():
-        if any(_holds_more(way, other) for other in over):
+    for arrangement in tried.promising():
+        if any(_holds_more(arrangement, other) for other in over):
             continue
-        found, as_asked = fitter.fit(way)
+        found, as_asked = fitter.fit(arrangement)
         if found is not None and (best is None or found.timeline.seconds < best.timeline.seconds):
             best = found
         relaxed += found is not None
-        if as_asked or relaxed == MOST_RELAXED or len(over) == MOST_CHECKED or now() > deadline:
+        if as_asked or relaxed == MAX_RELAXED or len(over) == MAX_CHECKED or now() > deadline:
             break
-        over.append(way)
-    if best is not None and best.timeline.seconds < (1 - ALIKE) * tried.before.seconds:
+        over.append(arrangement)
+    if best is not None and best.timeline.seconds < (1 - EQUAL_SHARE) * tried.before.seconds:
         return best
     return Arranged(program, profiled(program), tried.before, tried.before)
 
 
 @dataclass
 class _Fitter:
-    """Brings ways to arrange a program within the budget, or at most to what the program holds as it is."""
+    """Brings arrangements of a program within the budget, or at least to the peak of the program as it is."""
 
     program: Program
-    tried: Tried
+    tried: TriedArrangements
     overlap: float
     profiled: Callable[[Program], MemoryProfile]
     budget: float
@@ -188,14 +206,17 @@ class _Fitter:
     def most(self) -> float:
         return max(self.budget, self.profiled(self.program).peak_bytes)
 
-    def fit(self, way: Arrangement) -> tuple[Arranged | None, bool]:
-        """The program in this way, and whether it is whole. Where it holds too much, what is under way there goes
-        later, in the end by itself; None where that does not help, or not in time."""
+    def fit(self, arrangement: Arrangement) -> tuple[Arranged | None, bool]:
+        """Return the program in this arrangement, and whether it is the whole arrangement.
+
+        Where it holds too much, collectives that are under way there are launched later, in the end by themselves. None
+        if that does not help, or not in time.
+        """
         leads: dict[int, int] = {}
-        arrangement = replace(way, before_s=self.tried.before.seconds)
-        nearly = NEARLY
+        recorded = replace(arrangement, before_s=self.tried.before.seconds)
+        nearly = NEARLY_FITS
         while True:
-            made = replace(self.program, ops=self.tried.ways.ops(way, leads), arrangement=arrangement)
+            made = replace(self.program, ops=self.tried.arrangements.ops(arrangement, leads), arrangement=recorded)
             for later in (WAIT_LATER, 0.0):
                 found, held = self._measured(place_waits(made, self.overlap, later), nearly)
                 if held.peak_bytes <= self.budget or held.peak_bytes <= self.most:
@@ -203,14 +224,14 @@ class _Fitter:
                     return Arranged(found, held, after, self.tried.before), not leads
                 if held.peak_bytes > nearly * self.most:
                     break
-            if nearly > NEARLY or now() > self.deadline:
+            if nearly > NEARLY_FITS or now() > self.deadline:
                 return None, False
-            if not self._hold_back(way, leads, self._by_place(found, held)):
-                nearly = math.inf  # only earlier waits are left
+            if not self._reduce_leads(arrangement, leads, self._held_by_slot(found, held)):
+                nearly = math.inf  # only earlier waits can still help
 
     def _measured(self, program: Program, nearly: float) -> tuple[Program, MemoryProfile]:
-        """A program and what it holds, with earlier waits where that is too much, but up to ``nearly`` times what it
-        may be."""
+        """Return a program and its memory, with earlier waits if it holds too much, but at most ``nearly`` times the
+        limit."""
         held = self.profiled(program)
         if not self.most < held.peak_bytes <= nearly * self.most:
             return program, held
@@ -218,61 +239,73 @@ class _Fitter:
         now = self.profiled(sooner) if sooner is not None else held
         return (sooner, now) if sooner is not None and now.peak_bytes < held.peak_bytes else (program, held)
 
-    def _by_place(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
-        """The most that is held at each place; see `planner.movable`."""
-        stays = {op.name for op in self.tried.ways.parts.fixed}
+    def _held_by_slot(self, found: Program, held: MemoryProfile) -> npt.NDArray[np.int64]:
+        """Return the most bytes that are held at each slot; see ``overlap.collectives``."""
+        stays = {op.name for op in self.tried.arrangements.parts.fixed}
         passed = np.cumsum([0, *(op.name in stays for op in found.ops)])
         most = np.zeros(passed[-1] + 1, dtype=np.int64)
         np.maximum.at(most, passed, np.array(held.timeline))
         return most
 
-    def _hold_back(self, way: Arrangement, leads: dict[int, int], held: npt.NDArray[np.int64]) -> bool:
-        """Halve the leads of what is under way where too much is held, until by all that is known that is enough, or
-        none can be shorter; whether any is. ``held``, at each place, is written to."""
-        ways, changed = self.tried.ways, False
-        late = now() > (self.began + self.deadline) / 2  # then nothing is tried that may not be enough
-        places = ways.places(way, leads)
+    def _reduce_leads(self, arrangement: Arrangement, leads: dict[int, int], held: npt.NDArray[np.int64]) -> bool:
+        """Halve the leads of collectives that are under way where too much is held, until that should be enough.
+
+        Args:
+            held: the bytes at each slot; updated with what the shorter leads should free.
+
+        Returns:
+            Whether any lead is shorter.
+        """
+        arrangements, changed = self.tried.arrangements, False
+        late = now() > (self.began + self.deadline) / 2  # late: go straight to what is surely enough
+        slots = arrangements.slots(arrangement, leads)
         while True:
             over = np.concatenate([[0], np.cumsum(held > self.most)])
             shorter = False
-            for m in ways.parts.movables:
-                span = (places[m.at], m.last) if m.kind == "early" else (m.first, places[m.at])
-                lead = leads.get(m.at, way.prefetch if m.kind == "early" else 0)
+            for m in arrangements.parts.collectives:
+                span = (slots[m.at], m.last) if m.kind == "early" else (m.first, slots[m.at])
+                lead = leads.get(m.at, arrangement.prefetch if m.kind == "early" else 0)
                 if m.kind != "middle" and lead != ALONE and over[max(span)] > over[span[0]]:
                     leads[m.at] = lead // 2 if lead > 0 and not late else ALONE
                     shorter = changed = True
             if not shorter:
                 return changed
-            before, places = places, ways.places(way, leads)
-            for m in ways.parts.movables:
-                there, then = before[m.at], places[m.at]
+            before, slots = slots, arrangements.slots(arrangement, leads)
+            for m in arrangements.parts.collectives:
+                there, then = before[m.at], slots[m.at]
                 held[min(there, then) : max(there, then)] -= m.op.wire_bytes if m.at in leads else 0
 
 
-def search(ways: Ways, program: Program, deadline: float) -> dict[Arrangement, float]:
-    """Seconds of the ways that were tried: of deep programs what shorter ones tell, and of the best ones exactly."""
-    short = shortened(program, ways.largest_share())
+def search(arrangements: Arrangements, program: Program, deadline: float) -> dict[Arrangement, float]:
+    """Return the seconds of the arrangements that were tried.
+
+    For deep programs they are extrapolated from shorter ones, and exact for the best arrangements.
+    """
+    short = shortened(program, arrangements.largest_share())
     if short is None:
-        return ways.search(ways.seconds, deadline)
-    few, more = (Ways(extract_collectives(p), ways.prices, ways) for p in short.programs)
+        return arrangements.search(arrangements.seconds, deadline)
+    few, more = (Arrangements(extract_collectives(p), arrangements.prices, arrangements) for p in short.programs)
     tried = _extrapolated(short.depths, few, more, deadline)
     least = min(tried.values())
-    near = [a for a in tried if tried[a] <= (1 + UNSURE) * least]
-    exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MOST_EXACT]
-    return tried | {a: ways.seconds(a) for a in exact if now() < deadline}
+    near = [a for a in tried if tried[a] <= (1 + UNSURE_SHARE) * least]
+    exact = sorted(near, key=lambda a: _rank(a, tried[a], least))[:MAX_EXACT]
+    return tried | {a: arrangements.seconds(a) for a in exact if now() < deadline}
 
 
-def _extrapolated(depths: Depths, few: Ways, more: Ways, deadline: float) -> dict[Arrangement, float]:
-    """What two short programs tell of a deep one: of ways that are far from the best in the shorter one, that alone."""
+def _extrapolated(depths: Depths, few: Arrangements, more: Arrangements, deadline: float) -> dict[Arrangement, float]:
+    """Extrapolate the seconds of a deep program's arrangements from two short ones.
+
+    Arrangements far from the best in the shorter program are extrapolated from that one alone.
+    """
     tried = few.search(few.seconds, deadline)
     least, *others = sorted(tried, key=tried.__getitem__)
-    near = [least, *(a for a in others[: MOST_NEAR - 1] if tried[a] <= (1 + NEAR) * tried[least])]
+    near = [least, *(a for a in others[: MAX_NEAR - 1] if tried[a] <= (1 + NEAR_SHARE) * tried[least])]
     whole = {a: depths.seconds(tried[a], more.seconds(a)) for a in near}
     return {a: s * whole[least] / tried[least] for a, s in tried.items()} | whole
 
 
 def _holds_more(a: Arrangement, other: Arrangement) -> bool:
-    """Whether launches of ``a`` are as large and as early as those of ``other``, or more so."""
+    """Whether launches of ``a`` are at least as large and as early as those of ``other``."""
     return (
         a.reduced_bytes >= other.reduced_bytes
         and a.gathered_bytes >= other.gathered_bytes
@@ -281,4 +314,4 @@ def _holds_more(a: Arrangement, other: Arrangement) -> bool:
 
 
 def _rank(a: Arrangement, seconds: float, before_s: float) -> tuple[float, ...]:
-    return round(seconds / before_s / ALIKE), a.prefetch, a.gathered_bytes, a.reduced_bytes
+    return round(seconds / before_s / EQUAL_SHARE), a.prefetch, a.gathered_bytes, a.reduced_bytes

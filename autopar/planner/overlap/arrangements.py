@@ -1,6 +1,7 @@
-"""The ways to arrange the collectives of a program: which go together, where each launch stands, and what a step takes.
+"""The arrangements of a program's collectives: which go together, where each launch is, and how long a step takes.
 
-To try one costs milliseconds: what is computed between two events is one event for the streams of `planner.timeline`.
+Trying one costs milliseconds: what is computed between two events is one event for the streams of
+``schedule.timeline``.
 """
 
 from __future__ import annotations
@@ -16,116 +17,121 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import TypeAlias
 
-from autopar.planner.footprint.collective_buffers import packs
-from autopar.planner.overlap.collectives import Parts, SchedulableCollective, together
+from autopar.planner.footprint.collective_buffers import needs_packing
+from autopar.planner.overlap.collectives import Parts, SchedulableCollective, group_launches
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.schedule.timeline import Event, simulated_seconds
 from autopar.program import Arrangement, Op
 from autopar.solver.clock import now
 
 PREFETCHES = (0, 1, 2, 4)
-SIZES = (1, 4, 16)
-"""Times the bytes that take as long to send as a launch: less is dominated by the launch, more hides no better. Also
-tried are 0, each by itself, and all together."""
+SIZE_FACTORS = (1, 4, 16)
+"""Bucket sizes to try, as multiples of the bytes that take as long to send as a launch. With less the launch dominates,
+and with more nothing hides better. Also tried are 0 (each collective by itself) and all together."""
 
-BESIDE = 4
-"""Times its bytes that may be reduced beside a launch while more may join it."""
+JOIN_FACTOR = 4
+"""Multiple of a launch's bytes that may be reduced after its first collective while more may join it."""
 
-LARGEST = 0.05
-"""Of the device's memory, what goes in one launch at most."""
+MAX_LAUNCH_SHARE = 0.05
+"""The largest share of the device's memory that goes in one launch."""
 
-NEGLIGIBLE = 0.05
-"""Of the bytes that are sent, a share that hardly matters."""
+NEGLIGIBLE_SHARE = 0.05
+"""A share of the communicated bytes that hardly matters."""
 
 
 Leads: TypeAlias = Mapping[int, int]
-"""By how many launches single collectives, by position, run ahead of their readers, where that is not the way's own."""
+"""By how many launches single collectives, by position, run ahead of their readers, if not as their arrangement
+says."""
 
 ALONE = -1
-"""The lead of one that goes by itself: just before its reader, or as soon as what it sends is there."""
+"""The lead of a collective that goes by itself: just before its reader, or as soon as what it sends is ready."""
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """One collective or several together, at a place among the ops that stay. ``starts_s``: when it is expected to."""
+    """One collective or several together, launched at a slot.
+
+    Args:
+        starts_s: when it is expected to start.
+    """
 
     members: tuple[SchedulableCollective, ...]
-    place: int
+    slot: int
     starts_s: float = 0.0
 
     @cached_property
     def order(self) -> tuple[bool, int, int, float, int]:
-        """What is needed first goes first where several are launched at one place."""
+        """Sorting key: at one slot, what is needed first is launched first."""
         first = self.members[0]
         kind = ("middle", "early", "late").index(first.kind)
-        return first.op.phase == "backward", self.place, kind, self.starts_s, first.at
+        return first.op.phase == "backward", self.slot, kind, self.starts_s, first.at
 
 
 @dataclass
-class Ways:
-    """The ways to arrange the collectives of a program.
+class Arrangements:
+    """The arrangements of a program's collectives.
 
     Args:
-        whole: of the program of which this one is a part, whose sizes are tried.
+        whole: the arrangements of the program that this one is a part of; their sizes are tried.
     """
 
     parts: Parts
     prices: Prices
-    whole: Ways | None = None
+    whole: Arrangements | None = None
     _groups: dict[tuple[str, int], list[tuple[SchedulableCollective, ...]]] = field(default_factory=dict)
     _priced: dict[tuple[int, ...], tuple[float, float, int]] = field(default_factory=dict)
-    _copied: dict[int, float] = field(default_factory=dict)
+    _copy_seconds: dict[int, float] = field(default_factory=dict)
     _launch_of: dict[tuple[str, int], int] = field(default_factory=dict)
     _placed: dict[tuple[object, ...], list[_Launch]] = field(default_factory=dict)
-    _seen: dict[int, tuple[tuple[SchedulableCollective, ...], Event]] = field(default_factory=dict)
+    _events_of: dict[int, tuple[tuple[SchedulableCollective, ...], Event]] = field(default_factory=dict)
 
     def search(self, seconds: Callable[[Arrangement], float], deadline: float) -> dict[Arrangement, float]:
-        """Simulated seconds of the ways that were tried: first how to reduce, then how to gather."""
+        """Return the simulated seconds of the arrangements that were tried: first how to reduce, then how to gather."""
         tried: dict[Arrangement, float] = {}
 
         def best() -> Arrangement:
             return min(tried, key=lambda a: (tried[a], a.prefetch, a.gathered_bytes, a.reduced_bytes))
 
-        def look(ways: Iterable[Arrangement]) -> None:
-            for a in ways:
+        def look(arrangements: Iterable[Arrangement]) -> None:
+            for a in arrangements:
                 if a not in tried and (not tried or now() < deadline):
                     tried[a] = seconds(a)
 
         of = self.whole or self
         reduced, gathered = of.sizes("late"), of.sizes("early")
         look(Arrangement(r, 0, 1 if of._of_kind["early"] else 0) for r in reduced)
-        some = best()
+        best_so_far = best()
         if of._of_kind["early"]:
-            look(replace(some, gathered_bytes=g, prefetch=d) for g in gathered for d in PREFETCHES)
-        some = best()
-        look(replace(some, reduced_bytes=r) for r in reduced)
+            look(replace(best_so_far, gathered_bytes=g, prefetch=d) for g in gathered for d in PREFETCHES)
+        best_so_far = best()
+        look(replace(best_so_far, reduced_bytes=r) for r in reduced)
         return tried
 
     def sizes(self, kind: str) -> list[int]:
-        """Bytes from which on to launch together."""
+        """Return the bucket sizes to try: the bytes at which a launch is complete."""
         if not self._of_kind[kind]:
             return [0]
-        total, most = self._total_bytes(kind), LARGEST * self.prices.cluster.device.memory_bytes
-        found = {0, *(min(times * self.launch_bytes(kind), total) for times in SIZES), total}
+        total, most = self._total_bytes(kind), MAX_LAUNCH_SHARE * self.prices.cluster.device.memory_bytes
+        found = {0, *(min(times * self.launch_bytes(kind), total) for times in SIZE_FACTORS), total}
         return sorted(size for size in found if size <= most)
 
     def launch_bytes(self, kind: str) -> int:
-        """Bytes that take as long as the launch, along the axis where that is the most."""
+        """Return the bytes that take as long to send as a launch, on the axis where that is the most."""
         return max(map(self._launch_bytes, self._of_kind[kind]), default=0)
 
     def largest_share(self) -> float:
-        """Of what can go together, the most that goes in one launch where it takes several."""
+        """Return the largest share of what can go together that goes in one launch, where it takes several."""
         return max((share for share in self._shares() if share < 1), default=0.0)
 
     def largest_launch(self) -> float:
-        """What the largest launch could carry, as a share of what there is of one kind: more than 1 where all goes in
-        one."""
+        """Return what the largest launch could carry, as a share of all of its kind; more than 1 where all goes in one
+        launch."""
         return max(self._shares(), default=0.0)
 
     def _shares(self) -> Iterator[float]:
-        several = NEGLIGIBLE * sum(map(self._total_bytes, ("early", "late")))
+        several = NEGLIGIBLE_SHARE * sum(map(self._total_bytes, ("early", "late")))
         for kind in ("early", "late"):
-            most = SIZES[-1] * self.launch_bytes(kind)
+            most = SIZE_FACTORS[-1] * self.launch_bytes(kind)
             sent: dict[tuple[object, ...], int] = {}
             for m in self._of_kind[kind]:
                 if m.op.wire_bytes < most:
@@ -136,7 +142,7 @@ class Ways:
         return sum(m.op.wire_bytes for m in self._of_kind[kind]) + 1
 
     def _launch_bytes(self, m: SchedulableCollective) -> int:
-        """Bytes that take as long as the launch."""
+        """Return the bytes that take as long to send as the launch."""
         step = m.op.step
         assert step is not None
         key = step.kind, step.axis
@@ -146,23 +152,23 @@ class Ways:
         return self._launch_of[key]
 
     def seconds(self, a: Arrangement) -> float:
-        """What a step takes, with what is computed between two events as one."""
+        """Simulate a step in this arrangement."""
         return simulated_seconds(self.events(a), self.prices.overlap)
 
     def events(self, a: Arrangement) -> Iterator[Event]:
-        """What happens in this arrangement."""
+        """Yield the events of a step in this arrangement, with all computation between two events as one."""
         at = 0
         for launch in self._launches(a, {}):
-            if launch.place > at:
-                yield from self._computed(at, launch.place)
-                at = launch.place
-            if id(launch.members) not in self._seen:
-                self._seen[id(launch.members)] = launch.members, self._event(launch.members)
-            yield self._seen[id(launch.members)][1]
+            if launch.slot > at:
+                yield from self._computed(at, launch.slot)
+                at = launch.slot
+            if id(launch.members) not in self._events_of:
+                self._events_of[id(launch.members)] = launch.members, self._event(launch.members)
+            yield self._events_of[id(launch.members)][1]
         yield from self._computed(at, len(self.parts.fixed))
 
     def _computed(self, start: int, end: int) -> Iterator[Event]:
-        """Between two places."""
+        """Yield the events between two slots."""
         for event in self._events[self._event_from[start] : self._event_from[end]]:
             if start < event:
                 yield self._run(start, event)
@@ -171,9 +177,9 @@ class Ways:
             yield self._run(start, end)
 
     def _run(self, start: int, end: int) -> Event:
-        """Ops from ``start`` to ``end``, of which none but the first waits, as one."""
+        """Return the ops from ``start`` to ``end``, none of which but the first waits, as one event."""
         first = self.parts.fixed[start]
-        if start in self._alone:
+        if start in self._uncomputed:
             return Event.of(first)
         return Event("compute", "", first.phase, first.reads, (), self._until[end] - self._until[start])
 
@@ -187,51 +193,51 @@ class Ways:
         writes = tuple([t.name for m in members for t in m.op.writes])
         return Event("launch", "", first.phase, reads, writes, seconds, launch_s, (first.step.axis, *first.step.axes))
 
-    def places(self, a: Arrangement, leads: Leads) -> dict[int, int]:
-        """Where each collective, by position, is launched."""
-        return {m.at: launch.place for launch in self._launches(a, leads) for m in launch.members}
+    def slots(self, a: Arrangement, leads: Leads) -> dict[int, int]:
+        """Return the slot of each collective, by position."""
+        return {m.at: launch.slot for launch in self._launches(a, leads) for m in launch.members}
 
     def ops(self, a: Arrangement, leads: Leads | None = None) -> tuple[Op, ...]:
-        """The program's ops in this arrangement, but for the collectives in ``leads``."""
+        """Return the program's ops in this arrangement, with other leads for the collectives in ``leads``."""
         made: list[Op] = []
         at = 0
         for launch in self._launches(a, leads or {}):
-            if launch.place > at:
-                made += self.parts.fixed[at : launch.place]
-                at = launch.place
+            if launch.slot > at:
+                made += self.parts.fixed[at : launch.slot]
+                at = launch.slot
             made.append(self._launch(launch.members))
         return (*made, *self.parts.fixed[at:])
 
     @cached_property
     def _until(self) -> list[float]:
-        """Seconds of computation before each place."""
+        """Seconds of computation before each slot."""
         own = (0.0 if op.kind == "input" or op.is_transfer else op.seconds for op in self.parts.fixed)
         return list(accumulate(own, initial=0.0))
 
     @cached_property
-    def _alone(self) -> set[int]:
-        """Ops that are more than computation."""
+    def _uncomputed(self) -> set[int]:
+        """Ops that are not only computation."""
         return {i for i, op in enumerate(self.parts.fixed) if op.is_transfer or op.kind in ("wait", "decomposed")}
 
     @cached_property
     def _events(self) -> list[int]:
-        """Places of ops that wait, of transfers, of what follows one, and of each phase's begin."""
-        awaited = {t.name for m in self.parts.movables for t in m.op.writes}
-        awaited |= {t.name for i in self._alone for t in self.parts.fixed[i].writes}
+        """Slots of ops that wait, of transfers, of what follows one, and of the beginning of each phase."""
+        awaited = {t.name for m in self.parts.collectives for t in m.op.writes}
+        awaited |= {t.name for i in self._uncomputed for t in self.parts.fixed[i].writes}
         waiting = {i for i, op in enumerate(self.parts.fixed) if not awaited.isdisjoint(op.reads)}
-        found = waiting | self._alone | {i + 1 for i in self._alone} | set(self.parts.begins.values())
+        found = waiting | self._uncomputed | {i + 1 for i in self._uncomputed} | set(self.parts.begins.values())
         return sorted(i for i in found if i < len(self.parts.fixed))
 
     @cached_property
     def _event_from(self) -> list[int]:
-        """For each place, how many events come before or at it."""
+        """For each slot, the number of events before or at it."""
         counts = [0] * (len(self.parts.fixed) + 1)
         for event in self._events:
             counts[event] += 1
         return list(accumulate(counts))
 
     def _launches(self, a: Arrangement, leads: Leads) -> list[_Launch]:
-        """Every launch in the order of the program."""
+        """Return every launch in the order of the program."""
         placed = self._all_placed(a, leads)
         of = {m.at: launch for launch in placed for m in launch.members}
         done: set[int] = set()
@@ -250,7 +256,7 @@ class Ways:
         return order
 
     def _all_placed(self, a: Arrangement, leads: Leads) -> list[_Launch]:
-        """Every launch. Where no single one has a lead of its own, those of other ways that are alike are known."""
+        """Return every launch with its slot. Without leads, equal ones of other arrangements are cached."""
         if leads:
             ahead = [*self._middle, *self._early(a, leads)]
             return [*ahead, *self._late(a, ahead, leads)]
@@ -270,23 +276,23 @@ class Ways:
     @cached_property
     def _of_kind(self) -> Mapping[str, list[SchedulableCollective]]:
         found: dict[str, list[SchedulableCollective]] = {"early": [], "middle": [], "late": []}
-        for m in self.parts.movables:
+        for m in self.parts.collectives:
             found[m.kind].append(m)
         found["early"].sort(key=lambda m: (m.last, m.at))
         for kind in ("middle", "late"):
             found[kind].sort(key=lambda m: (m.first, m.at))
         return found
 
-    def _together(self, kind: str, size: int) -> list[tuple[SchedulableCollective, ...]]:
-        """The launches of early or late ones, those first that no other has to go before."""
+    def _grouped(self, kind: str, size: int) -> list[tuple[SchedulableCollective, ...]]:
+        """Return the launches of early or late collectives; those come first that no other has to precede."""
         if (kind, size) not in self._groups:
-            groups = together(self._of_kind[kind], size, BESIDE * size if kind == "late" else math.inf)
+            groups = group_launches(self._of_kind[kind], size, JOIN_FACTOR * size if kind == "late" else math.inf)
             self._groups[kind, size] = sorted(groups, key=lambda g: g[0].level)
         return self._groups[kind, size]
 
-    def _led(self, kind: str, size: int, leads: Leads) -> list[tuple[SchedulableCollective, ...]]:
-        """The same, with those apart that go by themselves."""
-        groups = self._together(kind, size)
+    def _groups_with_leads(self, kind: str, size: int, leads: Leads) -> list[tuple[SchedulableCollective, ...]]:
+        """Return the same launches, with those apart that go by themselves."""
+        groups = self._grouped(kind, size)
         if not leads:
             return groups
         apart = [(m,) for g in groups for m in g if leads.get(m.at) == ALONE]
@@ -295,23 +301,27 @@ class Ways:
 
     @cached_property
     def _middle(self) -> list[_Launch]:
-        """As soon as the operand is there, together while launches are what they cost."""
+        """Launches of middle collectives: each as soon as its operand is there, grouped while the launch dominates the
+        cost."""
         found = self._of_kind["middle"]
         least = min(map(self._launch_bytes, found), default=0)
-        groups = together([m for m in found if not m.waits_for], least)
+        groups = group_launches([m for m in found if not m.waits_for], least)
         chained = [_Launch((m,), m.last) for m in found if m.waits_for]
         return [_Launch(g, max(m.first for m in g)) for g in groups] + chained
 
     def _early(self, a: Arrangement, leads: Leads) -> list[_Launch]:
-        """What is read some launches ahead of its reader; a step that another waits for as late as it is done by then,
-        by the clock of what is computed and with one collective at a time on each queue."""
-        groups = self._led("early", a.gathered_bytes, leads)
+        """Launch what is read some launches ahead of its reader, and what another collective waits for just in time for
+        that.
+
+        Times are those of computation, with one collective at a time on each queue.
+        """
+        groups = self._groups_with_leads("early", a.gathered_bytes, leads)
         readers = {phase: _readers(groups, phase) for phase in self.parts.begins}
         of = {m.at: i for i, group in enumerate(groups) for m in group}
         before = [sorted({of[i] for m in group for i in m.waits_for if i in of}) for group in groups]
         left = Counter(j for those in before for j in those)
         due = [_needed(group) for group in groups]
-        due_s = [self._until[place] for place in due]
+        due_s = [self._until[slot] for slot in due]
         free_s: dict[object, float] = {}
         launches: list[_Launch] = []
         latest = [(-due_s[i], i) for i in range(len(groups)) if i not in left]
@@ -322,19 +332,19 @@ class Ways:
             queue = self._queue(group[0].op)
             lead = min(leads.get(m.at, a.prefetch) for m in group)
             if lead == ALONE:
-                place, at_s = due[i], due_s[i]
+                slot, at_s = due[i], due_s[i]
             elif i in left:
                 at_s = min(due_s[i], free_s.get(queue, math.inf)) - self._cost_s(group)
-                place = max(bisect_right(self._until, at_s) - 1, begin)
+                slot = max(bisect_right(self._until, at_s) - 1, begin)
             else:
                 there = readers[group[0].op.phase]
                 ahead = bisect_left(there, _needed(group)) - lead
-                place = there[ahead] if ahead >= 0 else begin
-                at_s = self._until[place]
+                slot = there[ahead] if ahead >= 0 else begin
+                at_s = self._until[slot]
             free_s[queue] = min(at_s, free_s.get(queue, math.inf))
-            launches.append(_Launch(group, place, at_s))
+            launches.append(_Launch(group, slot, at_s))
             for j in before[i]:
-                due[j], due_s[j] = min(due[j], place), min(due_s[j], at_s)
+                due[j], due_s[j] = min(due[j], slot), min(due_s[j], at_s)
                 left[j] -= 1
                 if not left[j]:
                     heappush(latest, (-due_s[j], j))
@@ -346,12 +356,15 @@ class Ways:
         return op.phase, op.step.axis, *op.step.axes
 
     def _late(self, a: Arrangement, ahead: Sequence[_Launch], leads: Leads) -> list[_Launch]:
-        """Each when what it sends should be there, by the clock of what is computed and with one collective at a time
-        on each queue: one that waits for another would stop the program if it were launched sooner."""
-        groups = self._led("late", a.reduced_bytes, leads)
+        """Launch each collective when what it sends should be ready.
+
+        Times are those of computation, with one collective at a time on each queue. One that waits for another would
+        stop the program if it were launched sooner.
+        """
+        groups = self._groups_with_leads("late", a.reduced_bytes, leads)
         of = {m.at: i for i, group in enumerate(groups) for m in group}
         there_s = {
-            m.at: self._until[launch.place] + self._cost_s(launch.members) for launch in ahead for m in launch.members
+            m.at: self._until[launch.slot] + self._cost_s(launch.members) for launch in ahead for m in launch.members
         }
         left = [{of[i] for m in group for i in m.waits_for if i in of} for group in groups]
         followers: dict[int, list[int]] = {}
@@ -369,12 +382,12 @@ class Ways:
         while ready:
             at_s, i = heappop(ready)
             first = groups[i][0].op
-            place = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
-            place = min(place, self.parts.ends[first.phase])
+            slot = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
+            slot = min(slot, self.parts.ends[first.phase])
             queue = self._queue(first)
-            start_s = max(self._until[place], free_s.get(queue, 0.0))
+            start_s = max(self._until[slot], free_s.get(queue, 0.0))
             free_s[queue] = start_s + self._cost_s(groups[i])
-            launches.append(_Launch(groups[i], place, start_s))
+            launches.append(_Launch(groups[i], slot, start_s))
             for j in followers.get(i, ()):
                 ready_s[j] = max(ready_s[j], free_s[queue])
                 left[j].discard(i)
@@ -383,7 +396,7 @@ class Ways:
         return launches
 
     def _launch(self, members: Sequence[SchedulableCollective]) -> Op:
-        """The op of a launch: of several tensors, priced as one collective of all their bytes."""
+        """Return the op of a launch. Several tensors are priced as one collective of all their bytes."""
         ops = [m.op for m in members]
         first = ops[0]
         if len(ops) == 1:
@@ -407,27 +420,27 @@ class Ways:
         return members[0].op.seconds if len(members) == 1 else self._cost(members)[0]
 
     def _cost(self, members: Sequence[SchedulableCollective]) -> tuple[float, float, int]:
-        """Seconds of a launch of several, those of them that nothing hides, and bytes."""
+        """Return the seconds of a launch of several, the part of them that nothing hides, and the bytes."""
         key = tuple([m.at for m in members])
         if key not in self._priced:
             first = members[0].op
             assert first.step is not None
             costs = self.prices.collectives.of(first.writes[0].meta.dtype)
             size = sum([m.op.wire_bytes for m in members])
-            copied_s = sum(map(self._copied_s, members))
+            copied_s = sum(map(self._copy_in_s, members))
             kind, axis = first.step.kind, first.step.axis
             seconds = costs.seconds(kind, size, axis) + copied_s
             self._priced[key] = seconds, costs.launches.seconds(kind, 0, axis) + copied_s, size
         return self._priced[key]
 
-    def _copied_s(self, m: SchedulableCollective) -> float:
-        """Seconds to copy a tensor into the bucket or out of it, where by itself it would not be copied."""
-        if m.at not in self._copied:
+    def _copy_in_s(self, m: SchedulableCollective) -> float:
+        """Return the seconds to copy a tensor into the bucket or out of it, where by itself it would not be copied."""
+        if m.at not in self._copy_seconds:
             op, tensor = m.op, m.op.writes[0]
             assert op.step is not None
-            whole = op.step.kind == "all_reduce" or packs(op.step, tensor.spec, tensor.meta, self.prices.mesh)
-            self._copied[m.at] = 0.0 if whole else self._copy_s(op.wire_bytes)
-        return self._copied[m.at]
+            whole = op.step.kind == "all_reduce" or needs_packing(op.step, tensor.spec, tensor.meta, self.prices.mesh)
+            self._copy_seconds[m.at] = 0.0 if whole else self._copy_s(op.wire_bytes)
+        return self._copy_seconds[m.at]
 
     def _copy_s(self, size: int) -> float:
         alpha_s, beta_s_per_byte = self.prices.compute.copy_line()
@@ -439,5 +452,5 @@ def _needed(group: Sequence[SchedulableCollective]) -> int:
 
 
 def _readers(groups: Sequence[Sequence[SchedulableCollective]], phase: str) -> list[int]:
-    """Places where the program reads what the last steps bring."""
+    """Return the slots where the program reads what the last steps bring."""
     return sorted({_needed(g) for g in groups if g[0].level == 0 and g[0].op.phase == phase})

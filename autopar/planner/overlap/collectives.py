@@ -1,8 +1,8 @@
-"""The collectives of a program, with the places between which each can be launched, and those that go together.
+"""The collectives of a program, the slots in which each can be launched, and those that go together.
 
-Places are counted in the ops that stay: a launch at place ``i`` comes just before the ``i``-th of them. A collective is
-*early* when what it sends is there when its phase begins, as shards of parameters are; *late* when the program reads
-its result at the end of the phase, as gradients are; else it is in the *middle* of what is computed.
+Slots are counted in the ops that stay: a launch in slot ``i`` comes just before the ``i``-th of them. A collective is
+*early* if what it sends is available when its phase begins, as shards of parameters are; *late* if the program reads
+its result at the end of the phase, as gradients are; and else in the *middle* of computation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ Kind: TypeAlias = Literal["early", "middle", "late"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulableCollective:
-    """A collective and its room.
+    """A collective and the slots in which it can be launched.
 
     Args:
         at: its position among the collectives.
-        first, last: the first and the last place at which it can be launched.
-        level: of an early one, how many others it goes through until it is read; of a late one, how many went before.
+        first, last: the first and the last slot.
+        level: for an early one, how many others it passes through until it is read; for a late one, how many come
+            before.
         waits_for: positions of the collectives whose results it sends.
-        key: those of one key may share a launch.
+        key: collectives with equal keys may share a launch.
     """
 
     op: Op
@@ -44,31 +45,31 @@ class SchedulableCollective:
 
 @dataclass(frozen=True)
 class Parts:
-    """A program taken apart.
+    """A program without its collectives, and these.
 
     Args:
-        fixed: the ops that stay in their order: all but collectives, and waits for these.
-        movables: the collectives, in the order of the program.
-        begins, ends: of each phase, the first place and the one after its last op.
+        fixed: the ops that stay in their order: all but collectives and waits for them.
+        collectives: the collectives, in the order of the program.
+        begins, ends: of each phase, the first slot and the one after its last op.
     """
 
     fixed: tuple[Op, ...]
-    movables: tuple[SchedulableCollective, ...]
+    collectives: tuple[SchedulableCollective, ...]
     begins: Mapping[Phase, int]
     ends: Mapping[Phase, int]
 
 
 def extract_collectives(program: Program) -> Parts:
-    """``program``'s collectives, each with its room."""
+    """Take the collectives out of ``program``, each with its slots."""
     launched = {t.name for op in program.ops if op.is_collective for t in op.writes}
     fixed = tuple(op for op in program.ops if not op.is_collective and not _is_wait(op, launched))
     begins, ends = _phases(fixed)
     moved = [op for op in program.ops if op.is_collective]
     made = {t.name: i for i, op in enumerate(fixed) for t in op.writes}
     by = {t.name: i for i, op in enumerate(moved) for t in op.writes}
-    first, level = _first_places(moved, made, by, begins)
-    last, after = _last_places(program, moved, fixed, by, ends)
-    movables = []
+    first, level = _first_slots(moved, made, by, begins)
+    last, after = _last_slots(program, moved, fixed, by, ends)
+    collectives = []
     for i, op in enumerate(moved):
         kind: Kind = "middle"
         if first[i] <= begins[op.phase]:
@@ -78,8 +79,8 @@ def extract_collectives(program: Program) -> Parts:
         depth = after[i] if kind == "early" else level[i]
         waits_for = tuple(by[name] for name in op.reads if name in by)
         key = _key(op, i, kind, depth)
-        movables.append(SchedulableCollective(op, i, first[i], last[i], kind, depth, waits_for, key))
-    return Parts(fixed, tuple(movables), begins, ends)
+        collectives.append(SchedulableCollective(op, i, first[i], last[i], kind, depth, waits_for, key))
+    return Parts(fixed, tuple(collectives), begins, ends)
 
 
 def _key(op: Op, at: int, kind: Kind, level: int) -> tuple[object, ...]:
@@ -91,7 +92,8 @@ def _key(op: Op, at: int, kind: Kind, level: int) -> tuple[object, ...]:
 
 
 def _is_wait(op: Op, launched: set[str]) -> bool:
-    """For a collective. That for an offload reads what is copied, which a collective may have made, then the copy."""
+    """Whether an op waits for a collective. The wait for an offload reads what is copied, which a collective may have
+    made, and then the copy."""
     return op.kind == "wait" and op.reads[-1] in launched
 
 
@@ -101,10 +103,10 @@ def _phases(fixed: Sequence[Op]) -> tuple[dict[Phase, int], dict[Phase, int]]:
     return {"forward": min(start, turn), "backward": turn}, {"forward": turn, "backward": len(fixed)}
 
 
-def _first_places(
+def _first_slots(
     moved: Sequence[Op], made: Mapping[str, int], by: Mapping[str, int], begins: Mapping[Phase, int]
 ) -> tuple[list[int], list[int]]:
-    """The first place of each collective, and how many it waits for one after the other."""
+    """Return the first slot of each collective, and how many it waits for one after the other."""
     first: list[int] = []
     level: list[int] = []
     for op in moved:
@@ -115,10 +117,10 @@ def _first_places(
     return first, level
 
 
-def _last_places(
+def _last_slots(
     program: Program, moved: Sequence[Op], fixed: Sequence[Op], by: Mapping[str, int], ends: Mapping[Phase, int]
 ) -> tuple[list[int], list[int]]:
-    """The last place of each collective, and how many wait for it one after the other."""
+    """Return the last slot of each collective, and how many wait for it one after the other."""
     last = [ends[op.phase] for op in moved]
     after = [0] * len(moved)
     for i in reversed(range(len(fixed))):
@@ -133,36 +135,38 @@ def _last_places(
     return last, after
 
 
-def together(
-    movables: Sequence[SchedulableCollective], most_bytes: int, most_beside: float = math.inf
+def group_launches(
+    collectives: Sequence[SchedulableCollective], most_bytes: int, most_beside: float = math.inf
 ) -> Iterator[tuple[SchedulableCollective, ...]]:
-    """Those of one key in turn, in a launch as long as it has not ``most_bytes`` yet and there is a place for all.
+    """Group collectives of one key in turn, as long as a launch has less than ``most_bytes`` and there is a slot for
+    all.
 
-    A tensor of so many bytes goes by itself: its launch costs little, and copying it into a bucket would cost more.
+    A tensor of ``most_bytes`` goes by itself: its launch costs little, and copying it into a bucket would cost more.
 
     Args:
-        most_beside: bytes of ``movables`` of any key, from the first of a launch on, after which it is joined no more:
-            the few bytes of a rare kind would else wait for the last of them, and what follows with them.
+        most_beside: bytes of collectives of any key, counted from a launch's first one, after which no more join it.
+            Else the few bytes of a rare kind would wait for the last of them, and what follows with them.
     """
-    gathering: dict[tuple[object, ...], _Held] = {}
+    gathering: dict[tuple[object, ...], _OpenLaunch] = {}
     passed = 0
-    for m in movables:
+    for m in collectives:
         passed += m.op.wire_bytes
         if m.op.wire_bytes >= most_bytes:
             yield (m,)
             continue
         held = gathering.get(m.key)
-        if held is not None and passed - held.begun < most_beside and held.joins(m, most_bytes):
+        if held is not None and passed - held.begun < most_beside and held.try_add(m, most_bytes):
             continue
         if held is not None:
             yield tuple(held.members)
-        gathering[m.key] = _Held([m], m.op.wire_bytes, m.first, m.last, passed)
+        gathering[m.key] = _OpenLaunch([m], m.op.wire_bytes, m.first, m.last, passed)
     yield from (tuple(held.members) for held in gathering.values())
 
 
 @dataclass(slots=True)
-class _Held:
-    """A launch that more may join: its bytes, the places that suit all, and the bytes that had passed when it began."""
+class _OpenLaunch:
+    """A launch that more collectives may join: its bytes, the slots that suit all, and the bytes seen before it
+    began."""
 
     members: list[SchedulableCollective]
     size: int
@@ -170,8 +174,8 @@ class _Held:
     last: int
     begun: int
 
-    def joins(self, m: SchedulableCollective, most_bytes: int) -> bool:
-        """Whether it has joined."""
+    def try_add(self, m: SchedulableCollective, most_bytes: int) -> bool:
+        """Add a collective if it fits, and return whether it did."""
         first, last = max(m.first, self.first), min(m.last, self.last)
         if self.size >= most_bytes or first > last:
             return False

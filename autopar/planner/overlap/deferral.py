@@ -1,10 +1,9 @@
-"""Work that nothing waits for, such as gradients of weights, behind the collectives that the backward waits for.
+"""Deferral of work that nothing waits for, such as gradients of weights, behind the collectives of the backward.
 
-A backward is a chain from the loss to the inputs. Under tensor parallelism collectives are links of it, and the next
-link waits for each. Gradients of weights, their sums and their reductions hang beside the chain. They are computed
-where autograd made them, before the collective; here each is put off until the next collective of the chain is
-launched, which so goes out earlier and hides behind them. Operands live until then: the exact memory of the result
-counts them.
+A backward is a chain from the loss to the inputs. Under tensor parallelism collectives are links of this chain, and the
+next op waits for each. Gradients of weights, their sums and their reductions hang beside the chain. Autograd computes
+them before the collective. Here each is deferred until the next collective of the chain is launched, which so goes out
+earlier and hides behind them. Operands live until then; the exact memory of the result counts them.
 """
 
 from __future__ import annotations
@@ -22,21 +21,23 @@ PRODUCTS = frozenset(
         "autopar.experts_mm",
     }
 )
-"""Ops by which the chain is known: a reduced gradient that is only cast or added to another is at its end."""
+"""Ops by which the chain is recognised. A reduced gradient that is only cast or added to another is at the chain's
+end."""
 
 
 def deferred(program: Program, graph: Graph) -> tuple[Op, ...]:
-    """The ops of ``program`` with what hangs beside the backward's chain behind the collectives of the chain."""
+    """Return the ops of ``program``, with what hangs beside the backward's chain behind the collectives of the
+    chain."""
     begin = _backward_from(program)
     ops = program.ops[begin:]
     links = _links(ops, graph)
     if not links:
         return program.ops
-    return (*program.ops[:begin], *_put_off(ops, links, _leading(ops, links)))
+    return (*program.ops[:begin], *_defer(ops, links, _chain_ops(ops, links)))
 
 
 def may_defer(program: Program, graph: Graph) -> bool:
-    """Whether anything can be put off: there are collectives in the backward's chain."""
+    """Whether anything can be deferred: the backward's chain has collectives."""
     return bool(_links(program.ops[_backward_from(program) :], graph))
 
 
@@ -46,7 +47,8 @@ def _backward_from(program: Program) -> int:
 
 
 def _links(ops: Sequence[Op], graph: Graph) -> set[str]:
-    """Collectives of the chain: what they send is computed in the backward, and what they bring is multiplied there."""
+    """Return the collectives of the chain: what they send is computed in the backward, and what they bring is
+    multiplied there."""
     computed: set[str] = set()
     for op in ops:
         if op.kind in ("compute", "decomposed") or any(name in computed for name in op.reads):
@@ -63,8 +65,8 @@ def _links(ops: Sequence[Op], graph: Graph) -> set[str]:
     return found
 
 
-def _leading(ops: Sequence[Op], links: set[str]) -> set[str]:
-    """Ops that lead to a collective of the chain: these are the chain."""
+def _chain_ops(ops: Sequence[Op], links: set[str]) -> set[str]:
+    """Return the ops that lead to a collective of the chain."""
     needed: set[str] = set()
     found = set()
     for op in reversed(ops):
@@ -74,7 +76,7 @@ def _leading(ops: Sequence[Op], links: set[str]) -> set[str]:
     return found
 
 
-def _put_off(ops: Sequence[Op], links: set[str], leading: set[str]) -> Iterator[Op]:
+def _defer(ops: Sequence[Op], links: set[str], chain: set[str]) -> Iterator[Op]:
     last = max(i for i, op in enumerate(ops) if op.name in links)
     waiting: list[Op] = []
     made: set[str] = set()
@@ -87,7 +89,7 @@ def _put_off(ops: Sequence[Op], links: set[str], leading: set[str]) -> Iterator[
         read.clear()
 
     for i, op in enumerate(ops):
-        if i < last and op.name not in leading and not _stands(op) and not _overwrites(op):
+        if i < last and op.name not in chain and not _is_pinned(op) and not _overwrites(op):
             waiting.append(op)
             made.update(t.name for t in op.writes)
             read.update(op.reads)
@@ -100,8 +102,8 @@ def _put_off(ops: Sequence[Op], links: set[str], leading: set[str]) -> Iterator[
     yield from release()
 
 
-def _stands(op: Op) -> bool:
-    """Whether an op keeps its place: transfers have places of their own."""
+def _is_pinned(op: Op) -> bool:
+    """Whether an op keeps its place. Transfers have places of their own."""
     return op.kind == "input" or op.is_transfer or (op.kind == "wait" and len(op.reads) > 1)
 
 

@@ -1,8 +1,9 @@
-"""A deep program as two shorter ones, which tell how long it takes.
+"""A deep program as two shorter ones, from which its step time is extrapolated.
 
-Layers that are alike stand in a program as a run of equal ops, once in each phase; some can be taken out. Ways to
-arrange collectives are compared on programs of few layers: what one more adds is the same at any depth, but for
-launches that carry a share of several, so the two differ by a few times as many layers as the largest launch spans.
+Equal layers are a run of equal ops in a program, once in each phase; some of them can be removed. Arrangements of
+collectives are compared on programs of few layers: what one more layer adds is the same at any depth, except for
+launches that carry a share of several layers. So the two programs differ by a few times as many layers as the largest
+launch spans.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import numpy.typing as npt
 
 from autopar.program import Op, Program
 
-LEAST, MORE = 4, 4
-"""Layers of the shorter program, and how many more the other has."""
+MIN_LAYERS, MIN_MORE_LAYERS = 4, 4
+"""The least number of layers of the shorter program, and by how many more the other has at least."""
 
-BUCKETS = 2
-"""Of the largest launch, so many are in the shorter program, and twice as many in what the other has more."""
+LAUNCHES = 2
+"""How many of the largest launch the shorter program holds; the other holds twice as many more."""
 
-WORTH = 0.6
-"""Where both have more than this share of the layers, nothing is saved."""
+MAX_SHARE = 0.6
+"""The largest mean share of the layers that the two programs may have. With more, nothing is saved."""
 
-MOST_PERIODS = 64
-LEAST_RUN = 64
-"""Distances at which ops are looked for that are alike, and ops in a phase from which on it is worth it."""
+MAX_PERIODS = 64
+MIN_RUN_OPS = 64
+"""The number of distances at which equal ops are looked for, and the ops of a phase from which on this is worth it."""
 
 
 class Depths(NamedTuple):
-    """Layers of the two, and of what they tell of."""
+    """The layers of the two short programs and of the full one."""
 
     few: int
     more: int
@@ -40,42 +41,46 @@ class Depths(NamedTuple):
 
     @classmethod
     def of(cls, whole: int, span: float) -> Depths | None:
-        """``span``: of how many layers collectives go in the largest launch. None where nothing is saved."""
-        few = max(LEAST, BUCKETS * math.ceil(span))
-        more = few + max(MORE, 2 * BUCKETS * math.ceil(span))
-        return cls(few, more, whole) if few + more <= WORTH * 2 * whole else None
+        """Choose the depths of the short programs; None if nothing is saved.
+
+        Args:
+            span: the number of layers whose collectives go in the largest launch.
+        """
+        few = max(MIN_LAYERS, LAUNCHES * math.ceil(span))
+        more = few + max(MIN_MORE_LAYERS, 2 * LAUNCHES * math.ceil(span))
+        return cls(few, more, whole) if few + more <= MAX_SHARE * 2 * whole else None
 
     @property
     def between(self) -> int:
-        """Layers of a program that tells whether each adds as much."""
+        """Layers of a third program, which shows whether each layer adds as much."""
         return (self.few + self.more) // 2
 
     def seconds(self, few_s: float, more_s: float) -> float:
-        """What the whole takes, where the two take so long."""
+        """Extrapolate the seconds of the full program from those of the two."""
         return more_s + (self.whole - self.more) * (more_s - few_s) / (self.more - self.few)
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """``programs`` of so many layers as a deeper one."""
+    """Two programs with fewer layers than a deep one."""
 
     programs: tuple[Program, Program]
     depths: Depths
 
 
 class _Run(NamedTuple):
-    """Ops from ``start`` that repeat after ``period``, ``copies`` times in all."""
+    """Ops from ``start`` on that repeat with ``period``, with ``instances`` in all."""
 
     start: int
     period: int
-    copies: int
+    instances: int
 
 
 def shortened(program: Program, share: float) -> Shortened | None:
-    """Two programs of fewer layers; None where no layers repeat, or they are few.
+    """Return two programs with fewer layers; None if no layers repeat, or few do.
 
     Args:
-        share: of the layers, the most whose collectives go in one launch.
+        share: the largest share of the layers whose collectives go in one launch.
     """
     ops = program.ops
     turn = next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
@@ -83,7 +88,7 @@ def shortened(program: Program, share: float) -> Shortened | None:
     found = [run for run in runs.values() if run is not None]
     if not found:
         return None
-    depth = min(run.copies for run in found)
+    depth = min(run.instances for run in found)
     depths = Depths.of(depth, share * depth)
     if depths is None:
         return None
@@ -92,8 +97,8 @@ def shortened(program: Program, share: float) -> Shortened | None:
 
 
 def _repeated(ops: Sequence[Op], start: int, end: int) -> _Run | None:
-    """The longest run of a phase."""
-    if end - start < LEAST_RUN:
+    """Return the longest run of a phase."""
+    if end - start < MIN_RUN_OPS:
         return None
     names: dict[object, int] = {}
     kinds = np.array(
@@ -111,16 +116,16 @@ def _repeated(ops: Sequence[Op], start: int, end: int) -> _Run | None:
 
 
 def _periods(kinds: npt.NDArray[np.int64]) -> list[int]:
-    """Distances between equal ops, the shortest first, of those kinds that are in every layer just once or so."""
+    """Return distances between equal ops, the shortest first, of kinds that occur about once in every layer."""
     order = np.argsort(kinds, kind="stable")
     same = kinds[order][1:] == kinds[order][:-1]
     gaps, counts = np.unique(np.diff(order)[same], return_counts=True)
-    often = np.sort(np.argsort(-counts * gaps, kind="stable")[:MOST_PERIODS])
+    often = np.sort(np.argsort(-counts * gaps, kind="stable")[:MAX_PERIODS])
     return [int(gap) for gap in gaps[often] if gap < len(kinds)]
 
 
 def _longest(same: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Where the longest stretch begins, and its length."""
+    """Return where the longest stretch of True begins, and its length."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0]))))
     if not len(edges):
         return 0, 0
@@ -129,14 +134,14 @@ def _longest(same: npt.NDArray[np.bool_]) -> tuple[int, int]:
     return int(edges[2 * at]), int(lengths[at])
 
 
-def _without(program: Program, runs: Sequence[_Run], gone: int) -> Program:
-    """The program without so many copies in the middle of each run; what follows reads what the last one there made."""
+def _without(program: Program, runs: Sequence[_Run], removed: int) -> Program:
+    """Remove instances from the middle of each run. What follows reads what the last remaining instance makes."""
     ops = program.ops
     kept: list[Op] = []
     at = 0
     for run in runs:
-        begin = run.start + (run.copies - gone) // 2 * run.period
-        end = begin + gone * run.period
+        begin = run.start + (run.instances - removed) // 2 * run.period
+        end = begin + removed * run.period
         names = _names(ops[end - run.period : end], ops[begin - run.period : begin])
         kept += ops[at:begin]
         kept += [_reading(op, names) for op in ops[end : end + run.period]]
@@ -145,7 +150,7 @@ def _without(program: Program, runs: Sequence[_Run], gone: int) -> Program:
 
 
 def _names(layer: Sequence[Op], other: Sequence[Op]) -> dict[str, str]:
-    """Of each tensor that ``layer`` makes, the one that ``other`` makes in its place."""
+    """Map each tensor that ``layer`` makes to the one that ``other`` makes in its place."""
     pairs = zip(layer, other, strict=True)
     return {a.name: b.name for one, two in pairs for a, b in zip(one.writes, two.writes, strict=False)}
 

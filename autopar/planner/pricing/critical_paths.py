@@ -1,17 +1,17 @@
-"""What can hide behind what: the sections of each phase, and the paths one of which its seconds are.
+"""What can hide behind what: the sections of each phase, and the paths of which the longest is the phase's time.
 
-What is gathered from shards that are there when a phase begins, as parameters are, can be launched ahead of its
-reader; the reduction of a gradient runs beside what is computed after it, and beside what the program waits for. A
-phase is cut into n sections (what comes before repeated blocks, these, and what follows), and with ``G[s]`` the seconds
-of the gathers that section s reads, ``C[s]`` of its computation and of what it waits for, ``R[s]`` of the reductions of
-the gradients that it makes, the phase takes as long as the longest *path*::
+Gathers of what is available when a phase begins, such as shards of parameters, can be launched ahead of their readers.
+The reduction of a gradient runs alongside what is computed after it, and while the program waits. A phase is
+cut into n sections (what comes before repeated blocks, these blocks, and what follows). With ``G[s]`` the seconds of
+the gathers that section s reads, ``C[s]`` those of its computation and of what it waits for, and ``R[s]`` those of the
+reductions of the gradients that it makes, the phase takes as long as the longest *path*::
 
     G[0] + ... + G[k - 1]  +  C[k] + ... + C[l - 1]  +  R[l] + ... + R[n - 1]        for k <= l
 
-which gathers for the first k sections, computes up to section l and reduces what the others make; or as long as all
-that it sends, since one collective runs at a time. So are flow shops of two machines bounded (Johnson 1954).
-Collectives of different mesh axes run beside each other: G and R are then those of one axis each, and there is a path
-for each pair of axes.
+which gathers for the first k sections, computes up to section l and reduces what the others make; or as long as all its
+communication, since one collective runs at a time. This is the bound for flow shops of two machines (Johnson 1954).
+Collectives of different mesh axes run concurrently: G and R are then those of one axis each, and there is a path for
+each pair of axes.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from autopar.solver import Run
 Array: TypeAlias = npt.NDArray[np.float64]
 Work: TypeAlias = Literal["gather", "compute", "wait", "reduce"]
 
-HIDING: tuple[Work, ...] = ("gather", "reduce")
-"""What can run beside computation."""
+HIDEABLE: tuple[Work, ...] = ("gather", "reduce")
+"""Work that can run alongside computation."""
 
 EVEN_SECTIONS = 4
-"""Of a phase that repeats nothing."""
+"""The number of equal sections of a phase that repeats nothing."""
 
-MOST_SPANS = 2
-"""Runs of blocks, one after the other, that are told apart in a phase."""
+MAX_SPANS = 2
+"""The number of runs of blocks in a phase that get sections of their own."""
 
-THERE = ("parameter", "buffer", "input", "tangent")
-"""Variables whose values are there when a phase begins."""
+AVAILABLE = ("parameter", "buffer", "input", "tangent")
+"""Kinds of variables whose values are available when a phase begins."""
 
 
-class Bucket(NamedTuple):
-    """Seconds that weigh alike; those of what can hide, on one mesh axis."""
+class CostTerm(NamedTuple):
+    """Seconds that the objective weights alike. Work that can hide has a term for each mesh axis."""
 
     work: Work
     phase: Phase
@@ -57,99 +57,101 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Sections:
-    """Where the sections of each phase begin, in places of the graph."""
+    """The node index at which each section of a phase starts."""
 
     starts: Mapping[Phase, tuple[int, ...]]
 
-    def of(self, place: int, phase: Phase) -> int:
-        return max(bisect_right(self.starts[phase], place) - 1, 0)
+    def of(self, position: int, phase: Phase) -> int:
+        return max(bisect_right(self.starts[phase], position) - 1, 0)
 
     def count(self, phase: Phase) -> int:
         return len(self.starts[phase])
 
 
 def sections(d: Decisions, runs: Sequence[Run]) -> Sections:
-    """Sections such that all blocks of a run are in one."""
+    """Cut the phases into sections such that all blocks of a run are in one section."""
 
     def starts(phase: Phase) -> tuple[int, ...]:
-        places = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"]
-        if not places:
+        positions = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"]
+        if not positions:
             return (0,)
-        spans = _apart(_spans(d, runs, phase))
+        spans = _merged(_spans(d, runs, phase))
         if not spans:
-            return tuple(dict.fromkeys(places[len(places) * i // EVEN_SECTIONS] for i in range(EVEN_SECTIONS)))
-        cuts = {places[0], *(at for first, last in spans for at in (first, last + 1))}
-        return tuple(sorted(at for at in cuts if places[0] <= at <= places[-1]))
+            return tuple(dict.fromkeys(positions[len(positions) * i // EVEN_SECTIONS] for i in range(EVEN_SECTIONS)))
+        cuts = {positions[0], *(at for first, last in spans for at in (first, last + 1))}
+        return tuple(sorted(at for at in cuts if positions[0] <= at <= positions[-1]))
 
     return Sections({"forward": starts("forward"), "backward": starts("backward")})
 
 
 def _spans(d: Decisions, runs: Sequence[Run], phase: Phase) -> Iterator[tuple[int, int]]:
-    """First and last place of each run in a phase."""
+    """Yield the first and last node index of each run in a phase."""
     for run in runs:
         variables = [d.variables[i] for i in run.copies.ravel().tolist()]
-        places = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
-        if places:
-            yield min(places), max(places)
+        positions = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
+        if positions:
+            yield min(positions), max(positions)
 
 
-def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that overlap as one, and the shortest given up where they are many."""
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge overlapping spans, and drop the shortest where there are more than ``MAX_SPANS``."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:
             merged.append((first, last))
-    return sorted(sorted(merged, key=lambda s: s[0] - s[1])[:MOST_SPANS])
+    return sorted(sorted(merged, key=lambda s: s[0] - s[1])[:MAX_SPANS])
 
 
 @dataclass(frozen=True)
-class Roles:
-    """Which bucket the seconds of each variable and of each handover are in, where they take any; of handovers that can
-    hide, one for each mesh axis."""
+class TermAssignment:
+    """The cost term that the seconds of each variable and each use belong to, if they take any.
 
-    variables: tuple[Bucket | None, ...]
-    handovers: tuple[tuple[Bucket, ...], ...]
+    A use that can hide has a term for each mesh axis.
+    """
+
+    variables: tuple[CostTerm | None, ...]
+    uses: tuple[tuple[CostTerm, ...], ...]
 
 
-def roles(d: Decisions, cut: Sections) -> Roles:
-    """What each decision's seconds are part of."""
-    return _Roles(d, cut).found()
+def assign_terms(d: Decisions, cut: Sections) -> TermAssignment:
+    """Assign each variable and use to its cost terms."""
+    return _Assigner(d, cut).found()
 
 
 @dataclass
-class _Roles:
+class _Assigner:
     d: Decisions
     cut: Sections
 
-    def found(self) -> Roles:
-        variables = tuple(map(self._computes, self.d.variables))
-        return Roles(variables, tuple(map(self._sends, self.d.handovers)))
+    def found(self) -> TermAssignment:
+        variables = tuple(map(self._term_of_variable, self.d.variables))
+        return TermAssignment(variables, tuple(map(self._terms_of_use, self.d.uses)))
 
-    def _computes(self, v: Variable) -> Bucket | None:
+    def _term_of_variable(self, v: Variable) -> CostTerm | None:
         section = self._section(v)
-        return None if section is None or v.kind == "copy" else Bucket("compute", v.phase, section)
+        return None if section is None or v.kind == "copy" else CostTerm("compute", v.phase, section)
 
-    def _sends(self, h: Use) -> tuple[Bucket, ...]:
-        source, target = self.d.variables[h.source], self.d.variables[h.target]
-        if reduces(self.d, h):
-            return self._hiding("reduce", "backward", self._section(source))
-        if h.kept or h.rerun or h.source == h.target:
+    def _terms_of_use(self, use: Use) -> tuple[CostTerm, ...]:
+        source, target = self.d.variables[use.source], self.d.variables[use.target]
+        if reduces(self.d, use):
+            return self._hideable_terms("reduce", "backward", self._section(source))
+        if use.kept or use.rerun or use.source == use.target:
             return ()
         section = self._section(target)
-        if section is not None and source.kind in THERE:
-            return self._hiding("gather", target.phase, section)
+        if section is not None and source.kind in AVAILABLE:
+            return self._hideable_terms("gather", target.phase, section)
         phase = target.phase if section is not None else source.phase
-        section = self._section(source) if section is None else section  # to a result, or to where it is held
-        return () if section is None else (Bucket("wait", phase, section),)
+        section = self._section(source) if section is None else section  # a result, or a hold variable
+        return () if section is None else (CostTerm("wait", phase, section),)
 
-    def _hiding(self, work: Work, phase: Phase, section: int | None) -> tuple[Bucket, ...]:
+    def _hideable_terms(self, work: Work, phase: Phase, section: int | None) -> tuple[CostTerm, ...]:
         axes = range(self.d.mesh.ndim)
-        return () if section is None else tuple(Bucket(work, phase, section, axis) for axis in axes)
+        return () if section is None else tuple(CostTerm(work, phase, section, axis) for axis in axes)
 
     def _section(self, v: Variable) -> int | None:
-        """Where a variable's op runs; of a copy, where it is first read."""
+        """Return the section in which a variable's op runs; for a copy variable, the one in which it is first read."""
         if v.kind == "op" and v.node is not None:
             return self.cut.of(self.d.graph.order[v.node.name], v.phase)
         if v.kind == "rerun" and v.node is not None:
@@ -161,7 +163,7 @@ class _Roles:
 
     @cached_property
     def _reruns_in(self) -> list[int]:
-        """For each section of the forward, the one of the backward that reads most of what it makes."""
+        """For each section of the forward, the section of the backward that reads most of what it makes."""
         graph, count = self.d.graph, np.zeros((self.cut.count("forward"), self.cut.count("backward")), dtype=int)
         for value, readers in graph.consumers.items():
             made = graph.by_name[value.node]
@@ -173,20 +175,20 @@ class _Roles:
         return [int(section) for section in count.argmax(axis=1)]
 
 
-def reduces(d: Decisions, h: Use) -> bool:
-    """Whether the handover takes a gradient to its parameter: nothing in the program waits for that."""
-    return h.position < 0 and d.variables[h.source].phase == "backward" and h.source != h.target
+def reduces(d: Decisions, use: Use) -> bool:
+    """Whether a use takes a gradient to its parameter. Nothing in the program waits for that."""
+    return use.position < 0 and d.variables[use.source].phase == "backward" and use.source != use.target
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """A phase of the program, as often as it runs in that form, and its paths.
+class PhasePaths:
+    """A phase in one of the forms in which it runs, and its paths.
 
     Args:
-        share: of the micro-batches.
-        works: 1 for each bucket whose seconds it takes.
-        paths: a row for each path, 1 for each bucket on it.
-        computing: the path that only computes.
+        share: the share of micro-batches that run it in this form.
+        works: 1 for each cost term whose seconds it takes.
+        paths: a row for each path, with 1 for each cost term on it.
+        computing: the index of the path that only computes.
     """
 
     share: float
@@ -195,30 +197,33 @@ class Group:
     computing: int
 
 
-def buckets(cut: Sections, axes: int) -> list[Bucket]:
-    """Every bucket, in the order in which their seconds are listed."""
+def cost_terms(cut: Sections, axes: int) -> list[CostTerm]:
+    """List every cost term, in the order in which their seconds are listed."""
     works: tuple[Work, ...] = ("gather", "compute", "wait", "reduce")
     return [
-        Bucket(work, phase, s, axis)
+        CostTerm(work, phase, s, axis)
         for phase in cut.starts
         for work in works
         for s in range(cut.count(phase))
-        for axis in range(axes if work in HIDING else 1)
+        for axis in range(axes if work in HIDEABLE else 1)
         if (work, phase) != ("reduce", "forward")
     ]
 
 
-def groups(cut: Sections, axes: int, accumulation_steps: int) -> list[Group]:
-    """The forward and the backward; where gradients add up, the last backward, which reduces them, and the others."""
-    order, n = buckets(cut, axes), accumulation_steps
-    forward = _group(order, cut, axes, "forward", 1.0, reducing=False)
-    last = _group(order, cut, axes, "backward", 1 / n, reducing=True)
-    others = [_group(order, cut, axes, "backward", (n - 1) / n, reducing=False)] if n > 1 else []
+def phase_paths(cut: Sections, axes: int, accumulation_steps: int) -> list[PhasePaths]:
+    """Return the forward and the backward. Where gradients accumulate, the last backward, which reduces them, and the
+    others are separate."""
+    order, n = cost_terms(cut, axes), accumulation_steps
+    forward = _phase_paths(order, cut, axes, "forward", 1.0, reducing=False)
+    last = _phase_paths(order, cut, axes, "backward", 1 / n, reducing=True)
+    others = [_phase_paths(order, cut, axes, "backward", (n - 1) / n, reducing=False)] if n > 1 else []
     return [forward, last, *others]
 
 
-def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, share: float, *, reducing: bool) -> Group:
-    def row(among: Callable[[Bucket], bool]) -> list[float]:
+def _phase_paths(
+    order: Sequence[CostTerm], cut: Sections, axes: int, phase: Phase, share: float, *, reducing: bool
+) -> PhasePaths:
+    def row(among: Callable[[CostTerm], bool]) -> list[float]:
         return [float(b.phase == phase and (reducing or b.work != "reduce") and among(b)) for b in order]
 
     def path(k: int, end: int, gathered: int, reduced: int) -> list[float]:
@@ -227,7 +232,7 @@ def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, shar
         return row(lambda b: b.section in within[b.work] and b.axis == on.get(b.work, b.axis))
 
     def sent(axis: int) -> list[float]:
-        return row(lambda b: b.work in HIDING and b.axis == axis) if axes > 1 else row(lambda b: b.work != "compute")
+        return row(lambda b: b.work in HIDEABLE and b.axis == axis) if axes > 1 else row(lambda b: b.work != "compute")
 
     n = cut.count(phase)
     ends = range(n + 1) if reducing else (n,)
@@ -235,4 +240,4 @@ def _group(order: Sequence[Bucket], cut: Sections, axes: int, phase: Phase, shar
     found = [path(k, end, a, b) for end in ends for k in range(end + 1) for a, b in pairs]
     found += [sent(axis) for axis in range(axes)]
     paths = list(dict.fromkeys(map(tuple, found)))
-    return Group(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n, 0, 0))))
+    return PhasePaths(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n, 0, 0))))

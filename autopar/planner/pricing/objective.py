@@ -1,19 +1,18 @@
-"""What the search minimises: seconds of a step, in which what is sent hides behind computation where it can.
+"""What the search minimises: the seconds of a step in which communication hides behind computation where it can.
 
-With ``W`` the seconds of what is in no phase (launches, and the transfers of the host), ``T[p]`` those of each path
-through a phase (see `planner.critical_paths`), ``S`` those of all that it does and ``o`` the share of a collective that
-computation beside it is spared (see `planner.timeline`)::
+With ``W`` the seconds that are in no phase (launches, and transfers to and from the host), ``T[p]`` those of each path
+through a phase (see ``critical_paths``), ``S`` those of all its work, and ``o`` the share of a collective's time that
+overlapping computation does not pay for (see ``schedule.timeline``)::
 
     F(x) = W(x) + sum over phases of (1 - o) S(x) + o max over p of T[p](x)
 
-The solver minimises sums. For every weighting of a phase's paths that sums to 1 the weighted sum of the paths is
-nowhere above their maximum, so the least value of what is then a sum is a bound on F (a Lagrangian relaxation,
-Geoffrion 1974). It is concave in the weights, and each choice found on the way is a plane above it: cutting planes find
-the best weights (Kelley 1960), asked a little nearer to the best so far, where they are steadier (Ben-Ameur and Neto
-2007).
+The solver minimises sums. For any weights of a phase's paths that sum to 1, the weighted sum of the paths is at most
+their maximum, so the minimum of this linear problem is a bound on F (a Lagrangian relaxation, Geoffrion 1974). The
+bound is concave in the weights, and each choice found on the way is a plane above it. Cutting planes find the best
+weights (Kelley 1960), taken a little towards the best so far, which steadies them (Ben-Ameur and Neto 2007).
 
-Where gradients add up over n micro-batches, F is the mean of their seconds: the backward is one phase with its
-reductions in one of n, and one without them in the others.
+Where gradients accumulate over n micro-batches, F is the mean of their seconds: the backward is one phase with its
+reductions in one of n micro-batches, and one without them in the others.
 """
 
 from __future__ import annotations
@@ -26,8 +25,17 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from autopar.planner.pricing.critical_paths import Bucket, Group, Roles, Sections, buckets, groups, roles, sections
-from autopar.planner.pricing.prices import Array, Prices, costs, edges, handed
+from autopar.planner.pricing.critical_paths import (
+    CostTerm,
+    PhasePaths,
+    Sections,
+    TermAssignment,
+    assign_terms,
+    cost_terms,
+    phase_paths,
+    sections,
+)
+from autopar.planner.pricing.prices import Array, Prices, costs, edges, use_seconds
 from autopar.planner.problem.fewer_layers import FewerLayers, with_fewer_layers
 from autopar.planner.problem.variables import Decisions, Use
 from autopar.solver import Edge, Problem, Run, Solution, Tied, Usage, find_runs, fold, highest_point
@@ -36,31 +44,32 @@ from autopar.solver.problem import IndexArray
 
 Solve: TypeAlias = Callable[[Problem, Sequence[Sequence[int]]], Solution]
 
-MOST_SOLVES = 6
-"""Weightings that are tried: hardly ever more than two are needed."""
+MAX_SOLVES = 6
+"""The number of weightings to try. More than two are hardly ever needed."""
 
-NEARLY_LONGEST = 0.1
-BESIDE = 0.05
-"""Paths that are shorter than the longest by no more than the one have the other of all weight, where weights are kept
-for a problem of more decisions: choices that tie under the weights differ in them by a percent of a step, and what that
-takes from the bound is less than the product of the two."""
+NEAR_PATH = 0.1
+NEAR_PATH_WEIGHT = 0.05
+"""When weights are carried over to a problem with more decisions, paths shorter than the longest by at most the share
+``NEAR_PATH`` get the share ``NEAR_PATH_WEIGHT`` of all weight. Choices that tie under the weights differ in these paths
+by a percent of a step, and the bound loses less than the product of the two."""
 
-STEADY = 0.25
-"""Share of the best weights so far in those that are tried next; the others are highest under all planes."""
+SMOOTHING = 0.25
+"""The share of the best weights so far in those that are tried next. The rest goes to the weights that are highest
+under all planes."""
 
-WORTH = 4.0
-"""Times the gap that was asked: weights are tried as long as they may raise the bound by so much."""
+WORTH_GAPS = 4.0
+"""Factor on the requested gap: weights are tried as long as they may raise the bound by this much."""
 
 
-class Point(NamedTuple):
-    """A choice: the seconds that nothing hides, and those of each bucket."""
+class ChoiceSeconds(NamedTuple):
+    """The seconds of a choice: those that nothing hides, and those of each cost term."""
 
     exposed_s: float
-    bucket_s: Array
+    term_s: Array
 
 
 class _Kinds(NamedTuple):
-    """Which are alike: one of each kind, and of each its kind."""
+    """Equal items by kind: the first item of each kind, and the kind of each item."""
 
     first: list[int]
     of: IndexArray
@@ -72,178 +81,181 @@ class _Kinds(NamedTuple):
         return cls(np.unique(of, return_index=True)[1].tolist(), of)
 
     def members(self) -> list[IndexArray]:
-        """Of each kind, ascending."""
+        """Return the items of each kind, in ascending order."""
         return np.split(np.argsort(self.of, kind="stable"), np.cumsum(np.bincount(self.of))[:-1])
 
 
 @dataclass(eq=False)
-class _InBuckets:
-    """Seconds by option, or by pair of options, each in one bucket."""
+class _TermSeconds:
+    """Seconds by option, or by pair of options, each assigned to one cost term."""
 
     count: int
     _tables: list[Array] = field(default_factory=list)
     _size: int = 0
-    _places: list[IndexArray] = field(default_factory=list)
+    _locations: list[IndexArray] = field(default_factory=list)
 
-    def add(self, bucket: int, seconds: Array, rows: IndexArray, columns: IndexArray | None = None) -> None:
-        """Those of each of the variables ``rows``, or of each pair with one of ``columns``."""
+    def add(self, term: int, seconds: Array, rows: IndexArray, columns: IndexArray | None = None) -> None:
+        """Add the seconds of each of the variables ``rows``, or of each pair with one of ``columns``, to a cost
+        term."""
         width = 1 if columns is None else seconds.shape[1]
         others = np.full(len(rows), -1) if columns is None else columns
-        same = (np.full(len(rows), number) for number in (bucket, self._size, width))
-        self._places.append(np.stack([*same, rows, others]))
+        same = (np.full(len(rows), number) for number in (term, self._size, width))
+        self._locations.append(np.stack([*same, rows, others]))
         self._tables.append(seconds)
         self._size += seconds.size
 
     @cached_property
     def _flat(self) -> tuple[Array, IndexArray]:
         flat = np.concatenate([t.ravel() for t in self._tables]) if self._tables else np.zeros(0)
-        return flat, np.concatenate([np.zeros((5, 0), dtype=np.int64), *self._places], axis=1)
+        return flat, np.concatenate([np.zeros((5, 0), dtype=np.int64), *self._locations], axis=1)
 
     def seconds(self, choice: Sequence[int]) -> Array:
-        """Of each bucket."""
-        flat, (bucket, start, width, row, column) = self._flat
+        """Return the seconds of each cost term under a choice."""
+        flat, (term, start, width, row, column) = self._flat
         chosen = np.array([*choice, 0], dtype=np.int64)  # the last is no variable's
         at = start + width * chosen[row] + chosen[column]
-        return np.bincount(bucket, flat[at], self.count).astype(np.float64)
+        return np.bincount(term, flat[at], self.count).astype(np.float64)
 
 
 @dataclass(eq=False)
 class Objective:
-    """The objective over the variables of ``decisions``; what is made once is kept, for all who ask it.
+    """The objective over the variables of ``decisions``, with what has been computed for it.
 
     Args:
-        launched: share of each reduction's launch that counts.
-        weights: of the paths of all phases, one after the other, to begin with; the best ones found so far.
+        launch_share: the share of each reduction's launch that counts.
+        weights: the weights of the paths of all phases in turn to start from, later the best that were found.
     """
 
     decisions: Decisions
     prices: Prices
-    launched: float = 1.0
+    launch_share: float = 1.0
     weights: Array = field(init=False)
     _sums: dict[bytes, Problem] = field(default_factory=dict)
     _tied: dict[int, tuple[Problem, Tied | None]] = field(default_factory=dict)
     _fewer: dict[int, FewerLayers | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.weights = self._computing()
+        self.weights = self._compute_only()
 
-    def begin_as(self, other: Objective, choice: Sequence[int] | None = None) -> None:
-        """Begin with the weights found for a problem of the same graph, where its phases have the same sections;
-        where its best ``choice`` is told, with a little on what is nearly the longest path of that."""
-        if self._cut != other._cut:
+    def start_from(self, other: Objective, choice: Sequence[int] | None = None) -> None:
+        """Start with the weights found for a problem of the same graph, if its phases have the same sections.
+
+        With that problem's best ``choice`` given, some weight goes to the paths that are nearly the longest under it.
+        """
+        if self._sections != other._sections:
             return
         self.weights = other.weights.copy()
         seconds = np.zeros(0) if choice is None else other.path_seconds(choice)
         for paths in self.ranges if len(seconds) else ():
-            near = seconds[paths] >= (1 - NEARLY_LONGEST) * seconds[paths].max()
-            self.weights[paths] = (1 - BESIDE) * self.weights[paths] + BESIDE * near / near.sum()
+            near = seconds[paths] >= (1 - NEAR_PATH) * seconds[paths].max()
+            self.weights[paths] = (1 - NEAR_PATH_WEIGHT) * self.weights[paths] + NEAR_PATH_WEIGHT * near / near.sum()
 
     # The phases.
 
     @cached_property
-    def _alone(self) -> tuple[Array, ...]:
-        """Seconds of every option, whatever hides."""
+    def _option_seconds(self) -> tuple[Array, ...]:
+        """Seconds of every option without any hiding."""
         return costs(self.decisions, self.prices)
 
     @cached_property
     def _runs(self) -> tuple[Run, ...]:
-        """Equal blocks, whatever hides."""
-        tick("priced handover", len(self.decisions.handovers))
-        return find_runs(Problem(self._alone, edges(self.decisions, self.prices)))
+        """Runs of equal blocks, found without any hiding."""
+        tick("priced use", len(self.decisions.uses))
+        return find_runs(Problem(self._option_seconds, edges(self.decisions, self.prices)))
 
     @property
     def depth(self) -> int:
-        """Layers of the longest runs of equal ones."""
+        """The number of layers in the longest run of equal ones."""
         return max((len(run.copies) for run in self._runs), default=0)
 
     def with_fewer_layers(self, layers: int) -> FewerLayers | None:
-        """The decisions with so many layers; None where they have no more, or cannot do without."""
+        """Return the decisions with only this many layers; None if they have no more, or depend on all of them."""
         if layers not in self._fewer:
             self._fewer[layers] = with_fewer_layers(self.decisions, self._runs, layers)
         return self._fewer[layers]
 
     @cached_property
-    def _cut(self) -> Sections:
+    def _sections(self) -> Sections:
         return sections(self.decisions, self._runs)
 
     @cached_property
-    def _roles(self) -> Roles:
-        return roles(self.decisions, self._cut)
+    def _terms(self) -> TermAssignment:
+        return assign_terms(self.decisions, self._sections)
 
     @cached_property
-    def _order(self) -> dict[Bucket, int]:
-        return {bucket: i for i, bucket in enumerate(buckets(self._cut, self.decisions.mesh.ndim))}
+    def _order(self) -> dict[CostTerm, int]:
+        return {term: i for i, term in enumerate(cost_terms(self._sections, self.decisions.mesh.ndim))}
 
     @cached_property
-    def _groups(self) -> list[Group]:
-        return groups(self._cut, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
+    def _phases(self) -> list[PhasePaths]:
+        return phase_paths(self._sections, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
 
     @cached_property
-    def _plain(self) -> Array:
-        """Of a second of each bucket, what counts however it hides."""
-        plain = np.stack([(1 - self.prices.overlap) * g.share * g.works for g in self._groups])
+    def _unhidden(self) -> Array:
+        """What a second of each cost term counts however it hides."""
+        plain = np.stack([(1 - self.prices.overlap) * g.share * g.works for g in self._phases])
         return np.asarray(plain.sum(axis=0), dtype=np.float64)
 
     @cached_property
     def _paths(self) -> Array:
-        """The paths of all phases, by what a second of each bucket on them counts."""
-        return np.concatenate([self.prices.overlap * g.share * g.paths for g in self._groups])
+        """The paths of all phases: what a second of each cost term on a path counts."""
+        return np.concatenate([self.prices.overlap * g.share * g.paths for g in self._phases])
 
     @cached_property
     def ranges(self) -> list[slice]:
         """The paths of each phase."""
-        ends = np.cumsum([0, *(len(g.paths) for g in self._groups)]).tolist()
+        ends = np.cumsum([0, *(len(g.paths) for g in self._phases)]).tolist()
         return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
-    def _computing(self) -> Array:
-        """All weight on the paths that compute only."""
-        return np.concatenate([np.eye(len(g.paths), dtype=float)[g.computing] for g in self._groups])
+    def _compute_only(self) -> Array:
+        """Return weights that are all on the paths that only compute."""
+        return np.concatenate([np.eye(len(g.paths), dtype=float)[g.computing] for g in self._phases])
 
     # The sums.
 
     def problem(self, usages: tuple[Usage, ...] = (), limit: float = math.inf, weights: Array | None = None) -> Problem:
-        """The sum for ``weights`` of the paths, or for those to begin with."""
+        """Return the linear problem for ``weights`` of the paths, by default the weights to start from."""
         asked = self.weights if weights is None else weights
         key = asked.tobytes()
         if key not in self._sums:
-            counts = self._plain + asked @ self._paths
-            self._sums[key] = self._sum({bucket: float(counts[i]) for bucket, i in self._order.items()})
+            counts = self._unhidden + asked @ self._paths
+            self._sums[key] = self._sum({term: float(counts[i]) for term, i in self._order.items()})
         free = self._sums[key]
         return replace(free, usages=usages, limit=limit) if usages or math.isfinite(limit) else free
 
-    def _sum(self, of: Mapping[Bucket | None, float]) -> Problem:
-        """Seconds of each bucket times its weight; those that are alike are one array."""
-        d, prices, variables, handovers = self.decisions, self.prices, *self._alike
-        tick("handover", len(d.handovers))
-        found = self._roles
-        own = [prices.weighted(self._alone[i], of.get(found.variables[i], 1.0)) for i in variables.first]
+    def _sum(self, of: Mapping[CostTerm | None, float]) -> Problem:
+        """Return the problem in which each cost term counts by its weight. Equal costs are one array."""
+        d, prices, variables, uses = self.decisions, self.prices, *self._kinds
+        tick("use", len(d.uses))
+        found = self._terms
+        own = [prices.weighted(self._option_seconds[i], of.get(found.variables[i], 1.0)) for i in variables.first]
         sent = []
-        for i in handovers.first:
-            buckets = found.handovers[i]
-            weight = (buckets[0].work, tuple(of[b] for b in buckets)) if buckets else None
-            sent.append(handed(d, prices, d.handovers[i], weight, self.launched))
-        joined = zip(d.handovers, handovers.of.tolist(), strict=True)
+        for i in uses.first:
+            cost_terms = found.uses[i]
+            weight = (cost_terms[0].work, tuple(of[b] for b in cost_terms)) if cost_terms else None
+            sent.append(use_seconds(d, prices, d.uses[i], weight, self.launch_share))
+        joined = zip(d.uses, uses.of.tolist(), strict=True)
         return Problem(
             tuple([own[kind] for kind in variables.of.tolist()]),
-            tuple([Edge(h.source, h.target, sent[kind]) for h, kind in joined if h.source != h.target]),
+            tuple([Edge(use.source, use.target, sent[kind]) for use, kind in joined if use.source != use.target]),
             trusted=True,  # `_runs` has looked at what is weighted here
         )
 
     @cached_property
-    def _alike(self) -> tuple[_Kinds, _Kinds]:
-        """Variables and handovers that cost the same under any weights."""
-        d, prices, found = self.decisions, self.prices, self._roles
+    def _kinds(self) -> tuple[_Kinds, _Kinds]:
+        """The kinds of variables and of uses that cost the same under any weights."""
+        d, prices, found = self.decisions, self.prices, self._terms
 
-        def look(h: Use, buckets: tuple[Bucket, ...]) -> object:
-            if not buckets or buckets[0].work == "wait":
-                return id(prices.waiting(d, h)), buckets
-            return id(prices.hideable(d.variables[h.source], d.variables[h.target], h)[0]), buckets
+        def look(use: Use, cost_terms: tuple[CostTerm, ...]) -> object:
+            if not cost_terms or cost_terms[0].work == "wait":
+                return id(prices.blocking_seconds(d, use)), cost_terms
+            return id(prices.hideable(d.variables[use.source], d.variables[use.target], use)[0]), cost_terms
 
-        variables = zip(map(id, self._alone), found.variables, strict=True)
-        return _Kinds.by(variables), _Kinds.by(map(look, d.handovers, found.handovers))
+        variables = zip(map(id, self._option_seconds), found.variables, strict=True)
+        return _Kinds.by(variables), _Kinds.by(map(look, d.uses, found.uses))
 
     def fold(self, problem: Problem) -> Tied | None:
-        """``problem`` with repeated blocks tied together, found once for each free one."""
+        """Return ``problem`` with repeated blocks tied together. Its blocks are found once for each set of weights."""
         if not any(problem is free for free in self._sums.values()):
             return fold(problem)
         if id(problem) not in self._tied:
@@ -251,45 +263,45 @@ class Objective:
         return self._tied[id(problem)][1]
 
     def seconds(self, choice: Sequence[int]) -> float:
-        """F of a choice."""
-        return self._seconds(self.point(choice))
+        """Return F of a choice."""
+        return self._seconds(self.seconds_by_term(choice))
 
     def path_seconds(self, choice: Sequence[int]) -> Array:
-        """Of each path, as far as what is on it can hide something."""
-        return np.asarray(self._paths @ self.point(choice).bucket_s, dtype=np.float64)
+        """Return the seconds of each path under a choice, counting what can hide."""
+        return np.asarray(self._paths @ self.seconds_by_term(choice).term_s, dtype=np.float64)
 
-    def _seconds(self, point: Point) -> float:
-        longest = sum(float((self._paths[r] @ point.bucket_s).max()) for r in self.ranges)
-        return point.exposed_s + float(self._plain @ point.bucket_s) + longest
+    def _seconds(self, seconds_by_term: ChoiceSeconds) -> float:
+        longest = sum(float((self._paths[r] @ seconds_by_term.term_s).max()) for r in self.ranges)
+        return seconds_by_term.exposed_s + float(self._unhidden @ seconds_by_term.term_s) + longest
 
-    def point(self, choice: Sequence[int]) -> Point:
-        """What a choice takes, by bucket."""
-        *bucket_s, exposed_s = self._in_buckets.seconds(choice)
-        return Point(float(exposed_s), np.array(bucket_s))
+    def seconds_by_term(self, choice: Sequence[int]) -> ChoiceSeconds:
+        """Return the seconds of a choice by cost term."""
+        *term_s, exposed_s = self._term_seconds.seconds(choice)
+        return ChoiceSeconds(float(exposed_s), np.array(term_s))
 
     @cached_property
-    def _in_buckets(self) -> _InBuckets:
-        """What nothing hides is behind all other buckets."""
-        d, prices, variables, handovers = self.decisions, self.prices, *self._alike
-        tick("handover", len(d.handovers))
-        found, exposed = _InBuckets(len(self._order) + 1), len(self._order)
+    def _term_seconds(self) -> _TermSeconds:
+        """Seconds by cost term; the seconds that nothing hides come last."""
+        d, prices, variables, uses = self.decisions, self.prices, *self._kinds
+        tick("use", len(d.uses))
+        found, exposed = _TermSeconds(len(self._order) + 1), len(self._order)
         for first, alike in zip(variables.first, variables.members(), strict=True):
-            bucket = self._roles.variables[first]
-            found.add(exposed if bucket is None else self._order[bucket], self._alone[first], alike)
-        ends = np.array([(h.source, h.target) for h in d.handovers], dtype=np.int64).reshape(-1, 2)
-        for first, alike in zip(handovers.first, handovers.members(), strict=True):
-            h, among = d.handovers[first], self._roles.handovers[first]
+            term = self._terms.variables[first]
+            found.add(exposed if term is None else self._order[term], self._option_seconds[first], alike)
+        ends = np.array([(use.source, use.target) for use in d.uses], dtype=np.int64).reshape(-1, 2)
+        for first, alike in zip(uses.first, uses.members(), strict=True):
+            use, terms = d.uses[first], self._terms.uses[first]
             rows, columns = ends[alike].T
-            if h.source == h.target:
+            if use.source == use.target:
                 continue
-            if not among or among[0].work == "wait":
-                found.add(self._order[among[0]] if among else exposed, prices.waiting(d, h), rows, columns)
+            if not terms or terms[0].work == "wait":
+                found.add(self._order[terms[0]] if terms else exposed, prices.blocking_seconds(d, use), rows, columns)
                 continue
-            launches, sent = prices.hideable(d.variables[h.source], d.variables[h.target], h)
-            share = self.launched / d.accumulation_steps if among[0].work == "reduce" else 1.0
+            launches, sent = prices.hideable(d.variables[use.source], d.variables[use.target], use)
+            share = self.launch_share / d.accumulation_steps if terms[0].work == "reduce" else 1.0
             found.add(exposed, share * launches, rows, columns)
-            for bucket, seconds in zip(among, sent, strict=True):
-                found.add(self._order[bucket], seconds, rows, columns)
+            for term, seconds in zip(terms, sent, strict=True):
+                found.add(self._order[term], seconds, rows, columns)
         return found
 
     # The minimum.
@@ -300,63 +312,63 @@ class Objective:
         solve: Solve,
         gap: float,
         known: Sequence[Sequence[int]] = (),
-        most: int = MOST_SOLVES,
-        late: Callable[[], bool] = lambda: False,
+        most: int = MAX_SOLVES,
+        out_of_time: Callable[[], bool] = lambda: False,
         bound: float = -math.inf,
     ) -> Solution:
-        """The best choice under F within ``asked``'s usages and limit, with a bound on F.
+        """Find the best choice under F within the usages and limit of ``asked``, with a bound on F.
 
         Args:
-            asked: the problem for the weights to begin with.
-            solve: a problem, from choices to begin with.
-            gap: relative, at which no more weights are tried.
-            known: choices that tell where to begin.
-            most: weights that are tried.
-            late: whether there is no time for other weights.
-            bound: one on F that is known.
+            asked: the problem for the weights to start from.
+            solve: solves a problem, given choices to start from.
+            gap: the relative gap at which no more weights are tried.
+            known: choices that determine the first weights.
+            most: the number of weightings to try.
+            out_of_time: whether there is no time for another weighting.
+            bound: a known bound on F.
         """
-        points = [self.point(choice) for choice in known]
-        weights = self.weights if not points else self._towards(self._highest(points)[1])
-        best = self._best_of(known, points) if not asked.usages else None
+        known_seconds = [self.seconds_by_term(choice) for choice in known]
+        weights = self.weights if not known_seconds else self._smoothed(self._best_weights(known_seconds)[1])
+        best = self._best_of(known, known_seconds) if not asked.usages else None
         raised = -math.inf
         for turn in range(most):
             problem = asked if weights is self.weights else self.problem(asked.usages, asked.limit, weights)
             at = solve(problem, () if best is None else (best.choice,))
-            point = self.point(at.choice)
-            points.append(point)
+            seconds_by_term = self.seconds_by_term(at.choice)
+            known_seconds.append(seconds_by_term)
             if at.lower_bound > raised:
                 raised, self.weights = at.lower_bound, weights
                 bound = max(bound, raised)
-            best = _better(best, replace(at, objective=self._seconds(point)))
-            if best.objective - bound <= gap * best.objective or turn == most - 1 or late():
+            best = _better(best, replace(at, objective=self._seconds(seconds_by_term)))
+            if best.objective - bound <= gap * best.objective or turn == most - 1 or out_of_time():
                 break
-            ceiling, highest = self._highest(points)
-            last, weights = weights, self._towards(highest)
-            if ceiling - raised <= WORTH * gap * best.objective or np.allclose(last, weights):
+            ceiling, highest = self._best_weights(known_seconds)
+            last, weights = weights, self._smoothed(highest)
+            if ceiling - raised <= WORTH_GAPS * gap * best.objective or np.allclose(last, weights):
                 break
         assert best is not None
         bound = min(bound, best.objective)
         return replace(best, lower_bound=bound, proven=best.objective - bound <= gap * best.objective)
 
-    def _best_of(self, known: Sequence[Sequence[int]], points: Sequence[Point]) -> Solution | None:
-        """The known choice that is cheapest under F, which the weighted sums do not see."""
-        found = [(self._seconds(p), i) for i, p in enumerate(points)]
+    def _best_of(self, known: Sequence[Sequence[int]], known_seconds: Sequence[ChoiceSeconds]) -> Solution | None:
+        """Return the known choice that is cheapest under F; the weighted sums do not see F."""
+        found = [(self._seconds(p), i) for i, p in enumerate(known_seconds)]
         if not found:
             return None
         seconds, i = min(found)
         return Solution(tuple(known[i]), seconds, -math.inf, proven=False, method="known")
 
-    def _towards(self, weights: Array) -> Array:
-        return STEADY * self.weights + (1 - STEADY) * weights
+    def _smoothed(self, weights: Array) -> Array:
+        return SMOOTHING * self.weights + (1 - SMOOTHING) * weights
 
-    def _highest(self, points: Sequence[Point]) -> tuple[float, Array]:
-        """Where the lowest of the points' sums is highest, and how high."""
-        constants = [p.exposed_s + float(self._plain @ p.bucket_s) for p in points]
-        return highest_point(constants, [self._paths @ p.bucket_s for p in points], self.ranges)
+    def _best_weights(self, known_seconds: Sequence[ChoiceSeconds]) -> tuple[float, Array]:
+        """Return the highest value of the lowest plane of ``points``, and the weights there."""
+        constants = [p.exposed_s + float(self._unhidden @ p.term_s) for p in known_seconds]
+        return highest_point(constants, [self._paths @ p.term_s for p in known_seconds], self.ranges)
 
 
 def _better(best: Solution | None, other: Solution) -> Solution:
-    """The one of the least objective, with the seconds of both."""
+    """Return the solution with the lower objective, with the solver's seconds of both."""
     if best is None:
         return other
     least = other if other.objective < best.objective else best

@@ -1,14 +1,14 @@
-"""Products decomposed beside the gather of an operand or the scatter of their sum: which pairs can be, at what price.
+"""Products decomposed to overlap with the gather of an operand or the scatter of their sum: which pairs, at what price.
 
-A product that reads a gathered tensor, or makes a partial sum that is then scattered, waits for its collective or
-makes it wait, and nothing else can run meanwhile: this is what tensor parallelism leaves exposed. Decomposed (see
-``spmd.products``), it runs as k parts of m seconds, beside k - 1 messages of h seconds:
+A product that reads a gathered tensor waits for its collective, and one whose partial sum is then scattered makes its
+collective wait; nothing else can run meanwhile. This is what tensor parallelism leaves exposed. A decomposed product
+(see ``spmd.products``) runs as k parts of m seconds, beside k - 1 messages of h seconds:
 
     T = m + (k - 1) ((1 - o) (m + h) + o max(m, h))
 
-with o the share of a message's time that computation beside it is spared. The pair costs T instead of the product and
-the collective one after the other. In the problem the difference stands on the edge between the two specs and the
-product; in the program, on one op that does both.
+with o the share of a message's time that overlapping computation does not pay for. The pair costs T instead of the
+product and the collective one after the other. In the problem the difference is on the edge between the two specs and
+the product; in the program one op does both.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from autopar.strategies import flops
 Array = npt.NDArray[np.float64]
 
 ROUNDING = 1e-9
-"""Relative difference of prices that are added up in another order."""
+"""Relative difference up to which prices count as equal that were summed in different orders."""
 
 
 class OpPrices(Protocol):
-    """What a decomposition asks of the prices of single ops and collectives; ``Prices`` has it."""
+    """The prices of single ops and collectives that a decomposition needs. ``Prices`` implements it."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -56,8 +56,8 @@ class Pair:
     """A contraction and the collective beside it.
 
     Args:
-        operand: the one that is gathered, or whose dim becomes the one along which the result is scattered.
-        before, meta: spec, shape and dtype of what the collective redistributes.
+        operand: the operand that is gathered, or whose dim becomes the one along which the result is scattered.
+        before, meta: spec, shape and dtype of the tensor that the collective redistributes.
     """
 
     node: Node
@@ -74,9 +74,9 @@ class Decomposition:
     """Prices of decomposed pairs.
 
     Args:
-        wanted: "near" where it is predicted to be shorter, among devices that reach each other's memory; "gains" where
-            it is, along any axis; "always"; or "never".
-        axes: the mesh axes along which it may be.
+        wanted: "near" decomposes where it is predicted to be faster, among devices that reach each other's memory;
+            "gains" where it is, along any axis; "always" and "never" do as they say.
+        axes: the mesh axes along which products may be decomposed.
     """
 
     prices: OpPrices
@@ -84,52 +84,53 @@ class Decomposition:
     axes: frozenset[int]
     _gains: dict[tuple[object, ...], tuple[Array | None, tuple[object, ...]]] = field(default_factory=dict)
     _sums: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
-    _from: dict[int, tuple[Decisions, dict[int, list[Use]]]] = field(default_factory=dict)
+    _uses_from: dict[int, tuple[Decisions, dict[int, list[Use]]]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair) -> float:
-        """T of a pair."""
+        """Return T of a pair."""
         prices, step, meta = self.prices, pair.step, pair.meta
-        ways, part_s = prices.mesh.shape[step.axis], self._part_seconds(pair)
+        group_size, part_s = prices.mesh.shape[step.axis], self._part_seconds(pair)
         block = local_bytes(meta, pair.before if step.kind == "all_gather" else step.apply(pair.before), prices.mesh)
         hop_s = prices.collectives.of(meta.dtype).seconds("permute", block, step.axis)
         if step.kind == "reduce_scatter":  # what comes is added
             launch_s, s_per_byte = prices.compute.copy_line()
             part_s += launch_s + 3 * block * s_per_byte
         o = prices.overlap
-        return part_s + (ways - 1) * ((1 - o) * (part_s + hop_s) + o * max(part_s, hop_s))
+        return part_s + (group_size - 1) * ((1 - o) * (part_s + hop_s) + o * max(part_s, hop_s))
 
     def _part_seconds(self, pair: Pair) -> float:
-        """Of one of the product's parts: one operand and the result are cut, the other operand is read each time."""
+        """Return the seconds of one part of the product: one operand and the result are cut, the other operand is read
+        each time."""
         mesh, node, option = self.prices.mesh, pair.node, pair.option
         result, spec = node.outputs[0], option.outputs[0]
         assert result is not None and spec is not None
         read = [local_bytes(m, s, mesh) for m, s in zip(pair.metas, option.inputs, strict=True)]
-        ways = mesh.shape[pair.step.axis]
-        moved = (read[pair.operand] + local_bytes(result, spec, mesh)) / ways + read[1 - pair.operand]
+        group_size = mesh.shape[pair.step.axis]
+        moved = (read[pair.operand] + local_bytes(result, spec, mesh)) / group_size + read[1 - pair.operand]
         total = flops(node, pair.metas)
         kind = kernel_kind(node, total)
-        return self.prices.compute.seconds(total * option.work / ways, moved, result.dtype, kind, node.packet)
+        return self.prices.compute.seconds(total * option.work / group_size, moved, result.dtype, kind, node.packet)
 
     def gain_seconds(self, pair: Pair, own_s: float, step_s: float) -> float:
-        """What the pair takes beyond its two halves; 0 where these stay apart."""
+        """Return the seconds that the pair takes beyond its two halves, usually negative; 0 where these stay apart."""
         beyond = self.seconds(pair) - own_s - step_s
         return beyond if self.wanted == "always" else min(beyond, 0.0)
 
     # In the problem.
 
-    def with_gains(self, d: Decisions, h: Use, cost: Array) -> Array:
-        """``cost`` of a handover where its pairs are decomposed; one array for equal handovers."""
-        if self.wanted == "never" or h.kept or h.rerun or h.position < 0:
+    def with_gains(self, d: Decisions, use: Use, cost: Array) -> Array:
+        """Return ``cost`` of a use with its pairs decomposed; equal uses share one array."""
+        if self.wanted == "never" or use.kept or use.rerun or use.position < 0:
             return cost
-        source, target = d.variables[h.source], d.variables[h.target]
+        source, target = d.variables[use.source], d.variables[use.target]
         if target.kind not in ("op", "copy") or any(target.kept) or source.kind not in ("op", "copy"):
             return cost
         if source.value is not None and d.graph.by_name[source.value.node].op == "placeholder":
             return cost  # parameters are gathered ahead of need instead
-        gains = self._scatters(d.graph, source, target, h, cost)
-        reader = self._reader(d, h) if gains is None else None
+        gains = self._scatters(d.graph, source, target, use, cost)
+        reader = self._reader(d, use) if gains is None else None
         if reader is not None:
-            gains = self._gathers(d.graph, source, target, h, cost, *reader)
+            gains = self._gathers(d.graph, source, target, use, cost, *reader)
         if gains is None:
             return cost
         key = id(cost), id(gains)
@@ -137,37 +138,38 @@ class Decomposition:
             self._sums[key] = np.where(np.isfinite(cost), np.maximum(cost + gains, 0.0), cost), cost, gains
         return self._sums[key][0]
 
-    def _reader(self, d: Decisions, h: Use) -> tuple[Variable, int] | None:
-        """The contraction that reads what a handover brings; of a copy's readers the first, if it is one."""
-        if d.variables[h.target].kind == "copy":
-            if id(d) not in self._from:
+    def _reader(self, d: Decisions, use: Use) -> tuple[Variable, int] | None:
+        """Return the contraction that reads what a use brings; for a copy variable its first reader, if that is one."""
+        if d.variables[use.target].kind == "copy":
+            if id(d) not in self._uses_from:
                 found: dict[int, list[Use]] = {}
-                for each in d.handovers:
+                for each in d.uses:
                     found.setdefault(each.source, []).append(each)
-                self._from[id(d)] = d, found
-            h = min(self._from[id(d)][1].get(h.target, ()), key=lambda r: (r.target, r.position), default=h)
-        reader = d.variables[h.target]
-        return (reader, h.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
+                self._uses_from[id(d)] = d, found
+            use = min(self._uses_from[id(d)][1].get(use.target, ()), key=lambda r: (r.target, r.position), default=use)
+        reader = d.variables[use.target]
+        return (reader, use.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
 
     def _gathers(
         self,
         graph: Graph,
         source: Variable,
         target: Variable,
-        h: Use,
+        use: Use,
         cost: Array,
         reader: Variable,
         position: int,
     ) -> Array | None:
-        """What each pair of options gains; of a copy what its first reader gains in any of its options."""
+        """Return what each pair of options gains; for a copy variable what its first reader gains under any of its
+        options."""
         node = reader.node
         assert node is not None
         key = (
             id(source.options),
-            h.out,
+            use.out,
             id(target.options),
-            h.position,
-            h.meta,
+            use.position,
+            use.meta,
             id(reader.options),
             position,
             equation(node),
@@ -175,9 +177,9 @@ class Decomposition:
         )
         if key in self._gains:
             return self._gains[key][0]
-        rows = _places([spec_made(o, h.out) for o in source.options])
-        columns = _places([spec_read(o, h.position) for o in target.options])
-        readers = _places([spec_read(o, position) for o in reader.options])
+        rows = _options_by_spec([spec_made(o, use.out) for o in source.options])
+        columns = _options_by_spec([spec_read(o, use.position) for o in target.options])
+        readers = _options_by_spec([spec_read(o, position) for o in reader.options])
         own = self.prices.node_seconds(graph, node, reader.options)
         metas = tuple(graph.meta(v) for v in node.inputs)
         gains = np.zeros((len(source.options), len(target.options)))
@@ -185,12 +187,12 @@ class Decomposition:
             for before, step in self._gathered_from(after, node, position):
                 if before not in rows or after not in readers:
                     continue
-                step_s = self.prices.step_seconds(step, before, h.meta)[0]
-                if not _is_path(step_s, cost[rows[before][0], at[0]]):
+                step_s = self.prices.step_seconds(step, before, use.meta)[0]
+                if not _is_cheapest(step_s, cost[rows[before][0], at[0]]):
                     continue
                 found = {
                     j: self.gain_seconds(
-                        Pair(node, metas, reader.options[j], step, position, before, h.meta), own[j], step_s
+                        Pair(node, metas, reader.options[j], step, position, before, use.meta), own[j], step_s
                     )
                     for j in readers[after]
                 }
@@ -199,38 +201,39 @@ class Decomposition:
                     gains[rows[before], column] = gained
         return self._keep(key, gains, source.options, target.options, reader.options)
 
-    def _scatters(self, graph: Graph, source: Variable, target: Variable, h: Use, cost: Array) -> Array | None:
-        """What each pair of options gains where ``source`` is a contraction whose sum is scattered."""
+    def _scatters(self, graph: Graph, source: Variable, target: Variable, use: Use, cost: Array) -> Array | None:
+        """Return what each pair of options gains where ``source`` is a contraction whose sum is scattered."""
         node = source.node
         if node is None or source.kind != "op" or terms(node) is None:
             return None
-        key = (id(source.options), id(target.options), h.position, h.meta, equation(node))
+        key = (id(source.options), id(target.options), use.position, use.meta, equation(node))
         if key in self._gains:
             return self._gains[key][0]
-        columns = _places([spec_read(o, h.position) for o in target.options])
+        columns = _options_by_spec([spec_read(o, use.position) for o in target.options])
         own = self.prices.node_seconds(graph, node, source.options)
         metas = tuple(graph.meta(v) for v in node.inputs)
         gains = np.zeros((len(source.options), len(target.options)))
         for i, option in enumerate(source.options):
-            before = spec_made(option, h.out)
+            before = spec_made(option, use.out)
             for step, operand in self._scattered(before, node):
                 assert before is not None
                 after = step.apply(before)
                 if after not in columns:
                     continue
-                step_s = self.prices.step_seconds(step, before, h.meta)[0]
-                if _is_path(step_s, cost[i, columns[after][0]]):
-                    pair = Pair(node, metas, option, step, operand, before, h.meta)
+                step_s = self.prices.step_seconds(step, before, use.meta)[0]
+                if _is_cheapest(step_s, cost[i, columns[after][0]]):
+                    pair = Pair(node, metas, option, step, operand, before, use.meta)
                     gains[i, columns[after]] = self.gain_seconds(pair, own[i], step_s)
         return self._keep(key, gains, source.options, target.options)
 
     def _keep(self, key: tuple[object, ...], gains: Array, *held: object) -> Array | None:
-        """None where nothing is gained; ``held`` stay, so that an identity in a key is never another's."""
+        """Store and return gains; None if nothing is gained. ``held`` is kept alive so that an id in a key is never
+        reused."""
         self._gains[key] = (gains if gains.any() else None), held
         return self._gains[key][0]
 
     def _gathered_from(self, after: ShardingSpec, node: Node, operand: int) -> Iterator[tuple[ShardingSpec, Step]]:
-        """Specs from which one gather along a dim of the result leads to ``after``."""
+        """Yield the specs from which one gather along a dim of the result leads to ``after``."""
         names = terms(node)
         for dim in range(len(after.dims)):
             if names is not None and names.becomes(operand, dim) is not None:
@@ -239,7 +242,7 @@ class Decomposition:
                     yield ShardingSpec(dims, after.partial), Step("all_gather", axis, dim)
 
     def _scattered(self, before: ShardingSpec | None, node: Node) -> Iterator[tuple[Step, int]]:
-        """The scatters of a partial sum, each with the operand whose dim becomes the one that is cut."""
+        """Yield the scatters of a partial sum, each with the operand whose dim becomes the one that is cut."""
         names = terms(node)
         for axis, reduction in before.partial if before is not None else ():
             for dim in range(len(names.out)) if names is not None and reduction == "sum" and axis in self.axes else ():
@@ -250,16 +253,16 @@ class Decomposition:
     # In the program.
 
     def decompose(self, program: Program, graph: Graph) -> Program:
-        """``program`` with one op for each pair that is decomposed."""
+        """Return ``program`` with one op for each pair that is decomposed."""
         if self.wanted == "never":
             return program
         chosen: dict[int, tuple[float, int, Op]] = {}  # by the contraction's place: gain, the collective's place
-        for at, place, made in _Pairs(program, graph, self).found():
-            apart_s = program.ops[at].seconds + program.ops[place].seconds
+        for at, position, made in _Pairs(program, graph, self).found():
+            apart_s = program.ops[at].seconds + program.ops[position].seconds
             gained = self.wanted == "always" or made.seconds < apart_s
             if gained and (at not in chosen or made.seconds - apart_s < chosen[at][0]):
-                chosen[at] = made.seconds - apart_s, place, made
-        gone = {place for _, place, _ in chosen.values()}
+                chosen[at] = made.seconds - apart_s, position, made
+        gone = {position for _, position, _ in chosen.values()}
         ops = (chosen[at][2] if at in chosen else op for at, op in enumerate(program.ops) if at not in gone)
         return replace(program, ops=tuple(ops)) if chosen else program
 
@@ -273,14 +276,14 @@ class _Pairs:
     prices: Decomposition
 
     def found(self) -> Iterator[tuple[int, int, Op]]:
-        """Places of the contraction and of the collective, and the op that does both."""
+        """Yield the positions of the contraction and of the collective, and the op that does both."""
         readers: dict[str, list[int]] = {}
         for at, op in enumerate(self.program.ops):
             for name in op.reads:
                 readers.setdefault(name, []).append(at)
         results = {name for _, name in self.program.results}
         delivered = self._delivered(results, readers)
-        for place, op in enumerate(self.program.ops):
+        for position, op in enumerate(self.program.ops):
             step = op.step
             if op.kind != "redistribute" or step is None or step.axis not in self.prices.axes:
                 continue
@@ -289,13 +292,15 @@ class _Pairs:
             if not read_at:
                 continue
             if step.kind == "all_gather" and self.graph.by_name[op.node].op != "placeholder":
-                yield from self._gather(op, place, read_at, kept=len(read_at) > 1 or name in results)
+                yield from self._gather(op, position, read_at, kept=len(read_at) > 1 or name in results)
             elif step.kind == "reduce_scatter" and step.reduction == "sum" and name not in delivered:
-                yield from self._scatter(op, place) if readers[op.reads[0]] == [place] else ()
+                yield from self._scatter(op, position) if readers[op.reads[0]] == [position] else ()
 
     def _delivered(self, results: set[str], readers: Mapping[str, Sequence[int]]) -> set[str]:
-        """What is only redistributed until the program ends, as gradients are: that hides behind all that follows, so
-        the problem prices no pair for it."""
+        """Return what is only redistributed until the program ends, as gradients are.
+
+        This hides behind everything that follows, so the problem prices no pair for it.
+        """
         found = set(results)
         for op in reversed(self.program.ops):
             if op.kind == "redistribute":
@@ -304,7 +309,7 @@ class _Pairs:
                     found.add(op.writes[0].name)
         return found
 
-    def _gather(self, op: Op, place: int, readers: Sequence[int], *, kept: bool) -> Iterator[tuple[int, int, Op]]:
+    def _gather(self, op: Op, position: int, readers: Sequence[int], *, kept: bool) -> Iterator[tuple[int, int, Op]]:
         product = self.program.ops[readers[0]]
         name, node = op.writes[0].name, self.graph.by_name[product.node]
         names = terms(node) if product.kind == "compute" and product.phase == op.phase else None
@@ -315,16 +320,16 @@ class _Pairs:
             return
         reads = tuple(op.reads[0] if r == name else r for r in product.reads)
         writes = (*product.writes, *(op.writes if kept else ()))
-        yield readers[0], place, self._both(product, op, operand, reads, writes)
+        yield readers[0], position, self._both(product, op, operand, reads, writes)
 
-    def _scatter(self, op: Op, place: int) -> Iterator[tuple[int, int, Op]]:
+    def _scatter(self, op: Op, position: int) -> Iterator[tuple[int, int, Op]]:
         at = self.program.writer[op.reads[0]]
         product = self.program.ops[at]
         node = self.graph.by_name[product.node]
         names = terms(node) if product.kind == "compute" and product.phase == op.phase else None
         source = names.comes_from(op.step.dim) if names is not None and op.step is not None else None
         if source is not None:
-            yield at, place, self._both(product, op, source[0], product.reads, op.writes)
+            yield at, position, self._both(product, op, source[0], product.reads, op.writes)
 
     def _both(
         self, product: Op, collective: Op, operand: int, reads: tuple[str, ...], writes: tuple[LocalTensor, ...]
@@ -347,17 +352,18 @@ class _Pairs:
 
 
 def reachable(cluster: Cluster, collectives: CollectiveCosts) -> Iterator[int]:
-    """The mesh axes whose ranks reach each other's memory over NVLink."""
+    """Yield the mesh axes whose ranks reach each other's memory over NVLink."""
     if cluster.device.kind == "cuda" and "nvlink" in cluster.intra_node.kind.lower():
         yield from (axis for axis, link in enumerate(collectives.links) if link.level == "intra")
 
 
-def _is_path(step_s: float, cheapest_s: float) -> bool:
-    """Whether a step is the cheapest way to where it leads: of equal ones that of the fewest steps is taken."""
+def _is_cheapest(step_s: float, cheapest_s: float) -> bool:
+    """Whether a step is as cheap as the cheapest path to its target. Among equally cheap paths the one with the fewest
+    steps is taken."""
     return step_s <= cheapest_s * (1 + ROUNDING)
 
 
-def _places(specs: Sequence[ShardingSpec | None]) -> dict[ShardingSpec, list[int]]:
+def _options_by_spec(specs: Sequence[ShardingSpec | None]) -> dict[ShardingSpec, list[int]]:
     found: dict[ShardingSpec, list[int]] = {}
     for i, spec in enumerate(specs):
         if spec is not None:

@@ -1,4 +1,4 @@
-"""Decisions as numbers: seconds of every option and of every handover, bytes of every tensor while it lives."""
+"""Prices of decisions: seconds of every option and of every use."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from autopar.cost_models import (
 )
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.footprint.implementations import implementation, passes_beside
+from autopar.planner.footprint.implementations import extra_passes, implementation
 from autopar.planner.footprint.op_work import bytes_moved, executed_share, kernel_kind, local_bytes
-from autopar.planner.graphs.fused_chains import Border, borders
+from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.fused import Fused
 from autopar.planner.pricing.overlapped_products import Decomposition, reachable
-from autopar.planner.pricing.transfers import EXPOSED_SHARE, hold_seconds, state_seconds
+from autopar.planner.pricing.transfers import EXPOSED_SHARE, offload_seconds, state_seconds
 from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
@@ -35,42 +35,44 @@ from autopar.strategies.registry import find_combining, find_windows
 
 Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
-"""The spec at one end of a handover, for each option; None where that option makes or takes nothing."""
+"""The spec at one end of a use, by option; None where the option makes or reads nothing."""
 
-MOST_OVERLAP = 0.98
-"""No overlap is quite free: a hidden collective takes memory bandwidth, so of two the one that moves less is better."""
+MAX_OVERLAP = 0.98
+"""The largest overlap that is assumed. None is quite free: a hidden collective takes memory bandwidth, so of two plans
+the one that communicates less is better."""
 
 
 @dataclass
 class Prices:
-    """Cost models bound to a mesh, with what has been priced.
+    """Cost models bound to a mesh, with caches of what has been priced.
 
     Args:
-        ways: what an op with a strategy is in every program of its graph, by who schedules it.
+        op_templates: what the scheduler knows about an op with a strategy, which is the same in every program of its
+            graph.
     """
 
     mesh: Mesh
     cluster: Cluster
     backend: str = "eager"
     decomposed: str = "never"
-    ways: dict[tuple[object, ...], tuple[Any, Graph, Strategy]] = field(default_factory=dict)
+    op_templates: dict[tuple[object, ...], tuple[Any, Graph, Strategy]] = field(default_factory=dict)
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)
     _steps: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
-    _handed: dict[int, tuple[Use, Array]] = field(default_factory=dict)
-    _waited: dict[int, tuple[Use, Array]] = field(default_factory=dict)
+    _edge_of_use: dict[int, tuple[Use, Array]] = field(default_factory=dict)
+    _blocking: dict[int, tuple[Use, Array]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
-    _borders: dict[int, tuple[Graph, Mapping[str, Border]]] = field(default_factory=dict)
+    _traffic: dict[int, tuple[Graph, Mapping[str, FusedTraffic]]] = field(default_factory=dict)
     _fused: dict[int, tuple[Graph, Fused]] = field(default_factory=dict)
-    _apart: dict[tuple[object, ...], tuple[Array, object]] = field(default_factory=dict)
+    _split: dict[tuple[object, ...], tuple[Array, object]] = field(default_factory=dict)
     _weighted: dict[tuple[float, ...], tuple[Array, Array]] = field(default_factory=dict)
-    _whole: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    _without_reduction: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     _free: dict[int, tuple[Array, bool]] = field(default_factory=dict)
-    _hideable: dict[int, tuple[Array, tuple[Array, ...]]] = field(default_factory=dict)
+    _hideable_seconds: dict[int, tuple[Array, tuple[Array, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
@@ -78,18 +80,19 @@ class Prices:
 
     @cached_property
     def decomposition(self) -> Decomposition:
-        """Prices of products that are taken apart beside a collective."""
+        """Prices of products that are decomposed to overlap with a collective."""
         near = frozenset(reachable(self.cluster, self.collectives))
         axes = near if self.decomposed == "near" else frozenset(range(self.mesh.ndim))
         return Decomposition(self, self.decomposed, frozenset(a for a in axes if self.mesh.shape[a] > 1))
 
     @property
     def overlap(self) -> float:
-        """Share of a collective's time that computation beside it is spared."""
-        return min(self.cluster.measured.overlap, MOST_OVERLAP)
+        """Share of a collective's time that overlapping computation does not pay for."""
+        return min(self.cluster.measured.overlap, MAX_OVERLAP)
 
     def weighted(self, seconds: Array, weight: float) -> Array:
-        """``seconds`` times ``weight``: one array for all that share ``seconds``, as the solver shares work by it."""
+        """Return ``seconds`` times ``weight``: one array for all that share ``seconds``, since the solver shares work
+        by identity."""
         if weight == 1.0:
             return seconds
         key = (id(seconds), weight)
@@ -97,61 +100,68 @@ class Prices:
             self._weighted[key] = seconds, seconds * weight
         return self._weighted[key][1]
 
-    def hideable(self, source: Variable, target: Variable, h: Use) -> tuple[Array, tuple[Array, ...]]:
-        """Of a handover beside which the program computes, seconds of the launches, and for each axis those that
-        computation hides. Small tensors share launches."""
-        alone = self.edge(source, target, h)
+    def hideable(self, source: Variable, target: Variable, use: Use) -> tuple[Array, tuple[Array, ...]]:
+        """Return the seconds of a use that computation can hide: those of its launches, and for each axis those that
+        hide.
+
+        Small tensors share launches.
+        """
+        alone = self.edge(source, target, use)
         key = id(alone)
-        if key not in self._hideable:
-            made = [spec_made(o, h.out) for o in source.options]
-            taken = [spec_read(o, h.position) for o in target.options]
-            costs = self.collectives.of(h.meta.dtype).bucketed
-            least, *dearer = (self._moves(made, taken, h.meta, c) for c in (costs, *costs.by_axis))
+        if key not in self._hideable_seconds:
+            made = [spec_made(o, use.out) for o in source.options]
+            taken = [spec_read(o, use.position) for o in target.options]
+            costs = self.collectives.of(use.meta.dtype).bucketed
+            least, *dearer = (self._redistribution_seconds(made, taken, use.meta, c) for c in (costs, *costs.by_axis))
             total = np.minimum(least, alone)
-            launches = np.minimum(self._moves(made, taken, h.meta, costs.launches), total)
+            launches = np.minimum(self._redistribution_seconds(made, taken, use.meta, costs.launches), total)
             there = np.isfinite(least) & (least > 0)
             ends = [np.where(there, c, 0.0) for c in (least, *dearer)]
             shares = [(b - a) / DEARER for a, b in itertools.pairwise(ends)]
             hidden = np.subtract(total, launches, where=there, out=np.zeros_like(least))
             hidden = np.divide(hidden, least, where=there, out=hidden)
-            self._hideable[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
-        return self._hideable[key]
+            self._hideable_seconds[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
+        return self._hideable_seconds[key]
 
-    def waiting(self, d: Decisions, h: Use) -> Array:
-        """Seconds for which the program waits for a handover."""
-        known = self._waited.get(id(h))
-        if known is None or known[0] is not h:
-            known = self._waited[id(h)] = h, self._waiting(d, h)
+    def blocking_seconds(self, d: Decisions, use: Use) -> Array:
+        """Return the seconds for which the program waits for a use."""
+        known = self._blocking.get(id(use))
+        if known is None or known[0] is not use:
+            known = self._blocking[id(use)] = use, self._blocking_seconds(d, use)
         return known[1]
 
-    def _waiting(self, d: Decisions, h: Use) -> Array:
-        source, target = d.variables[h.source], d.variables[h.target]
-        cost = self.edge(source, target, h)
-        if source.node is not None and Value(source.node.name, h.out) in d.widened:
-            return self._unreduced(source, target, h, cost)
-        return self.apart(d, h, self.decomposition.with_gains(d, h, cost))
+    def _blocking_seconds(self, d: Decisions, use: Use) -> Array:
+        source, target = d.variables[use.source], d.variables[use.target]
+        cost = self.edge(source, target, use)
+        if source.node is not None and Value(source.node.name, use.out) in d.widened:
+            return self._unreduced_cost(source, target, use, cost)
+        return self.with_split_cost(d, use, self.decomposition.with_gains(d, use, cost))
 
-    def _unreduced(self, source: Variable, target: Variable, h: Use, cost: Array) -> Array:
-        """``cost`` where partial sums stay what they are."""
-        if id(cost) not in self._whole:
-            made = [spec_made(o, h.out) for o in source.options]
-            taken = [spec_read(o, h.position) for o in target.options]
+    def _unreduced_cost(self, source: Variable, target: Variable, use: Use, cost: Array) -> Array:
+        """Return ``cost`` with every change of partial sums forbidden."""
+        if id(cost) not in self._without_reduction:
+            made = [spec_made(o, use.out) for o in source.options]
+            taken = [spec_read(o, use.position) for o in target.options]
             same = [[a is None or b is None or a.partial == b.partial for b in taken] for a in made]
-            self._whole[id(cost)] = cost, np.where(same, cost, math.inf)
-        return self._whole[id(cost)][1]
+            self._without_reduction[id(cost)] = cost, np.where(same, cost, math.inf)
+        return self._without_reduction[id(cost)][1]
 
-    def waiting_edge(self, d: Decisions, h: Use, weight: float) -> Array:
-        """Such a handover, a second counted as ``weight``. What is free stays one array, by which blocks are found."""
-        seconds = self.waiting(d, h)
+    def blocking_edge(self, d: Decisions, use: Use, weight: float) -> Array:
+        """Return the cost of a use that the program waits for, times ``weight``.
+
+        What is free stays one array, by which the solver finds repeated blocks.
+        """
+        seconds = self.blocking_seconds(d, use)
         if id(seconds) not in self._free:
             self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
         return seconds if self._free[id(seconds)][1] else self.weighted(seconds, weight)
 
-    def hiding_edge(
-        self, source: Variable, target: Variable, h: Use, weights: tuple[float, ...], share: float
+    def hideable_edge(
+        self, source: Variable, target: Variable, use: Use, weights: tuple[float, ...], share: float
     ) -> Array:
-        """Such a handover in a ``share`` of all micro-batches, a second that can hide counted by its axis's weight."""
-        launches, of_axes = self.hideable(source, target, h)
+        """Return the cost of a use that can hide, in a ``share`` of all micro-batches; seconds count by the weight of
+        their axis."""
+        launches, of_axes = self.hideable(source, target, use)
         key = (id(launches), *weights, share)
         if key not in self._weighted:
             counted = sum((w * s for w, s in zip(weights, of_axes, strict=True)), share * launches)
@@ -159,7 +169,8 @@ class Prices:
         return self._weighted[key][1]
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
-        """Seconds of each option of an op, by measured curves or roofline; of a fused op, its share of the kernel."""
+        """Return the seconds of each option of an op, by measured curves or roofline; for a fused op, its share of the
+        kernel."""
         name = (id(node), id(options))
         known = self._named.get(name)
         if known is None:
@@ -167,106 +178,111 @@ class Prices:
         return known[2]
 
     def _shared_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
-        """One array for all nodes of equal ops."""
+        """Return one array for all nodes of equal ops."""
         metas = tuple(graph.meta(v) for v in node.inputs)
-        border = self.border(graph, node)
+        traffic = self.traffic(graph, node)
         args = node.args if not node.inputs else _shape_args(node)
-        key = (node.op, args, node.kwarg("is_causal"), metas, node.outputs, id(options), border)
+        key = (node.op, args, node.kwarg("is_causal"), metas, node.outputs, id(options), traffic)
         if key not in self._nodes:
-            self._nodes[key] = self._node_seconds(node, metas, options, border)
+            self._nodes[key] = self._node_seconds(node, metas, options, traffic)
         return self._nodes[key]
 
-    def border(self, graph: Graph, node: Node) -> Border | None:
-        """What the op moves inside its fused kernel, where the back end, or a kernel of ours, fuses it."""
+    def traffic(self, graph: Graph, node: Node) -> FusedTraffic | None:
+        """Return what the op moves to and from memory inside its fused kernel, if the back end or one of our kernels
+        fuses it."""
         if self.backend != "inductor":
-            return self.fused(graph).borders.get(node.name)  # Inductor's own groups are wider
-        if id(graph) not in self._borders:
-            self._borders[id(graph)] = graph, borders(graph)
-        return self._borders[id(graph)][1].get(node.name)
+            return self.fused(graph).fused_traffic.get(node.name)  # Inductor's own groups are larger
+        if id(graph) not in self._traffic:
+            self._traffic[id(graph)] = graph, fused_traffic(graph)
+        return self._traffic[id(graph)][1].get(node.name)
 
     def fused(self, graph: Graph) -> Fused:
-        """The fusions by kernels of ours, none where the device runs none; with Inductor those that it cannot make."""
+        """Return the fusions by our own kernels; none where the device runs none. With Inductor, only those that it
+        cannot make."""
         if id(graph) not in self._fused:
             here, alone = self.cluster.device.kind == "cuda", self.backend != "inductor"
             self._fused[id(graph)] = graph, Fused.of(graph, across=not alone) if here else Fused()
         return self._fused[id(graph)][1]
 
-    def apart(self, d: Decisions, h: Use, cost: Array) -> Array:
-        """``cost`` of a handover; where it leads from op to op of one kernel, also what they pay for being two: the
-        tensor is written and read."""
-        if d.variables[h.target].kind == "rerun":
-            return self._left_alone(d, h, cost)
-        if h.kept or h.rerun or h.position < 0 or not self.fused(d.graph).inside(d, h):
+    def with_split_cost(self, d: Decisions, use: Use, cost: Array) -> Array:
+        """Return ``cost`` of a use, with what two ops of one kernel pay for being two kernels: the tensor is written
+        and read."""
+        if d.variables[use.target].kind == "rerun":
+            return self._with_rerun_cost(d, use, cost)
+        if use.kept or use.rerun or use.position < 0 or not self.fused(d.graph).inside(d, use):
             return cost
-        source, target = d.variables[h.source], d.variables[h.target]
-        key = id(cost), id(source.options), id(target.options), h.out, h.position
-        if key not in self._apart:
+        source, target = d.variables[use.source], d.variables[use.target]
+        key = id(cost), id(source.options), id(target.options), use.out, use.position
+        if key not in self._split:
             launch_s, s_per_byte = self.compute.copy_line()
-            ends = [spec_made(o, h.out) for o in source.options], [spec_read(o, h.position) for o in target.options]
-            made, taken = _numbered(*ends)
-            written, read = (self._bytes(h.meta, specs) for specs in ends)
-            apart = (made[:, None] != taken) & (made >= 0)[:, None] & (taken >= 0)
-            between = np.where(apart, launch_s + s_per_byte * (written[:, None] + read), 0.0)
-            self._apart[key] = cost + between, cost
-        return self._apart[key][0]
+            ends = [spec_made(o, use.out) for o in source.options], [spec_read(o, use.position) for o in target.options]
+            made, taken = _spec_numbers(*ends)
+            written, read = (self._bytes(use.meta, specs) for specs in ends)
+            with_split_cost = (made[:, None] != taken) & (made >= 0)[:, None] & (taken >= 0)
+            between = np.where(with_split_cost, launch_s + s_per_byte * (written[:, None] + read), 0.0)
+            self._split[key] = cost + between, cost
+        return self._split[key][0]
 
-    def _left_alone(self, d: Decisions, h: Use, cost: Array) -> Array:
-        """``cost`` with what ops of a kernel pay that run again without those before them, where ``h`` hands a value
-        that is held and not made again."""
-        alone = self.fused(d.graph).left_alone(d, h)
-        source, target = d.variables[h.source], d.variables[h.target]
+    def _with_rerun_cost(self, d: Decisions, use: Use, cost: Array) -> Array:
+        """Return ``cost`` with what ops of a kernel pay that run again without the ops before them.
+
+        This is so where the use hands them a value that is held and not made again.
+        """
+        alone = self.fused(d.graph).rerun_alone(d, use)
+        source, target = d.variables[use.source], d.variables[use.target]
         if alone is None or target.node is None:
             return cost
         key = id(cost), id(source.options), id(target.options), alone
-        if key not in self._apart:
-            paid = self._paid_alone(d, target.node, alone) if alone else self._paid_leading(d, target.node, h)
+        if key not in self._split:
+            paid = self._paid_by_each(d, target.node, alone) if alone else self._paid_leading(d, target.node, use)
             held = np.array(source.actions) != "recompute"
-            self._apart[key] = cost + np.outer(held, [0.0, *paid]), cost
-        return self._apart[key][0]
+            self._split[key] = cost + np.outer(held, [0.0, *paid]), cost
+        return self._split[key][0]
 
-    def _paid_leading(self, d: Decisions, node: Node, h: Use) -> Array:
-        """What each option of the first op of a kernel pays for what those before it would make: a launch, and reading
-        it."""
+    def _paid_leading(self, d: Decisions, node: Node, use: Use) -> Array:
+        """Return what each option of a kernel's first op pays for what the ops before it would make: a launch, and
+        reading it."""
         launch_s, s_per_byte = self.compute.copy_line()
         options = d.variables[d.index[node.name]].options
-        return launch_s + s_per_byte * self._bytes(h.meta, [spec_read(o, h.position) for o in options])
+        return launch_s + s_per_byte * self._bytes(use.meta, [spec_read(o, use.position) for o in options])
 
-    def _paid_alone(self, d: Decisions, node: Node, count: int) -> Array:
-        """What ``count`` ops of a kernel, each like ``node``, pay for being by themselves, beyond what its options
-        cost."""
-        border, options = self.border(d.graph, node), d.variables[d.index[node.name]].options
-        assert border is not None
+    def _paid_by_each(self, d: Decisions, node: Node, count: int) -> Array:
+        """Return what ``count`` ops of a kernel, each like ``node``, pay for being separate kernels, beyond its
+        options' cost."""
+        traffic, options = self.traffic(d.graph, node), d.variables[d.index[node.name]].options
+        assert traffic is not None
         metas = tuple(map(d.graph.meta, node.inputs))
         alone = self._node_seconds(node, metas, options, None)
-        inside = self._node_seconds(node, metas, options, replace(border, dim=0))
+        inside = self._node_seconds(node, metas, options, replace(traffic, dim=0))
         return count * (alone - inside) - (self.node_seconds(d.graph, node, options) - inside)
 
     def _bytes(self, meta: TensorMeta, specs: Ends) -> Array:
-        """Of a shard in each spec; 0 where there is none."""
+        """Return the bytes of a shard in each spec; 0 where there is none."""
         known = {s: 0.0 if s is None else float(local_bytes(meta, s, self.mesh)) for s in set(specs)}
         return np.array([known[s] for s in specs])
 
     def seconds_alone(self, graph: Graph, node: Node, option: Strategy) -> float:
-        """Of an op that is in no fused kernel."""
+        """Return the seconds of an op that is in no fused kernel."""
         return float(self._node_seconds(node, tuple(graph.meta(v) for v in node.inputs), (option,), None)[0])
 
     def seconds_leading(self, graph: Graph, node: Node, option: Strategy) -> float:
-        """Of an op whose fused kernel runs without those before it: it launches it, and reads what they would make."""
-        border = self.border(graph, node)
-        assert border is not None
-        first = replace(border, reads=border.reads | {0}, leads=True)
+        """Return the seconds of an op whose fused kernel runs without the ops before it: it pays the launch, and reads
+        what they would make."""
+        traffic = self.traffic(graph, node)
+        assert traffic is not None
+        first = replace(traffic, reads=traffic.reads | {0}, leads=True)
         return float(self._node_seconds(node, tuple(graph.meta(v) for v in node.inputs), (option,), first)[0])
 
     def _node_seconds(
-        self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy], border: Border | None
+        self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy], traffic: FusedTraffic | None
     ) -> Array:
-        if border is not None:
-            moved = np.array([bytes_moved(node, o, metas, self.mesh, border.reads, border.writes) for o in options])
+        if traffic is not None:
+            moved = np.array([bytes_moved(node, o, metas, self.mesh, traffic.reads, traffic.writes) for o in options])
             launch_s, s_per_byte = self.compute.copy_line()
-            fused = np.asarray(moved * s_per_byte + (launch_s if border.leads else 0.0), dtype=np.float64)
-            if not border.dim:
+            fused = np.asarray(moved * s_per_byte + (launch_s if traffic.leads else 0.0), dtype=np.float64)
+            if not traffic.dim:
                 return fused
-            fits = [border.fits(node, o, metas) for o in options]
+            fits = [traffic.fits(node, o, metas) for o in options]
             return np.where(fits, fused, self._node_seconds(node, metas, options, None))
         total = flops(node, tuple(metas))
         outs = [m for m in node.outputs if m is not None]
@@ -277,16 +293,17 @@ class Prices:
         moved = np.array([implementation(node, o, metas, self.mesh, self.cluster.device.kind)[1] for o in options])
         kind = kernel_kind(node, total)
         seconds = np.asarray(self.compute.seconds_array(ops, moved, dtype, kind, node.packet), dtype=np.float64)
-        passes = np.array([passes_beside(node, o, metas, self.mesh) for o in options])
+        passes = np.array([extra_passes(node, o, metas, self.mesh) for o in options])
         if passes.size:
             seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
         if find_windows(node) is None and find_combining(node) is None:
             return seconds
-        inside: Array = np.array([self._exchanging(node, metas, o) for o in options])
+        inside: Array = np.array([self._exchange_seconds(node, metas, o) for o in options])
         return seconds + inside
 
     def sent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> tuple[Sent, ...]:
-        """The collectives inside an op: rows that neighbours send each other, and what ranks tell of their shards."""
+        """Return the collectives inside an op: rows that neighbours send each other, and summaries of the ranks'
+        shards."""
         found = []
         for h in halos(node, option, tuple(metas), self.mesh) or ():
             of_row = local_bytes(metas[h.operand], option.inputs[h.operand], self.mesh) // h.own
@@ -295,17 +312,19 @@ class Prices:
                 if rows:
                     seconds = costs.seconds("permute", rows * of_row, h.axis)
                     found.append(Sent("permute", h.operand, h.axis, rows * of_row, seconds))
-        told = combine(node, option, tuple(metas), self.mesh)
-        for meta in told.told if told else ():
+        summary = combine(node, option, tuple(metas), self.mesh)
+        for meta in summary.told if summary else ():
             nbytes, costs = meta.numel * meta.itemsize, self.collectives.of(meta.dtype)
-            for axis in reversed(told.axes if told else ()):
+            for axis in reversed(summary.axes if summary else ()):
                 nbytes *= self.mesh.shape[axis]
                 found.append(Sent("all_gather", 0, axis, nbytes, costs.seconds("all_gather", nbytes, axis)))
         return tuple(found)
 
-    def _exchanging(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> float:
-        """Seconds of the collectives inside an op, which nothing hides, and of what they make it do besides: join rows
-        to a window, or read the operands once more for a summary."""
+    def _exchange_seconds(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> float:
+        """Return the seconds of the collectives inside an op, which nothing hides, and of the work that they cause.
+
+        That work joins rows to a window, or reads the operands once more for a summary.
+        """
         sent = self.sent(node, metas, option)
         if not sent:
             return 0.0
@@ -322,10 +341,10 @@ class Prices:
         targets: tuple[ShardingSpec, ...],
         costs: CollectiveCosts | None = None,
     ) -> Array:
-        """Seconds of the cheapest redistribution between each pair of specs of a tensor.
+        """Return the seconds of the cheapest redistribution between each pair of specs of a tensor.
 
         Args:
-            costs: of collectives, others than those of a launch for each.
+            costs: prices of collectives; by default with a launch for each.
         """
         costs = costs or self.collectives.of(meta.dtype)
         key = (meta.shape, meta.itemsize, id(costs), sources, targets)
@@ -334,7 +353,7 @@ class Prices:
         return self._pairs[key]
 
     def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta, *, hiding: bool = False) -> Path:
-        """The cheapest redistribution between two specs of a tensor; with ``hiding``, where launches may be shared."""
+        """Return the cheapest redistribution between two specs of a tensor; if ``hiding``, with shared launches."""
         costs = self.collectives.of(meta.dtype)
         key = (meta.shape, meta.itemsize, costs.reduced_bytes, hiding, source, target)
         if key not in self._paths:
@@ -343,7 +362,7 @@ class Prices:
         return self._paths[key]
 
     def step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
-        """Seconds of one step, and those of them that its launch takes, which nothing hides."""
+        """Return the seconds of one step, and the part of them that its launch takes, which nothing hides."""
         key = step, before, meta.shape, meta.dtype
         if key not in self._steps:
             self._steps[key] = self._step_seconds(step, before, meta)
@@ -357,50 +376,52 @@ class Prices:
         )
         return seconds, min(launch_s, seconds)
 
-    def edge(self, source: Variable, target: Variable, h: Use) -> Array:
-        """Cost matrix of one handover, shared between handovers of equal kind."""
-        known = self._handed.get(id(h))
-        if known is None or known[0] is not h:
-            known = self._handed[id(h)] = h, self._shared_edge(source, target, h)
+    def edge(self, source: Variable, target: Variable, use: Use) -> Array:
+        """Return the cost matrix of one use. Equal uses share one matrix."""
+        known = self._edge_of_use.get(id(use))
+        if known is None or known[0] is not use:
+            known = self._edge_of_use[id(use)] = use, self._shared_edge(source, target, use)
         return known[1]
 
-    def _shared_edge(self, source: Variable, target: Variable, h: Use) -> Array:
+    def _shared_edge(self, source: Variable, target: Variable, use: Use) -> Array:
         key = (
             id(source.options),
-            h.out,
+            use.out,
             id(target.options),
-            h.position,
-            h.meta,
-            h.kept,
+            use.position,
+            use.meta,
+            use.kept,
             target.kept,
-            h.rerun,
+            use.rerun,
             target.actions,
         )
         if key not in self._edges:
-            # The options are held too: an identity in a key is never another's.
-            self._edges[key] = self._edge(source, target, h), source.options, target.options
+            # The options are kept alive too, so that an id in a key is never reused.
+            self._edges[key] = self._edge(source, target, use), source.options, target.options
         return self._edges[key][0]
 
-    def _edge(self, source: Variable, target: Variable, h: Use) -> Array:
-        if h.kept:
-            given = [spec_read(o, h.out) for o in source.options]
-            places = _numbered(given, [spec_read(o, h.position) for o in target.options])
-            return np.where((places[0][:, None] == places[1]) | ~np.array(target.kept), 0.0, math.inf)
-        made = [spec_made(o, h.out) for o in source.options]
+    def _edge(self, source: Variable, target: Variable, use: Use) -> Array:
+        if use.kept:
+            given = [spec_read(o, use.out) for o in source.options]
+            numbers = _spec_numbers(given, [spec_read(o, use.position) for o in target.options])
+            return np.where((numbers[0][:, None] == numbers[1]) | ~np.array(target.kept), 0.0, math.inf)
+        made = [spec_made(o, use.out) for o in source.options]
         if target.kind == "hold":
-            return self._hold_edge(made, target, h)
+            return self._hold_edge(made, target, use)
         if source.kind == "accumulator":
-            # What one micro-batch leaves is what the next one finds.
-            taken = [spec_read(o, h.position) for o in target.options]
+            # The next micro-batch finds the accumulator in the spec in which this one leaves it.
+            taken = [spec_read(o, use.position) for o in target.options]
             return np.array([[0.0 if a == b else math.inf for b in taken] for a in made])
-        cost = self._moves(made, [spec_read(o, h.position) for o in target.options], h.meta)
+        cost = self._redistribution_seconds(made, [spec_read(o, use.position) for o in target.options], use.meta)
         if any(target.kept):
-            # What cannot be reached from the source is not there to be kept either.
+            # A spec that cannot be reached from the source cannot be kept either.
             cost = np.where(np.array(target.kept) & np.isfinite(cost), 0.0, cost)
         return np.ascontiguousarray(cost)
 
-    def _moves(self, made: Ends, taken: Ends, meta: TensorMeta, costs: CollectiveCosts | None = None) -> Array:
-        """Seconds from each spec to each: what nobody takes is free, what nobody makes cannot be taken."""
+    def _redistribution_seconds(
+        self, made: Ends, taken: Ends, meta: TensorMeta, costs: CollectiveCosts | None = None
+    ) -> Array:
+        """Return the seconds between each pair of specs: 0 if nothing is read, infinite if nothing is made."""
         sources, at_source = _distinct([s for s in made if s is not None])
         targets, at_target = _distinct([t for t in taken if t is not None])
         cost = np.full((len(made), len(taken)), math.inf)
@@ -412,12 +433,13 @@ class Prices:
         cost[:, [j for j, t in enumerate(taken) if t is None]] = 0.0
         return cost
 
-    def _hold_edge(self, made: Ends, target: Variable, h: Use) -> Array:
-        """What is kept or offloaded comes from the forward, the rest from the op that is run again, as it makes it."""
-        actions = ("recompute",) if h.rerun else ("keep", "offload")
+    def _hold_edge(self, made: Ends, target: Variable, use: Use) -> Array:
+        """Return which options of a hold variable fit: kept and offloaded values come from the forward, others from the
+        rerun op, in the spec in which it makes them."""
+        actions = ("recompute",) if use.rerun else ("keep", "offload")
         taken = [spec_read(o, 0) if a in actions else None for o, a in zip(target.options, target.actions, strict=True)]
-        if not h.rerun:
-            return self._moves(made, taken, h.meta)
+        if not use.rerun:
+            return self._redistribution_seconds(made, taken, use.meta)
         return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
 
 
@@ -427,8 +449,8 @@ def _distinct(specs: Sequence[ShardingSpec]) -> tuple[tuple[ShardingSpec, ...], 
     return tuple(order), at
 
 
-def _numbered(*ends: Ends) -> list[npt.NDArray[np.int64]]:
-    """Of each spec a number, equal for equal ones; -1 where there is none."""
+def _spec_numbers(*ends: Ends) -> list[npt.NDArray[np.int64]]:
+    """Number the specs such that equal ones have equal numbers; -1 where there is none."""
     numbers: dict[ShardingSpec | None, int] = {None: -1}
     return [np.array([numbers.setdefault(s, len(numbers)) for s in specs], dtype=np.int64) for specs in ends]
 
@@ -438,7 +460,7 @@ def _shape_args(node: Node) -> tuple[object, ...]:
 
 
 def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) -> tuple[Array, ...]:
-    """Seconds of every option of every variable, those of ops times the variable's weight."""
+    """Return the seconds of every option of every variable, those of ops times the variable's weight."""
 
     def of(v: Variable, weight: float) -> Array:
         if v.kind == "op" and v.node:
@@ -447,9 +469,9 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
             options = d.variables[d.index[v.node.name]].options
             return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weight])
         if v.kind == "hold" and "offload" in v.actions:
-            return hold_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
-        if v.away:
-            return state_seconds(v.away, prices.cluster.host) / d.accumulation_steps
+            return offload_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
+        if v.host_state_bytes:
+            return state_seconds(v.host_state_bytes, prices.cluster.host) / d.accumulation_steps
         return np.zeros(len(v.options))
 
     return tuple(map(of, d.variables, weights or [1.0] * len(d.variables)))
@@ -458,26 +480,29 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
 def edges(
     d: Decisions, prices: Prices, weights: Sequence[tuple[str, tuple[float, ...]] | None] | None = None
 ) -> tuple[Edge, ...]:
-    """One edge for each handover, in seconds times a weight. An op that takes one tensor twice has two.
+    """Return one edge for each use, in seconds times a weight. An op that reads one tensor twice has two edges.
 
     Args:
-        weights: for each handover whether the program waits for it, and the weight, or may compute beside it
-            ("gather", "reduce"), and the weight on each axis.
+        weights: for each use ("wait", (weight,)) if the program waits for it, or "gather" or "reduce" with the weight
+            on each axis if it may compute meanwhile.
     """
-    weighted = zip(d.handovers, weights or [None] * len(d.handovers), strict=True)
-    return tuple(Edge(h.source, h.target, handed(d, prices, h, w)) for h, w in weighted if h.source != h.target)
+    weighted = zip(d.uses, weights or [None] * len(d.uses), strict=True)
+    return tuple(
+        Edge(use.source, use.target, use_seconds(d, prices, use, w)) for use, w in weighted if use.source != use.target
+    )
 
 
-def handed(
+def use_seconds(
     d: Decisions,
     prices: Prices,
-    h: Use,
+    use: Use,
     weight: tuple[str, tuple[float, ...]] | None = None,
-    launched: float = 1.0,
+    launch_share: float = 1.0,
 ) -> Array:
-    """Seconds of one handover times its weight, as of ``edges``; of a reduction's launch the share ``launched``."""
+    """Return the seconds of one use times its weight, as in ``edges``; of a reduction's launch only the share
+    ``launch_share``."""
     work, counted = weight or ("wait", (1.0,))
     if work == "wait":
-        return prices.waiting_edge(d, h, *counted)
-    ends = d.variables[h.source], d.variables[h.target]
-    return prices.hiding_edge(*ends, h, counted, launched / d.accumulation_steps if work == "reduce" else 1.0)
+        return prices.blocking_edge(d, use, *counted)
+    ends = d.variables[use.source], d.variables[use.target]
+    return prices.hideable_edge(*ends, use, counted, launch_share / d.accumulation_steps if work == "reduce" else 1.0)

@@ -1,8 +1,8 @@
-"""Offloading to the host: what a transfer takes, whether all of them can hide, and where in the program they begin.
+"""Offloading to the host: the time of transfers, whether all of them can hide, and where in the program they begin.
 
-Transfers run on a stream of their own beside what is computed (as in Rhu et al., vDNN, 2016), so that one that is
-hidden costs next to nothing. What cannot be exceeded is the time in which to hide them: what is offloaded has to be
-copied while the forward still computes, which a few more rows of the problem see to.
+Transfers run on a stream of their own alongside computation (as in Rhu et al., vDNN, 2016), so that hidden ones cost
+next to nothing. The time to hide them is limited: what is offloaded has to be copied while the forward still computes.
+A few more constraints of the problem see to that.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from autopar.strategies import flops
 Array = npt.NDArray[np.float64]
 
 EXPOSED_SHARE = 0.02
-"""Of a transfer's seconds: its price while it hides. It takes a little of the memory's bandwidth, and of two plans the
-one that moves less is better."""
+"""The share of a transfer's seconds that counts while it hides. It takes a little memory bandwidth, and of two plans
+the one that moves less is better."""
 
 HIDING_SHARE = 0.9
-"""Of the seconds of the forward's computation, those in which copies to the host may hide."""
+"""The share of the forward's seconds of computation in which copies to the host may hide."""
 
-PARTS = 4
-"""Of the forward, for each of which what is made in it and after it has to hide in it and after it."""
+FORWARD_PARTS = 4
+"""The number of parts of the forward. What is made in a part or after it has to hide in that part or after it."""
 
 
 def transfer_seconds(host: Link, size: float) -> float:
-    """Seconds to copy ``size`` bytes between a device and pinned memory of its host, in one direction."""
+    """Return the seconds to copy ``size`` bytes between a device and pinned memory of its host, in one direction."""
     return host.latency_s + size / (host.bandwidth_bytes_per_s * host.efficiency)
 
 
-def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
-    """Seconds of transfers, out and back, of each option of a hold variable."""
+def offload_seconds(d: Decisions, v: Variable, host: Link) -> Array:
+    """Return the seconds of transfers, out and back, of each option of a hold variable."""
     assert v.value is not None
     meta = d.graph.meta(v.value)
     return np.array(
@@ -50,38 +50,42 @@ def hold_seconds(d: Decisions, v: Variable, host: Link) -> Array:
     )
 
 
-def state_seconds(away: Sequence[int], host: Link) -> Array:
-    """Seconds in which so many bytes of optimizer state come for the optimizer's step and go after it; nothing hides
+def state_seconds(sizes: Sequence[int], host: Link) -> Array:
+    """Return the seconds to fetch these bytes of optimizer state for the step and to send them back; nothing hides
     them."""
-    return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in away])
+    return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in sizes])
 
 
 def host_usages(
-    d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = PARTS
+    d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = FORWARD_PARTS
 ) -> tuple[Usage, ...]:
-    """Rows at ``time`` and after that let all that is offloaded hide: what is made in the last part of the forward is
-    copied by its end, for several such parts. What comes back has the backward, which is longer.
+    """Return constraints at ``time`` and after that let all offloading hide.
+
+    What is made in the last part of the forward is copied by its end, and so on for several such parts. What comes back
+    has the backward, which is longer.
 
     Args:
         hideable_s: seconds of computation in the forward.
-        limit: what a row may use in all, so that the solver needs no other for it.
-        parts: so many of ``PARTS`` rows, from that for all of the forward on.
+        limit: what a constraint may use in all: the problem's limit, so that the solver needs no second one.
+        parts: how many of ``FORWARD_PARTS`` constraints to make, from that for the whole forward on.
     """
-    made = _work_before(d)
+    made = _forward_progress(d)
     offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
     found = []
     for i, v in offloading:
         assert v.value is not None
-        seconds = hold_seconds(d, v, host) / 2
+        seconds = offload_seconds(d, v, host) / 2
         for part in range(parts):
-            if made[v.value.node] >= part / PARTS:
-                room_s = max(hideable_s * (1 - part / PARTS) * HIDING_SHARE, 1e-12)
+            if made[v.value.node] >= part / FORWARD_PARTS:
+                room_s = max(hideable_s * (1 - part / FORWARD_PARTS) * HIDING_SHARE, 1e-12)
                 found.append(Usage(i, seconds * (limit / room_s), time + part, time + part + 1))
     return tuple(found)
 
 
-def hide(d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, parts: int = PARTS) -> bool:
-    """Whether the rows of ``host_usages`` allow what ``choice`` offloads."""
+def hides_transfers(
+    d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, parts: int = FORWARD_PARTS
+) -> bool:
+    """Whether the constraints of ``host_usages`` allow what ``choice`` offloads."""
     used = [0.0] * parts
     for row in host_usages(d, host, hideable_s, 0, 1.0, parts):
         used[row.start] += float(row.option[choice[row.node]])
@@ -89,7 +93,8 @@ def hide(d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, par
 
 
 def exposed_seconds(program: Program) -> float:
-    """Seconds that the forward of ``program`` waits at its end for copies to the host, which had no time to hide."""
+    """Return the seconds that the forward of ``program`` waits at its end for copies to the host that found no time to
+    hide."""
     now_s = free_s = 0.0
     for op in program.ops:
         if op.phase == "forward":
@@ -99,12 +104,12 @@ def exposed_seconds(program: Program) -> float:
 
 
 def forward_seconds(program: Program) -> float:
-    """Seconds of computation in the forward of ``program``."""
+    """Return the seconds of computation in the forward of ``program``."""
     return sum(op.seconds for op in program.ops if op.kind == "compute" and op.phase == "forward")
 
 
-def _work_before(d: Decisions) -> dict[str, float]:
-    """The share of the forward's FLOPs that are done when each of its nodes is."""
+def _forward_progress(d: Decisions) -> dict[str, float]:
+    """Return the share of the forward's FLOPs that are done after each of its nodes."""
     done = 0.0
     before: dict[str, float] = {}
     for node in d.graph.nodes:
@@ -115,7 +120,7 @@ def _work_before(d: Decisions) -> dict[str, float]:
 
 
 def place_transfers(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The program with a wait where each offload should be done, and each fetch begun as early as it has to be.
+    """Place waits for offloads where they should be done, and begin each fetch as early as necessary.
 
     Transfers go one after the other. Nothing is offloaded that is never fetched.
     """
@@ -125,7 +130,7 @@ def place_transfers(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _end_offloads(ops: Sequence[Op]) -> list[Op]:
-    """Waits in the forward where computation has taken as long as the copies before it, the rest at its end."""
+    """Add waits in the forward where computation has taken as long as the copies before it, the rest at its end."""
     placed: list[Op] = []
     under_way: list[tuple[float, Op]] = []
     now_s = free_s = 0.0
@@ -147,7 +152,7 @@ def _wait(op: Op) -> Op:
 
 
 def _begin_fetches(ops: Sequence[Op]) -> list[Op]:
-    """Fetches moved up, from the last to the first, to where the computation until their reader hides them."""
+    """Move fetches up, from the last to the first, to where the computation until their reader hides them."""
     backward = next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
     placed: list[Op] = []
     waiting: list[tuple[float, Op]] = []

@@ -1,4 +1,4 @@
-"""Manual control: which names a constraint's glob means, and what it forces there."""
+"""Constraints by the user: which names a glob matches, and which specs it forces on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from math import prod
 from autopar.errors import ConstraintError, SpecError
 from autopar.ir import Graph, Node, Value
 from autopar.mesh import Mesh
-from autopar.planner.problem.styles import OF_LAYERS, STYLES, is_style, style_spec
+from autopar.planner.problem.styles import LAYER_STYLES, STYLES, is_style, style_spec
 from autopar.sharding import ShardingSpec
 
 PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P."
@@ -20,7 +20,7 @@ PARTIAL_HINT = "a stored tensor is whole or cut, never partial: leave out the P.
 
 @dataclass(frozen=True)
 class Forced:
-    """Resolved constraints: the spec of placeholders by node, of outputs by name, of values inside the graph."""
+    """Resolved constraints: the spec of placeholders by node, of outputs by name, and of values inside the graph."""
 
     placeholders: Mapping[str, ShardingSpec]
     outputs: Mapping[str, ShardingSpec]
@@ -31,25 +31,25 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     """Expand the globs of ``constraints`` over the graph.
 
     Raises:
-        ConstraintError: a glob that names nothing, two that contradict each other, or what no DTensor can be.
-        SpecError: a spec that is neither a style nor can be read, or does not fit.
+        ConstraintError: a glob matches nothing, two constraints contradict each other, or no DTensor can have the spec.
+        SpecError: a spec is neither a style nor readable, or does not fit.
     """
     if not constraints:
         return Forced({}, {}, {})
     names = _names(graph, aliases)
     chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
     for pattern, text in constraints.items():
-        for name, spec in _meant(graph, mesh, names, pattern, text).items():
+        for name, spec in _specs_of(graph, mesh, names, pattern, text).items():
             target = names[name]
             spec.check(target.ndim, mesh, name)
             if spec.partial:
                 raise ConstraintError(f"The constraint on {name} is partial.", found=str(spec), hint=PARTIAL_HINT)
             _require_placements(graph, mesh, name, target, spec)
-            said = chosen.get(target.key)
-            if said is not None and said[0] != spec:
+            earlier = chosen.get(target.key)
+            if earlier is not None and earlier[0] != spec:
                 raise ConstraintError(
                     f"Two constraints contradict each other on {name}.",
-                    found=f"{said[1]!r} wants {said[0]}, {pattern!r} wants {spec}" + _tie_note(name, aliases),
+                    found=f"{earlier[1]!r} wants {earlier[0]}, {pattern!r} wants {spec}" + _tie_note(name, aliases),
                     hint="keep one of them; tied parameters are one tensor and take one spec.",
                 )
             chosen[target.key] = (spec, pattern)
@@ -61,7 +61,10 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
 
 
 def _require_placements(graph: Graph, mesh: Mesh, name: str, target: _Target, spec: ShardingSpec) -> None:
-    """What users hold is a DTensor, whose placements say axes in decreasing order of even shards alone."""
+    """Reject specs that no DTensor can have.
+
+    Users hold DTensors, whose placements can express decreasing order of axes on a dim only for even shards.
+    """
     kind, at = target.key
     if kind == "value" or (kind == "placeholder" and graph.input_of[str(at)].kind == "input"):
         return
@@ -89,8 +92,10 @@ def _parsed(pattern: str, text: str) -> ShardingSpec:
         ) from None
 
 
-def _meant(graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str) -> dict[str, ShardingSpec]:
-    """What a constraint says of each name that it covers."""
+def _specs_of(
+    graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str, text: str
+) -> dict[str, ShardingSpec]:
+    """Return the spec that a constraint forces on each name it matches."""
     styled = is_style(text)
     spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)
     matches = _matches(pattern, names)
@@ -98,7 +103,7 @@ def _meant(graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str,
         raise _names_nothing(pattern, names)
     if not styled:
         return dict.fromkeys([m for m in matches if names[m].ndim == spec.ndim] or matches[:1], spec)
-    if text.split(maxsplit=1)[0] in OF_LAYERS:
+    if text.split(maxsplit=1)[0] in LAYER_STYLES:
         matches = list(dict.fromkeys([*matches, *_parameters_of(graph, names, matches)]))
     return {
         m: style_spec(text, names[m].shape, mesh, graph, _parameter(graph, names[m]), m.rpartition(".")[0])
@@ -107,26 +112,27 @@ def _meant(graph: Graph, mesh: Mesh, names: Mapping[str, _Target], pattern: str,
 
 
 def _parameters_of(graph: Graph, names: Mapping[str, _Target], modules: Sequence[str]) -> list[str]:
-    """The parameters of the modules themselves, not of those inside them."""
+    """Return the parameters of the modules themselves, not of the modules inside them."""
     asked = {m for m in modules if names[m].key[0] == "value"}
     return [n for n, t in names.items() if n.rpartition(".")[0] in asked and _parameter(graph, t) is not None]
 
 
 def _parameter(graph: Graph, target: _Target) -> str | None:
-    """Its node, if it is a parameter."""
+    """Return the node of ``target`` if it is a parameter."""
     kind, at = target.key
     return str(at) if kind == "placeholder" and graph.input_of[str(at)].kind == "parameter" else None
 
 
-def without(
+def without_constraint(
     graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: Mapping[str, str], name: str
 ) -> dict[str, str]:
-    """The constraints on everything but ``name``: one that covers it is spelled out for what else it covers."""
+    """Return the constraints on everything but ``name``. A glob that matches it is spelled out for its other
+    matches."""
     names = _names(graph, aliases)
     left_out = {names[n].key for n in _matches(name, names)}
     kept: dict[str, str] = {}
     for pattern, text in constraints.items():
-        meant = _meant(graph, mesh, names, pattern, text)
+        meant = _specs_of(graph, mesh, names, pattern, text)
         if any(names[m].key in left_out for m in meant):
             kept.update({m: str(spec) for m, spec in meant.items() if names[m].key not in left_out})
         else:
@@ -157,7 +163,7 @@ def _tie_note(name: str, aliases: Mapping[str, str]) -> str:
 
 
 def _names(graph: Graph, aliases: Mapping[str, str]) -> dict[str, _Target]:
-    """Everything that a constraint can name."""
+    """Return everything that a constraint can name."""
     names: dict[str, _Target] = {}
     for module, node in module_outputs(graph).items():
         names[module] = _Target(("value", Value(node.name)), _shape(node))
@@ -185,7 +191,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def module_outputs(graph: Graph) -> dict[str, Node]:
-    """The node that makes the result of each module: the last one of its forward."""
+    """Return the node that makes the result of each module: the last one of its forward."""
     last: dict[str, Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or node.phase != "forward" or not node.module:
@@ -201,7 +207,7 @@ def module_outputs(graph: Graph) -> dict[str, Node]:
 def _names_nothing(pattern: str, names: Mapping[str, object]) -> ConstraintError:
     near = difflib.get_close_matches(pattern, list(names), n=4, cutoff=0.4)
     return ConstraintError(
-        f"{pattern!r} names nothing in the model.",
-        found=f"{len(names)} names, none of which matches",
-        hint=f"the nearest are {', '.join(near)}." if near else "see plan.specs for the names.",
+        f"{pattern!r} matches no name in the model.",
+        found=f"{len(names)} names, none of them a match",
+        hint=f"the nearest names are {', '.join(near)}." if near else "see plan.specs for the names.",
     )

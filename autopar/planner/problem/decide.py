@@ -1,9 +1,9 @@
-"""The decision problem: one variable for each op, input and shared copy; an edge wherever a tensor is handed on.
+"""The decision problem: a variable for each op, input and copy, and a use for each edge between maker and reader.
 
-A tensor that several ops of one phase read gets a *copy* variable: the one spec that it is redistributed to, once,
-and that they read from. Where both phases read it, the forward's copy is kept for the backward (of a parameter: ZeRO-1
-and 2) or made again (ZeRO-3). Gradients go to the spec of their parameter: the parameter's own variable is their
-consumer.
+A tensor that several ops of one phase read gets a *copy* variable: the one spec to which it is redistributed once, and
+from which they all read. Where both phases read it, the backward's copy either keeps what the forward gathered (for
+parameters: ZeRO-1 and 2) or gathers again (ZeRO-3). Gradients go to the spec of their parameter: the parameter's own
+variable is their reader.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.planner.footprint.state import moved_state_bytes
 from autopar.planner.graphs.accumulation import widened
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.options import Options
-from autopar.planner.problem import holding as rematerialize
+from autopar.planner.problem import rematerialization as rematerialize
 from autopar.planner.problem.constraints import Forced
 from autopar.planner.problem.specs import stored_specs
 from autopar.planner.problem.variables import (
@@ -40,7 +40,7 @@ from autopar.strategies import strategies
 
 
 def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
-    """List every decision of ``graph`` on ``mesh``; with ``recompute`` also what the backward makes again."""
+    """List every decision of ``graph`` on ``mesh``; if ``recompute``, also what the backward recomputes or offloads."""
     d = Decisions(
         graph,
         mesh,
@@ -48,28 +48,28 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         accumulation_steps=options.accumulation_steps,
         widened=widened(graph, options.dtype_of("reduce")),
     )
-    ways: dict[int, tuple[Strategy, ...]] = {}
-    least_away = _least_away(graph)
+    options_of_kind: dict[int, tuple[Strategy, ...]] = {}
+    min_host_state_bytes = _min_host_state_bytes(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             variable = _placeholder(graph, node, mesh, options, forced)
-            d.add(_or_away(variable, graph, mesh, options, least_away) if recompute else variable)
+            d.add(_with_host_state(variable, graph, mesh, options, min_host_state_bytes) if recompute else variable)
             continue
         kind = graph.kinds[node.name]
-        if kind not in ways:
-            ways[kind] = d.shared(strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh))
-            tick("strategy", len(ways[kind]))
-        d.add(Variable(node.name, "op", ways[kind], node.phase, node))
+        if kind not in options_of_kind:
+            options_of_kind[kind] = d.shared(strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh))
+            tick("strategy", len(options_of_kind[kind]))
+        d.add(Variable(node.name, "op", options_of_kind[kind], node.phase, node))
     for output in graph.outputs:
         if output.kind == "output" or output.name.startswith("input:"):
             d.add(_output_variable(graph, output, mesh, options, forced))
     held = rematerialize.eligible(graph) if recompute else frozenset()
     if recompute:
         rematerialize.add_reruns(d, held)
-        d.least_offloaded_bytes = rematerialize.least_offloaded_bytes(graph)
-    stored = _stored(d)
+        d.min_offloaded_bytes = rematerialize.min_offloaded_bytes(graph)
+    targets_of = _result_targets(d)
     for value, meta in list(_values(graph)):
-        _hand_over(d, value, meta, forced, stored, value.node in held)
+        _add_uses(d, value, meta, forced, targets_of, value.node in held)
     tick("decision", len(d.variables))
     return d
 
@@ -99,46 +99,48 @@ def _placeholder(graph: Graph, node: Node, mesh: Mesh, options: Options, forced:
         specs = _output_specs(graph, meta, mesh, options)
     else:
         specs = (ShardingSpec.replicated(len(meta.shape)),)
-    return Variable(node.name, meaning.kind, _sources(specs), node.phase, node)
+    return Variable(node.name, meaning.kind, _source_strategies(specs), node.phase, node)
 
 
 @lru_cache(maxsize=4096)
-def _sources(specs: tuple[ShardingSpec, ...]) -> tuple[Strategy, ...]:
+def _source_strategies(specs: tuple[ShardingSpec, ...]) -> tuple[Strategy, ...]:
     return tuple(Strategy((), (s,)) for s in specs)
 
 
 def _accumulator_specs(graph: Graph, node: Node, mesh: Mesh, options: Options) -> tuple[ShardingSpec, ...]:
-    """Every spec in which the op that adds to an accumulator takes it, partial sums among them."""
+    """Return every spec in which the op that adds to an accumulator takes it, including partial sums."""
     name = graph.input_of[node.name].name
     if name in options.accumulators:
         return (ShardingSpec.parse(options.accumulators[name]),)
     reader, position = graph.consumers[Value(node.name)][0]
-    ways = strategies(reader, tuple(graph.meta(v) for v in reader.inputs), mesh)
-    found = (spec_read(o, position) for o in ways)
+    options_of_kind = strategies(reader, tuple(graph.meta(v) for v in reader.inputs), mesh)
+    found = (spec_read(o, position) for o in options_of_kind)
     return tuple(dict.fromkeys(s for s in found if s is not None))
 
 
-def _or_away(v: Variable, graph: Graph, mesh: Mesh, options: Options, least_bytes: float) -> Variable:
-    """Each spec of a trained parameter of ``least_bytes`` and more twice: its optimizer state on the device, or kept by
-    the host."""
+def _with_host_state(v: Variable, graph: Graph, mesh: Mesh, options: Options, least_bytes: float) -> Variable:
+    """Offer each spec of a trained parameter twice: with its optimizer state on the device, and kept by the host.
+
+    Parameters of less than ``least_bytes`` stay as they are.
+    """
     if v.kind != "parameter" or v.node is None or not graph.input_of[v.node.name].trainable:
         return v
     meta = v.node.outputs[0]
-    alone = optimizer_steps_alone(options.optimizer) and not options.dtype_of("master")
-    if meta is None or not alone or meta.bytes < least_bytes:
+    elementwise = optimizer_steps_alone(options.optimizer) and not options.dtype_of("master")
+    if meta is None or not elementwise or meta.bytes < least_bytes:
         return v
     specs = [s for o in v.options if (s := spec_made(o, 0)) is not None]
     held = tuple(moved_state_bytes(meta, s, mesh, options) for s in specs)
-    return replace(v, options=(*v.options, *v.options), away=(0,) * len(held) + held) if any(held) else v
+    return replace(v, options=(*v.options, *v.options), host_state_bytes=(0,) * len(held) + held) if any(held) else v
 
 
-LEAST_AWAY = 1e-3
-"""Of the largest parameter's bytes: the state of smaller ones is not worth a transfer."""
+MIN_HOST_STATE_SHARE = 1e-3
+"""Share of the largest parameter's bytes below which a parameter's optimizer state is not worth a transfer."""
 
 
-def _least_away(graph: Graph) -> float:
+def _min_host_state_bytes(graph: Graph) -> float:
     metas = (graph.by_name[i.node].outputs[0] for i in graph.inputs if i.trainable)
-    return LEAST_AWAY * max((m.bytes for m in metas if m is not None), default=0)
+    return MIN_HOST_STATE_SHARE * max((m.bytes for m in metas if m is not None), default=0)
 
 
 def _input_specs(meta: TensorMeta, mesh: Mesh, options: Options, graph: Graph) -> tuple[ShardingSpec, ...]:
@@ -148,15 +150,15 @@ def _input_specs(meta: TensorMeta, mesh: Mesh, options: Options, graph: Graph) -
 
 
 def batch_spec(meta: TensorMeta, mesh: Mesh, graph: Graph) -> ShardingSpec:
-    """With local batches: dim 0 cut over all ranks in order where it is the batch, else whole."""
+    """Return the spec of a local batch: dim 0 cut over all ranks in order if it is the batch, else replicated."""
     if meta.shape and meta.shape[0] == batch_size(graph):
         return ShardingSpec((tuple(range(mesh.ndim)), *((),) * (len(meta.shape) - 1)))
     return ShardingSpec.replicated(len(meta.shape))
 
 
 def _output_specs(graph: Graph, meta: TensorMeta, mesh: Mesh, options: Options) -> tuple[ShardingSpec, ...]:
-    """The specs in which an output may be given to the caller, and in which its tangent comes back."""
-    if not given_whole(graph, meta, options):
+    """Return the specs in which an output may be returned to the caller, and in which its tangent comes back."""
+    if not is_plain_output(graph, meta, options):
         return stored_specs(meta.shape, mesh)
     if options.batch == "local":
         return (batch_spec(meta, mesh, graph),)
@@ -167,7 +169,7 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
     value, name = output.value, output.name
     meta = graph.meta(value)
     if output.kind == "gradient":
-        # An input's gradient comes as the input did.
+        # An input's gradient has the spec in which the caller gave the input.
         local = options.batch == "local"
         specs: tuple[ShardingSpec, ...] = (
             batch_spec(meta, mesh, graph) if local else ShardingSpec.replicated(len(meta.shape)),
@@ -180,10 +182,10 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
     return Variable(output_key(name), "output", choices, graph.by_name[value.node].phase, value=value)
 
 
-def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
-    """Whether an output is given to the caller as a plain tensor: whole, or with local batches this rank's slice.
+def is_plain_output(graph: Graph, meta: TensorMeta, options: Options) -> bool:
+    """Whether an output is returned to the caller as a plain tensor: whole, or with local batches this rank's slice.
 
-    Scalars always are; with ``outputs="auto"`` others are DTensors beside a scalar loss.
+    Scalars always are. With ``outputs="auto"`` other outputs are DTensors beside a scalar loss.
     """
     if not meta.shape or options.outputs == "whole":
         return True
@@ -192,12 +194,12 @@ def given_whole(graph: Graph, meta: TensorMeta, options: Options) -> bool:
     return graph.lone_scalar is None or not graph.has_loss
 
 
-def _hand_over(
+def _add_uses(
     d: Decisions,
     value: Value,
     meta: TensorMeta,
     forced: Forced,
-    stored: Mapping[Value, Sequence[tuple[int, int]]],
+    targets_of: Mapping[Value, Sequence[tuple[int, int]]],
     held: bool,
 ) -> None:
     source, out = d.index[value.node], value.index
@@ -205,44 +207,44 @@ def _hand_over(
         spec = forced.values[value]
         only = (Strategy((spec,), (spec,)),)
         target = d.add(Variable(forced_key(value), "copy", only, d.graph.by_name[value.node].phase, value=value))
-        d.handovers.append(Use(source, out, target, 0, meta))
+        d.uses.append(Use(source, out, target, 0, meta))
         source, out = target, 0
     readers: Mapping[Phase, list[tuple[int, int]]] = {"forward": [], "backward": []}
     for node, position in d.graph.consumers.get(value, ()):
         readers[node.phase].append((d.index[node.name], position))
-    stores = stored.get(value, ())
-    for target, position in stores:
+    targets = targets_of.get(value, ())
+    for target, position in targets:
         if position >= 0:
             readers[d.variables[target].phase].append((target, position))
     forward, backward = readers["forward"], readers["backward"]
-    gathered = _attach(d, value, "forward", source, out, forward, meta, always=held)
+    gathered = _connect_readers(d, value, "forward", source, out, forward, meta, always=held)
     if held:
         at, made = (source, out) if gathered is None else (gathered[0], 0)
-        rematerialize.hold(d, value, at, made, backward)
+        rematerialize.add_hold(d, value, at, made, backward)
         backward = []
     elif d.recomputes:
-        backward += rematerialize.reruns_of(d, value)
+        backward += rematerialize.rerun_readers(d, value)
     keeps = bool(forward) and bool(backward)
-    _attach(d, value, "backward", source, out, backward, meta, gathered if keeps else None)
-    for target, position in stores:
+    _connect_readers(d, value, "backward", source, out, backward, meta, gathered if keeps else None)
+    for target, position in targets:
         if position < 0:
-            d.handovers.append(Use(source, out, target, position, meta))
+            d.uses.append(Use(source, out, target, position, meta))
 
 
-def _stored(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
-    """Where each result of the program goes: (variable, operand position)."""
+def _result_targets(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
+    """Return where each result of the program goes: (variable, operand position)."""
     owners = {i.name: i.node for i in reversed(d.graph.inputs) if i.kind in ("parameter", "buffer")}
-    stored: dict[Value, list[tuple[int, int]]] = {}
+    targets_of: dict[Value, list[tuple[int, int]]] = {}
     for output in d.graph.outputs:
         if output.kind == "output" or output.name.startswith("input:"):
             place = d.index[output_key(output.name)], 0
         else:
             place = d.index[owners[output.name]], -1
-        stored.setdefault(output.value, []).append(place)
-    return stored
+        targets_of.setdefault(output.value, []).append(place)
+    return targets_of
 
 
-def _attach(
+def _connect_readers(
     d: Decisions,
     value: Value,
     phase: Phase,
@@ -253,22 +255,25 @@ def _attach(
     gathered: tuple[int, int] | None = None,
     always: bool = False,
 ) -> tuple[int, int] | None:
-    """Hand ``value`` to its readers of one phase, by a copy when they are several. Returns where it is then found:
-    (variable, operand position or -1 for a copy's result)."""
+    """Connect ``value`` to its readers of one phase, through a copy variable if there are several.
+
+    Returns:
+        Where the value is then found: (variable, operand position, or -1 for a copy's result).
+    """
     if not readers:
         return None
     if len(readers) == 1 and gathered is None and not always:
         target, position = readers[0]
-        d.handovers.append(Use(source, out, target, position, meta))
+        d.uses.append(Use(source, out, target, position, meta))
         return readers[0]
-    options = d.wanted(readers, twice=gathered is not None)
+    options = d.reader_options(readers, twice=gathered is not None)
     keeping = len(options) // 2 if gathered is not None else 0
     kept = (False,) * (len(options) - keeping) + (True,) * keeping
     copy = d.add(Variable(copy_key(value, phase), "copy", options, phase, value=value, kept=kept))
-    d.handovers.append(Use(source, out, copy, 0, meta))
+    d.uses.append(Use(source, out, copy, 0, meta))
     if gathered is not None:
-        d.handovers.append(Use(gathered[0], gathered[1], copy, 0, meta, kept=True))
-    d.handovers.extend([Use(copy, 0, target, position, meta) for target, position in readers])
+        d.uses.append(Use(gathered[0], gathered[1], copy, 0, meta, kept=True))
+    d.uses.extend([Use(copy, 0, target, position, meta) for target, position in readers])
     return copy, -1
 
 
@@ -280,8 +285,8 @@ __all__ = [
     "copy_key",
     "decide",
     "forced_key",
-    "given_whole",
     "hold_key",
+    "is_plain_output",
     "output_key",
     "rerun_key",
     "spec_made",

@@ -1,4 +1,4 @@
-"""Problems of which most is decided: few options of each node are left, of most of them one."""
+"""Problems in which most is decided: few options of each node are left, and only one of most nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 from autopar.solver import Edge, Problem, Tied, Usage, solve, sum_of_least
 
 Folding = Callable[[Problem], Tied | None]
-"""What ties repeated blocks of a problem together."""
+"""A function that ties repeated blocks of a problem together."""
 
 Kept = Sequence[npt.NDArray[np.int64]]
 """The options that are left of each node."""
@@ -26,7 +26,7 @@ def solve_sliced(
     gap: float,
     folding: Folding,
 ) -> tuple[int, ...] | None:
-    """The best choice among the options ``kept`` of each node; None where there is none or time is out."""
+    """Return the best choice among the options ``kept`` of each node; None if there is none or time runs out."""
     if not all(map(len, kept)):
         return None
     open_nodes = [node for node, options in enumerate(kept) if len(options) > 1] or [0]
@@ -43,8 +43,10 @@ def solve_sliced(
 
 
 def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Problem, float]:
-    """The problem of the nodes that have a choice, in which what is certain counts too, for cost and usage, and that in
-    seconds."""
+    """Return the problem of the nodes that still have a choice, and the seconds that are certain.
+
+    What is certain counts in the costs and usages of that problem.
+    """
     names = [options.tobytes() for options in kept]
     made: dict[tuple[object, ...], npt.NDArray[np.float64]] = {}
 
@@ -54,13 +56,13 @@ def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Pr
             made[key] = np.ascontiguousarray(edge.cost[np.ix_(kept[edge.u], kept[edge.v])])
         return made[key]
 
-    place = {node: i for i, node in enumerate(open_nodes)}
+    position = {node: i for i, node in enumerate(open_nodes)}
     only = [int(options[0]) for options in kept]
     costs = [problem.costs[node][kept[node]] for node in open_nodes]
-    certain = [cost.item(only[node]) for node, cost in enumerate(problem.costs) if node not in place]
+    certain = [cost.item(only[node]) for node, cost in enumerate(problem.costs) if node not in position]
     edges: list[Edge] = []
     for edge in problem.edges:
-        u, v = place.get(edge.u), place.get(edge.v)
+        u, v = position.get(edge.u), position.get(edge.v)
         if u is not None and v is not None:
             edges.append(Edge(u, v, cut(edge)))
         elif u is not None:
@@ -71,10 +73,12 @@ def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Pr
             certain.append(edge.cost.item(only[edge.u], only[edge.v]))
     total = math.fsum(certain)
     costs[0] = costs[0] + total
-    usages = [Usage(place[u.node], u.option[kept[u.node]], u.start, u.end) for u in problem.usages if u.node in place]
+    usages = [
+        Usage(position[u.node], u.option[kept[u.node]], u.start, u.end) for u in problem.usages if u.node in position
+    ]
     used: dict[tuple[int, int], list[float]] = {}
     for usage in problem.usages:
-        if usage.node not in place:
+        if usage.node not in position:
             used.setdefault((usage.start, usage.end), []).append(float(usage.option[only[usage.node]]))
     usages += [Usage(0, np.full(len(costs[0]), math.fsum(sizes)), *span) for span, sizes in used.items()]
     return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit, trusted=True), total

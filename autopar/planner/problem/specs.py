@@ -1,4 +1,4 @@
-"""The specs in which a tensor can be stored, and the size of the batch."""
+"""The specs in which a tensor can be stored."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from autopar.sharding import ShardingSpec
 
 @lru_cache(maxsize=4096)
 def stored_specs(shape: tuple[int, ...], mesh: Mesh) -> tuple[ShardingSpec, ...]:
-    """Every spec without partial sums, axes in increasing order on a dim, that leaves no rank without elements."""
+    """Return every spec without partial sums, with axes in increasing order on a dim, that leaves no rank without
+    elements."""
     return tuple(_specs(shape, mesh))
 
 
 def _specs(shape: tuple[int, ...], mesh: Mesh) -> Iterator[ShardingSpec]:
-    for places in itertools.product(range(-1, len(shape)), repeat=mesh.ndim):
+    for chosen_dims in itertools.product(range(-1, len(shape)), repeat=mesh.ndim):
         dims: list[tuple[int, ...]] = [()] * len(shape)
-        for axis, dim in enumerate(places):
+        for axis, dim in enumerate(chosen_dims):
             if dim >= 0:
                 dims[dim] = (*dims[dim], axis)
-        if all(_fills(n, [mesh.shape[a] for a in axes]) for n, axes in zip(shape, dims, strict=True)):
+        if all(_leaves_no_rank_empty(n, [mesh.shape[a] for a in axes]) for n, axes in zip(shape, dims, strict=True)):
             yield ShardingSpec.of(tuple(dims))
 
 
-UNEVEN_LEAST = 4
-"""A dim is cut unevenly only where each rank gets about so many elements or more: a kernel's 3 rows stay whole."""
+MIN_UNEVEN_LENGTH = 4
+"""The number of elements per rank from which on a dim may be cut unevenly. A kernel's 3 rows stay whole."""
 
 
-def _fills(n: int, ways: list[int]) -> bool:
-    """Whether cutting ``n`` elements by each of ``ways`` in turn leaves every rank some."""
-    if not ways:
+def _leaves_no_rank_empty(n: int, group_sizes: list[int]) -> bool:
+    """Whether cutting ``n`` elements by each of ``group_sizes`` in turn leaves every rank some."""
+    if not group_sizes:
         return True
-    if n % ways[0] and n < UNEVEN_LEAST * ways[0]:
+    if n % group_sizes[0] and n < MIN_UNEVEN_LENGTH * group_sizes[0]:
         return False
-    size = -(-n // ways[0])
-    if size == 0 or -(-n // size) != ways[0]:
+    size = -(-n // group_sizes[0])
+    if size == 0 or -(-n // size) != group_sizes[0]:
         return False
-    last = n - size * (ways[0] - 1)
-    return _fills(size, ways[1:]) and _fills(last, ways[1:])
+    last = n - size * (group_sizes[0] - 1)
+    return _leaves_no_rank_empty(size, group_sizes[1:]) and _leaves_no_rank_empty(last, group_sizes[1:])

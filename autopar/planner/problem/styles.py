@@ -1,4 +1,4 @@
-"""Constraints in words: ``replicate``, ``shard``, ``column`` and ``row``, with mesh axes if not the usual ones.
+"""Constraints in words: ``replicate``, ``shard``, ``column`` and ``row``, optionally with mesh axes.
 
 ==============  ======================================================================================
 ``replicate``   whole on every rank
@@ -8,8 +8,8 @@
 ==============  ======================================================================================
 
 ``column`` and ``row`` cut over the last axis, where tensor parallelism is; ``"column tp"`` and ``"shard 0 1"`` name
-other axes. Of a module both are of its layer, as in tensor parallelism by hand: of what it returns and of its own
-parameters.
+other axes. On a module, ``column`` and ``row`` apply to its layer as in tensor parallelism by hand: to what it returns
+and to its own parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from autopar.planner.graphs.dataflow import Dataflow
 from autopar.sharding import ShardingSpec
 
 STYLES = ("replicate", "shard", "column", "row")
-OF_LAYERS = ("column", "row")
+LAYER_STYLES = ("column", "row")
+"""Styles that also apply to a module's own parameters."""
 
 
 def is_style(text: str) -> bool:
@@ -34,14 +35,15 @@ def is_style(text: str) -> bool:
 def style_spec(
     text: str, shape: tuple[int, ...], mesh: Mesh, graph: Graph, parameter: str | None, module: str = ""
 ) -> ShardingSpec:
-    """The spec that a style means for a tensor of ``shape``.
+    """Return the spec that a style means for a tensor of ``shape``.
 
     Args:
-        parameter: its node, if it is one.
-        module: by which it was named: the columns of a table are not those of a product that is tied to it.
+        parameter: the tensor's node, if it is a parameter.
+        module: the module by which it was named. The columns of an embedding table are not those of a product that is
+            tied to it.
 
     Raises:
-        ConstraintError: it names an axis that the mesh does not have.
+        ConstraintError: the style names an axis that the mesh does not have.
     """
     style, *named = text.split()
     axes = _axes(named, text, mesh) or (tuple(range(mesh.ndim)) if style == "shard" else (mesh.ndim - 1,))
@@ -75,8 +77,8 @@ def _dim(
     module: str,
 ) -> int | None:
     if style == "shard":
-        ways = math.prod(mesh.shape[a] for a in axes)
-        even = [d for d, n in enumerate(shape) if n % ways == 0]
+        group_size = math.prod(mesh.shape[a] for a in axes)
+        even = [d for d, n in enumerate(shape) if n % group_size == 0]
         return max(even, key=lambda d: (shape[d], -d)) if even and parameter else 0
     if parameter is None or len(shape) < 2:
         return len(shape) - 1 if style == "column" else None
@@ -85,8 +87,10 @@ def _dim(
 
 
 def weight_dims(flow: Dataflow, weight: Value, module: str = "") -> tuple[int | None, int | None]:
-    """The dims of a weight that its first reader in ``module``, or else anywhere, keeps and sums; the reader may read
-    it transposed or viewed."""
+    """Return the dims of a weight that its first reader keeps and sums.
+
+    The first reader in ``module`` counts, or else the first anywhere. It may read the weight transposed or viewed.
+    """
     first: tuple[int | None, int | None] = (None, None)
     names = {weight: tuple(range(len(flow.graph.meta(weight).shape)))}
     for node in flow.graph.nodes:
@@ -94,17 +98,17 @@ def weight_dims(flow: Dataflow, weight: Value, module: str = "") -> tuple[int | 
             if value not in names or node.op == "placeholder":
                 continue
             if all(v in flow.state for v in node.inputs):
-                _follow(flow, node, position, names)
+                _follow_dims(flow, node, position, names)
             else:
-                found = _kept_and_summed(flow, node, position, names[value])
+                found = _column_and_row(flow, node, position, names[value])
                 if found != (None, None) and node.module == module:
                     return found
                 first = found if first == (None, None) else first
     return first
 
 
-def _follow(flow: Dataflow, node: Node, position: int, names: dict[Value, tuple[int, ...]]) -> None:
-    """Where each dim of a weight is after an op on weights alone; -1 where it is not one dim any more."""
+def _follow_dims(flow: Dataflow, node: Node, position: int, names: dict[Value, tuple[int, ...]]) -> None:
+    """Follow each dim of a weight through an op on weights alone; -1 where it is no longer one dim."""
     source = names[node.inputs[position]]
     for i, meta in enumerate(node.outputs):
         dims = [-1] * len(meta.shape if meta else ())
@@ -116,16 +120,14 @@ def _follow(flow: Dataflow, node: Node, position: int, names: dict[Value, tuple[
         names.setdefault(Value(node.name, i), tuple(dims))
 
 
-def _kept_and_summed(
-    flow: Dataflow, node: Node, position: int, names: tuple[int, ...]
-) -> tuple[int | None, int | None]:
+def _column_and_row(flow: Dataflow, node: Node, position: int, names: tuple[int, ...]) -> tuple[int | None, int | None]:
     rule = flow.rules[node.name]
     if rule is None:
         return None, None
     others = [{f for d in dims for f in d} for p, dims in enumerate(rule.inputs) if p != position]
     kept = {f for dims in rule.outputs for d in dims or () for f in d}
     summed = [factors - kept for factors in others]
-    # A bias has what the product keeps, too: only what the weight is multiplied with takes dims of it.
+    # A bias has the dims that the product keeps, too. Only what the weight is multiplied with takes dims of it.
     taken = set().union(*(o for o, s in zip(others, summed, strict=True) if s or not any(summed)))
     column = row = None
     for d, name in enumerate(names):

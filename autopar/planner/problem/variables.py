@@ -1,4 +1,4 @@
-"""Decision variables and what is handed between them, as plain data."""
+"""Decision variables and the uses that connect them, as plain data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from autopar.sharding import ShardingSpec, Strategy
 
 @dataclass(frozen=True)
 class Variable:
-    """One decision. ``key`` is a node's name, or names the copy of a value in a phase; options are strategies.
+    """One decision, whose options are strategies.
 
-    ``kept`` marks, for a copy in the backward, the options that keep what the forward gathered. ``actions`` tells what
-    each option of a hold or rerun variable does: keep, offload, recompute, absent, none. ``away`` is for each option of
-    a parameter how many bytes of its optimizer state the host keeps.
+    Args:
+        key: a node's name, or the name of a value's copy in a phase.
+        kept: for a copy in the backward, which options keep what the forward gathered.
+        actions: what each option of a hold or rerun variable does: keep, offload, recompute, absent, none.
+        host_state_bytes: for each option of a parameter, the bytes of its optimizer state that the host keeps.
     """
 
     key: str
@@ -32,15 +34,15 @@ class Variable:
     value: Value | None = None
     kept: tuple[bool, ...] = ()
     actions: tuple[str, ...] = ()
-    away: tuple[int, ...] = ()
+    host_state_bytes: tuple[int, ...] = ()
 
 
 class Use(NamedTuple):
-    """Variable ``source``'s result ``out`` is read by variable ``target`` as operand ``position``.
+    """A read of variable ``source``'s result ``out`` by variable ``target`` as operand ``position``.
 
-    With ``kept`` the pair is not priced: the target's kept options need the same spec at the source, for nothing.
-    A ``target`` that stores the value (a parameter its gradient) reads it at its own spec: position -1. With ``rerun``
-    the source is an op run again, whose result the target's recompute options take as it is.
+    If ``kept``, the pair has no price: the target's kept options require the same spec at the source. A ``target`` that
+    stores the value, as a parameter does its gradient, reads it at its own spec, with position -1. If ``rerun``, the
+    source is an op that is run again, whose result the target's recompute options take as it is.
     """
 
     source: int
@@ -54,11 +56,11 @@ class Use(NamedTuple):
 
 @dataclass
 class Decisions:
-    """All variables and handovers of a graph on a mesh, and where each value is made and read.
+    """All variables and uses of a graph on a mesh.
 
     Args:
         recomputes: whether ops of the forward may run again in the backward.
-        least_offloaded_bytes: smaller values are not offloaded to the host.
+        min_offloaded_bytes: smaller values are not offloaded to the host.
         accumulation_steps: micro-batches in one step of the optimizer.
         widened: gradients that are reduced only after their cast to a wider dtype.
     """
@@ -66,30 +68,31 @@ class Decisions:
     graph: Graph
     mesh: Mesh
     variables: list[Variable] = field(default_factory=list)
-    handovers: list[Use] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     recomputes: bool = False
-    least_offloaded_bytes: float = math.inf
+    min_offloaded_bytes: float = math.inf
     accumulation_steps: int = 1
     widened: frozenset[Value] = frozenset()
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
-    _known: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
-    _wanted: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
+    _shared: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
+    _reader_options: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
 
     @cached_property
     def reduced_dtype(self) -> Mapping[str, str]:
-        """In which each parameter's gradient is made."""
+        """The dtype in which each parameter's gradient is made."""
         return {o.name: self.graph.meta(o.value).dtype for o in self.graph.outputs if o.kind == "gradient"}
 
     @cached_property
-    def given(self) -> frozenset[Value]:
-        """What the caller gets."""
+    def returned(self) -> frozenset[Value]:
+        """Values that the caller gets."""
         found = (o for o in self.graph.outputs if o.kind == "output" or o.name.startswith("input:"))
         return frozenset(o.value for o in found)
 
     @cached_property
     def inside_kernels(self) -> frozenset[Value]:
-        """Values that are never kept for the backward: a kernel that makes what is around them does not write them."""
+        """Values that are never kept for the backward: the kernel that makes what is around them does not write
+        them."""
         return inner_values(self.graph)
 
     @cached_property
@@ -106,21 +109,24 @@ class Decisions:
         return at
 
     def shared(self, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Equal options as one object: so are the prices made from them, by which repeated blocks are found."""
-        if self._known.get(id(options)) is not options:
+        """Return one object for equal options. Prices made from them are then one object too, by which repeated blocks
+        are found."""
+        if self._shared.get(id(options)) is not options:
             options = self._options.setdefault(options, options)
-            self._known[id(options)] = options
+            self._shared[id(options)] = options
         return options
 
-    def wanted(self, readers: Sequence[tuple[int, int]], *, twice: bool = False) -> tuple[Strategy, ...]:
-        """Every spec in which some reader (variable, operand) takes a value, as options of a copy, which would serve
-        nobody better in another; ``twice`` where each may be made or kept."""
+    def reader_options(self, readers: Sequence[tuple[int, int]], *, twice: bool = False) -> tuple[Strategy, ...]:
+        """Return every spec in which some reader (variable, operand) takes a value, as options of a copy.
+
+        A copy in any other spec would serve nobody better. With ``twice`` each spec may be made or kept.
+        """
         key = twice, *[(id(self.variables[target].options), position) for target, position in readers]
-        if key not in self._wanted:
+        if key not in self._reader_options:
             specs = (spec_read(o, p) for t, p in readers for o in self.variables[t].options)
             options = tuple(Strategy((s,), (s,)) for s in dict.fromkeys(specs) if s is not None)
-            self._wanted[key] = self.shared(options * 2 if twice else options)
-        return self._wanted[key]
+            self._reader_options[key] = self.shared(options * 2 if twice else options)
+        return self._reader_options[key]
 
 
 def copy_key(value: Value, phase: Phase) -> str:
@@ -144,13 +150,15 @@ def output_key(name: str) -> str:
 
 
 def spec_read(option: Strategy, position: int) -> ShardingSpec | None:
-    """The spec in which an option reads operand ``position``; -1 is the spec in which a variable stores. None where it
-    reads nothing."""
+    """Return the spec in which an option reads operand ``position``; -1 is the spec in which a variable stores.
+
+    None if it reads nothing.
+    """
     if position < 0:
         return option.outputs[0]
     return option.inputs[position] if option.inputs else None
 
 
 def spec_made(option: Strategy, out: int) -> ShardingSpec | None:
-    """The spec of an option's result ``out``; None where it makes nothing."""
+    """Return the spec of an option's result ``out``; None if it makes nothing."""
     return option.outputs[out] if option.outputs else None

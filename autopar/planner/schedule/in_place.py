@@ -1,9 +1,9 @@
-"""Which ops may overwrite an operand instead of making new memory: all-reduces, sums and activations of what nobody
-else has then.
+"""Which ops overwrite an operand instead of allocating: all-reduces, sums and activations of what nobody else needs
+then.
 
-Half of what they hold is then gone, and a copy or an allocation is saved. The operand must be memory of its own, made
-by an op that surely returns no view. An all-reduce runs beside other ops, so it must be the operand's only reader; any
-other op comes after the other readers, none of which may be a view of the operand, or still under way.
+This halves what they hold, and saves a copy or an allocation. The operand must have memory of its own, made by an op
+that never returns a view. An all-reduce runs alongside other ops, so it must be the operand's only reader. Any other op
+must come after the other readers, none of which may be a view of the operand or still under way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from autopar.program import Op, Program
 
 
 def in_place(program: Program, graph: Graph) -> Program:
-    """``program`` in which these all-reduces say so, and ops of operands of one shape are made in one of them where it
-    ends there."""
+    """Mark the ops of ``program`` that overwrite an operand.
+
+    All-reduces overwrite theirs. Ops whose operands have one shape overwrite one that nobody reads afterwards.
+    """
     readers: dict[str, list[Op]] = defaultdict(list)
     for op in program.ops:
         for name in op.reads:
@@ -50,7 +52,7 @@ def in_place(program: Program, graph: Graph) -> Program:
     def made(op: Op) -> Op:
         if op.step is not None:
             return replace(op, in_place=True) if may_reduce(op) else op
-        if accumulates:  # the program of other micro-batches has other results
+        if accumulates:  # the program of the other micro-batches has other results
             return op
         operand = next((i for i, name in enumerate(_overwritable(op, program, graph)) if ends(name, op)), None)
         return op if operand is None else replace(op, in_place=True, operand=operand)
@@ -59,8 +61,11 @@ def in_place(program: Program, graph: Graph) -> Program:
 
 
 def _overwritable(op: Op, program: Program, graph: Graph) -> Sequence[str]:
-    """The operands in which an op could be made: all are tensors of the shape and dtype of its result, and of more than
-    one dim, as statistics are small and belong to patterns."""
+    """Return the operands that an op could overwrite.
+
+    All are tensors of the shape and dtype of its result, with more than one dim: statistics are small and belong to
+    patterns.
+    """
     if op.kind != "compute" or op.kernels:
         return ()
     node = graph.by_name[op.node]

@@ -1,6 +1,6 @@
-"""From decisions to the local program: every op in order, redistributions where they are first needed.
+"""From decisions to the local program: every op in order, with redistributions where they are first needed.
 
-A redistributed tensor is made once a phase and shared; steps that two paths have in common are taken once. What a
+A redistributed tensor is made once in each phase and shared; steps that two paths have in common are taken once. What a
 gradient or a result needs is launched as soon as its value is there.
 """
 
@@ -15,12 +15,12 @@ from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.implementations import implementation, packing_kernels
 from autopar.planner.footprint.op_work import VIEWS, local_bytes
-from autopar.planner.memory.lifetimes import takes_over
+from autopar.planner.memory.live_ranges import replaces_original
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import place_transfers, state_seconds, transfer_seconds
 from autopar.planner.problem.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
 from autopar.planner.schedule.in_place import in_place
-from autopar.planner.schedule.marked import marked
+from autopar.planner.schedule.kernel_marks import mark_kernels
 from autopar.planner.schedule.waits import place_waits
 from autopar.program import AGAIN, LocalTensor, Op, Program, Sent
 from autopar.sharding import Halo, ShardingSpec, Step, Strategy
@@ -28,7 +28,7 @@ from autopar.solver.clock import tick
 from autopar.strategies import halos
 
 SECOND = "|2"
-"""Marks a tensor that is made in a spec once more."""
+"""The suffix of a tensor that is made in a spec a second time."""
 
 FORWARD: tuple[Phase, ...] = ("forward",)
 BACKWARD: tuple[Phase, ...] = ("backward",)
@@ -36,13 +36,18 @@ BOTH = FORWARD + BACKWARD
 
 
 def schedule(d: Decisions, choice: Sequence[int], prices: Prices) -> Program:
-    """The program that the chosen options mean, with what can be written over its operands."""
+    """Return the program of the chosen options, with in-place ops marked."""
     return _Scheduler(d, choice, prices).run()
 
 
-class _Way(NamedTuple):
-    """What an op with one strategy is wherever it stands: its seconds, whether its result is a view, the kernels that
-    run it, and of each result the index, global shape, spec and bytes."""
+class _OpTemplate(NamedTuple):
+    """What an op with one strategy is wherever it stands.
+
+    Args:
+        alias: whether its result is a view.
+        kernels: the kernels that run it.
+        results: the index, global shape, spec and bytes of each result.
+    """
 
     seconds: float
     alias: bool
@@ -64,29 +69,29 @@ class _Scheduler:
     base: dict[Phase, dict[Value, ShardingSpec]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
     rerun: set[str] = field(default_factory=set)
     redistributed: set[str] = field(default_factory=set)
-    chains: list[list[Callable[[], None]]] = field(default_factory=list)
+    pending_results: list[list[Callable[[], None]]] = field(default_factory=list)
     offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
 
     @cached_property
-    def holds(self) -> Mapping[Value, int]:
-        """The variable that says what the backward has of each value, where there is one."""
+    def hold_variables(self) -> Mapping[Value, int]:
+        """The hold variable of each value that has one."""
         return {v.value: i for i, v in enumerate(self.d.variables) if v.kind == "hold" and v.value is not None}
 
     @cached_property
-    def copies(self) -> Mapping[tuple[Value, Phase], int]:
-        """The variable of the copy from which the readers of a phase read."""
-        copies = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
-        return {(x, phase): i for x, phase, key, i in copies if x is not None and key == copy_key(x, phase)}
+    def copy_variables(self) -> Mapping[tuple[Value, Phase], int]:
+        """The copy variable from which the readers of a phase read each value."""
+        copy_variables = ((v.value, v.phase, v.key, i) for i, v in enumerate(self.d.variables) if v.kind == "copy")
+        return {(x, phase): i for x, phase, key, i in copy_variables if x is not None and key == copy_key(x, phase)}
 
     @cached_property
     def forced(self) -> frozenset[Value]:
-        """Modules' outputs that a constraint redistributes."""
-        copies = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
-        return frozenset(v.value for v in copies if v.value is not None and v.key == forced_key(v.value))
+        """Outputs of modules that a constraint redistributes."""
+        copy_variables = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
+        return frozenset(v.value for v in copy_variables if v.value is not None and v.key == forced_key(v.value))
 
     @cached_property
     def owner(self) -> Mapping[str, str]:
-        """The node of each parameter and buffer, the first where several have a name."""
+        """The node of each parameter and buffer; the first if several share a name."""
         return {i.name: i.node for i in reversed(self.graph.inputs) if i.kind in ("parameter", "buffer")}
 
     @property
@@ -103,17 +108,21 @@ class _Scheduler:
         for node in self.graph.nodes:
             self._node(node)
             for at in pending.get(node.name, ()):
-                self._bring_results_on()
+                self._advance_results()
                 results[at] = self._result(at)
-        while self.chains:
-            self._bring_results_on()
+        while self.pending_results:
+            self._advance_results()
         tick("scheduled op", len(self.ops))
         outputs = tuple((o, results[i]) for i, o in enumerate(self.graph.outputs))
-        away = [(v, v.away[option]) for v, option in zip(self.d.variables, self.choice, strict=True) if v.away]
-        names = tuple(self.graph.input_of[v.key].name for v, size in away if size)
-        seconds = float(state_seconds([size for _, size in away], self.prices.cluster.host).sum())
-        program = Program(place_transfers(_read_later(self.ops, outputs)), outputs, names, seconds)
-        program = marked(program, self.graph, self.prices, AGAIN)
+        host_state_bytes = [
+            (v, v.host_state_bytes[option])
+            for v, option in zip(self.d.variables, self.choice, strict=True)
+            if v.host_state_bytes
+        ]
+        names = tuple(self.graph.input_of[v.key].name for v, size in host_state_bytes if size)
+        seconds = float(state_seconds([size for _, size in host_state_bytes], self.prices.cluster.host).sum())
+        program = Program(place_transfers(_without_unread(self.ops, outputs)), outputs, names, seconds)
+        program = mark_kernels(program, self.graph, self.prices, AGAIN)
         program = self.prices.decomposition.decompose(program, self.graph)
         return in_place(place_waits(program, self.prices.overlap), self.graph)
 
@@ -131,27 +140,31 @@ class _Scheduler:
         at = self.d.index[node.name]
         strategy = self.d.variables[at].options[self.choice[at]]
         if node.phase == "backward" and self.d.recomputes:
-            self._remake_for(node)
+            self._rerun_for(node)
         reads = self._operands(node, strategy, node.phase)
-        self._run(node, strategy, reads, node.phase, self._way(node, strategy, at, self.choice[at]), "")
+        self._run(node, strategy, reads, node.phase, self._template(node, strategy, at, self.choice[at]), "")
         if self.forced:
             for i in range(len(node.outputs)):
                 self._force(Value(node.name, i), node.phase)
         for i in range(len(node.outputs)):
-            self._take_over(Value(node.name, i), node.phase)
-        if self.holds:
+            self._replace_original(Value(node.name, i), node.phase)
+        if self.hold_variables:
             for i in range(len(node.outputs)):
-                self._hold(Value(node.name, i))
+                self._keep_for_backward(Value(node.name, i))
 
     def _operands(self, node: Node, strategy: Strategy, phase: Phase) -> tuple[str, ...]:
         return tuple([self._read(v, spec, phase) for v, spec in zip(node.inputs, strategy.inputs, strict=True)])
 
-    def _way(self, node: Node, strategy: Strategy, at: int, option: int) -> _Way:
-        """One for all equal ops. ``at``: the variable of which the strategy is ``option``."""
-        key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.border(self.graph, node)
-        known = self.prices.ways.get(key)
-        way: _Way | None = None if known is None else known[0]
-        if way is None:
+    def _template(self, node: Node, strategy: Strategy, at: int, option: int) -> _OpTemplate:
+        """Return what all equal ops with this strategy have in common.
+
+        Args:
+            at, option: the variable and option that the strategy is.
+        """
+        key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.traffic(self.graph, node)
+        known = self.prices.op_templates.get(key)
+        template: _OpTemplate | None = None if known is None else known[0]
+        if template is None:
             seconds, kernel = 0.0, ""
             if node.op != "placeholder":
                 metas = tuple(self.graph.meta(v) for v in node.inputs)
@@ -163,7 +176,7 @@ class _Scheduler:
                 if meta is not None and spec is not None
             )
             metas = tuple(self.graph.meta(v) for v in node.inputs)
-            way = _Way(
+            template = _OpTemplate(
                 seconds,
                 node.packet in VIEWS and bool(node.inputs),
                 (kernel,) if kernel else (),
@@ -171,17 +184,19 @@ class _Scheduler:
                 halos(node, strategy, metas, self.mesh) or (),
                 self.prices.sent(node, metas, strategy),
             )
-            self.prices.ways[key] = way, self.graph, strategy
-        return way
+            self.prices.op_templates[key] = template, self.graph, strategy
+        return template
 
-    def _run(self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, way: _Way, mark: str) -> None:
-        """Emit an op; its results are then there in ``phase`` and, until they are held otherwise, in the backward."""
+    def _run(
+        self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, template: _OpTemplate, mark: str
+    ) -> None:
+        """Emit an op. Its results are available in ``phase`` and, until they are held otherwise, in the backward."""
         writes = []
-        for i, meta, spec, nbytes in way.results:
+        for i, meta, spec, nbytes in template.results:
             value = Value(node.name, i)
             name = f"{value}{mark}"
             writes.append(LocalTensor(name, meta, spec, nbytes))
-            for reach in BACKWARD if phase == "backward" else FORWARD if value in self.holds else BOTH:
+            for reach in BACKWARD if phase == "backward" else FORWARD if value in self.hold_variables else BOTH:
                 self.base[reach][value] = spec
                 made = self.made[reach]
                 if value in made:
@@ -198,25 +213,25 @@ class _Scheduler:
                 tuple(writes),
                 phase,
                 strategy=None if placeholder else strategy,
-                seconds=way.seconds,
-                alias=way.alias,
-                kernels=way.kernels,
-                halos=way.halos,
-                sent=way.sent,
+                seconds=template.seconds,
+                alias=template.alias,
+                kernels=template.kernels,
+                halos=template.halos,
+                sent=template.sent,
             )
         )
 
-    def _take_over(self, value: Value, phase: Phase) -> None:
-        """A copy from which all read is made at once: what it is made of need not stay."""
-        at = self.copies.get((value, phase))
-        if at is not None and takes_over(self.d, self.d.variables[at]):
+    def _replace_original(self, value: Value, phase: Phase) -> None:
+        """Make a copy at once if all readers read from it, so that the original need not stay."""
+        at = self.copy_variables.get((value, phase))
+        if at is not None and replaces_original(self.d, self.d.variables[at]):
             self._redistribute(
                 value, self.base[phase][value], self.d.variables[at].options[self.choice[at]].inputs[0], phase
             )
 
-    def _hold(self, value: Value) -> None:
-        """Bring what is kept for the backward into the spec in which it is kept, at once."""
-        at = self.holds.get(value)
+    def _keep_for_backward(self, value: Value) -> None:
+        """Redistribute a kept value at once to the spec in which it is kept, and offload it if so chosen."""
+        at = self.hold_variables.get(value)
         if at is None:
             return
         variable = self.d.variables[at]
@@ -228,10 +243,10 @@ class _Scheduler:
         if action == "offload":
             self.offloaded[value] = self._transfer("offload", value, name, f"{name}|host", spec, "forward")
         else:
-            self._arrive(value, spec, name)
+            self._set_backward_value(value, spec, name)
 
-    def _arrive(self, value: Value, spec: ShardingSpec, name: str) -> None:
-        """The backward has the value in tensor ``name``."""
+    def _set_backward_value(self, value: Value, spec: ShardingSpec, name: str) -> None:
+        """Let the backward find the value in tensor ``name``."""
         self.base["backward"][value] = spec
         self.made["backward"][value] = {spec: name}
 
@@ -245,13 +260,15 @@ class _Scheduler:
         return tensor
 
     def _fetch(self, value: Value) -> None:
-        """Bring back what the host keeps."""
+        """Emit the fetch of a value that the host keeps."""
         host = self.offloaded.pop(value)
         name = f"{host.name.removesuffix('|host')}|back"
-        self._arrive(value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name)
+        self._set_backward_value(
+            value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name
+        )
 
-    def _remake_for(self, node: Node) -> None:
-        """Run again what ``node`` needs and the backward has not, in the order of the graph."""
+    def _rerun_for(self, node: Node) -> None:
+        """Run again what ``node`` needs and the backward does not have, in the order of the graph."""
         missing: set[str] = set()
         ahead = [node]
         while ahead:
@@ -261,10 +278,10 @@ class _Scheduler:
                     missing.add(value.node)
                     ahead.append(self.graph.by_name[value.node])
         for name in sorted(missing, key=self.graph.order.__getitem__):
-            self._remake(self.graph.by_name[name])
+            self._rerun(self.graph.by_name[name])
 
-    def _remake(self, node: Node) -> None:
-        """Run a forward op again, on operands that the backward has or makes again."""
+    def _rerun(self, node: Node) -> None:
+        """Run a forward op again, on operands that the backward has or recomputes."""
         if node.name in self.rerun:
             return
         self.rerun.add(node.name)
@@ -273,17 +290,17 @@ class _Scheduler:
         reads = self._operands(node, strategy, "backward")
         kept = {v: (self.base["backward"][v], self.made["backward"][v]) for v in self._kept_results(node)}
         first = self.d.index[node.name]
-        self._run(node, strategy, reads, "backward", self._way(node, strategy, first, self.choice[at] - 1), AGAIN)
+        self._run(node, strategy, reads, "backward", self._template(node, strategy, first, self.choice[at] - 1), AGAIN)
         for value, (spec, made) in kept.items():
             self.base["backward"][value], self.made["backward"][value] = spec, made
 
     def _kept_results(self, node: Node) -> list[Value]:
-        """Results of an op with several that were kept although others are made again."""
+        """Return the results of an op that were kept although others of its results are recomputed."""
         values = [Value(node.name, i) for i in range(len(node.outputs))]
         return [v for v in values if v in self.base["backward"]]
 
     def _force(self, value: Value, phase: Phase) -> None:
-        """A constraint on a module's output redistributes the value before anyone reads it."""
+        """Redistribute a module's output as a constraint demands, before anyone reads it."""
         if value in self.forced:
             spec = self._chosen(forced_key(value)).inputs[0]
             name = self._redistribute(value, self.base[phase][value], spec, phase)
@@ -292,14 +309,15 @@ class _Scheduler:
                 self.made[reach][value] = {spec: name}
 
     def _read(self, value: Value, spec: ShardingSpec, phase: Phase) -> str:
-        """The tensor that holds ``value`` in ``spec``, redistributed through the phase's copy when there is one."""
+        """Return the tensor that holds ``value`` in ``spec``, redistributed through the phase's copy if there is
+        one."""
         if phase == "backward":
             if value in self.offloaded:
                 self._fetch(value)
             elif value not in self.base["backward"]:
-                self._remake(self.graph.by_name[value.node])
+                self._rerun(self.graph.by_name[value.node])
         source = self.base[phase][value]
-        at = self.copies.get((value, phase))
+        at = self.copy_variables.get((value, phase))
         if at is not None:
             variable = self.d.variables[at]
             copy = variable.options[self.choice[at]].inputs[0]
@@ -321,15 +339,18 @@ class _Scheduler:
         if not chain:
             return self.made[phase][output.value][spec]
         chain.pop(0)()
-        self.chains += [chain] if chain else []
+        self.pending_results += [chain] if chain else []
         return _redistributed(output.value, spec, phase)
 
-    def _bring_results_on(self) -> None:
-        """The next step of every result that needs several. A step waits for the one before, and the program with it:
-        so it comes when the next result is there, and the one before is probably done."""
-        for chain in self.chains:
+    def _advance_results(self) -> None:
+        """Take the next step of every result that needs several.
+
+        A step waits for the one before, and the program with it. So each comes when the next result is made, and the
+        one before is probably done.
+        """
+        for chain in self.pending_results:
             chain.pop(0)()
-        self.chains = [chain for chain in self.chains if chain]
+        self.pending_results = [chain for chain in self.pending_results if chain]
 
     def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
         made = self.made[phase][value]
@@ -342,8 +363,11 @@ class _Scheduler:
     def _steps(
         self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase, *, hiding: bool
     ) -> Iterator[Callable[[], None]]:
-        """The steps to a tensor in ``target``, to be taken in turn; none where it is there. ``hiding``: the program
-        computes meanwhile, as the objective has it of parameters and gradients."""
+        """Yield functions that take the steps to a tensor in ``target`` in turn; none if it is there.
+
+        Args:
+            hiding: the program computes meanwhile, as the objective assumes for parameters and gradients.
+        """
         made = self.made[phase].setdefault(value, {})
         if target in made:
             return
@@ -370,7 +394,7 @@ class _Scheduler:
         phase: Phase,
     ) -> str:
         name = _redistributed(value, after, phase)
-        if name in self.redistributed:  # before a constraint took the value there and back
+        if name in self.redistributed:  # a constraint took the value there and back
             name += SECOND
         self.redistributed.add(name)
         priced = local_bytes(meta, after if step.kind == "all_gather" else before, self.mesh)
@@ -397,8 +421,8 @@ class _Scheduler:
         return LocalTensor(name, meta, spec, local_bytes(meta, spec, self.mesh))
 
 
-def _read_later(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) -> list[Op]:
-    """Without redistributions of which nobody reads, as a choice that is not the best may have: nobody would wait for
+def _without_unread(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) -> list[Op]:
+    """Drop redistributions that nobody reads, which a choice that is not optimal may have: nobody would wait for
     them."""
     read, kept = {name for _, name in results}, []
     for op in reversed(ops):
@@ -413,5 +437,5 @@ def _redistributed(value: Value, spec: ShardingSpec, phase: Phase) -> str:
 
 
 def stored_spec(program: Program) -> Mapping[str, ShardingSpec]:
-    """The spec of every input of the program, by node."""
+    """Return the spec of every input of the program, by node."""
     return {op.node: op.writes[0].spec for op in program.ops if op.kind == "input"}

@@ -1,15 +1,14 @@
-"""Step time by simulating a program on streams: one computes, one for each mesh axis communicates, one copies to and
-from the host.
+"""Simulated step time: one stream computes, one for each mesh axis communicates, and one copies to and from the host.
 
-As the executed program does: a collective is launched at its place in the program and runs beside what is computed
-next. Those of one mesh axis, which is one process group, run one after the other, those of different axes beside each
-other. A collective is waited for before its first reader, also where that reader is another collective; and what is
-still under way when the forward ends is waited for there, since the forward returns it.
+As in the executed program, a collective is launched at its place and runs alongside what is computed next. Collectives
+of one mesh axis, which is one process group, run one after the other; those of different axes run concurrently. A
+collective is waited for before its first reader, even if that is another collective. What is still under way when the
+forward ends is waited for there, since the forward returns it.
 
-While the program computes and communicates both may slow each other down, as on a CPU whose cores also carry the
-messages. With ``overlap`` o, each then runs at the rate 1 / (2 - o): o = 1 is free overlap, o = 0 is taking turns.
-Copies to and from the host run one after the other beside both, done by engines of their own. So a step takes at least
-as long as each stream's work, and at most as long as all together.
+While the program computes and communicates, each may slow the other down, as on a CPU whose cores also carry the
+messages. With ``overlap`` o, both then run at the rate 1 / (2 - o): o = 1 is free overlap, o = 0 is taking turns.
+Copies to and from the host run one after the other beside both, on engines of their own. So a step takes at least as
+long as each stream's work, and at most as long as all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from autopar.program import Op, Program
 from autopar.solver.clock import tick
 
-Use: TypeAlias = Literal["compute", "launch", "both", "copy"]
+EventKind: TypeAlias = Literal["compute", "launch", "both", "copy"]
+"""What an event occupies: the compute stream, the queue of an axis, both, or the host's copy engine."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The streams of one training step, and the work of each."""
+    """The streams of one training step, and the seconds of work on each."""
 
     intervals: tuple[Interval, ...]
     seconds: float
@@ -54,7 +54,7 @@ class Event(NamedTuple):
         queue: the mesh axes that a collective runs over.
     """
 
-    use: Use
+    kind: EventKind
     name: str
     phase: str
     reads: tuple[str, ...]
@@ -67,10 +67,10 @@ class Event(NamedTuple):
     def of(op: Op) -> Event:
         if op.is_collective or op.kind == "decomposed":
             assert op.step is not None
-            use: Use = "launch" if op.is_collective else "both"
+            kind: EventKind = "launch" if op.is_collective else "both"
             writes = tuple([t.name for t in op.writes])
             return Event(
-                use, op.name, op.phase, op.reads, writes, op.seconds, op.launch_s, (op.step.axis, *op.step.axes)
+                kind, op.name, op.phase, op.reads, writes, op.seconds, op.launch_s, (op.step.axis, *op.step.axes)
             )
         if op.is_transfer:
             return Event("copy", op.name, op.phase, op.reads, tuple([t.name for t in op.writes]), op.seconds)
@@ -81,16 +81,16 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
     """Run ``program``'s predicted seconds on the streams.
 
     Args:
-        overlap: share of a collective's time that computation beside it is spared; see `mesh.Measured`.
+        overlap: the share of a collective's time that overlapping computation does not pay for; see ``mesh.Measured``.
     """
     events = [Event.of(op) for op in program.ops if op.kind != "input"]
     streams = _Streams(1 / (2 - overlap), [])
     streams.run(events)
     streams.wait_for_all()
     streams.step(program)
-    work: dict[Use, list[float]] = {"launch": [], "copy": [], "compute": [], "both": []}
+    work: dict[EventKind, list[float]] = {"launch": [], "copy": [], "compute": [], "both": []}
     for event in events:
-        work[event.use].append(event.seconds)
+        work[event.kind].append(event.seconds)
     return Timeline(
         tuple(streams.intervals or ()),
         streams.now_s,
@@ -101,7 +101,7 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
 
 
 def simulated_seconds(events: Iterable[Event], overlap: float) -> float:
-    """When the streams are done with ``events``."""
+    """Return when the streams are done with ``events``."""
     streams = _Streams(1 / (2 - overlap))
     streams.run(events)
     streams.wait_for_all()
@@ -110,29 +110,29 @@ def simulated_seconds(events: Iterable[Event], overlap: float) -> float:
 
 @dataclass(slots=True)
 class _Queue:
-    """The collectives of one process group that are under way, and the work that the first has left."""
+    """The collectives of one process group that are under way, and the work that remains of the first."""
 
     events: deque[Event] = field(default_factory=deque)
     left_s: float = 0.0
     begun_s: float = 0.0
 
     def begin(self, at_s: float) -> None:
-        """The first runs from now on; the seconds of its launch have passed."""
+        """Start the first collective; the seconds of its launch have passed."""
         first = self.events[0]
         self.left_s, self.begun_s = first.seconds - first.launch_s, at_s
 
 
 @dataclass(slots=True)
 class _Streams:
-    """The compute stream's clock, and what runs beside it.
+    """The compute stream's clock, and what runs alongside it.
 
     Args:
         rate: of computing and communicating while both are busy.
-        intervals: what ran when is added to them; None where nobody asks.
+        intervals: collects when each op ran; None if nobody asks.
         queues: by the mesh axes that the collectives run over.
         busy: the queues that have something under way.
         pending: the queue of each tensor that is on its way.
-        copied: when each tensor whose copy was started is there.
+        copied: when each tensor whose copy was started arrives.
         host_free_s: when the last of these copies ends.
     """
 
@@ -146,7 +146,7 @@ class _Streams:
     host_free_s: float = 0.0
 
     def run(self, events: Iterable[Event]) -> None:
-        """All events in turn."""
+        """Run all events in turn."""
         phase, events = "", list(events)
         tick("simulated event", len(events))
         pending = self.pending
@@ -157,21 +157,21 @@ class _Streams:
             for name in event.reads:
                 if name in pending or name in self.copied:
                     self.wait_for(name)
-            if event.use == "compute":
+            if event.kind == "compute":
                 self.compute(event)
-            elif event.use == "launch":
+            elif event.kind == "launch":
                 self.launch(event)
-            elif event.use == "both":
-                self.together(event)
+            elif event.kind == "both":
+                self.decomposed(event)
             else:
                 self.copy(event)
 
-    def _ran(self, name: str, stream: str, start_s: float, end_s: float) -> None:
+    def _record(self, name: str, stream: str, start_s: float, end_s: float) -> None:
         if self.intervals is not None:
             self.intervals.append(Interval(name, stream, start_s, end_s))
 
     def launch(self, event: Event) -> None:
-        """The calling program pays for the launch; what is under way goes on meanwhile."""
+        """Launch a collective. The compute stream pays for the launch, while what is under way continues."""
         begun_s = self.now_s
         self._advance(event.launch_s)
         queue = self.queues.get(event.queue)
@@ -188,7 +188,7 @@ class _Streams:
         start_s = max(self.now_s, self.host_free_s)
         self.host_free_s = start_s + event.seconds
         self.copied.update((name, self.host_free_s) for name in event.writes)
-        self._ran(event.name, "host", start_s, self.host_free_s)
+        self._record(event.name, "host", start_s, self.host_free_s)
 
     def compute(self, event: Event) -> None:
         start_s = self.now_s
@@ -199,18 +199,18 @@ class _Streams:
         if self.intervals is not None:
             self.intervals.append(Interval(event.name, "compute", start_s, self.now_s))
 
-    def together(self, event: Event) -> None:
-        """A product beside its own messages, behind the collectives of its axis that are under way."""
+    def decomposed(self, event: Event) -> None:
+        """Run a product beside its own messages, after the collectives of its axis that are under way."""
         queue = self.queues.get(event.queue)
         while queue is not None and queue.events:
-            self._stand(queue.left_s)
+            self._idle(queue.left_s)
         start_s = self.now_s
         self._advance(event.seconds)
         for stream in ("compute", "communication"):
-            self._ran(event.name, stream, start_s, self.now_s)
+            self._record(event.name, stream, start_s, self.now_s)
 
     def _advance(self, work_s: float) -> None:
-        """The compute stream works so long, alone or beside what is under way."""
+        """Let the compute stream work for ``work_s``, alone or beside what is under way."""
         while work_s > 0 and self.busy:
             done_s = min(work_s, self._first_s())
             self._communicate(done_s, done_s / self.rate)
@@ -218,29 +218,29 @@ class _Streams:
         self.now_s += work_s
 
     def wait_for(self, name: str) -> None:
-        """The compute stream stands still until the tensor is there."""
+        """Stop the compute stream until the tensor is there."""
         while name in self.pending:
-            self._stand(self.pending[name].left_s)
+            self._idle(self.pending[name].left_s)
         if name in self.copied:
-            self._stand_until(self.copied.pop(name))
+            self._idle_until(self.copied.pop(name))
 
     def wait_for_all(self) -> None:
         while self.busy:
-            self._stand(self._first_s())
-        self._stand_until(self.host_free_s)
+            self._idle(self._first_s())
+        self._idle_until(self.host_free_s)
         self.copied.clear()
 
     def step(self, program: Program) -> None:
-        """The optimizer's state that the host keeps comes and goes when all else is done."""
+        """Transfer the optimizer state that the host keeps, after everything else."""
         if program.state_transfer_s:
             start_s, self.now_s = self.now_s, self.now_s + program.state_transfer_s
-            self._ran("optimizer state", "host", start_s, self.now_s)
+            self._record("optimizer state", "host", start_s, self.now_s)
 
-    def _stand_until(self, end_s: float) -> None:
-        self._stand(end_s - self.now_s)
+    def _idle_until(self, end_s: float) -> None:
+        self._idle(end_s - self.now_s)
 
-    def _stand(self, seconds: float) -> None:
-        """Nothing is computed for so long, while collectives go on."""
+    def _idle(self, seconds: float) -> None:
+        """Compute nothing for so long, while collectives continue."""
         while self.busy and (first_s := self._first_s()) <= seconds:
             self._communicate(first_s, first_s)
             seconds -= first_s
@@ -248,12 +248,12 @@ class _Streams:
             self._communicate(seconds, seconds)
 
     def _first_s(self) -> float:
-        """Work until the first of the collectives under way is done."""
+        """Return the work until the first of the collectives under way is done."""
         busy = self.busy
         return busy[0].left_s if len(busy) == 1 else min([queue.left_s for queue in busy])
 
     def _communicate(self, work_s: float, seconds: float) -> None:
-        """``seconds`` pass, in which every queue does ``work_s`` of its first collective, and none does more."""
+        """Let ``seconds`` pass, in which every queue does ``work_s`` of its first collective, and none does more."""
         self.now_s += seconds
         idle = False
         for queue in self.busy:
@@ -262,7 +262,7 @@ class _Streams:
                 event = queue.events.popleft()
                 for name in event.writes:
                     self.pending.pop(name, None)
-                self._ran(event.name, "communication", queue.begun_s, self.now_s)
+                self._record(event.name, "communication", queue.begun_s, self.now_s)
                 if queue.events:
                     queue.begin(self.now_s)
                 else:

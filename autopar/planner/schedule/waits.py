@@ -1,7 +1,8 @@
-"""Where to wait for a collective that nobody reads soon, such as a gradient's: as soon as it should be done.
+"""Waits for collectives that nobody reads soon, such as a gradient's: as soon as they should be done.
 
-Until it is waited for, a collective keeps what it sends alive. Left to their readers, which for gradients is the end of
-the step, these buffers would pile up; waited for once it is predicted to be done, each goes at no cost in time.
+Until it is waited for, a collective keeps what it sends alive. If waits were left to the readers, for gradients the end
+of the step, these buffers would pile up. A wait where the collective is predicted to be done frees its buffer at no
+cost in time.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from autopar.program import Op, Program
 
 
 def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program:
-    """``program`` with a wait before the first op that should start after a collective's end, where that comes before
-    the collective's first reader.
+    """Add a wait for each collective before the first op that should start after its end, if its first reader comes
+    later.
 
     Args:
         overlap: as in ``simulate_streams``.
-        later: of each collective's time, how long after its predicted end it is waited for.
+        later: how long after its predicted end a collective is waited for, as a share of its time.
     """
     intervals = simulate_streams(program, overlap).intervals
     ends = {i.op: i.end_s + later * (i.end_s - i.start_s) for i in intervals if i.stream == "communication"}
@@ -34,18 +35,23 @@ def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program
         if not op.is_collective or op.step is None or op.step.kind == "all_reduce":
             continue
         first = max(bisect_left(times, ends[op.name]), bisect_left(positions, at + 1))
-        place = positions[first] if first < len(positions) else len(program.ops)
+        position = positions[first] if first < len(positions) else len(program.ops)
         first_read = min(read.get(t.name, len(program.ops)) for t in op.writes)
         needed = min(first_read, turn if at < turn else len(program.ops))
-        if place < needed:
-            waits.setdefault(place, []).append(_wait(op))
+        if position < needed:
+            waits.setdefault(position, []).append(_wait(op))
     return _with(program, waits) if waits else program
 
 
 def wait_sooner(program: Program, timeline: Sequence[int], budget: float) -> Program | None:
-    """``program`` with a wait for each collective before the first op beside which ``timeline``, the bytes held while
-    each op runs, is over ``budget``: the program stands still there, and what was sent is gone. None where nothing that
-    is under way then could go."""
+    """Add waits for collectives before ops beside which ``timeline`` is over ``budget``; None if no buffer could go
+    there.
+
+    The program stops there until the collective is done, and its buffer is freed.
+
+    Args:
+        timeline: the bytes that are held while each op runs.
+    """
     over = [at for at in range(len(program.ops)) if timeline[at] > budget]
     waited = {op.reads[0]: at for at, op in enumerate(program.ops) if op.kind == "wait" and len(op.reads) == 1}
     waits: dict[int, list[Op]] = {}
@@ -55,15 +61,15 @@ def wait_sooner(program: Program, timeline: Sequence[int], budget: float) -> Pro
             continue
         name = op.writes[0].name
         until = min([program.first_read.get(t.name, len(program.ops)) for t in op.writes])
-        place = min((o for o in over if at < o < until), default=None)
-        if place is not None and all(program.last_read[source] == at for source in op.reads):
+        position = min((o for o in over if at < o < until), default=None)
+        if position is not None and all(program.last_read[source] == at for source in op.reads):
             gone |= {waited[name]} if name in waited else set()
-            waits.setdefault(place, []).append(_wait(op))
+            waits.setdefault(position, []).append(_wait(op))
     return _with(program, waits, gone) if waits else None
 
 
 def _with(program: Program, waits: Mapping[int, Sequence[Op]], gone: Collection[int] = ()) -> Program:
-    """``program`` with waits before ops, and without those at ``gone``."""
+    """Return ``program`` with waits before ops, and without the ops at ``gone``."""
     kept = [() if at in gone else (op,) for at, op in enumerate(program.ops)]
     return replace(program, ops=tuple(each for at, own in enumerate(kept) for each in (*waits.get(at, ()), *own)))
 

@@ -9,14 +9,14 @@ from functools import cached_property
 
 from autopar.mesh import Cluster
 from autopar.planner.baselines.roles import restricted_choices
-from autopar.planner.graphs.accumulation import without_delivery
+from autopar.planner.graphs.accumulation import accumulation_program
 from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.options import Options
-from autopar.planner.overlap.arrange import ALIKE, Extrapolation, Tried, arrange
-from autopar.planner.overlap.arrangements import Ways
+from autopar.planner.overlap.arrange import EQUAL_SHARE, Extrapolation, TriedArrangements, arrange
+from autopar.planner.overlap.arrangements import Arrangements
 from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.deferral import deferred, may_defer
-from autopar.planner.overlap.shortening import LEAST, Depths
+from autopar.planner.overlap.shortening import MIN_LAYERS, Depths
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.decide import Decisions
@@ -75,7 +75,7 @@ class Candidate:
         program: Program,
         prices: Prices,
         options: Options,
-        tried: Tried | None = None,
+        tried: TriedArrangements | None = None,
     ) -> Candidate:
         """A scheduled solution with its collectives arranged for the budget, and what nothing waits for deferred.
 
@@ -106,7 +106,7 @@ class Candidate:
             return self
         after = timeline(moved, d, prices.overlap)
         gained_s = self.timeline.seconds - after.seconds
-        if gained_s <= ALIKE * self.timeline.seconds:
+        if gained_s <= EQUAL_SHARE * self.timeline.seconds:
             return self
         memory = profile(moved, d.graph, d.mesh, options)
         if memory.peak_bytes > max(budget_bytes(prices.cluster, options), self.memory.peak_bytes):
@@ -161,11 +161,11 @@ class BaselineCandidate:
     @cached_property
     def estimated_peak_bytes(self) -> float:
         """`peak_bytes` as programs of few layers tell it, where they can: every layer holds as much."""
-        few, more = self._few, self._of_layers(2 * LEAST)
+        few, more = self._few, self._of_layers(2 * MIN_LAYERS)
         if few is None or more is None or "peak_bytes" in vars(self):
             return self.peak_bytes
-        peaks = [self._peak_of_layers(program, n) for program, n in ((few, LEAST), (more, 2 * LEAST))]
-        return peaks[0] + (peaks[1] - peaks[0]) / LEAST * (self.stated.depth - LEAST)
+        peaks = [self._peak_of_layers(program, n) for program, n in ((few, MIN_LAYERS), (more, 2 * MIN_LAYERS))]
+        return peaks[0] + (peaks[1] - peaks[0]) / MIN_LAYERS * (self.stated.depth - MIN_LAYERS)
 
     def fits(self, budget: float) -> bool:
         """Whether ``peak_bytes`` are within ``budget`` bytes; of deep models it is measured only where that is near."""
@@ -177,8 +177,8 @@ class BaselineCandidate:
         return profile(program, fewer.decisions.graph, fewer.decisions.mesh, self.options).peak_bytes
 
     @cached_property
-    def _tried(self) -> Tried:
-        return Tried.of(self._program, self.stated.prices, _arranged_by(self.options))
+    def _tried(self) -> TriedArrangements:
+        return TriedArrangements.of(self._program, self.stated.prices, _arranged_by(self.options))
 
     @property
     def least_s(self) -> float:
@@ -199,15 +199,15 @@ class BaselineCandidate:
     @cached_property
     def _told(self) -> Extrapolation | None:
         whole, prices = self.stated.depth, self.stated.prices
-        made = {LEAST: self._few}
-        depths, layers = Depths.of(whole, 0.0), LEAST
+        made = {MIN_LAYERS: self._few}
+        depths, layers = Depths.of(whole, 0.0), MIN_LAYERS
         for _ in range(DEPTHS_TRIED):
             if depths is None or depths.more > SHALLOW * whole:
                 return None
             program = made[layers] = made[layers] if layers in made else self._of_layers(layers)
             if program is None:
                 return None
-            depths = Depths.of(whole, Ways(extract_collectives(program), prices).largest_launch() * layers)
+            depths = Depths.of(whole, Arrangements(extract_collectives(program), prices).largest_launch() * layers)
             if depths is not None and depths.more == layers:
                 shorter = made[depths.few] if depths.few in made else self._of_layers(depths.few)
                 until = _arranged_by(self.options)
@@ -222,7 +222,7 @@ class BaselineCandidate:
 
     @cached_property
     def _few(self) -> Program | None:
-        return self._of_layers(LEAST)
+        return self._of_layers(MIN_LAYERS)
 
     def _of_layers(self, layers: int) -> Program | None:
         """Its program with fewer layers; None where the layers differ, or cannot be taken out."""
@@ -261,7 +261,7 @@ def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
     last, n = simulate_streams(program, overlap), d.accumulation_steps
     if n == 1:
         return last
-    before = simulate_streams(without_delivery(program, d.graph), overlap)
+    before = simulate_streams(accumulation_program(program, d.graph), overlap)
 
     def mean(of: Callable[[Timeline], float]) -> float:
         return ((n - 1) * of(before) + of(last)) / n

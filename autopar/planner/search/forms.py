@@ -16,7 +16,7 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.transients_of_losses import CHUNKS
-from autopar.planner.graphs.chunked import in_chunks
+from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.options import Options
 from autopar.planner.search.phases import Reruns
 from autopar.planner.search.search import Planned, plan_graph
@@ -38,11 +38,11 @@ def plan_forms(
     Raises:
         InfeasibleError, ConstraintError: see there.
     """
-    other = in_chunks(graph, CHUNKS[cluster.device.kind])
+    other = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
     if other is graph or options.search not in ("joint", "two-stage"):
         return plan_graph(graph, mesh, cluster, options, progress)
     if options.ranges is not None:
-        other = in_chunks(graph, ALL)  # one form at every size
+        other = with_chunked_losses(graph, ALL)  # one form at every size
     with limited(options.time_limit_s):
         return _better_of(graph, other, mesh, cluster, options, progress)
 
@@ -95,7 +95,7 @@ def _better_of(
 def as_planned(graph: Graph, digest: str, program: Program) -> Graph:
     """The form of ``graph`` that a plan knows by this digest; of another size of its range, that whose nodes its
     program runs. Itself where the plan is for neither."""
-    forms = (graph, *(in_chunks(graph, least) for least in (*CHUNKS.values(), ALL)))
+    forms = (graph, *(with_chunked_losses(graph, least) for least in (*CHUNKS.values(), ALL)))
     nodes = {op.node for op in program.ops if op.kind == "compute"}
     known = next((form for form in forms if form.digest == digest), None)
     return known or next((form for form in forms if nodes <= form.by_name.keys()), graph)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.search import settings
@@ -98,7 +98,7 @@ class Reruns:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.free is not None
         joint = Objective(search.with_reruns(), search.prices)
-        joint.begin_as(search.objective, state.free.solution.choice)
+        joint.start_from(search.objective, state.free.solution.choice)
         return replace(state, joint=joint)
 
 
@@ -157,14 +157,14 @@ class KnownShardings:
         """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""
         assert state.joint is not None
         for margin in (settings.MARGIN * search.budget, 0.0):
-            rows = first_constraints(state, search, state.joint)
+            active = first_constraints(state, search, state.joint)
             if margin:
-                rows.level(margin)
+                active.equalise(margin)
             found = solve_with_shardings(
                 search,
                 state,
                 still,
-                rows,
+                active,
                 until,
                 rounds=settings.KNOWN_ROUNDS,
                 gap=settings.REPAIR_GAP if self.only_free else settings.KNOWN_GAP,
@@ -200,8 +200,8 @@ class Joint:
         objective = state.joint
         assert objective is not None
         until = now() + self.share * (until - now())
-        rows = first_constraints(state, search, objective)
-        if sum_of_least(constrained(search, state, objective, rows, search.budget)) > search.budget:
+        active = first_constraints(state, search, objective)
+        if sum_of_least(constrained(search, state, objective, active, search.budget)) > search.budget:
             return state
         exposed = 0
         seeds = _choices(state.best, objective)
@@ -214,37 +214,39 @@ class Joint:
             reweigh = max(settings.REPAIR_GAP, gap) if self.per_option else None
             try:
                 found, state = solve_round(
-                    search, state, objective, rows, search.budget, one, seeds=seeds, gap=gap, reweigh=reweigh
+                    search, state, objective, active, search.budget, one, seeds=seeds, gap=gap, reweigh=reweigh
                 )
             except (InfeasibleError, SolverError):
                 break
             least_s = found.solution.lower_bound
-            if not any(rows.unseen.values()) and not rows.behind:
+            if not any(active.margins.values()) and not active.option_margins:
                 state = replace(state, bound=max(state.bound, least_s))
             over = found.memory.peak_bytes - search.budget
             state = state.with_plan(search, found)
             if over <= 0:
-                more, state = hides_more(search, state, rows, found)
+                more, state = hides_more(search, state, active, found)
                 if not more or exposed == settings.EXPOSED_ROUNDS:
                     break
                 exposed += 1
                 search.report("transfers that cannot hide")
                 continue
             search.report(f"over the budget by {over / 2**20:.0f} MiB")
-            tighter = rows.tighten(
-                found.solution.choice, found.program, found.memory.timeline, search.budget, alone=self.per_option
+            tighter = active.separate(
+                found.solution.choice, found.program, found.memory.timeline, search.budget, per_option=self.per_option
             )
             if found.cost < state.cost:
-                state = state.with_plan(search, self._repaired(search, state, rows, found, until))
+                state = state.with_plan(search, self._repaired(search, state, active, found, until))
             # Constraints only become tighter, so no later round finds what costs less than this one's bound.
             if not tighter or state.cost - least_s <= gap * state.cost:
                 break
             seeds = (found.solution.choice, *_choices(state.best, objective))
             if not self.per_option and now() - began > FEW_ROUNDS_SHARE * (until - now()):
-                rows.level()
+                active.equalise()
         return state
 
-    def _repaired(self, search: Search, state: SearchState, rows: Rows, found: Result, until: float) -> Result | None:
+    def _repaired(
+        self, search: Search, state: SearchState, active: ActiveSet, found: Result, until: float
+    ) -> Result | None:
         """The shardings of a choice that is over the budget, with other ways to keep, recompute and offload."""
         assert state.joint is not None
         decisions = state.joint.decisions
@@ -252,7 +254,7 @@ class Joint:
             search,
             state,
             tuple(sharded_as(decisions, found.solution.choice, decisions)),
-            rows.copied(),
+            active.copy(),
             until,
             rounds=settings.REPAIR_ROUNDS,
             gap=settings.REPAIR_GAP,
@@ -272,8 +274,8 @@ def _choices(best: Result | None, objective: Objective) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Exact:
-    """Keep, recompute or offload with exact memory and the shardings of the free optimum. On one device, where there are
-    no others, it proves its result and breaks ties by the lower peak."""
+    """Keep, recompute or offload with exact memory and the free optimum's shardings. On one device, where there are no
+    others, it proves its result and breaks ties by the lower peak."""
 
     name: str = "exact memory"
 

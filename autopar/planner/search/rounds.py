@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import profile
-from autopar.planner.pricing.objective import MOST_SOLVES, Objective
-from autopar.planner.pricing.transfers import PARTS, exposed_seconds, host_usages
+from autopar.planner.pricing.objective import MAX_SOLVES, Objective
+from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds, host_usages
 from autopar.planner.problem.restricted import Folding, solve_sliced
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.search import settings
@@ -39,10 +39,12 @@ MOST_UNREPEATED = 3_000
 """Nodes of a problem without repeated blocks up to which a choice is repaired: 5,414 took longer than a round."""
 
 
-def constrained(search: Search, state: SearchState, objective: Objective, rows: Rows | None, limit: float) -> Problem:
+def constrained(
+    search: Search, state: SearchState, objective: Objective, active: ActiveSet | None, limit: float
+) -> Problem:
     """The problem with memory constraints, without the redistributed operands that they do not see."""
-    used = rows.usages() if rows else ()
-    if rows and math.isfinite(limit) and math.isfinite(state.hideable_s):
+    used = active.usages() if active else ()
+    if active and math.isfinite(limit) and math.isfinite(state.hideable_s):
         host = search.prices.cluster.host
         used += host_usages(objective.decisions, host, state.hideable_s, HOST_TIME, limit, state.hiding_parts)
     return objective.problem(used, limit)
@@ -52,7 +54,7 @@ def solve_round(
     search: Search,
     state: SearchState,
     objective: Objective,
-    rows: Rows | None,
+    active: ActiveSet | None,
     limit: float,
     until: float,
     *,
@@ -72,11 +74,11 @@ def solve_round(
         InfeasibleError, SolverError: the constraints allow nothing, or nothing was found in time.
     """
     started = time.perf_counter()
-    problem = constrained(search, state, objective, rows, limit)
+    problem = constrained(search, state, objective, active, limit)
     built = time.perf_counter()
     search.report("solve")
     solution, state = _solve(
-        search, state, objective, problem, rows, until, seeds, max(gap, search.options.gap), reweigh
+        search, state, objective, problem, active, until, seeds, max(gap, search.options.gap), reweigh
     )
     solved = time.perf_counter()
     graph, mesh = search.graph, objective.decisions.mesh
@@ -96,7 +98,7 @@ def _solve(
     state: SearchState,
     objective: Objective,
     asked: Problem,
-    rows: Rows | None,
+    active: ActiveSet | None,
     until: float,
     seeds: Sequence[Choice],
     gap: float,
@@ -104,15 +106,15 @@ def _solve(
 ) -> tuple[Solution, SearchState]:
     prices_of_memory, basis = state.usage_prices, state.basis
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
-    once = rows is not None and reweigh is None
-    known, most = ((), 1) if once else (tuple(seeds), MOST_SOLVES)
+    once = active is not None and reweigh is None
+    known, most = ((), 1) if once else (tuple(seeds), MAX_SOLVES)
     wanted = gap if reweigh is None else max(gap, reweigh)
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
         nonlocal prices_of_memory, basis
-        begin = (*best, *(seeds if rows else seeds[:MOST_SEEDS]))
-        if rows:
-            problem, begin = rows.extend(problem), tuple(map(rows.states, begin))
+        begin = (*best, *(seeds if active else seeds[:MOST_SEEDS]))
+        if active:
+            problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
         left_s = (until - now()) * (1.0 if most == 1 else SOLVE_SHARE)
         found = solve(
             problem,
@@ -127,13 +129,15 @@ def _solve(
             refuses=refuses,
         )
         prices_of_memory, basis = found.usage_prices, found.basis
-        return replace(found, choice=rows.own(found.choice)) if rows else found
+        return replace(found, choice=active.restrict(found.choice)) if active else found
 
     def refuses(choice: Sequence[int]) -> bool:
         """Whether its program holds more than its constraints say: they change before a better choice is of use."""
-        if rows is None or asked.limit != search.budget:
+        if active is None or asked.limit != search.budget:
             return False
-        _, memory = scheduled(objective.decisions, rows.own(choice), search.prices, search.options, search.budget)
+        _, memory = scheduled(
+            objective.decisions, active.restrict(choice), search.prices, search.options, search.budget
+        )
         return memory.peak_bytes > search.budget
 
     bound = state.bound if asked.limit <= search.budget else -math.inf
@@ -151,7 +155,7 @@ def solve_with_shardings(
     search: Search,
     state: SearchState,
     still: Open,
-    rows: Rows,
+    active: ActiveSet,
     until: float,
     *,
     rounds: int,
@@ -168,18 +172,18 @@ def solve_with_shardings(
     objective = state.joint
     assert objective is not None
     for _ in range(rounds):
-        problem = rows.extend(constrained(search, state, objective, rows, search.budget))
+        problem = active.extend(constrained(search, state, objective, active, search.budget))
         choice = solve_open(problem, still, max(until - now(), LEAST_S), search.options.solver, gap, folding)
         if choice is None:
             return None
-        found = search.measure(objective, rows.own(choice), method, search.budget)
+        found = search.measure(objective, active.restrict(choice), method, search.budget)
         if found.memory.peak_bytes <= search.budget:
             return found
         own, timeline = found.solution.choice, found.memory.timeline
-        if now() > until or not rows.tighten(own, found.program, timeline, search.budget):
+        if now() > until or not active.separate(own, found.program, timeline, search.budget):
             return None
         if equalize:
-            rows.level()
+            active.equalise()
     return None
 
 
@@ -205,15 +209,15 @@ def fold_or_give_up(problem: Problem) -> Tied | None:
     return tied
 
 
-def hides_more(search: Search, state: SearchState, rows: Rows, result: Result) -> tuple[bool, SearchState]:
+def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Result) -> tuple[bool, SearchState]:
     """Whether the transfers of a plan that fits leave the step waiting, and constraints that let them hide are new: for
     copies to the host that find no time in the forward, and for what is fetched late since there is no room sooner."""
     least = settings.EXPOSED_SHARE * result.cost
-    parts = PARTS if exposed_seconds(result.program) > least else 1
+    parts = FORWARD_PARTS if exposed_seconds(result.program) > least else 1
     tighter = False
     if result.early is not None:
         early = replace(result, program=result.early[0], memory=result.early[1], early=None)
         if result.step_s > early.step_s + least:
-            tighter = rows.tighten(result.solution.choice, early.program, early.memory.timeline, search.budget)
+            tighter = active.separate(result.solution.choice, early.program, early.memory.timeline, search.budget)
     more = max(state.hiding_parts, parts)
     return tighter or more > state.hiding_parts, replace(state, hiding_parts=more)

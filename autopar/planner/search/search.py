@@ -14,7 +14,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.options import Options
-from autopar.planner.overlap.arrange import UNSURE
+from autopar.planner.overlap.arrange import UNSURE_SHARE
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -299,7 +299,7 @@ def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candi
     for baseline in search.baselines:
         seen, least_s = "candidate" in vars(baseline), steps.get(baseline.name, math.inf)
         cheaper = baseline.objective <= cost
-        wins = least_s <= may_win_s or (least_s <= (1 + UNSURE) * may_win_s and (outdone or baseline.may_defer))
+        wins = least_s <= may_win_s or (least_s <= (1 + UNSURE_SHARE) * may_win_s and (outdone or baseline.may_defer))
         looked_at = (cheaper or wins) and now() < latest
         if (seen or looked_at or (cheaper and not known)) and search.fits(baseline):
             known = True

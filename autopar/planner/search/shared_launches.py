@@ -32,7 +32,7 @@ def sharing_launches(search: Search, state: SearchState, baselines: Sequence[Can
         return []
     before = state.best.objective
     objective = Objective(before.decisions, search.prices, launched)
-    objective.begin_as(before)
+    objective.start_from(before)
     again = SearchState(hideable_s=state.hideable_s, free=state.free, free_s=state.free_s)
     if before is search.objective:
         found, again = solve_round(search, again, objective, None, math.inf, search.ends)
@@ -53,7 +53,7 @@ def share_of_launches(candidate: Candidate, prices: Prices) -> float:
     """How much of the launches of its reductions counts where a plan costs what its step takes, from 0 to 1."""
     d, choice = candidate.decisions, candidate.solution.choice
     launches_s = 0.0
-    for h in filter(lambda h: reduces(d, h), d.handovers):
+    for h in filter(lambda h: reduces(d, h), d.uses):
         seconds, _ = prices.hideable(d.variables[h.source], d.variables[h.target], h)
         launches_s += seconds.item(choice[h.source], choice[h.target]) / d.accumulation_steps
     shared_s = candidate.solution.objective - candidate.timeline.seconds

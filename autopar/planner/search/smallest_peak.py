@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
-from autopar.planner.pricing.transfers import hide
+from autopar.planner.pricing.transfers import hides_transfers
 from autopar.planner.search.candidates import seed
 from autopar.planner.search.rounds import constrained, solve_round
 from autopar.planner.search.state import Choice, Result, Search, SearchState
@@ -50,7 +50,7 @@ def search_smallest_peak(
     best = _first(search, objective, begin)
     if best is not None:
         yield best
-    constraints = Rows(objective.decisions, search.options)
+    constraints = ActiveSet(objective.decisions, search.options)
     for _ in range(PASSES):
         before, idle = best, 0
         while idle < ROUNDS and now() < until:
@@ -67,7 +67,7 @@ def search_smallest_peak(
                 break
         if best is before or now() >= until:
             break
-        constraints = constraints.afresh()
+        constraints = constraints.emptied()
 
 
 def _first(search: Search, objective: Objective, begin: Sequence[int] | None) -> Result | None:
@@ -82,13 +82,13 @@ def _aim(best: Result) -> float:
     return min(best.memory.peak_bytes * (1 - STEP), best.memory.peak_bytes - 1)
 
 
-def _tighten(constraints: Rows, found: Result, best: Result) -> bool:
+def _tighten(constraints: ActiveSet, found: Result, best: Result) -> bool:
     timeline = found.memory.timeline
-    return constraints.tighten(found.solution.choice, found.program, timeline, _aim(best), alone=True)
+    return constraints.separate(found.solution.choice, found.program, timeline, _aim(best), per_option=True)
 
 
 def _near_smallest(
-    search: Search, state: SearchState, constraints: Rows, best: Result | None, until: float
+    search: Search, state: SearchState, constraints: ActiveSet, best: Result | None, until: float
 ) -> tuple[Result | None, SearchState]:
     """The cheapest choice whose constrained usage is hardly higher than it has to be; None where none hides."""
     objective = state.joint
@@ -102,10 +102,10 @@ def _near_smallest(
         problem,
         seconds,
         backend=search.options.solver,
-        known=[constraints.states(c) for c in known],
+        known=[constraints.extend_choice(c) for c in known],
         gap=GAP,
     )
-    own = constraints.own(choice)
+    own = constraints.restrict(choice)
     latest = now() + min(max(SHARE * (until - now()), LEAST_S), MOST_S)
     try:
         return solve_round(
@@ -120,5 +120,5 @@ def _near_smallest(
         )
     except (InfeasibleError, SolverError):
         host, parts = search.prices.cluster.host, state.hiding_parts
-        hides = math.isinf(state.hideable_s) or hide(objective.decisions, own, host, state.hideable_s, parts)
+        hides = math.isinf(state.hideable_s) or hides_transfers(objective.decisions, own, host, state.hideable_s, parts)
         return (search.measure(objective, own, "smallest peak") if hides else None), state

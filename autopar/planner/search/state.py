@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.ir import Graph
-from autopar.planner.memory.active_rows import Rows
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
@@ -126,7 +126,6 @@ class SearchState:
         free_s: work that it took.
         joint: the objective over decisions with reruns.
         hideable_s, hiding_parts: seconds of the forward beside which transfers of the host hide, in so many parts.
-        constraints: those of the last round of the joint problem.
         usage_prices, basis: what the limit cost in the last solve, and where its linear program of blocks ended.
         trace: a record for each phase.
     """
@@ -177,9 +176,9 @@ def _rank(result: Result) -> tuple[float, int]:
     return result.cost, result.memory.peak_bytes
 
 
-def first_constraints(state: SearchState, search: Search, objective: Objective) -> Rows:
+def first_constraints(state: SearchState, search: Search, objective: Objective) -> ActiveSet:
     """Memory constraints at the points where the free optimum is over the budget."""
-    rows = Rows(objective.decisions, search.options)
+    active = ActiveSet(objective.decisions, search.options)
     if state.free is not None:
-        rows.watch(state.free.program, state.free.memory.timeline, search.budget, objective.depth)
-    return rows
+        active.add_peaks_of(state.free.program, state.free.memory.timeline, search.budget, objective.depth)
+    return active

@@ -2,9 +2,9 @@
 
 As the second stage after a search for the shardings alone this is the two-stage search, what planners do that know
 checkpointing only as an afterthought; on one device, where nothing can be sharded, it is the whole search. Memory is
-exact here (`planner.moments`): whatever moment of a scheduled choice is over the budget joins the problem, until none
-is, and the last choice is then the best there is. Where it is proven to be, what costs as much and has a lower peak is
-taken instead: so more memory never costs time, and less is never exceeded by a higher peak.
+exact here (`planner.memory.exact_constraints`): whatever moment of a scheduled choice is over the budget joins the
+problem, until none is, and the last choice is then the best there is. Where it is proven to be, what costs as much and
+has a lower peak is taken instead: so more memory never costs time, and less is never exceeded by a higher peak.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.exact import MemoryProfile
-from autopar.planner.memory.exact_rows import Exact, Moment, moments_over
+from autopar.planner.memory.exact_constraints import ExactMemory, ExactPoint, points_over
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
@@ -81,7 +81,7 @@ class CheckpointSearch:
     options: Options
     still: Open
     hideable_s: float = math.inf
-    moments: dict[Moment, float] = field(init=False)
+    moments: dict[ExactPoint, float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.moments = self._first_moments()
@@ -95,8 +95,8 @@ class CheckpointSearch:
         return self.objective.prices
 
     @cached_property
-    def exact(self) -> Exact:
-        return Exact(self.decisions, self.options, tied=self.decisions.mesh.size == 1)
+    def exact(self) -> ExactMemory:
+        return ExactMemory(self.decisions, self.options, views_tied=self.decisions.mesh.size == 1)
 
     def within(self, budget: float, deadline: float, starts: Sequence[Sequence[int]] = ()) -> Checkpointed | None:
         """The best choice whose exact peak fits ``budget`` bytes, of equals that of the lowest peak where time allows;
@@ -125,7 +125,7 @@ class CheckpointSearch:
                     best = Checkpointed(solution, program, memory, exact)
                 break
             starts = [*starts, solution.choice]
-            fresh = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, budget), solution.choice)
+            fresh = self._unseen(points_over(program, self.decisions.graph, memory.timeline, budget), solution.choice)
             exact = exact and not any(m in self.moments for m in fresh)
             known = all(self.moments.get(m, -1.0) >= unseen for m, unseen in fresh.items())
             if known or now() > deadline:
@@ -139,10 +139,10 @@ class CheckpointSearch:
         proven = s.objective - bound <= self.options.gap * s.objective
         return replace(found, solution=replace(s, lower_bound=bound, proven=proven), exact=exact)
 
-    def _first_moments(self) -> dict[Moment, float]:
-        return {Moment(len(self.decisions.graph.nodes)): 0.0}
+    def _first_moments(self) -> dict[ExactPoint, float]:
+        return {ExactPoint(len(self.decisions.graph.nodes)): 0.0}
 
-    def _unseen(self, moments: Mapping[Moment, int], choice: Sequence[int]) -> dict[Moment, float]:
+    def _unseen(self, moments: Mapping[ExactPoint, int], choice: Sequence[int]) -> dict[ExactPoint, float]:
         """What the schedule of ``choice`` holds at each moment beside what its row sees."""
         return {m: max(held - self.exact.used(choice, m), 0.0) for m, held in moments.items()}
 
@@ -180,8 +180,12 @@ class CheckpointSearch:
         assert self.rules is not None
         found: list[Checkpointed] = []
         each = zip(self.decisions.variables, self.still, self.rules.choice, strict=True)
-        away = tuple(still[-1] if v.away and still else own for v, still, own in each)
-        ways = [self.rules] if away == self.rules.choice else [self.rules, replace(self.rules, choice=away)]
+        host_state_bytes = tuple(still[-1] if v.host_state_bytes and still else own for v, still, own in each)
+        ways = (
+            [self.rules]
+            if host_state_bytes == self.rules.choice
+            else [self.rules, replace(self.rules, choice=host_state_bytes)]
+        )
         for pieces in (layers or math.isqrt(len(self.rules.storages)) or 1, *PIECES):
             found += [self._checkpointed(rules.choosing(rules.cuts(pieces))) for rules in ways]
             if now() > deadline:
@@ -219,7 +223,7 @@ class CheckpointSearch:
             program, memory = self.measured(chosen[:plain], 0.0)
             found.append((memory.peak_bytes, chosen[:plain]))
             reached = peak_usage(asked, chosen) * (1 + 1e-9)
-            over = self._unseen(moments_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain])
+            over = self._unseen(points_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain])
             if all(m in moments for m in over) or now() > deadline:
                 break
             moments |= over
@@ -235,12 +239,12 @@ class CheckpointSearch:
         return scheduled(self.decisions, choice, self.prices, self.options, budget)
 
     def _solve(
-        self, moments: Mapping[Moment, float], limit: float, deadline: float, starts: Sequence[Sequence[int]]
+        self, moments: Mapping[ExactPoint, float], limit: float, deadline: float, starts: Sequence[Sequence[int]]
     ) -> Solution:
         """The best choice of the problem with ``moments``, without their states."""
         plain = len(self.decisions.variables)
         asked = self._asked(moments, limit)
-        warm = [self.exact.states(s, moments) for s in starts]
+        warm = [self.exact.extend_choice(s, moments) for s in starts]
 
         def best_of(problem: Problem, more: Sequence[Sequence[int]]) -> Solution:
             extended = asked if problem is base else self._asked(moments, limit, problem)
@@ -249,14 +253,14 @@ class CheckpointSearch:
                 time_limit=max(deadline - now(), 1.0),
                 backend=self.options.solver,
                 gap=self.options.gap,
-                warm_starts=(*(self.exact.states(m, moments) for m in more), *warm),
+                warm_starts=(*(self.exact.extend_choice(m, moments) for m in more), *warm),
             )
             return replace(found, choice=found.choice[:plain])
 
         base = self.objective.problem((), limit)
         return self.objective.minimize(base, best_of, self.options.gap)
 
-    def _asked(self, moments: Mapping[Moment, float], limit: float, problem: Problem | None = None) -> Problem:
+    def _asked(self, moments: Mapping[ExactPoint, float], limit: float, problem: Problem | None = None) -> Problem:
         problem = problem or self.objective.problem((), limit)
         costs = tuple(map(_open_cost, problem.costs, self.still))
         extended = self.exact.extend(replace(problem, costs=costs), moments)

@@ -1,4 +1,4 @@
-"""A ``Plan`` from what the planner found."""
+"""Makes a ``Plan`` from what the planner found."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def make_plan(
 
 
 def _state_on_host(program: Program, graph: Graph, mesh: Mesh, options: Options) -> int:
-    """Bytes of optimizer state that the host keeps."""
+    """Return the bytes of optimizer state that the host keeps."""
     stored = {graph.input_of[op.node].name: op.writes[0] for op in program.ops if op.kind == "input"}
     away = (stored[name] for name in program.offloaded_optimizer)
     return sum(moved_state_bytes(t.meta, t.spec, mesh, options) for t in away)
 
 
 def _forced(planned: Planned) -> dict[Value, ShardingSpec]:
-    """What constraints on modules make of their outputs."""
+    """Return the specs that constraints on modules give to their outputs."""
     chosen = zip(planned.decisions.variables, planned.solution.choice, strict=False)
     return {
         v.value: v.options[option].inputs[0]
@@ -108,7 +108,8 @@ def _forced(planned: Planned) -> dict[Value, ShardingSpec]:
 
 
 def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:
-    """The first spec without partial sums to which each value is redistributed: in which a module's output is read."""
+    """Return the first spec without partial sums to which each value is redistributed, in which a module's output is
+    read."""
     first: dict[str, ShardingSpec] = {}
     for name, spec in made.items():
         value, redistributed, _ = name.partition("|")
@@ -118,7 +119,7 @@ def _reduced(made: Mapping[str, ShardingSpec]) -> dict[str, ShardingSpec]:
 
 
 def _activations(planned: Planned) -> dict[str, Activation]:
-    """What the backward reads of the forward: tensors kept here or by the host, and ops that it runs again."""
+    """Return what the backward reads of the forward: tensors kept here or by the host, and ops that it runs again."""
     program = planned.program
     inputs = {op.writes[0].name for op in program.ops if op.kind == "input"}
     forward = {t.name: t for op in program.ops if op.phase == "forward" for t in op.writes}

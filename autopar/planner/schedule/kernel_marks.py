@@ -1,4 +1,4 @@
-"""Ops that one kernel of ours runs together say so in the scheduled program."""
+"""Marks in the scheduled program of the ops that one of our kernels runs together."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from itertools import product
 from typing import Any
 
 from autopar.ir import Graph, Value
-from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, run_in
+from autopar.planner.graphs.kernel_patterns import STATISTICS, Fusion, part_that_runs
 from autopar.planner.pricing.prices import Prices
 from autopar.program import Op, Program
 
 
-def marked(program: Program, graph: Graph, prices: Prices, again: str) -> Program:
-    """``program`` with the kernel of each fusion on its ops, where no redistribution stands between these; ops that are
-    apart cost what they cost by themselves.
+def mark_kernels(program: Program, graph: Graph, prices: Prices, again: str) -> Program:
+    """Mark the ops of each fusion with its kernel if no redistribution separates them.
+
+    Ops that are separated cost what they cost by themselves.
 
     Args:
-        again: marks what runs again in the backward.
+        again: the suffix of ops that run again in the backward.
     """
     fused, at = prices.fused(graph), {op.name: i for i, op in enumerate(program.ops)}
     if not fused.all:
         return program
     ops, readers = list(program.ops), _readers(program)
     for whole, mark in product(fused.all, ("", again)):
-        fusion = run_in(whole, mark, at)
-        places = [at[name + mark] for name in fusion.nodes if name + mark in at]
-        run = [ops[i] for i in places]
-        together = len(places) == len(fusion.nodes) and _together(graph, fusion, run, prices)
+        fusion = part_that_runs(whole, mark, at)
+        positions = [at[name + mark] for name in fusion.nodes if name + mark in at]
+        run = [ops[i] for i in positions]
+        together = len(positions) == len(fusion.nodes) and _together(graph, fusion, run, prices)
         together = together and _is_closed(graph, fusion, run, readers)
-        for i in places if together or prices.backend != "inductor" else ():
+        for i in positions if together or prices.backend != "inductor" else ():
             node, strategy, own = graph.by_name[ops[i].node], ops[i].strategy, dict[str, Any]()
             assert strategy is not None
             if together:
                 own["kernels"] = (fusion.kernel,)
             if not together:
                 own["seconds"] = prices.seconds_alone(graph, node, strategy)
-            elif fusion is not whole and i == places[0]:
+            elif fusion is not whole and i == positions[0]:
                 own["seconds"] = prices.seconds_leading(graph, node, strategy)
             ops[i] = replace(ops[i], **own)
     return replace(program, ops=tuple(ops))
 
 
 def _readers(program: Program) -> Mapping[str, list[str]]:
-    """The ops that read each tensor; a result of the program is read by its name."""
+    """Return the names of the ops that read each tensor. The name of a program's result counts as a reader."""
     readers = defaultdict[str, list[str]](list)
     for op in program.ops:
         for name in op.reads:
@@ -56,8 +57,10 @@ def _readers(program: Program) -> Mapping[str, list[str]]:
 
 
 def _is_closed(graph: Graph, fusion: Fusion, run: Sequence[Op], readers: Mapping[str, list[str]]) -> bool:
-    """Whether nothing else in the program reads what the kernel does not write. The captured graph cannot tell: such a
-    value may be held, and what follows it run again, or be redistributed."""
+    """Whether nothing else in the program reads what the kernel does not write.
+
+    The captured graph cannot tell: such a value may be held and what follows it run again, or be redistributed.
+    """
     inside, written = {op.name for op in run}, {v for _, v in fusion.writes}
     for name, op in zip(fusion.nodes, run, strict=True):
         for value, tensor in zip(_results(graph, name), op.writes, strict=True):
@@ -71,16 +74,19 @@ def _results(graph: Graph, name: str) -> list[Value]:
 
 
 def _together(graph: Graph, fusion: Fusion, ops: Sequence[Op], prices: Prices) -> bool:
-    """Whether the ops hand each other tensors as they make them, and read what others made in one spec each, under
-    strategies that the kernel takes."""
+    """Whether the ops can be one kernel.
+
+    They must hand each other tensors as they make them, read each of the others' tensors in one spec, and have
+    strategies that the kernel supports.
+    """
     made: dict[Value, str] = {}
     taken: dict[Value, str] = {}
     for op, name in zip(ops, fusion.nodes, strict=True):
         made |= dict(zip(_results(graph, name), (t.name for t in op.writes), strict=True))
     for op, name in zip(ops, fusion.nodes, strict=True):
         node = graph.by_name[name]
-        border, metas = prices.fused(graph).borders[name], [graph.meta(v) for v in node.inputs]
-        if op.strategy is None or op.kind != "compute" or (border.dim and not border.fits(node, op.strategy, metas)):
+        traffic, metas = prices.fused(graph).fused_traffic[name], [graph.meta(v) for v in node.inputs]
+        if op.strategy is None or op.kind != "compute" or (traffic.dim and not traffic.fits(node, op.strategy, metas)):
             return False
         for value, tensor in zip(node.inputs, op.reads, strict=True):
             if value.node in fusion.nodes and fusion.kernel != STATISTICS and made[value] != tensor:

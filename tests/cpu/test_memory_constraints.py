@@ -1,4 +1,4 @@
-"""What the rows of memory say of a choice, beside what its program holds, place by place."""
+"""What the memory constraints count of a choice, compared with what its program holds, point by point."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.footprint.op_work import local_bytes
-from autopar.planner.memory.active_rows import held_at
+from autopar.planner.memory.active_set import held_by_point
 from autopar.planner.memory.exact import profile
-from autopar.planner.memory.redistributed import Copies
-from autopar.planner.memory.rows import usages
+from autopar.planner.memory.redistributed_operands import RedistributedOperands
+from autopar.planner.memory.usages import memory_usages
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -36,14 +36,14 @@ CASES = [("mlp", share) for share in (0.6, 0.85)] + [
 """Budgets as shares of the free plan's peak."""
 
 NEARLY = 0.06
-"""Of the peak: a copy counts until its last reader, also where all that still read it share another copy of it."""
+"""Share of the peak: a copy counts until its last reader, even if all that still read it share another copy of it."""
 
 
 def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
-    """``choice`` without copies that are kept in the spec that is there anyway, and without what is held or run again
-    for nobody: the program is the same."""
+    """Return ``choice`` without copies that are kept in the spec in which the value is there anyway, and without values
+    that are held and ops that are run again for nobody. The program is the same."""
     plain = list(choice)
-    for h in d.handovers:
+    for h in d.uses:
         target = d.variables[h.target]
         if target.kept and not h.kept and target.kept[choice[h.target]]:
             option = target.options[choice[h.target]]
@@ -52,7 +52,7 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
     for node in reversed(d.graph.nodes):
         held = [at for i in range(len(node.outputs)) if (at := d.index.get(hold_key(Value(node.name, i)))) is not None]
         for at in held:
-            readers = (h.target for h in d.handovers if h.source == at)
+            readers = (h.target for h in d.uses if h.source == at)
             if not any(d.variables[t].options[plain[t]].inputs for t in readers):
                 plain[at] = d.variables[at].actions.index("absent")
         if held and not any(d.variables[at].actions[plain[at]] == "recompute" for at in held):
@@ -60,32 +60,32 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
     return plain
 
 
-def rows_and_held(
+def modelled_and_held(
     d: Decisions, choice: Sequence[int], prices: Prices, options: Options
 ) -> tuple[dict[float, float], dict[float, int]]:
-    """Bytes at every place, as the rows of ``choice`` say, and as its program holds them."""
+    """Return the bytes at every point as the constraints count them for ``choice``, and as its program holds them."""
     program = schedule(d, choice, prices)
-    held = held_at(program, d.graph, profile(program, d.graph, d.mesh, options).timeline)
-    copies = Copies(d)
-    rows = {place: copies.bytes(choice, place) for place in held}
-    places = tuple(held)
-    for usage in usages(d, options, places):
+    held = held_by_point(program, d.graph, profile(program, d.graph, d.mesh, options).timeline)
+    operands = RedistributedOperands(d)
+    modelled = {point: operands.bytes(choice, point) for point in held}
+    points = tuple(held)
+    for usage in memory_usages(d, options, points):
         for time in range(usage.start, usage.end):
-            rows[places[time]] += float(usage.option[choice[usage.node]])
-    return rows, {place: at.bytes for place, at in held.items()}
+            modelled[points[time]] += float(usage.option[choice[usage.node]])
+    return modelled, {point: at.bytes for point, at in held.items()}
 
 
 def highest_over(d: Decisions, choice: Sequence[int], prices: Prices, options: Options) -> float:
-    """By how much the rows of ``choice`` are above what its program holds, at the place where that is the most, as a
+    """Return by how much the constraints count more than the program holds, at the point where that is the most, as a
     share of the program's peak."""
-    rows, held = rows_and_held(d, plainly(d, choice), prices, options)
-    return max(rows[p] - held[p] for p in held) / max(held.values())
+    modelled, held = modelled_and_held(d, plainly(d, choice), prices, options)
+    return max(modelled[p] - held[p] for p in held) / max(held.values())
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize(("name", "share"), CASES)
-def test_rows_are_hardly_above_what_the_program_holds(name: str, share: float, shape: tuple[int, ...]) -> None:
-    """Else a bound on all plans within a budget would not be one."""
+def test_constraints_hardly_count_more_than_the_program_holds(name: str, share: float, shape: tuple[int, ...]) -> None:
+    """Else the bound on all plans within a budget would not hold."""
     graph, mesh = subject(name, torch.float32, 0.0).capture.graph, Mesh(shape)
     cluster = cluster_where_sharding_pays().sized(mesh.size)
     free = planner.plan_graph(graph, mesh, cluster, Options(gap=0.01), compare=False)
@@ -132,9 +132,9 @@ def test_views_that_are_made_again_hold_what_they_are_of() -> None:
     dear = {i: np.array([1.0 * (a == "keep") for a in d.variables[i].actions]) for i in views}
     problem = replace(free, costs=tuple(c + dear.get(i, 0.0) for i, c in enumerate(free.costs)))
     chosen = solve(problem, time_limit=20.0, gap=1e-3).choice
-    rows, held = rows_and_held(d, plainly(d, chosen), prices, options)
+    modelled, held = modelled_and_held(d, plainly(d, chosen), prices, options)
     at = d.graph.order["attention_backward"]
-    assert 0.98 * held[at] <= rows[at] <= held[at]
+    assert 0.98 * held[at] <= modelled[at] <= held[at]
 
 
 def _priced(d: Decisions, problem: Problem, prices: random.Random) -> Problem:

@@ -1,10 +1,10 @@
 """Keep, recompute or offload, in the same problem as the sharding.
 
-Every forward value that the backward can use gets a *hold* variable: it is kept in one spec (possibly a shard of what
-was computed), kept so by the host, made again in the backward, or absent there. Every forward op gets a *rerun*
-variable: not run again, or run again with one of its strategies, on operands that are themselves held. Beaumont et al.
-(2019, 2021) and Jain et al. (Checkmate, 2020) choose what to keep or offload for a fixed program; here the shardings
-are chosen with it.
+Every forward value that the backward can use gets a *hold* variable. The value is kept in one spec (possibly a shard of
+what was computed), offloaded to the host in that spec, recomputed in the backward, or absent there. Every forward op
+gets a *rerun* variable: it is not run again, or is run again with one of its strategies, on operands that are
+themselves held. Beaumont et al. (2019, 2021) and Jain et al. (Checkmate, 2020) choose what to keep or offload for a
+fixed program; here the shardings are chosen with it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from autopar.ir import Graph, Value
 from autopar.planner.problem.variables import Decisions, Use, Variable, hold_key, rerun_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 
-LEAST_OFFLOADED = 1e-3
-"""Of the bytes of the largest forward value: smaller ones are not worth a transfer."""
+MIN_OFFLOADED_SHARE = 1e-3
+"""Share of the largest forward value's bytes below which a value is not worth a transfer."""
 
 NOTHING = Strategy((), ())
 """The option of an op that is not run again, and of a value that the backward does without."""
 
 
 def eligible(graph: Graph) -> frozenset[str]:
-    """Forward ops whose results the backward reads, or that could make them again."""
+    """Return the forward ops whose results the backward reads, or that could recompute such results."""
     needed: set[str] = set()
     for node in reversed(graph.nodes):
         if node.op == "placeholder" or node.phase == "backward":
@@ -34,14 +34,14 @@ def eligible(graph: Graph) -> frozenset[str]:
     return frozenset(needed)
 
 
-def least_offloaded_bytes(graph: Graph) -> float:
-    """Bytes below which a value is not offloaded."""
+def min_offloaded_bytes(graph: Graph) -> float:
+    """Return the bytes below which a value is not offloaded."""
     made = (m for n in graph.nodes if n.phase == "forward" and n.op != "placeholder" for m in n.outputs if m)
-    return LEAST_OFFLOADED * max((m.bytes for m in made), default=0)
+    return MIN_OFFLOADED_SHARE * max((m.bytes for m in made), default=0)
 
 
 def add_reruns(d: Decisions, names: frozenset[str]) -> None:
-    """A rerun variable for every eligible op."""
+    """Add a rerun variable for every eligible op."""
     for node in d.graph.nodes:
         if node.name in names:
             options = d.variables[d.index[node.name]].options
@@ -49,31 +49,36 @@ def add_reruns(d: Decisions, names: frozenset[str]) -> None:
             d.add(Variable(rerun_key(node.name), "rerun", (NOTHING, *options), "backward", node, actions=actions))
 
 
-def hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[int, int]]) -> None:
-    """The hold variable of ``value``, found at (``source``, ``out``) in the forward, and all that read it."""
+def add_hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[int, int]]) -> None:
+    """Add the hold variable of ``value`` and its uses.
+
+    Args:
+        source, out: where the value is found in the forward.
+        readers: its readers in the backward.
+    """
     meta = d.graph.meta(value)
     rerun = d.index[rerun_key(value.node)]
-    again = reruns_of(d, value)
+    reruns = rerun_readers(d, value)
     kept = () if value in d.inside_kernels else _kept_specs(d, source, out, readers)
     remade = _distinct(o.outputs[value.index] for o in d.variables[rerun].options[1:])
-    offloaded = kept if meta.bytes >= d.least_offloaded_bytes else ()
+    offloaded = kept if meta.bytes >= d.min_offloaded_bytes else ()
     options = (*(Strategy((s,), (s,)) for s in (*kept, *offloaded, *remade)), NOTHING)
     actions = ("keep",) * len(kept) + ("offload",) * len(offloaded) + ("recompute",) * len(remade) + ("absent",)
     held = d.add(Variable(hold_key(value), "hold", options, "backward", value=value, actions=actions))
-    d.handovers.append(Use(source, out, held, 0, meta))
-    d.handovers.append(Use(rerun, value.index, held, 0, meta, rerun=True))
-    for target, position in (*readers, *again):
-        d.handovers.append(Use(held, 0, target, position, meta))
+    d.uses.append(Use(source, out, held, 0, meta))
+    d.uses.append(Use(rerun, value.index, held, 0, meta, rerun=True))
+    for target, position in (*readers, *reruns):
+        d.uses.append(Use(held, 0, target, position, meta))
 
 
-def reruns_of(d: Decisions, value: Value) -> list[tuple[int, int]]:
-    """The rerun variables that read ``value``, with the operand's position."""
+def rerun_readers(d: Decisions, value: Value) -> list[tuple[int, int]]:
+    """Return the rerun variables that read ``value``, with the operand's position."""
     readers = d.graph.consumers.get(value, ())
     return [(d.index[rerun_key(n.name)], i) for n, i in readers if rerun_key(n.name) in d.index]
 
 
 def _kept_specs(d: Decisions, source: int, out: int, readers: list[tuple[int, int]]) -> tuple[ShardingSpec, ...]:
-    """Specs worth keeping: what the forward has, and what the backward reads; partial sums are completed first."""
+    """Return the specs worth keeping: what the forward has and what the backward reads, without partial sums."""
     made = [spec_made(o, out) for o in d.variables[source].options]
     wanted = [spec_read(o, p) for t, p in readers for o in d.variables[t].options]
     return tuple(s for s in _distinct((*made, *wanted)) if not s.partial)

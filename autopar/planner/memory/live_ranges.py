@@ -1,0 +1,274 @@
+"""Live ranges: the program points between which the memory constraints count what is held.
+
+A program point is the index of a node of the graph, which stands for the time while that node runs, or half of one
+before it, for what is done just before, such as redistributing its operands. So a result that one op reads in another
+spec lives until half before its reader, and its redistributed operand lives only while the reader runs. Ops that are
+run again for a node have points of their own, each before that node's. The memory of a value that nobody reads any more
+passes to its views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autopar.ir import Graph, Node, Phase, Value
+from autopar.planner.graphs.accumulation import is_gradient
+from autopar.planner.problem.variables import Decisions, Variable, copy_key, forced_key, hold_key
+
+ProgramPoint: TypeAlias = float
+"""A time within a step: the index of a node of the graph, or a fraction of one before it."""
+
+BEFORE = 0.5
+"""How far before a node's index the point of what is done just before it lies."""
+
+RERUN_SPAN = 0.25
+"""The span before a node's redistributions that holds the points of what is run again for it, in the order of the
+graph."""
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class LiveRanges:
+    """The points between which values are read.
+
+    Args:
+        at: the point at which each node runs.
+        forward: the last read in the forward, also through views; for what the caller gets, the end of the step.
+        backward: the first and last point at which the backward has each forward value.
+        reads: the first and last read of each value, by phase.
+        stored: gradients, which their parameters' variables hold.
+        released_by: by phase, the op that lets go of a value's original: the last one that reads it from its copy
+            variable or its hold variable, or the only one that reads it as made. If that op takes the value in another
+            spec, only the redistributed operand is held while it runs.
+    """
+
+    at: Mapping[str, int]
+    forward: Mapping[Value, int]
+    backward: Mapping[Value, tuple[ProgramPoint, ProgramPoint]]
+    reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
+    stored: Collection[Value]
+    released_by: Mapping[Phase, Mapping[Value, str]]
+
+
+def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
+    """Compute the live ranges of ``d``.
+
+    Args:
+        holds: count what is held for the backward for as long as these ranges say.
+    """
+    graph, at = d.graph, d.graph.order
+    turn = next((i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder"), len(at))
+    first, last = _backward_reads(graph, at)
+    mutated = {o.value: turn - 1 for o in graph.outputs if o.kind == "mutation"}
+    returned = dict.fromkeys(d.returned, len(at))
+    reads = {
+        phase: (_first_reads(graph, at, phase), _last_reads(graph, at, phase, mutated if phase == "forward" else {}))
+        for phase in PHASES
+    }
+    forward = _through_views(d, _last_reads(graph, at, "forward", returned))
+    return LiveRanges(
+        at,
+        forward,
+        {v: (first[v], last[v]) for v in first},
+        reads,
+        {o.value for o in graph.outputs if is_gradient(o)},
+        _released_by(d, holds=holds),
+    )
+
+
+def replaces_original(d: Decisions, copy: Variable) -> bool:
+    """Whether a copy variable's spec soon becomes the only one in which its value is held, because all read it from
+    there.
+
+    This is never so for values that are no op's results, such as parameters: they stay in memory anyway.
+    """
+    value = copy.value
+    if value is None or copy.key != copy_key(value, copy.phase) or forced_key(value) in d.index:
+        return False
+    both = hold_key(value) not in d.index and copy_key(value, "backward") in d.index
+    later = both and (copy.phase == "forward" or value in d.returned)
+    return _made_by_op(d, value) and not later and not _shared(d, value)
+
+
+def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[ProgramPoint, ProgramPoint]:
+    """Return when a copy that replaces its original is made, with both in memory, and when it is last read.
+
+    In the phase in which the value is made, the copy is made at once.
+    """
+    assert copy.value is not None
+    first, last = live.reads[copy.phase]
+    soon = live.at[copy.value.node] + 1
+    if d.graph.by_name[copy.value.node].phase != copy.phase:
+        soon = first.get(copy.value, soon)
+    if copy.value in live.released_by[copy.phase]:
+        return soon - BEFORE, last[copy.value] - BEFORE
+    return soon - BEFORE, last.get(copy.value, soon)
+
+
+def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:
+    """Return the last point at which a result is held in the spec in which it is made."""
+    at = live.at[value.node]
+    ends: list[float] = [at + BEFORE if value in live.stored else at]
+    for phase in _phases(d, value):
+        copy = d.index.get(copy_key(value, phase))
+        last = live.reads[phase][1]
+        if copy is not None and replaces_original(d, d.variables[copy]):
+            ends.append(replacement_range(d, d.variables[copy], live)[0])
+        elif value in live.released_by[phase]:
+            ends.append(last.get(value, at) - BEFORE)
+        else:
+            ends.append(last.get(value, at))
+    return max(ends)
+
+
+def last_read(d: Decisions, value: Value, live: LiveRanges) -> int:
+    """Return the last point at which an op makes or reads a value; afterwards only the caller may hold it."""
+    return max(live.at[value.node], *(live.reads[phase][1].get(value, -1) for phase in _phases(d, value)))
+
+
+def _phases(d: Decisions, value: Value) -> tuple[Phase, ...]:
+    """Return the phases in which a value is read as it was made. What is held for the backward has a variable of its
+    own."""
+    return PHASES if hold_key(value) not in d.index else PHASES[:1]
+
+
+def _shared(d: Decisions, value: Value) -> bool:
+    """Whether a value shares its memory with another value that is also read, or is in memory anyway."""
+    node = d.graph.by_name[value.node]
+    if node.name not in d.views:
+        return False
+    base = node.inputs[0]
+    others = len(d.graph.consumers[base]) > 1 or base in d.returned or hold_key(base) in d.index
+    return others or d.graph.by_name[base.node].op == "placeholder" or _shared(d, base)
+
+
+def _made_by_op(d: Decisions, value: Value) -> bool:
+    node = d.variables[d.index[value.node]].node
+    return node is not None and node.op != "placeholder"
+
+
+def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[ProgramPoint, float]:
+    """Return the first point at which a view's memory counts as its own, and the share of its bytes that counts then.
+
+    Until then the memory counts as that of the value that it is a view of. Several views of a value may overlap, or be
+    larger than it together. The share is 0 where the value is in memory anyway.
+    """
+    value, phase = view.inputs[0], view.phase
+    base = d.graph.by_name[value.node]
+    if base.op == "placeholder" or value in d.returned:
+        return 0.0, 0.0
+    views = [n for n, _ in d.graph.consumers[value] if n.name in d.views and n.phase == phase]
+    size = sum(m.bytes for n in views for m in n.outputs if m is not None)
+    share = min(1.0, d.graph.meta(value).bytes / size) if size else 1.0
+    first = BEFORE + max(last_in_made_spec(d, value, live), live.reads[phase][1].get(value, live.at[view.name]))
+    if base.name in d.views:
+        earlier, part = inherited_memory(d, base, live)
+        return max(first, earlier), share * part
+    return first, share
+
+
+def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint | None:
+    """Return the point up to which the memory of a recomputed view may count as that of the value that it is a view of.
+
+    None if that value is in memory anyway, or if other views may show the same part of it.
+    """
+    node, end = d.graph.by_name[value.node], -1.0
+    while node.name in d.views:
+        base = node.inputs[0]
+        views = [n for n, _ in d.graph.consumers[base] if n.name in d.views and n.phase == node.phase]
+        size = sum(m.bytes for n in views for m in n.outputs if m is not None)
+        if hold_key(base) not in d.index or size > d.graph.meta(base).bytes:
+            return None
+        end = max(end, live.backward.get(base, (0, -1))[1])
+        node = d.graph.by_name[base.node]
+    return end
+
+
+def _released_by(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
+    """Find the op that releases each value, by phase. A hold variable is no reader: it holds the value from its making
+    on."""
+    readers: dict[tuple[int, int], list[Variable]] = {}
+    for use in d.uses:
+        if not use.rerun and not use.kept and d.variables[use.target].kind != "hold":
+            readers.setdefault((use.source, use.out), []).append(d.variables[use.target])
+    found: dict[Phase, dict[Value, str]] = {phase: {} for phase in PHASES}
+    for (source, out), targets in readers.items():
+        s = d.variables[source]
+        nodes = [t.node.name for t in targets if t.kind == "op" and t.node is not None]
+        if not nodes or (len(nodes) < len(targets) if s.kind != "hold" else not holds):
+            continue
+        last = max(nodes, key=d.graph.order.__getitem__)
+        value = s.value if s.node is None else Value(s.node.name, out)
+        if value is not None and _is_released(d, s, value, alone=len(nodes) == 1):
+            found[targets[0].phase][value] = last
+    return found
+
+
+def _is_released(d: Decisions, source: Variable, value: Value, *, alone: bool) -> bool:
+    if source.kind == "copy":
+        return not any(source.kept) and replaces_original(d, source)
+    alone_or_held = alone if source.kind == "op" else source.kind == "hold" and value not in d.returned
+    return alone_or_held and not _shared(d, value)
+
+
+def _first_reads(graph: Graph, at: Mapping[str, int], phase: Phase) -> dict[Value, int]:
+    found = ((v, [at[n.name] for n, _ in readers if n.phase == phase]) for v, readers in graph.consumers.items())
+    return {value: min(points) for value, points in found if points}
+
+
+def _last_reads(graph: Graph, at: Mapping[str, int], phase: Phase, ends: Mapping[Value, int]) -> dict[Value, int]:
+    """Return the point of the last reader of each value, or that in ``ends`` if it is later."""
+    last: dict[Value, int] = {}
+    for value, readers in graph.consumers.items():
+        points = [at[n.name] for n, _ in readers if n.phase == phase]
+        if points:
+            last[value] = max(points)
+    return last | {value: max(point, last.get(value, -1)) for value, point in ends.items()}
+
+
+def _through_views(d: Decisions, last: dict[Value, int]) -> dict[Value, int]:
+    for node in reversed(d.graph.nodes):
+        if node.name in d.views:
+            found = [last[v] for i in range(len(node.outputs)) if (v := Value(node.name, i)) in last]
+            if found:
+                last[node.inputs[0]] = max([last.get(node.inputs[0], -1), *found])
+    return last
+
+
+def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, float], dict[Value, float]]:
+    """Return the points in the backward between which each forward value is there, for values that the backward reads.
+
+    An op is run again just before its first reader, which may itself be run again at any earlier point. Values that the
+    backward reads directly are taken to be recomputed for those reads, and not to be read afterwards. Of values that
+    only ops read that may or may not run again, it is unknown which of them will: such a value is counted from the last
+    of these points to the first. Otherwise the constraints would count more than is held.
+    """
+    first: dict[Value, float] = {}
+    last: dict[Value, float] = {}
+    direct: set[Value] = set()
+    for node in reversed(graph.nodes):
+        backward = node.phase == "backward" and node.op != "placeholder"
+        made = (Value(node.name, i) for i in range(len(node.outputs)))
+        points = (
+            [float(at[node.name])]
+            if backward
+            else [rerun_point(graph, node.name, first[v]) for v in made if v in first]
+        )
+        for value in dict.fromkeys(node.inputs) if points else ():
+            if backward:
+                first[value] = points[0]
+                last.setdefault(value, points[0])
+                direct.add(value)
+            elif value not in direct:
+                first[value] = max(first.get(value, 0.0), *points)
+                last[value] = min(last.get(value, math.inf), *points)
+    return first, last
+
+
+def rerun_point(graph: Graph, node: str, first: ProgramPoint) -> ProgramPoint:
+    """Return the point at which a node is run again whose result is first read at ``first``."""
+    return math.ceil(first) - BEFORE - RERUN_SPAN * (1 - graph.order[node] / len(graph.nodes))

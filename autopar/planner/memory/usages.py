@@ -1,0 +1,259 @@
+"""Memory as the solver sees it: the bytes that every option holds at chosen program points.
+
+These usages leave out redistributed operands, which ``redistributed_operands`` adds, and the scratch of contractions
+and collectives. The exact liveness of the scheduled program decides whether a plan fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
+from autopar.planner.footprint.op_work import local_bytes
+from autopar.planner.footprint.overwriting import may_overwrite
+from autopar.planner.footprint.state import state_bytes
+from autopar.planner.footprint.transients import min_transients
+from autopar.planner.memory.live_ranges import (
+    BEFORE,
+    LiveRanges,
+    ProgramPoint,
+    base_live_until,
+    inherited_memory,
+    last_in_made_spec,
+    last_read,
+    live_ranges,
+    replacement_range,
+    replaces_original,
+    rerun_point,
+)
+from autopar.planner.options import Options
+from autopar.planner.problem.variables import Decisions, Variable, spec_made, spec_read
+from autopar.sharding import ShardingSpec, Strategy
+from autopar.solver import Usage
+from autopar.solver.clock import tick
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryUsages:
+    """What options hold for longer than one op: ``sizes[i]`` bytes by option of variable ``variables[i]``, between the
+    points ``first[i]`` and ``last[i]``."""
+
+    d: Decisions
+    options: Options
+    variables: Sequence[int]
+    sizes: Sequence[Array]
+    first: Array
+    last: Array
+
+    @classmethod
+    def of(cls, d: Decisions, options: Options) -> MemoryUsages:
+        tick("held variable", len(d.variables))
+        live, made, option_bytes = live_ranges(d), _gradient_points(d), _OptionBytes(d, options)
+        found = [
+            (i, size, first, last)
+            for i, v in enumerate(d.variables)
+            for size, first, last in _usages_of(option_bytes, v, live, made)
+            if size.any()
+        ]
+        variables, sizes, first, last = zip(*found, strict=True) if found else ((), (), (), ())
+        return cls(d, options, variables, sizes, np.array(first), np.array(last))
+
+    def at_points(self, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
+        """Return what every option holds at each of ``points``; the point of the graph's length is the end of the step.
+
+        The i-th point is time i of the result.
+        """
+        found: list[Usage] = []
+        for t, point in enumerate(points):
+            there = np.flatnonzero((self.first <= point) & (point <= self.last)).tolist()
+            found += [Usage(self.variables[i], self.sizes[i], t, t + 1) for i in there]
+            found += _while_running(self.d, self.options, point, t)
+        tick("usage", len(found))
+        return tuple(found)
+
+
+def memory_usages(d: Decisions, options: Options, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
+    """Return ``MemoryUsages.at_points`` for a caller that asks only once."""
+    return MemoryUsages.of(d, options).at_points(points)
+
+
+def _while_running(d: Decisions, options: Options, point: ProgramPoint, time: int) -> list[Usage]:
+    """Return what the node at ``point`` holds besides its operands and results while it runs."""
+    if point != int(point) or point >= len(d.graph.nodes):
+        return []
+    node = d.graph.nodes[int(point)]
+    at = d.index.get(node.name)
+    if at is None or d.variables[at].kind != "op":
+        return []
+    metas = tuple(d.graph.meta(v) for v in node.inputs)
+    held = [min_transients(node, o, metas, d.mesh, options.device) for o in d.variables[at].options]
+    return [Usage(at, np.array(held, dtype=np.float64), time, time + 1)] if any(held) else []
+
+
+def static_usages(
+    d: Decisions, options: Options, point: ProgramPoint, time: int, *, holds: bool, views_tied: bool
+) -> list[Usage]:
+    """Return what every option holds at one point, as time ``time``.
+
+    Args:
+        holds: include what hold variables keep for the backward.
+        views_tied: leave out hold variables of views, which share the memory of their base.
+    """
+    live = live_ranges(d, holds=holds)
+    made, sizes = _gradient_points(d), _OptionBytes(d, options)
+    found: list[Usage] = []
+    for i, v in enumerate(d.variables):
+        view = v.kind == "hold" and v.value is not None and v.value.node in d.views
+        if v.kind == "hold" and (not holds or (view and views_tied)):
+            continue
+        for size, start, end in _usages_of(sizes, v, live, made):
+            if start <= point <= end and size.any():
+                found.append(Usage(i, size, time, time + 1))
+    return found + _while_running(d, options, point, time)
+
+
+@dataclass(frozen=True, eq=False)
+class _OptionBytes:
+    """Bytes of the largest shard by option. Equal options and tensors share one array, which must not be changed."""
+
+    d: Decisions
+    options: Options
+    cache: dict[object, Array] = field(default_factory=dict)
+
+    def made(self, meta: TensorMeta, options: tuple[Strategy, ...], out: int) -> Array:
+        """Return the bytes of result ``out``, a tensor of ``meta``."""
+        return self._of(meta, options, out, spec_made)
+
+    def read(self, meta: TensorMeta, options: tuple[Strategy, ...], position: int) -> Array:
+        """Return the bytes of operand ``position``."""
+        return self._of(meta, options, position, spec_read)
+
+    def _of(
+        self,
+        meta: TensorMeta,
+        options: tuple[Strategy, ...],
+        at: int,
+        spec_of: Callable[[Strategy, int], ShardingSpec | None],
+    ) -> Array:
+        options = self.d.shared(options)
+        key = id(options), at, meta, spec_of
+        if key not in self.cache:
+            specs = (spec_of(o, at) for o in options)
+            self.cache[key] = np.array([float(local_bytes(meta, s, self.d.mesh)) if s else 0.0 for s in specs])
+        return self.cache[key]
+
+    def state(self, meta: TensorMeta, options: tuple[Strategy, ...], trainable: bool) -> Array:
+        """Return a parameter's bytes by option, in four rows: itself, its optimizer state, its gradient and the
+        step."""
+        options = self.d.shared(options)
+        key = id(options), meta, trainable
+        if key not in self.cache:
+            specs = (s for o in options if (s := spec_made(o, 0)) is not None)
+            found = [state_bytes(meta, s, self.d.mesh, trainable, self.options) for s in specs]
+            self.cache[key] = np.array([(s.parameter, s.optimizer, s.gradient, s.step) for s in found], dtype=float).T
+        return self.cache[key]
+
+
+def _usages_of(
+    sizes: _OptionBytes, v: Variable, live: LiveRanges, made: Mapping[str, _GradientPoints]
+) -> Iterator[tuple[Array, float, float]]:
+    """Yield what a variable holds: (bytes of each option, first point, last point)."""
+    d, options = sizes.d, sizes.options
+    end = len(d.graph.nodes)
+    if v.kind == "parameter" and v.node is not None:
+        yield from _parameter_usages(sizes, v, made)
+    elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
+        yield sizes.made(v.node.outputs[0], v.options, 0), 0, live.reads["backward"][1][Value(v.node.name)]
+    elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
+        meta = v.node.outputs[0]
+        whole = v.kind == "input" and options.batch == "global"
+        yield np.full(len(v.options), float(meta.bytes)) if whole else sizes.made(meta, v.options, 0), 0, end
+    elif v.kind == "copy" and v.value is not None:
+        yield from _copy_usages(sizes, v, v.value, live)
+    elif v.kind == "output" and v.value is not None:
+        yield sizes.made(d.graph.meta(v.value), v.options, 0), last_read(d, v.value, live) + BEFORE, end
+    elif v.kind == "hold" and v.value is not None:
+        size = sizes.made(d.graph.meta(v.value), v.options, 0)
+        first, last = live.backward.get(v.value, (end, -1))
+        last -= BEFORE * (v.value in live.released_by["backward"])
+        kept, remade, offloaded = (
+            np.array([a == action for a in v.actions]) for action in ("keep", "recompute", "offload")
+        )
+        yield size * kept, live.forward.get(v.value, live.at[v.value.node]) + BEFORE, last
+        yield size * offloaded, first if first % 1 else first - BEFORE, last  # a node that is run again has one point
+        if v.value.node not in d.views:
+            yield size * remade, rerun_point(d.graph, v.value.node, first), last
+        elif (gone := base_live_until(d, v.value, live)) is not None:
+            yield size * remade, math.nextafter(gone, math.inf), last
+    elif v.kind == "op" and v.node is not None:
+        yield from _op_usages(sizes, v, v.node, live)
+
+
+def _parameter_usages(
+    sizes: _OptionBytes, v: Variable, made: Mapping[str, _GradientPoints]
+) -> Iterator[tuple[Array, float, float]]:
+    assert v.node is not None and v.node.outputs[0] is not None
+    d = sizes.d
+    end, meaning, meta = len(d.graph.nodes), d.graph.input_of[v.node.name], v.node.outputs[0]
+    parameters, optimizer, gradients, step = sizes.state(meta, v.options, meaning.trainable)
+    on_host = np.array(v.host_state_bytes or (0,) * len(v.options), dtype=np.float64)
+    yield parameters + optimizer - on_host, 0, end
+    unreduced = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
+    at, reduced = made.get(meaning.name, (end, end))
+    yield np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), at + 1, reduced - BEFORE
+    yield unreduced, reduced, end - BEFORE
+    yield gradients, end, end
+    yield step * (on_host == 0), end, end
+
+
+def _copy_usages(
+    sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges
+) -> Iterator[tuple[Array, float, float]]:
+    d = sizes.d
+    size = sizes.made(d.graph.meta(value), v.options, 0)
+    kept = np.array(v.kept or (False,) * len(v.options))
+    if replaces_original(d, v):
+        beside, last = replacement_range(d, v, live)
+        yield size * ~kept, beside + BEFORE, last
+    if kept.any():  # until then the forward's own copy counts
+        yield size * kept, live.forward.get(value, -1) + BEFORE, live.backward.get(value, (0, -1))[1]
+
+
+def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -> Iterator[tuple[Array, float, float]]:
+    d = sizes.d
+    at = live.at[node.name]
+    for value in dict.fromkeys(node.inputs):
+        if live.released_by[node.phase].get(value) == node.name:
+            yield sizes.read(d.graph.meta(value), v.options, node.inputs.index(value)), at, at
+    # While it runs it may overwrite an operand, and constraints must not count more than is held.
+    first, share = at + BEFORE * may_overwrite(node, d.graph), 1.0
+    if node.name in d.views:
+        first, share = inherited_memory(d, node, live)
+    for out, result in enumerate(node.outputs if share else ()):
+        if result is not None:
+            yield share * sizes.made(result, v.options, out), first, last_in_made_spec(d, Value(node.name, out), live)
+
+
+class _GradientPoints(NamedTuple):
+    """The point at which a gradient is made, and that from which on it is certainly in its parameter's spec."""
+
+    at: int
+    reduced: int
+
+
+def _gradient_points(d: Decisions) -> dict[str, _GradientPoints]:
+    """Return the points of each parameter's gradient. Each further step of its redistribution is taken when the next
+    result is made."""
+    points = sorted({d.graph.order[o.value.node] for o in d.graph.outputs})
+    ends = [*points, *[len(d.graph.nodes)] * 2 * d.mesh.ndim]
+    reduced = {point: ends[i + 2 * d.mesh.ndim - 1] for i, point in enumerate(points)}
+    found = ((o.name, d.graph.order[o.value.node]) for o in d.graph.outputs if o.kind == "gradient")
+    return {name: _GradientPoints(at, max(reduced[at], at + 1)) for name, at in found}
