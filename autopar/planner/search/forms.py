@@ -22,7 +22,7 @@ from autopar.planner.search.phases import Reruns
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.state import Progress, Search, SearchState
 from autopar.program import Program
-from autopar.solver.clock import limited, now
+from autopar.solver.clock import WORK_SHARE, limited, now
 
 LEAST_S = 1.0
 
@@ -52,7 +52,7 @@ class OtherForm:
     """The plan of the other form, which one of this form has to beat.
 
     Args:
-        plan: plans it within so many seconds of work, and returns its cost in seconds, infinite where nothing fits.
+        plan: plans it within a time limit in seconds, and returns its cost in seconds, infinite where nothing fits.
     """
 
     plan: Callable[[float], float]
@@ -62,7 +62,7 @@ class OtherForm:
         return state.best is None
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        cost = self.plan(max((until - now()) / 2, LEAST_S))
+        cost = self.plan(max((until - now()) / 2, LEAST_S) / WORK_SHARE)
         return replace(state, cutoff=min(state.cutoff, cost))
 
 

@@ -46,7 +46,7 @@ from autopar.planner.search.state import Progress, Search, SearchState
 from autopar.plans.records import BaselineRecord, SearchRecord
 from autopar.program import Program
 from autopar.solver import Solution
-from autopar.solver.clock import keep_back, limited, now
+from autopar.solver.clock import WORK_SHARE, keep_back, limited, now
 from autopar.strategies import find_rule, missing_rule
 
 JOINT: tuple[Phase, ...] = (
@@ -152,7 +152,8 @@ def _planned(
     objective.problem()
     built = time.perf_counter()
     report("baselines")
-    emitting_s = min(settings.EMITTING_TIMES * (now() - began), settings.EMITTING_SHARE * options.time_limit_s)
+    work_s = WORK_SHARE * options.time_limit_s
+    emitting_s = min(settings.EMITTING_TIMES * (now() - began), settings.EMITTING_SHARE * work_s)
     keep_back(emitting_s)
     compared = _compared(objective, options) if compare else []
     search = Search(
@@ -163,7 +164,7 @@ def _planned(
         report,
         with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
         began=began,
-        ends=began + options.time_limit_s - emitting_s,
+        ends=began + work_s - emitting_s,
         baselines=sorted(compared, key=lambda b: b.objective),
     )
     search.timings["build"] = built - listed
