@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_set import ActiveSet
@@ -31,6 +31,7 @@ from autopar.solver import sum_of_least
 from autopar.solver.clock import now
 
 
+@runtime_checkable
 class Phase(Protocol):
     """One phase of the search."""
 
