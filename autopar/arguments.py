@@ -1,4 +1,4 @@
-"""What users write, as the planner takes it: sizes, meshes, clusters, optimizers."""
+"""Convert what users write (sizes, meshes, clusters, optimizers) to what the planner takes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
 
 
 def as_bytes(size: Any) -> int | None:
-    """Bytes of ``60 * 2**30``, ``"60GiB"`` or ``"60 GB"``; None stays None.
+    """Parse a size such as ``60 * 2**30``, ``"60GiB"`` or ``"60 GB"`` into bytes; None stays None.
 
     Raises:
-        AutoparError: it is no size, or less than a byte.
+        AutoparError: if it is not a size, or less than a byte.
     """
     if size is None:
         return None
@@ -40,15 +40,15 @@ def as_bytes(size: Any) -> int | None:
     except (TypeError, ValueError, OverflowError):
         pass
     raise AutoparError(
-        "memory_budget is no size.", found=repr(size), hint='write bytes, or text such as "60GiB" or "500 MB".'
+        "memory_budget is not a size.", found=repr(size), hint='write bytes, or a string such as "60GiB" or "500 MB".'
     )
 
 
 def as_constraints(constraints: Any) -> dict[str, str]:
-    """Specs or styles by glob; a ``ShardingSpec`` is as good as its text.
+    """Return specs or styles as strings, by glob. A ``ShardingSpec`` becomes its text.
 
     Raises:
-        ConstraintError: it is no mapping of names to specs.
+        ConstraintError: if it is not a mapping from names to specs.
     """
     if constraints is None:
         return {}
@@ -56,7 +56,7 @@ def as_constraints(constraints: Any) -> dict[str, str]:
     for name, spec in pairs:
         if not isinstance(name, str) or not name or not isinstance(spec, (str, ShardingSpec)):
             raise ConstraintError(
-                "Constraints are specs or styles by name.",
+                "Constraints must map names to specs or styles.",
                 found=f"{name!r}: {spec!r}" if name else repr(spec),
                 hint='write {"lm_head.weight": "S0R", "*.c_fc.weight": "column"}.',
             )
@@ -64,10 +64,10 @@ def as_constraints(constraints: Any) -> dict[str, str]:
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """A ``Mesh`` of ``8``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or a torch DeviceMesh.
+    """Return the ``Mesh`` for ``8``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or a torch DeviceMesh.
 
     Raises:
-        MeshError: it is none of these.
+        MeshError: if it is none of these.
     """
     if isinstance(mesh, Mesh):
         return mesh
@@ -79,16 +79,16 @@ def as_mesh(mesh: Any) -> Mesh:
         return Mesh(tuple(map(_whole, mesh)))
     if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh"):
         return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh_dim_names or ()))
-    raise MeshError("This is no mesh.", found=repr(mesh), hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.')
+    raise MeshError("This is not a mesh.", found=repr(mesh), hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.')
 
 
 def _whole(size: Any) -> Any:
-    """NumPy's integers and the like as Python's; the mesh refuses what is none."""
+    """Convert integers such as NumPy's to Python's. ``Mesh`` rejects everything else."""
     return operator.index(size) if isinstance(size, SupportsIndex) and not isinstance(size, bool) else size
 
 
 def as_cluster(cluster: Any) -> Cluster:
-    """A ``Cluster``, by name, path or as it is; None is what this process sees."""
+    """Return the ``Cluster`` with this name or path; None is the one that this process runs on."""
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:
@@ -97,22 +97,31 @@ def as_cluster(cluster: Any) -> Cluster:
 
 
 def seen_cluster() -> Cluster:
-    """The cluster that this process is part of, by the name of its GPU; the CPU where there is none."""
+    """Return the built-in cluster with this process's GPU, or that of CPUs if it has none.
+
+    Raises:
+        MeshError: if no built-in cluster has this GPU.
+    """
     if torch.cuda.is_available():
         known = cluster_of_device(torch.cuda.get_device_name())
         if known is None:
             raise MeshError(
                 "No built-in cluster has this GPU.",
                 found=torch.cuda.get_device_name(),
-                hint=f"name the nearest, cluster={builtin_clusters()[0]!r}, or the file of one like yours.",
+                hint=f"pass the closest one, such as cluster={builtin_clusters()[0]!r}, or your own cluster file.",
             )
         return known
     return Cluster.load("cpu-2")
 
 
 def as_optimizer(optimizer: Any) -> str | float:
-    """A name with options, such as ``"SGD momentum foreach"``, or bytes per element, of a name, a number, a
-    ``torch.optim`` class, a ``functools.partial`` of one, or an instance."""
+    """Return the optimizer's name with options, such as ``"SGD momentum foreach"``, or state bytes per element.
+
+    ``optimizer`` is a name, a number, a ``torch.optim`` class, a ``functools.partial`` of one, or an instance.
+
+    Raises:
+        AutoparError: if it is none of these.
+    """
     if isinstance(optimizer, (str, int, float)):
         return optimizer if isinstance(optimizer, str) else float(optimizer)
     options: Mapping[str, Any] = {}
@@ -124,7 +133,7 @@ def as_optimizer(optimizer: Any) -> str | float:
     names = [getattr(optimizer, "__name__", None) or "", *names]
     if not names[0]:
         raise AutoparError(
-            "optimizer is no optimizer.",
+            "optimizer is not an optimizer.",
             found=repr(optimizer),
             hint='write a name such as "adamw", a torch.optim class, or bytes of state per parameter element.',
         )
@@ -139,7 +148,7 @@ def as_optimizer(optimizer: Any) -> str | float:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter or buffer, with the first."""
+    """Map every further name of a tied parameter or buffer to its first name."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""The captured program as plain frozen data: names, shapes and dtypes, without torch."""
+"""The captured program as frozen data: names, shapes and dtypes, without torch."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ ITEMSIZE: Mapping[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Bytes of one element, by dtype name."""
+"""Bytes of one element by dtype name."""
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""Real floating-point dtypes that every backend sends and reduces as they are."""
+"""Real floating-point dtypes that every backend can send and reduce without a cast."""
 
 Phase = Literal["forward", "backward"]
 
 
 class TensorMeta(NamedTuple):
-    """Global shape and dtype of a tensor; ``dtype`` is torch's name without its prefix."""
+    """Global shape and dtype of a tensor. ``dtype`` is torch's name without the prefix ``torch.``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,10 +61,10 @@ class TensorMeta(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Output ``index`` of the node called ``node``. A tuple, as nothing else is hashed so often."""
+    """Output ``index`` of the node called ``node``. A tuple, since values are hashed very often."""
 
     node: str
-    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which means nothing here
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which has no use here
 
     def __str__(self) -> str:
         return self.node if self.index == 0 else f"{self.node}.{self.index}"
@@ -74,7 +74,7 @@ Arg: TypeAlias = Union[Value, int, float, bool, str, None, tuple["Arg", ...]]
 
 
 def values_in(arg: Arg) -> Iterator[Value]:
-    """Every tensor value inside a (nested) argument, in order."""
+    """Yield every tensor value inside a (nested) argument, in order."""
     if isinstance(arg, Value):
         yield arg
     elif isinstance(arg, tuple):
@@ -94,9 +94,9 @@ def _masked(arg: Arg) -> object:
 class Node:
     """One op of the joint program. Inputs of the program are nodes too, with ``op == "placeholder"``.
 
-    ``op`` is the full overload name, ``"aten.mm.default"``. ``args`` and ``kwargs`` hold tensors as
-    ``Value`` and everything else as plain data (dtypes and devices as text). ``outputs`` has one entry
-    for each result of the op; None where that result is absent.
+    ``op`` is the full overload name, such as ``"aten.mm.default"``. ``args`` and ``kwargs`` hold tensors as ``Value``
+    and everything else as plain data (dtypes and devices as strings). ``outputs`` has one entry per result of the op,
+    None if that result is absent.
     """
 
     name: str
@@ -110,17 +110,17 @@ class Node:
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """Every tensor operand, in order, repeated where the op takes it twice."""
+        """All tensor operands in order, repeated if the op takes one twice."""
         return (*values_in(self.args), *(v for _, a in self.kwargs for v in values_in(a)))
 
     @cached_property
     def packet(self) -> str:
-        """The op without its overload: ``aten.mm.default`` -> ``aten.mm``."""
+        """The op without its overload, ``aten.mm`` for ``aten.mm.default``."""
         return self.op.rsplit(".", 1)[0]
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
-        """The arguments with tensors left out; types tell ``1`` from ``1.0`` and ``True``."""
+        """The arguments without tensors; types are included to tell ``1`` from ``1.0`` and ``True``."""
         return _masked(self.args), _masked(tuple(a for _, a in self.kwargs)), tuple(k for k, _ in self.kwargs)
 
     def kwarg(self, name: str, default: Arg = None) -> Arg:
@@ -133,10 +133,10 @@ OutputKind = Literal["output", "gradient", "mutation", "accumulator"]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder's meaning. ``name`` is the FQN of a parameter or buffer, or the path of an input.
+    """The meaning of a placeholder. ``name`` is the FQN of a parameter or buffer, or the path of an input.
 
-    ``trainable`` tells a parameter that takes part in optimization. A tangent's ``name`` is its output's, that of an
-    accumulator, which holds the sum of a gradient over the micro-batches so far, its parameter's.
+    ``trainable`` marks parameters that are optimized. A tangent has the name of its output. An accumulator, which holds
+    the sum of a gradient over the micro-batches so far, has the name of its parameter.
     """
 
     node: str
@@ -147,7 +147,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A result's meaning: an output of the model, a gradient, or a new value of a buffer or accumulator."""
+    """The meaning of a result: an output of the model, a gradient, or a new value of a buffer or accumulator."""
 
     value: Value
     kind: OutputKind
@@ -159,7 +159,7 @@ class Graph:
     """The joint forward and backward program, in execution order.
 
     Args:
-        has_loss: False where a scalar that alone has a gradient is no loss.
+        has_loss: False if the only output with a gradient is a scalar but not a loss.
     """
 
     nodes: tuple[Node, ...]
@@ -170,7 +170,7 @@ class Graph:
 
     @cached_property
     def lone_scalar(self) -> str | None:
-        """The output from whose gradient alone the backward starts, where it is a scalar."""
+        """The name of the only output that the backward starts from, if it is a scalar."""
         tangents = [(i.name, self.by_name[i.node].outputs[0]) for i in self.inputs if i.kind == "tangent"]
         found = [(name, meta.shape) for name, meta in tangents if meta is not None]
         return found[0][0] if len(found) == 1 and found[0][1] == () else None
@@ -181,7 +181,7 @@ class Graph:
 
     @cached_property
     def input_of(self) -> Mapping[str, Input]:
-        """The meaning of a placeholder, by the name of its node."""
+        """The meaning of each placeholder, by node name."""
         return {i.node: i for i in self.inputs}
 
     @cached_property
@@ -195,8 +195,10 @@ class Graph:
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
-        """A number for each node, by name: equal where op, arguments but for which tensors they are, and the shapes and
-        dtypes of operands and results are. Such nodes have the same strategies, in the same seconds."""
+        """A number for each node by name, equal for nodes that agree in op, non-tensor arguments, shapes and dtypes.
+
+        Such nodes have the same strategies with the same costs.
+        """
         numbers: dict[object, int] = {}
         made = {n.name: n.outputs for n in self.nodes}
 
@@ -208,7 +210,7 @@ class Graph:
 
     @cached_property
     def order(self) -> Mapping[str, int]:
-        """The position of each node."""
+        """The position of each node by name."""
         return {n.name: i for i, n in enumerate(self.nodes)}
 
     def meta(self, value: Value) -> TensorMeta:
@@ -218,7 +220,7 @@ class Graph:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of everything that decides the program's meaning; names of source lines do not count."""
+        """Hash of everything that decides what the program computes. Module paths and source lines do not count."""
         h = hashlib.sha256()
         for n in self.nodes:
             h.update(repr((n.name, n.op, n.args, n.kwargs, n.outputs, n.phase)).encode())

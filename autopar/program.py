@@ -1,4 +1,4 @@
-"""The local program as data: what every rank runs, in order, with what each op reads, writes, takes and costs.
+"""The local program as data: the ops that every rank runs, in order, with operands, results, bytes and costs.
 
 Step time, peak memory, the emitted source and the executed graph all come from this one list.
 """
@@ -20,10 +20,10 @@ TensorRole = Literal["parameter", "buffer", "input", "activation", "gradient", "
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of the program: ``meta`` is global, ``bytes`` what the fullest rank holds of it.
+    """A tensor of the program. ``meta`` is global, ``bytes`` is what the fullest rank holds.
 
     Args:
-        host: it lies in the host's memory and takes none of the device's.
+        host: whether it lies in host memory and takes no device memory.
     """
 
     name: str
@@ -35,13 +35,13 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective inside a compute op: rows of halos, or a summary that ranks gather.
+    """A collective inside a compute op: it sends rows of halos, or gathers summaries of shards.
 
     Args:
         kind: ``permute`` or ``all_gather``.
-        operand: position of the operand that it is about.
-        bytes: by which it is priced, as ``Op.wire_bytes``.
-        seconds: predicted; the op's have them.
+        operand: position of the operand that it serves.
+        bytes: message size that it is priced by, like ``Op.wire_bytes``.
+        seconds: predicted time, included in the op's seconds.
     """
 
     kind: Literal["permute", "all_gather"]
@@ -56,33 +56,33 @@ class Op:
     """One op of the local program.
 
     Args:
-        name: unique in the program.
-        kind: an input, an op of the captured graph, one step of a redistribution, or a transfer: ``offload`` starts
-            to copy a tensor to the host, ``fetch`` to copy one back, and ``wait`` stands still until an offload is
-            done, or a collective. That for an offload reads the device's tensor and then the host's, so that the
-            device's lives until it; that for a collective reads what the collective makes. ``decomposed`` is a
-            contraction taken apart beside the gather of an operand or the scatter of its result.
+        name: unique name in the program.
+        kind: ``input``; ``compute`` (an op of the captured graph); ``redistribute`` (one step); ``offload`` and
+            ``fetch``, which start a copy to or from the host; ``wait``, which waits for an offload or a collective;
+            or ``decomposed``, a contraction split to overlap with the gather of an operand or the scatter of its
+            result. A wait for an offload reads the device tensor and then the host tensor, so that the device tensor
+            stays alive until then; a wait for a collective reads the collective's result.
         node: the captured node that it runs or whose value it redistributes.
-        reads: names of the tensors read, as the node's operands are ordered.
-        writes: the results.
+        reads: names of the tensors that it reads, in the order of the node's operands.
+        writes: its results.
         phase: forward or backward.
-        strategy: of a compute op.
-        step: of a redistribution.
-        seconds: predicted.
-        launch_s: of ``seconds`` of a collective, those in which it is launched, and those in which a bucket is
-            packed and unpacked: no computation hides them.
-        wire_bytes: the bytes by which the collective is priced; 0 for local ops.
-        step_s: of a decomposed op, seconds that its collective would take by itself.
-        operand: of a decomposed op, the one that is gathered, or whose dim the scattered one is; of a sum in place, the
-            one that it overwrites.
-        kernels: of ours that run it on the plan's devices, as ``autopar.kernels`` names them.
-        alias: the result shares the memory of the first operand.
-        bucket: of a collective that carries several tensors, the step of each, in the order of ``reads`` and
-            ``writes``; they have kind, axis and reduction in common with ``step``.
-        in_place: of an all-reduce that overwrites its operand, which nothing else reads, or of a sum that overwrites
-            one of its operands, which nothing reads afterwards.
-        halos: of a compute op, rows that it reads of its neighbours' shards.
-        sent: of a compute op, the collectives inside it: ``seconds`` has theirs.
+        strategy: strategy of a compute op.
+        step: step of a redistribution.
+        seconds: predicted time.
+        launch_s: the part of a collective's ``seconds`` for its launch, and for packing and unpacking a bucket;
+            computation cannot hide it.
+        wire_bytes: message size that the collective is priced by; 0 for local ops.
+        step_s: for a decomposed op, the seconds that its collective would take alone.
+        operand: for a decomposed op, the operand that is gathered or that has the scattered dim; for an in-place sum,
+            the operand that it overwrites.
+        kernels: names of the kernels of ``autopar.kernels`` that run it on the plan's devices.
+        alias: whether the result shares the memory of the first operand.
+        bucket: for a collective that carries several tensors, the step of each, in the order of ``reads`` and
+            ``writes``; all have the kind, axis and reduction of ``step``.
+        in_place: whether an all-reduce overwrites its operand, which nothing else reads, or a sum overwrites one of
+            its operands, which nothing reads afterwards.
+        halos: rows of the neighbours' shards that a compute op reads.
+        sent: collectives inside a compute op; their time is included in ``seconds``.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Op:
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks exchange data in it: it starts a collective, or is a product decomposed beside one."""
+        """Whether ranks exchange data in it: it starts a collective, or is a decomposed product."""
         return self.is_collective or self.kind == "decomposed"
 
     @property
@@ -123,13 +123,13 @@ class Op:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the collectives of a program were moved and put together; the program's ops say the same one by one.
+    """How the collectives of a program were moved and bucketed; a summary of what its ops say one by one.
 
     Args:
-        reduced_bytes: reductions of gradients are launched together from so many bytes on; 0 is each by itself.
-        gathered_bytes: the same for what is gathered before it is needed.
-        prefetch: launches by which a gather runs ahead of its first reader; 0 is just before it.
-        before_s: predicted seconds of the step as it was.
+        reduced_bytes: a bucket of gradient reductions is launched once it has this size; 0 launches each by itself.
+        gathered_bytes: the same for all-gathers of what is needed later.
+        prefetch: number of launches by which an all-gather runs ahead of its first reader; 0 is just before it.
+        before_s: predicted seconds of the step before the arrangement.
     """
 
     reduced_bytes: int = 0
@@ -140,12 +140,12 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Program:
-    """Ordered ops, and for each result of the captured graph the tensor that holds it.
+    """Ordered ops, and the tensor that holds each result of the captured graph.
 
     Args:
-        arrangement: of the collectives; None where they stand as they were first placed.
-        offloaded_optimizer: FQNs of parameters whose optimizer state the host keeps between the optimizer's steps.
-        state_transfer_s: predicted seconds in which it comes for a step and goes after it.
+        arrangement: how collectives were moved and bucketed; None if they stand where they were first placed.
+        offloaded_optimizer: FQNs of parameters whose optimizer state lies on the host between optimizer steps.
+        state_transfer_s: predicted seconds to fetch that state for a step and to return it.
     """
 
     ops: tuple[Op, ...]
@@ -160,7 +160,7 @@ class Program:
 
     @cached_property
     def writer(self) -> Mapping[str, int]:
-        """Position of the op that makes each tensor."""
+        """Position of the op that writes each tensor."""
         return {t.name: i for i, op in enumerate(self.ops) for t in op.writes}
 
     @cached_property
@@ -174,7 +174,7 @@ class Program:
 
     @cached_property
     def last_read(self) -> Mapping[str, int]:
-        """Position of the last op that reads each tensor; results are read after the end."""
+        """Position of the last op that reads each tensor; for results, the number of ops."""
         last: dict[str, int] = {}
         for i, op in enumerate(self.ops):
             for name in op.reads:
@@ -185,7 +185,7 @@ class Program:
 
     @cached_property
     def root(self) -> Mapping[str, str]:
-        """The tensor whose memory each tensor occupies: itself, or what it is a view of."""
+        """The tensor whose memory each tensor occupies: itself, or the tensor that it is a view of."""
         roots: dict[str, str] = {}
         for op in self.ops:
             for t in op.writes:
@@ -194,7 +194,7 @@ class Program:
 
     @cached_property
     def host_bytes(self) -> int:
-        """The most that the host holds at once of what a rank offloads, until it was last fetched."""
+        """Peak bytes of offloaded tensors of a rank on the host. Each is freed after its last fetch."""
         held = most = 0
         for at, op in enumerate(self.ops):
             held += sum(t.bytes for t in op.writes if t.host)
@@ -209,4 +209,4 @@ class Program:
 
 
 AGAIN = "|again"
-"""Marks the ops and tensors of a second run in the backward."""
+"""Suffix in names of ops and tensors that the backward recomputes."""

@@ -1,4 +1,4 @@
-"""The command ``autopar``: one module and one line of `COMMANDS` for each subcommand."""
+"""The ``autopar`` command. Each subcommand is a module of this package and an entry in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autopar.errors import AutoparError
 COMMANDS = {
     "plan": "plan how a model trains on a cluster, and print the plan",
     "explain": "show what each spec of a tensor would cost, and what the constraints cost",
-    "compare": "compare the plan with DDP, ZeRO, tensor parallel and their like",
+    "compare": "compare the plan with DDP, ZeRO, tensor parallel and other baselines",
     "diff": "show what differs between two saved plans",
     "emit": "write the Python program that every rank of a plan runs",
-    "profile": "measure this machine's collectives and kernels, into a cluster file",
-    "check": "show what autopar finds here and what would not work, and try a small model",
+    "profile": "measure this machine's collectives and kernels, and write a cluster file",
+    "check": "show what works on this machine, and verify the plan of a small model",
 }
-"""Each is a module of this package with ``add_arguments(parser)`` and ``run(arguments) -> int``."""
+"""Help text of each subcommand. Its module defines ``add_arguments(parser)`` and ``run(arguments) -> int``."""
 
 EXAMPLES = """\
-start here; nothing needs a GPU:
+examples (none needs a GPU):
   autopar check                                              what works on this machine
   autopar plan gpt2 --mesh 2x4 --cluster dgx-h100            a Hugging Face model type with its defaults
   autopar plan llama-3-405b --mesh 2048x8 --cluster dgx-h100 --batch 2048x8192 --report plan.html
@@ -32,14 +32,14 @@ start here; nothing needs a GPU:
   autopar explain gpt2 --mesh 8 --cluster dgx-h100 --name transformer.wte.weight
   autopar diff plan.json other.json
 
-autopar COMMAND --help says more.
+See autopar COMMAND --help for the options of a command.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, or 1 after an error that the user can mend."""
+    """Run one command and return its exit status: 0, or 1 after an error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = _parsed(given)
+    chosen = _parse(given)
     chosen.given = given
     try:
         status: int = importlib.import_module(f"autopar.cli.{chosen.command}").run(chosen)
@@ -50,26 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"autopar {chosen.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # noqa: BLE001  the user's model or a library raised it; a traceback is for who asks
-        return _unforeseen(chosen.command, error)
+    except Exception as error:  # noqa: BLE001  raised by the user's model or a library; AUTOPAR_TRACEBACK shows the traceback
+        return _report_unexpected(chosen.command, error)
     return status
 
 
-def _unforeseen(command: str, error: Exception) -> int:
+def _report_unexpected(command: str, error: Exception) -> int:
     last = traceback.extract_tb(error.__traceback__)[-1]
     print(f"autopar {command}: {type(error).__name__}: {error}", file=sys.stderr)
     print(f"  found: raised in {last.filename}, line {last.lineno}", file=sys.stderr)
-    print("  hint:  AUTOPAR_TRACEBACK=1 shows where it came from.", file=sys.stderr)
+    print("  hint:  set AUTOPAR_TRACEBACK=1 to see the traceback.", file=sys.stderr)
     if os.environ.get("AUTOPAR_TRACEBACK"):
         traceback.print_exception(error)
     return 1
 
 
-def _parsed(given: Sequence[str]) -> argparse.Namespace:
-    """The arguments; one more word than there are places for is the option that a command names as ``last``."""
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. A surplus word becomes the value of the option that the command names in ``last``."""
     parser = _parser(given)
     chosen, more = parser.parse_known_args(given)
     last = getattr(chosen, "last", "")
@@ -94,7 +94,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", formatter_class=plain
         )
-        if given[:1] == [name]:  # the modules of the others stay unread, and with them most of torch
+        if given[:1] == [name]:  # importing the other commands would import most of torch
             importlib.import_module(f"autopar.cli.{name}").add_arguments(command)
     return parser
 

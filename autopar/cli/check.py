@@ -1,4 +1,4 @@
-"""``autopar check``: what works on this machine; then plan a model, run every rank's program, and compare."""
+"""``autopar check``: show what works on this machine, then plan a model, simulate all ranks and compare gradients."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ from autopar.cli import models, surroundings
 from autopar.cli.plan import constraints_of, mesh_of
 
 TOLERANCE = 1e-5
-"""Largest relative difference in float64; some models compute their norms in float32 whatever their dtype."""
+"""Largest accepted relative difference in float64; some models compute norms in float32 whatever their dtype."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n  autopar check\n  autopar check gpt2 --layers 1 --mesh 2,2\n\n"
-        "First what is found here: torch, solvers, devices, links, libraries. Then a model, by default a small one,\n"
-        "is planned for the mesh, all its ranks run in this process, and each gradient is compared with one device's.\n"
+        "Lists torch, solvers, devices, links, libraries. Then plans a model, by default a small one, on the mesh,\n"
+        "runs all ranks in this process, and compares each gradient with that of a single device.\n"
     )
     models.add_arguments(parser, required=False)
     parser.set_defaults(batch=4, sequence=32)
-    parser.add_argument("--mesh", metavar="N,M", default="2,2", help="default 2,2")
-    parser.add_argument("--cluster", metavar="NAME", default="cpu-2", help="whose costs decide (default cpu-2)")
-    parser.add_argument("--constraint", action="append", default=[], metavar="GLOB=SPEC", help="may be repeated")
+    parser.add_argument("--mesh", metavar="N,M", default="2,2", help="shape of the mesh (default 2,2)")
+    parser.add_argument(
+        "--cluster", metavar="NAME", default="cpu-2", help="cluster whose costs the plan is made for (default cpu-2)"
+    )
+    parser.add_argument(
+        "--constraint",
+        action="append",
+        default=[],
+        metavar="GLOB=SPEC",
+        help="force the spec of a tensor; may be repeated",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,19 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model, inputs = models.load_model(arguments, meta=False) if arguments.model else _small_model()
-    model, inputs = model.double(), _doubled(inputs)
+    model, inputs = model.double(), _to_double(inputs)
     expected = _on_one_device(copy.deepcopy(model), inputs)
     mesh, constraints = mesh_of(arguments.mesh), constraints_of(arguments.constraint)
     plan = api.plan(model, inputs, mesh=mesh, cluster=arguments.cluster, constraints=constraints)
     found = api.simulate(model, inputs, plan=plan)
     worst, name = max(_differences(found.grads, expected))
     print(f"{plan.model} on mesh {plan.mesh}: {len(plan.collectives)} collectives, {len(expected)} gradients compared")
-    print(f"largest relative difference {worst:.2g}, of {name}")
-    print(f"peak memory {found.peak_memory:,} B in the run, {plan.peak_memory:,} B planned")
+    print(f"largest relative difference {worst:.2g}, in {name}")
+    print(f"peak memory {found.peak_memory:,} B measured, {plan.peak_memory:,} B planned")
     if worst <= TOLERANCE:
         print("The planned program computes what the model computes.")
         return 0
-    print(f"The planned program differs by more than {TOLERANCE:g}. Dropout draws other numbers; set it to 0.")
+    print(f"The planned program differs by more than {TOLERANCE:g}. Set dropout to 0: ranks draw other numbers.")
     return 1
 
 
@@ -61,18 +69,18 @@ def _small_model() -> tuple[Any, Any]:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8)), (torch.randn(8, 16),)
 
 
-def _doubled(inputs: Any) -> Any:
+def _to_double(inputs: Any) -> Any:
     import torch
 
     if isinstance(inputs, torch.Tensor):
         return inputs.double() if inputs.is_floating_point() else inputs
     if isinstance(inputs, Mapping):
-        return {k: _doubled(v) for k, v in inputs.items()}
-    return tuple(map(_doubled, inputs))
+        return {k: _to_double(v) for k, v in inputs.items()}
+    return tuple(map(_to_double, inputs))
 
 
 def _on_one_device(model: Any, inputs: Any) -> dict[str, Any]:
-    """Gradients by name of the loss, or of the sum of the output where there is no loss."""
+    """Return the gradients of the loss by parameter name, or of the sum of the output if there is no loss."""
     import torch
 
     if isinstance(inputs, torch.Tensor):
@@ -84,7 +92,10 @@ def _on_one_device(model: Any, inputs: Any) -> dict[str, Any]:
 
 
 def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[tuple[float, str]]:
-    """Relative to the largest gradient of each tensor, or a thousandth of the largest of all where that is more."""
+    """Return each parameter's largest difference, relative to its largest gradient.
+
+    A tensor whose gradients are all small is compared with a thousandth of the largest gradient of the model.
+    """
     largest = max((float(g.abs().max()) for g in expected.values()), default=0.0)
 
     def difference(name: str) -> float:

@@ -1,4 +1,4 @@
-"""``autopar compare``: the chosen plan beside DDP, ZeRO, tensor parallel and their like."""
+"""``autopar compare``: compare the plan with DDP, ZeRO, tensor parallel and other baselines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_arguments(parser, report=False)
     parser.epilog = (
         "example:\n  autopar compare gpt2 --mesh 2x4 --cluster dgx-h100\n\n"
-        "Every known way is completed by the same solver and priced by the same model as the plan.\n"
+        "The same solver completes every baseline, and the same cost model prices it.\n"
     )
 
 

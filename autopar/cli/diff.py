@@ -1,4 +1,4 @@
-"""``autopar diff``: what differs between two saved plans."""
+"""``autopar diff``: show what differs between two saved plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  autopar plan gpt2 --mesh 2x4 --cluster dgx-h100 --output b.json\n  autopar diff a.json b.json\n"
     )
     parser.add_argument("this", type=Path, metavar="PLAN.json", help="saved by autopar plan --output or plan.save")
-    parser.add_argument("other", type=Path, metavar="OTHER.json")
+    parser.add_argument("other", type=Path, metavar="OTHER.json", help="another saved plan")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``autopar emit``: the Python program that every rank of a saved plan runs."""
+"""``autopar emit``: write the Python program that every rank of a saved plan runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "example:\n  autopar plan gpt2 --mesh 2x4 --cluster dgx-h100 --output plan.json\n"
         "  autopar emit plan.json --output program.py\n\n"
-        "A file runs under torchrun with torch alone, as that of plan.emit; standard output has the program by\n"
-        "itself, plan.source. Either may be edited and run in its place: autoparallelize(..., source=FILE).\n"
+        "The file of --output runs under torchrun and needs only torch. Standard output gets the bare program,\n"
+        "plan.source. You may edit either and run it instead: autoparallelize(..., source=FILE).\n"
     )
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="saved by autopar plan --output or plan.save")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default standard output")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write the program (default standard output)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``autopar explain``: what each spec of a tensor would cost, and what the constraints cost."""
+"""``autopar explain``: show what each spec of a tensor would cost, and what the constraints cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ examples:
   autopar explain gpt2 --mesh 8 --cluster dgx-h100 --name transformer.wte.weight
   autopar explain gpt2 --mesh 2x4 --cluster dgx-h100 --constraint "lm_head.weight=S0R"
 
-Every row is the best plan with that one spec forced, so what it forces elsewhere is in its cost. The names are those of
-plan.specs: parameters, input:NAME, output:NAME, modules, and nodes of the graph.
+Each row is the best plan with that spec forced, so its cost includes every change that the spec causes elsewhere. Names
+are the keys of plan.specs: parameters, input:NAME, output:NAME, modules, and nodes of the graph.
 """
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name",
         default="",
         metavar="NAME",
-        help="a parameter, input:NAME, output:NAME, module or node; the last word without --name is one too",
+        help="a parameter, input:NAME, output:NAME, module or node; --name may be omitted if NAME comes last",
     )
     parser.set_defaults(last="name")
 

@@ -1,4 +1,4 @@
-"""The model that a command line names, and inputs for it."""
+"""Load the model that a command line names, and make inputs for it."""
 
 from __future__ import annotations
 
@@ -20,58 +20,58 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError
 from autopar.mesh.tables import parse_toml
 
-HINT = "name module:function, which returns a model and its inputs, a Hugging Face config.json, or a type: gpt2."
+HINT = "give module:function that returns (model, inputs), a Hugging Face config.json, or a type such as gpt2."
 PRESETS = "presets.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """What names a model and the size of its inputs."""
+    """Add the arguments that name a model and the size of its inputs."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs=None if required else "?",
-        help="module:function or file.py:function, which returns (model, inputs); a Hugging Face config.json; a type "
-        f"with its defaults: gpt2, llama, bert, vit, ...; or one of {', '.join(presets())}",
+        help="module:function or file.py:function that returns (model, inputs); a Hugging Face config.json; a model "
+        f"type with its default config: gpt2, llama, bert, vit, ...; or one of {', '.join(presets())}",
     )
     parser.add_argument(
         "--batch",
         type=_batch,
         default=(8, None),
         metavar="N[xTOKENS]",
-        help="samples, and tokens of each, for Hugging Face models (default 8x512)",
+        help="samples, and tokens per sample, for Hugging Face models (default 8x512)",
     )
-    parser.add_argument("--sequence", type=_positive, metavar="N", help="tokens of a sample, likewise")
-    parser.add_argument("--layers", type=_positive, metavar="N", help="use so many layers, likewise")
+    parser.add_argument("--sequence", type=_positive, metavar="N", help="tokens per sample, for Hugging Face models")
+    parser.add_argument("--layers", type=_positive, metavar="N", help="number of layers, for Hugging Face models")
 
 
 def _batch(text: str) -> tuple[int, int | None]:
-    """Samples, and tokens of each where it says so."""
+    """Parse ``8`` or ``8x4096`` into samples and tokens per sample."""
     found = re.fullmatch(r"(\d+)(?:x0*([1-9]\d*))?", text)
     if found is None or int(found[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no batch: write 8, or 8x4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a batch size: write 8 or 8x4096")
     return int(found[1]), int(found[2]) if found[2] else None
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 @functools.cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Published models by name."""
+    """Return the configs of published models by name."""
     return parse_toml(files("autopar.cli").joinpath(PRESETS).read_text(), PRESETS)
 
 
 def load_model(arguments: argparse.Namespace, *, meta: bool) -> tuple[nn.Module, Any]:
-    """The model and inputs for it.
+    """Load the model that the arguments name, and make inputs for it.
 
     Args:
         meta: build Hugging Face models on the meta device, so that nothing is allocated.
 
     Raises:
-        AutoparError: there is no such model.
+        AutoparError: if there is no such model.
     """
     name = arguments.model
     if name.endswith(".json") or Path(name).is_file():
@@ -87,7 +87,7 @@ def _from_function(name: str) -> tuple[nn.Module, Any]:
     if module.endswith(".py"):
         folder, module = (folder / module).parent, Path(module).stem
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # as `python -m`, or running the file, would
+        sys.path.insert(0, str(folder))  # as `python -m` or running the file would do
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -108,10 +108,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise AutoparError("The model's config cannot be read.", found=f"{path}: {error}", hint=HINT) from None
     if isinstance(config, dict) and config.get("format") == "autopar-plan":
-        hint = "name the model that it was made for; saved plans are for autopar diff and autopar emit."
-        raise AutoparError("This is a saved plan, and no model.", found=str(path), hint=hint)
+        hint = "name the model that the plan was made for; only autopar diff and autopar emit read saved plans."
+        raise AutoparError("This file is a saved plan, not a model.", found=str(path), hint=hint)
     if not isinstance(config, dict) or "model_type" not in config:
-        hint = 'a right line is: "model_type": "gpt2"'
+        hint = 'add a line such as "model_type": "gpt2".'
         raise AutoparError("The config has no model_type.", found=str(path), hint=hint)
     return config
 
@@ -130,9 +130,11 @@ def _hugging_face(values: Mapping[str, Any], arguments: argparse.Namespace, meta
     given = {k: v for k, v in values.items() if k not in ("model_type", "dtype", "torch_dtype")}
     try:
         config = transformers.AutoConfig.for_model(kind, **given)
-    except Exception as error:  # noqa: BLE001  each config checks itself in its own way
+    except Exception as error:  # noqa: BLE001  each config class raises its own errors
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise AutoparError("transformers refuses the config.", found=said, hint="mend that entry of it.") from None
+        raise AutoparError(
+            "transformers rejects the config.", found=said, hint="correct that entry of the config."
+        ) from None
     if arguments.layers is not None:
         for key in LAYER_COUNTS:
             if hasattr(config, key):
@@ -144,29 +146,31 @@ def _hugging_face(values: Mapping[str, Any], arguments: argparse.Namespace, meta
 
 
 def _dtype(values: Mapping[str, Any]) -> torch.dtype:
-    """Of the parameters, as the config says; float32 where it says nothing."""
+    """Return the dtype of the parameters that the config names, float32 by default."""
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise AutoparError("The config's dtype is none.", found=name, hint='a right line is: "dtype": "bfloat16"')
+        raise AutoparError(
+            "The config's dtype is not a floating-point dtype.", found=name, hint='write, say, "dtype": "bfloat16".'
+        )
     return found
 
 
 def _transformers() -> Any:
     try:
         transformers = importlib.import_module("transformers")
-        transformers.logging.set_verbosity_error()  # what it warns of is not about planning
+        transformers.logging.set_verbosity_error()  # its warnings are not about planning
     except ImportError:
         raise AutoparError(
             "Models by type or config need Hugging Face transformers.",
             found="transformers is not installed",
-            hint="pip install transformers, or name module:function.",
+            hint="pip install transformers, or give module:function.",
         ) from None
     return transformers
 
 
 def _head(transformers: Any, config: Any) -> Any:
-    """The class that trains such a config: the one that it names, else the first task's that has one."""
+    """Return the class that trains this config: the one it names, else that of the first task that supports it."""
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     if named and named[0] is not None:
         return named[0]
@@ -180,7 +184,7 @@ def _head(transformers: Any, config: Any) -> Any:
 
 
 def _is_encoder(config: Any) -> bool:
-    """BERT and its like are in the list of causal models, for want of is_decoder."""
+    """Whether transformers lists this encoder (BERT and its relatives) among the causal models."""
     return (
         getattr(config, "is_decoder", None) is False
         and not getattr(config, "is_encoder_decoder", False)
@@ -201,9 +205,9 @@ def _inputs(config: Any, arguments: argparse.Namespace, device: str) -> dict[str
     longest = getattr(config, "max_position_embeddings", None) or sequence
     if tokens is not None and tokens > longest:
         raise AutoparError(
-            "The model has no positions for so many tokens.",
+            "The batch has more tokens per sample than the model has positions.",
             found=f"--batch {batch}x{tokens}, max_position_embeddings {longest}",
-            hint=f"write --batch {batch}x{longest}, or give a config.json with more positions.",
+            hint=f"use --batch {batch}x{longest}, or a config.json with more positions.",
         )
     shape = (batch, min(sequence, longest))
     if device == "meta":

@@ -22,45 +22,51 @@ examples:
   autopar plan config.json --mesh 32x8 --cluster my-cluster.toml --output plan.json
   autopar plan train:model_and_inputs --mesh dp=2,tp=4 --constraint "lm_head.weight=S0R"
 
-A mesh arranges the devices along axes: 32x8 is 32 groups of 8, the last axis varies fastest, so that with 8 devices a
-node it lies inside nodes. In a spec, S0R means: dim 0 is cut by mesh axis 0, dim 1 is whole; see docs/explanation.
-Ctrl-C while it solves prints the best plan found so far, with its gap to the bound.
+A mesh arranges the devices along axes. 32x8 is 32 groups of 8; the last axis varies fastest, so with 8 devices per node
+it lies inside nodes. In a spec, S0R means that dim 0 is cut by mesh axis 0 and dim 1 is whole; see docs/explanation.
+Ctrl-C during the search prints the best plan so far, with its gap to the bound.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> None:
-    """What says how to plan; with ``report`` also what to do with the plan."""
+    """Add the planning arguments; with ``report`` also those for what to do with the plan."""
     models.add_arguments(parser)
-    parser.add_argument("--mesh", metavar="NxM", help="its shape, or dp=2,tp=4; default chosen for the cluster")
+    parser.add_argument(
+        "--mesh", metavar="NxM", help="shape of the mesh, or dp=2,tp=4 (default: chosen for the cluster)"
+    )
     parser.add_argument(
         "--cluster",
         metavar="NAME",
-        help="dgx-h100, dgx-h100:32 (devices), or a file of autopar profile; default this machine",
+        help="dgx-h100, dgx-h100:32 (devices), or a file of autopar profile (default: this machine)",
     )
     parser.add_argument(
         "--budget",
         "--memory-budget",
         dest="memory_budget",
         metavar="SIZE",
-        help="memory on each device, such as 60GiB; default all it has",
+        help="memory budget of each device, such as 60GiB (default: all of its memory)",
     )
-    parser.add_argument("--mixed-precision", metavar="bf16|fp16", help="autocast around every call")
-    parser.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
+    parser.add_argument("--mixed-precision", metavar="bf16|fp16", help="run every call under autocast")
+    parser.add_argument("--optimizer", default="adamw", help="optimizer whose state is counted (default adamw)")
     parser.add_argument(
         "--constraint",
         action="append",
         default=[],
         metavar="GLOB=SPEC",
-        help="a spec such as S0R, or column, row, shard, replicate; may be repeated",
+        help="force a spec such as S0R, or a style: column, row, shard, replicate; may be repeated",
     )
-    parser.add_argument("--search", default="joint", help="joint, two-stage, or baseline:NAME (default joint)")
-    parser.add_argument("--solver", default="auto", help="highs, cbc, or another that PuLP knows (default auto)")
-    parser.add_argument("--time-limit", type=_seconds, default=16.0, metavar="S", help="for the solver (default 16)")
+    parser.add_argument(
+        "--search", default="joint", help="search method: joint, two-stage, or baseline:NAME (default joint)"
+    )
+    parser.add_argument("--solver", default="auto", help="highs, cbc, or another solver that PuLP knows (default auto)")
+    parser.add_argument(
+        "--time-limit", type=_seconds, default=16.0, metavar="S", help="seconds for the solver (default 16)"
+    )
     if report:
         parser.epilog = EXAMPLES
         parser.add_argument("--output", type=Path, metavar="FILE", help="save the plan as JSON")
         parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report that opens offline")
-        parser.add_argument("--source", action="store_true", help="print the local program too")
+        parser.add_argument("--source", action="store_true", help="also print the local program")
 
 
 def _seconds(text: str) -> float:
@@ -69,7 +75,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds: write 60")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: write, say, 60")
     return seconds
 
 
@@ -98,19 +104,23 @@ def planned(arguments: argparse.Namespace) -> Any:
 
 
 def check_writable(files: Sequence[Path]) -> None:
-    """Before anything takes time.
+    """Check that the files can be written, before the slow part.
 
     Raises:
-        AutoparError: a file cannot be written.
+        AutoparError: if a file cannot be written.
     """
     for file in files:
         folder = file.parent
         if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-            raise AutoparError("The file cannot be written.", found=str(file), hint=f"is {folder} a folder of yours?")
+            raise AutoparError(
+                "The file cannot be written.",
+                found=str(file),
+                hint=f"check that the directory {folder} exists and is writable.",
+            )
 
 
 def asked_model(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The model that the command names, and its inputs, without values."""
+    """Load the model that the command names, and its inputs, on the meta device."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return models.load_model(arguments, meta=True)
 
@@ -134,10 +144,10 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _optimizer(text: str) -> str | float:
-    """A name, or bytes of state for each element.
+    """Parse an optimizer's name, or a number of state bytes per element.
 
     Raises:
-        AutoparError: it is neither.
+        AutoparError: if the text is neither.
     """
     try:
         return float(text)
@@ -147,10 +157,10 @@ def _optimizer(text: str) -> str | float:
 
 
 def mesh_of(text: str | None) -> object:
-    """``"2x4"``, ``"2,4"``, ``"(2, 4)"`` or ``"dp=2,tp=4"`` as `autopar.plan` takes it.
+    """Parse ``"2x4"``, ``"2,4"``, ``"(2, 4)"`` or ``"dp=2,tp=4"`` into the mesh argument of `autopar.plan`.
 
     Raises:
-        AutoparError: it is neither.
+        AutoparError: if the text has none of these forms.
     """
     if text is None:
         return None
@@ -161,20 +171,22 @@ def mesh_of(text: str | None) -> object:
     named = all(sign for _, sign, _ in parts)
     sizes = [size if named else name for name, sign, size in parts if named or not sign]
     if len(sizes) != len(parts) or not all(size.isdecimal() and int(size) for size in sizes):
-        raise AutoparError("--mesh is no shape.", found=text, hint="write --mesh 2x4 or --mesh dp=2,tp=4.")
+        raise AutoparError("--mesh is not a mesh shape.", found=text, hint="write --mesh 2x4 or --mesh dp=2,tp=4.")
     if named:
         return {name: int(size) for name, _, size in parts}
     return tuple(int(size) for size in sizes)
 
 
 def constraints_of(texts: list[str]) -> dict[str, str]:
-    """``GLOB=SPEC`` pairs.
+    """Parse ``GLOB=SPEC`` pairs.
 
     Raises:
-        AutoparError: one has no ``=``.
+        AutoparError: if one has no ``=``.
     """
     pairs = [text.rpartition("=") for text in texts]
     for text, (_, sign, _) in zip(texts, pairs, strict=True):
         if not sign:
-            raise AutoparError("--constraint is no pair.", found=text, hint='write --constraint "lm_head.weight=S0R".')
+            raise AutoparError(
+                "--constraint is not a GLOB=SPEC pair.", found=text, hint='write --constraint "lm_head.weight=S0R".'
+            )
     return {glob: spec for glob, _, spec in pairs}

@@ -19,18 +19,22 @@ examples:
   autopar profile --nproc 2 cpu.toml                       two processes over gloo, on this machine
   torchrun --nproc-per-node 8 -m autopar profile ours.toml --mesh 8
 
-The file holds latencies, bandwidths and the times of kernels. Plans for it, --cluster ours.toml, may be made anywhere.
+The file holds latencies, bandwidths and kernel times. Any machine can plan for it: autopar plan ... --cluster ours.toml
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("output", nargs="?", type=Path, default=Path("cluster.toml"), help="default cluster.toml")
-    parser.add_argument("--nproc", type=int, metavar="N", help="launch N processes here; otherwise join, or be one")
-    parser.add_argument("--backend", help="gloo or nccl; default nccl where every process has a GPU")
-    parser.add_argument("--mesh", metavar="N,M", help="shape of the mesh whose axes are measured; default one axis")
-    parser.add_argument("--name", help="of the cluster; default the file's")
-    parser.add_argument("--quick", action="store_true", help="small sizes only, in seconds")
+    parser.add_argument(
+        "output", nargs="?", type=Path, default=Path("cluster.toml"), help="the file to write (default cluster.toml)"
+    )
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="launch N processes on this machine; without it join the torchrun group"
+    )
+    parser.add_argument("--backend", help="gloo or nccl (default nccl if every process has a GPU)")
+    parser.add_argument("--mesh", metavar="N,M", help="shape of the mesh whose axes are measured (default one axis)")
+    parser.add_argument("--name", help="name of the cluster (default that of the file)")
+    parser.add_argument("--quick", action="store_true", help="measure small sizes only; takes seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.nproc is not None:
         if arguments.nproc < 1:
-            raise MeshError("--nproc must be at least 1.", found=str(arguments.nproc), hint="autopar profile --nproc 2")
+            raise MeshError("--nproc must be at least 1.", found=str(arguments.nproc), hint="use, say, --nproc 2.")
         return run_under_torchrun(arguments.nproc, _without_nproc(arguments.given))
     join(arguments.backend)
     return _measure(arguments)
@@ -93,14 +97,14 @@ def _mesh(text: str | None, world_size: int) -> Mesh:
     sizes = text.split(",")
     if not all(s.isdecimal() and int(s) for s in sizes) or math.prod(map(int, sizes)) != world_size:
         raise MeshError(
-            f"--mesh must be a shape of {world_size} ranks.", found=text, hint=f"--mesh {world_size}, or leave it out."
+            f"--mesh must be a shape of {world_size} ranks.", found=text, hint=f"use --mesh {world_size}, or omit it."
         )
     return Mesh(tuple(map(int, sizes)))
 
 
 def _show(cluster: Cluster) -> None:
     console = Console(width=100)
-    collectives = Table("collective", "ranks", "latency", "bandwidth", "error of the line", title=cluster.description)
+    collectives = Table("collective", "ranks", "latency", "bandwidth", "fit error", title=cluster.description)
     for c in cluster.measured.collectives:
         ranks = f"{c.ranks_per_node}" + (f" x {c.nodes} nodes" if c.nodes > 1 else "")
         speed = f"{1e-9 / c.beta_s_per_byte:.3g} GB/s"

@@ -1,4 +1,4 @@
-"""What a command does meanwhile: one line that changes on a terminal, a line a stage elsewhere."""
+"""Progress of a command: one changing line on a terminal, one line per stage elsewhere."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from autopar.solver.clock import hurried, interruptible
 WIDTH = 78
 STAGES = {
     "capture": "capture: trace forward and backward, without allocating anything",
-    "strategies": "strategies: list the ways to shard every op",
-    "build": "price: seconds and bytes of every way",
-    "baselines": "baselines: the known ways to train in parallel",
-    "solve": "solve: choose",
+    "strategies": "strategies: list the ways to shard each op",
+    "build": "price: compute seconds and bytes of each strategy",
+    "baselines": "baselines: complete the known ways to train in parallel",
+    "solve": "solve: choose the best strategies",
     "lower": "lower: write the program of every rank",
 }
 
 
 class Progress:
-    """Called with each stage; ``solve: 219 ms, gap 3 %`` is a detail of the stage before the colon."""
+    """Print each stage that it is called with. In ``solve: 219 ms, gap 3 %`` the stage is ``solve``."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = sys.stderr if out is None else out
         self.live = self.out.isatty()
         self.began = time.monotonic()
         self.stage = ""
-        self.told = -1.0
+        self.printed_at = -1.0
 
     def __call__(self, text: str) -> None:
         stage, detail, _ = text.partition(": ")
         now = time.monotonic()
-        if stage == self.stage and not self.live and now - self.told < 2.0:
+        if stage == self.stage and not self.live and now - self.printed_at < 2.0:
             return
         if stage == self.stage and not detail:
             return
-        self.stage, self.told = stage, now
+        self.stage, self.printed_at = stage, now
         said = STAGES.get(stage, stage) if not detail else text
         stopping = " (stopping)" if hurried() else ""
         line = f"{now - self.began:6.1f} s  {said}{stopping}"
@@ -52,13 +52,13 @@ class Progress:
 
 @contextlib.contextmanager
 def told() -> Iterator[Progress]:
-    """Progress for a search that Ctrl-C ends with the best plan so far."""
+    """Show progress, and let Ctrl-C end the search with the best plan so far."""
     progress = Progress()
     try:
         with interruptible():
             yield progress
             if hurried():
                 progress.close()
-                print("stopped: this is the best plan that was found until then", file=progress.out)
+                print("stopped: this is the best plan found so far", file=progress.out)
     finally:
         progress.close()

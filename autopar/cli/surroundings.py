@@ -1,4 +1,4 @@
-"""What autopar finds on this machine, and what would not work here."""
+"""What autopar finds on this machine, and what does not work here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 LEAST_TORCH = (2, 11)
+"""Oldest supported release of torch."""
+
 OPTIONAL = {
     "transformers": "Hugging Face models by name or config on the command line",
     "safetensors": "reading and writing safetensors",
@@ -22,10 +24,11 @@ OPTIONAL = {
     "accelerate": "Hugging Face Trainer and Accelerate",
     "lightning": "PyTorch Lightning",
 }
+"""Optional packages, and what they are for."""
 
 
 class Finding(NamedTuple):
-    """``works`` is None for what is only said."""
+    """One line of the list. ``works`` is None if the line is only information."""
 
     topic: str
     text: str
@@ -33,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> Iterator[Finding]:
-    """One line each, in the order in which they matter."""
+    """Yield the findings, most important first."""
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _torch()
     yield from _solvers()
@@ -52,7 +55,7 @@ def _torch() -> Finding:
 
 def _solvers() -> Iterator[Finding]:
     highs = _installed("highspy")
-    better = "" if highs else ": pip install highspy, it is much faster than CBC"
+    better = "" if highs else ": pip install highspy, which is much faster than CBC"
     yield Finding("solver", f"HiGHS {_version('highspy')}{better}", works=highs)
     import pulp
 
@@ -65,8 +68,8 @@ def _devices() -> Iterator[Finding]:
     yield Finding("device", f"CPU with {os.cpu_count()} cores, {memory / 2**30:.1f} GiB of memory", works=True)
     if not torch.cuda.is_available():
         built = torch.version.cuda is not None or torch.version.hip is not None
-        why = "torch sees none" if built else "this torch is built without CUDA"
-        yield Finding("device", f"no GPU ({why}): plans can be made for any, programs run on the CPU", works=False)
+        why = "torch finds none" if built else "this torch is built without CUDA"
+        yield Finding("device", f"no GPU ({why}): you can plan for any GPU, and programs run on the CPU", works=False)
         return
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
@@ -78,7 +81,7 @@ def _links() -> Iterator[Finding]:
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     if pairs:
         direct = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
-        said = f"{direct} of {len(pairs)} pairs of GPUs reach each other directly"
+        said = f"{direct} of {len(pairs)} pairs of GPUs have direct access to each other"
         yield Finding("links", said, works=direct == len(pairs))
     yield Finding("links", "gloo, for processes on CPUs", works=dist.is_available() and dist.is_gloo_available())
     yield Finding("links", "NCCL, for GPUs", works=dist.is_available() and dist.is_nccl_available())
@@ -99,5 +102,5 @@ MARKS = {True: "yes", False: "no", None: ""}
 
 
 def text() -> str:
-    """The findings as lines."""
+    """Return the findings as lines of text."""
     return "\n".join(f"{f.topic:<9} {MARKS[f.works]:<4} {f.text}".rstrip() for f in findings())

@@ -1,4 +1,4 @@
-"""Readable Python of the local program."""
+"""Emit the local program as readable Python."""
 
 from autopar.codegen.digest import digest
 from autopar.codegen.emit import emit, results_of

@@ -1,7 +1,8 @@
-"""The parts of autopar that a program calls, as source that needs torch alone.
+"""Copy the parts of autopar that a program calls into source that needs only torch.
 
-From the names that a program uses, definitions are followed through autopar's modules and copied as they stand, each
-after what it needs when it is defined. Names of other modules keep their imports; two things of one name get two names.
+Starting from the names that a program uses, definitions are followed through autopar's modules and copied verbatim,
+each after what it needs when it is defined. Names of other modules keep their imports. If two definitions share a name,
+one is renamed.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from autopar.ops.registration import IMPLEMENTATIONS
 
 PACKAGE = "autopar"
 ABSENT = {"enabled": "def {name}(*tensors, **options):\n    return False"}
-"""What stands for functions of ``autopar.kernels`` where a plan runs no kernels: eager code runs instead."""
+"""Stand-ins for functions of ``autopar.kernels`` if a plan runs no kernels: eager code runs instead."""
 
 
 @dataclass
 class Bundle:
-    """Definitions gathered so far.
+    """The definitions collected so far.
 
     Args:
         definitions: source of each, in an order in which they can run.
-        imports: lines for what comes from elsewhere.
-        names: what each (module, name) is called here.
-        kernels: whether Triton kernels are copied.
+        imports: import lines for other modules.
+        names: name of each (module, name) in the bundle.
+        taken: names that are in use.
+        kernels: whether to copy Triton kernels.
     """
 
     definitions: list[str] = field(default_factory=list)
@@ -43,13 +45,13 @@ class Bundle:
     kernels: bool = False
 
     def add(self, module: ModuleType, name: str) -> str:
-        """Copy the definition of ``name`` with all that it needs, and return its name here."""
+        """Copy the definition of ``name`` with everything it needs, and return its name in the bundle."""
         key = (module.__name__, name)
         if key in self.names:
             return self.names[key]
         if module.__name__ == "autopar.kernels":
             if not self.kernels:
-                return self._absent(key)
+                return self._stand_in(key)
             self.names[key] = self.add(alone, name)
             return self.names[key]
         statement = _statements(module).get(name)
@@ -57,17 +59,17 @@ class Bundle:
             raise KeyError(f"{module.__name__} does not define {name}")
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             return self._imported(statement, name, key)
-        self.names[key] = self._free(name, module)
+        self.names[key] = self._free_name(name, module)
         self.definitions.append(self.rewritten(statement, module, {name: self.names[key]}))
         return self.names[key]
 
-    def _absent(self, key: tuple[str, str]) -> str:
+    def _stand_in(self, key: tuple[str, str]) -> str:
         name = self.names[key] = f"kernel_{key[1]}"
         text = ABSENT.get(key[1], "def {name}(*tensors, **options):\n    raise NotImplementedError")
         self.definitions.append(text.format(name=name))
         return name
 
-    def _free(self, name: str, module: ModuleType) -> str:
+    def _free_name(self, name: str, module: ModuleType) -> str:
         candidates = [name, f"{module.__name__.rsplit('.', 1)[1].strip('_')}_{name.lstrip('_')}"]
         found = next((c for c in candidates if c not in self.taken), f"{candidates[1]}_{len(self.taken)}")
         self.taken.add(found)
@@ -89,7 +91,7 @@ class Bundle:
         return name
 
     def rewritten(self, statement: ast.stmt, module: ModuleType, own: Mapping[str, str]) -> str:
-        """The text of a statement of ``module`` with every name of autopar's as it is here.
+        """Return the text of a statement of ``module`` with autopar's names as they are in the bundle.
 
         Args:
             own: new names of what the statement itself defines.
@@ -103,7 +105,7 @@ class Bundle:
         return _replaced(statement, _source(module), changes)
 
     def _reference(self, node: ast.Name | ast.Attribute, module: ModuleType) -> str | None:
-        """What a global name, an attribute of a module of autopar, or an op of autopar's is called here."""
+        """Return the bundle's name of a global name, an attribute of one of autopar's modules, or one of its ops."""
         if _is_own_op(node):
             function = IMPLEMENTATIONS[f"autopar::{node.attr}"]  # type: ignore[union-attr]
             return self.add(sys.modules[function.__module__], function.__name__)
@@ -120,7 +122,7 @@ class Bundle:
         return f"{self.add(module, name)}.{node.attr}"
 
     def add_kernels(self) -> None:
-        """Copy the kernels that the definitions so far launch."""
+        """Copy the kernels that the collected definitions launch."""
         run = self.names.get((alone.__name__, "run"))
         launched = {n for d in self.definitions for n in re.findall(rf'\b{run}\(\s*"(\w+)"', d)} if run else set()
         by_module: dict[str, list[str]] = {}
@@ -138,7 +140,7 @@ class Bundle:
         self.definitions.append("\n".join([f"{self.add(alone, 'TABLE')}.update({{", *rows, "})"]))
 
     def text(self) -> str:
-        """Imports and definitions."""
+        """Return the imports and definitions."""
         future = "from __future__ import annotations"
         plain = sorted(line for line in self.imports if line.startswith("import") and line != future)
         chosen = sorted(line.split(" import ") for line in self.imports if line.startswith("from") and line != future)
@@ -148,12 +150,12 @@ class Bundle:
 
 
 def bundled(program: str, entry: ModuleType, *, kernels: bool = False) -> tuple[str, str]:
-    """(imports and definitions, program) of an emitted program that needs torch alone.
+    """Return (imports and definitions, program) of an emitted program that needs only torch.
 
     Args:
-        program: functions and tables that call ``spmd`` and custom ops by name, without their imports.
+        program: functions and tables that call ``spmd`` and custom ops by name, without imports.
         entry: a module whose function ``main`` runs the program.
-        kernels: whether Triton kernels are copied too; without, eager code runs.
+        kernels: whether to copy Triton kernels; without them eager code runs.
     """
     bundle = Bundle(taken={"forward", "backward", "accumulate", "inputs", "rank"}, kernels=kernels)
     tree = ast.parse(program)
@@ -173,7 +175,7 @@ def bundled(program: str, entry: ModuleType, *, kernels: bool = False) -> tuple[
 def _calls(
     tree: ast.Module, bundle: Bundle, spmd: ModuleType, defined: set[str], offsets: list[int]
 ) -> Iterator[tuple[int, int, str]]:
-    """Where a program names something of autopar's, and what that is called in the bundle."""
+    """Yield (start, end, new name) of everything in a program that refers to autopar."""
     for node in ast.walk(tree):
         name = None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "spmd":
@@ -195,7 +197,7 @@ def _source(module: ModuleType) -> str:
 
 @cache
 def _statements(module: ModuleType) -> Mapping[str, ast.stmt]:
-    """The statement of a module that defines each of its names."""
+    """Return the statement that defines each name of a module."""
     found: dict[str, ast.stmt] = {}
     for statement in _unguarded(ast.parse(_source(module)).body):
         for name in _defined(statement):
@@ -204,7 +206,7 @@ def _statements(module: ModuleType) -> Mapping[str, ast.stmt]:
 
 
 def _unguarded(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, those under ``if TYPE_CHECKING`` and in ``try`` too."""
+    """Yield all statements, including those under ``if TYPE_CHECKING`` and in ``try``."""
     for statement in body:
         if isinstance(statement, (ast.If, ast.Try)):
             yield from _unguarded(statement.body)
@@ -228,7 +230,7 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def _global_names(statement: ast.stmt) -> list[Any]:
-    """Names in a statement that are not bound inside it, and attributes read from such names, each once."""
+    """Return the names in a statement that are not bound inside it, and attributes read from such names."""
     found: list[Any] = []
     _collect(statement, frozenset(), found)
     return found
@@ -271,7 +273,7 @@ def _collect(node: ast.AST, bound: frozenset[str], found: list[Any]) -> None:
 
 
 def _locals(function: ast.FunctionDef | ast.Lambda) -> frozenset[str]:
-    """Parameters, and what the body assigns or imports, nested functions' names included."""
+    """Return the parameters, and the names that the body assigns, imports or defines."""
     names = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
     for part in function.body if isinstance(function.body, list) else []:
         for node in ast.walk(part):
@@ -292,7 +294,7 @@ def _line_offsets(text: str) -> list[int]:
 
 
 def _replaced(statement: Any, text: str, changes: list[tuple[Any, str | None]]) -> str:
-    """The source of a statement, decorators included, with other names."""
+    """Return the source of a statement, including decorators, with names replaced."""
     offsets = _line_offsets(text)
     decorators = getattr(statement, "decorator_list", [])
     first = min([statement.lineno, *(d.lineno for d in decorators)])

@@ -1,9 +1,8 @@
-"""autopar's ops as pointwise ops and reductions, which a fusing compiler merges with their neighbours.
+"""Decompose autopar's ops into pointwise ops and reductions, which a fusing compiler merges with their neighbours.
 
-Their eager implementations work through blocks that fit a cache and look at values; these are the same functions
-without either. What has good kernels of its own (attention on GPUs, gradients of lookups, the fused ops that a
-plan asks for) stays whole; attention by torch's kernel for CPUs keeps the layout that this gives it, of which a view is
-what models want next.
+The eager implementations work in cache-sized blocks and branch on values; these are the same functions without either.
+Ops with good kernels (attention on GPUs, gradients of lookups, the fused ops that a plan requests) stay whole.
+Attention with torch's CPU kernel keeps the layout of that kernel's result, since models usually view it next.
 """
 
 from __future__ import annotations
@@ -29,15 +28,19 @@ def _sumexp(x: Tensor, m: Tensor) -> Tensor:
     return (x.to(dtype) - m.to(dtype).unsqueeze(-1)).exp().sum(-1)
 
 
-def _placed(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
+def _local_position(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
     local = target - offset
     here = (local >= 0) & (local < v) & (target != ignore_index)
     return here, local.where(here, 0)
 
 
-def _refusing(position: Tensor, index: Tensor, length: int, vocabulary: int, ignored: int | None = None) -> Tensor:
-    """The position where an index is somebody's, else one after the end, which the compiled program refuses as the ops
-    themselves do: on CPUs, where the size of the whole vocabulary is known."""
+def _checked_position(
+    position: Tensor, index: Tensor, length: int, vocabulary: int, ignored: int | None = None
+) -> Tensor:
+    """Return the position, or one past the end for an index outside the vocabulary, so that compiled code raises.
+
+    The eager ops raise too. Only on CPUs, and if the size of the global vocabulary is known.
+    """
     if vocabulary <= 1 or index.device.type != "cpu":
         return position
     wrong = (index < 0) | (index >= vocabulary)
@@ -59,8 +62,8 @@ def _nll(
     each: float = 0.0,
     vocabulary: int = 0,
 ) -> Tensor:
-    here, position = _placed(target, ignore_index, offset, x.shape[-1])
-    position = _refusing(position, target, x.shape[-1], vocabulary, ignore_index)
+    here, position = _local_position(target, ignore_index, offset, x.shape[-1])
+    position = _checked_position(position, target, x.shape[-1], vocabulary, ignore_index)
     chosen = x.gather(-1, position.unsqueeze(-1)).squeeze(-1) if x.shape[-1] else torch.zeros_like(lse)
     loss = (lse - chosen).to(lse.dtype).where(here, 0)
     if share is not None and classes is not None:
@@ -86,7 +89,7 @@ def _nll_backward(
     own: float = 1.0,
     each: float = 0.0,
 ) -> Tensor:
-    here, position = _placed(target, ignore_index, offset, x.shape[-1])
+    here, position = _local_position(target, ignore_index, offset, x.shape[-1])
     scale = grad.masked_fill(target == ignore_index, 0).to(lse.dtype).unsqueeze(-1)
     columns = torch.arange(x.shape[-1], device=x.device)
     chosen = (columns == position.unsqueeze(-1)) & here.unsqueeze(-1)
@@ -103,7 +106,7 @@ def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int 
         return weight.new_zeros([*index.shape, weight.shape[1]])
     local = index - offset if offset else index
     inside = (local >= 0) & (local < weight.shape[0])
-    position = _refusing(local.where(inside, 0), index, weight.shape[0], vocabulary)
+    position = _checked_position(local.where(inside, 0), index, weight.shape[0], vocabulary)
     rows = torch.ops.aten.embedding.default(weight, position)
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
@@ -117,7 +120,7 @@ def _global_index(shape: list[int], global_shape: list[int], offset: list[int], 
     return index.expand(shape)
 
 
-def _shifted(words: Tensor, shift: int) -> Tensor:
+def _xor_shift(words: Tensor, shift: int) -> Tensor:
     return words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))
 
 
@@ -126,21 +129,21 @@ def _dropout(x: Tensor, seed: Tensor, *, p: float, site: int, global_shape: list
         return x.clone() if p == 0 else torch.zeros_like(x)
     index = _global_index(list(x.shape), global_shape, offset, x.device)
     words = ((index >> 1) + 1) * GAMMA + _mixed_key(seed, site)
-    words = _shifted(words, 30) * MULTIPLIERS[0]
-    words = _shifted(words, 27) * MULTIPLIERS[1]
-    words = _shifted(words, 31)
-    # The low half of a word is an even element's, the high half an odd one's; shifts give both with their sign.
+    words = _xor_shift(words, 30) * MULTIPLIERS[0]
+    words = _xor_shift(words, 27) * MULTIPLIERS[1]
+    words = _xor_shift(words, 31)
+    # The low half of a word belongs to an even element, the high half to an odd one; both keep their sign.
     bits = torch.where((index & 1).bool(), words >> 32, (words << 32) >> 32)
     keep = bits >= min(round(p * 2**32), 2**32 - 1) - 2**31
     return torch.where(keep, x * (1 / (1 - p)), 0).contiguous()
 
 
 def _mixed_key(seed: Tensor, site: int) -> Tensor:
-    """``random.key``, out of place."""
+    """Compute ``random.key`` out of place."""
 
     def mixed(words: Tensor) -> Tensor:
-        words = _shifted(words, 30) * MULTIPLIERS[0]
-        return _shifted(_shifted(words, 27) * MULTIPLIERS[1], 31)
+        words = _xor_shift(words, 30) * MULTIPLIERS[0]
+        return _xor_shift(_xor_shift(words, 27) * MULTIPLIERS[1], 31)
 
     return mixed(mixed(seed.reshape(()).to(torch.int64) + GAMMA) + _signed((site + 1) * GAMMA))
 

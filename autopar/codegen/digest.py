@@ -1,4 +1,4 @@
-"""What tells one emitted program from another."""
+"""Digest of an emitted program."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _CONSTANT = re.compile(
     rf"){_SHAPE}",
     re.MULTILINE,
 )
-"""An entry of the table of constants: numbers, and nothing that could be called."""
+"""An entry of the table of constants: only numbers, nothing that could be executed."""
 
 _UNPACKING = '"""\n\nimport base64\nimport zlib\n\n'
 
 
 def digest(source: str) -> str:
-    """Of all of a program but the values of constants. These are the model's own when the program runs, and those of
-    a model without values are not in the text."""
+    """Hash a program without the values of constants.
+
+    When a program runs, these come from the model. If the model has no values, the text does not hold them.
+    """
     plain = _CONSTANT.sub("", source).replace("CONSTANTS = {\n}\n", "CONSTANTS = {}\n")
     plain = plain.replace(_UNPACKING, '"""\n\n', 1)
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,4 +1,4 @@
-"""Readable Python of a local program: what each rank runs, in order, with what is freed when."""
+"""Emit readable Python of a local program: what each rank runs, in order, and when it frees each tensor."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered
 
 WIDTH = 120
+"""Longest line of an emitted program, in characters."""
 REGISTERS = "# registers"
-"""Follows the import of a module that is there for its ops."""
+"""Comment that marks the import of a module that registers ops."""
 
-BOUND = "\0"
-"""Stands for a space at which no line is broken."""
+NON_BREAKING = "\0"
+"""A non-breaking space for wrapping lines."""
 
 LITERAL = 4096
-"""Constants of so many elements are written into the program as numbers; others packed, if these are the letters."""
+"""Most elements of a constant that is written as numbers. Larger ones are packed."""
+PACKED = 1 << 15
+"""Most characters of a packed constant. Longer ones are left out."""
 PACKED = 1 << 15
 
 
@@ -44,11 +47,11 @@ def emit(
     constants: Mapping[str, Tensor] | None = None,
     micro_batches: int = 1,
 ) -> str:
-    """The program as a Python module with ``forward(rank, inputs)`` and ``backward(rank, inputs)``; where gradients add
-    up over micro-batches, ``accumulate(rank, inputs)`` is the backward of all but the last.
+    """Return the program as a Python module with ``forward(rank, inputs)`` and ``backward(rank, inputs)``.
 
-    Each takes its inputs as a list, which it empties, so that every tensor is freed after its last use. Tables at the
-    end say what the inputs and results are.
+    With gradient accumulation, ``accumulate(rank, inputs)`` is the backward of all micro-batches but the last. Each
+    function takes its inputs as a list and empties it, so that every tensor is freed after its last use. Tables at the
+    end describe inputs and results.
     """
     ops = sorted({name for module in _modules(lowered) for name in _own_ops(module.graph)})
     names = name_nodes(lowered, ops)
@@ -85,13 +88,13 @@ def _prelude(ops: Sequence[str], lowered: Lowered, *, functional: bool) -> str:
 
 
 def _imports_of_others(ops: Iterable[OpOverload]) -> list[str]:
-    """Imports of the modules that register custom ops of libraries and users."""
+    """Return imports of the modules that register custom ops of libraries and users."""
     registered = {(module, str(op)) for op in ops if (module := defining_module(op))}
     return [f"import {module}  {REGISTERS} torch.ops.{op}" for module, op in sorted(registered)]
 
 
 def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro_batches: int) -> str:
-    """What goes in and comes out, by position, for those who call the program."""
+    """Return the tables that describe inputs and results by position, for callers of the program."""
 
     def described(tensor: TensorMeta, spec: ShardingSpec) -> str:
         return f"{quoted(tensor.dtype)}, {literal(tuple(tensor.shape), {})}, {quoted(str(spec))}"
@@ -114,11 +117,11 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
         ("TANGENTS", [(i.kind, i.name, s) for i, s in taken], back[len(lowered.saved) :]),
         ("GRADIENTS", [(o.kind, o.name, s) for o, s in lowered.gradients], gradients),
     ]
-    lines = ["# Kind, name, dtype, shape of the whole and spec of what goes in and comes out, by position."]
+    lines = ["# Kind, name, dtype, global shape and spec of each input and result, by position."]
     lines.append(f"MESH = ({literal(tuple(mesh.shape), {})}, {literal(tuple(mesh.names), {})})")
     lines += [f"{title} = {rows(ends, nodes)}" for title, ends, nodes in tables]  # type: ignore[arg-type]
     if lowered.accumulate is not None:
-        lines += ["# What accumulate returns, and the micro-batches of a step: the last runs backward instead."]
+        lines += ["# Results of accumulate, and micro-batches per step; the last one runs backward instead."]
         lines += ["SUMS = [", *(f"    ({quoted(o.kind)}, {quoted(o.name)})," for o, _ in lowered.accumulated), "]"]
         lines.append(f"MICRO_BATCHES = {micro_batches}")
     used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
@@ -128,7 +131,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
 
 
 def _constant(name: str, tensor: Tensor) -> str:
-    """A line of the table; none for a tensor that would be longer than the program."""
+    """Return an entry of the table of constants; "" for a tensor that would dwarf the program."""
     if tensor.numel() > LITERAL:
         return _packed(name, tensor)
     plain = re.sub(r"\b(nan|inf)\b", r"float('\1')", repr(tensor.flatten().tolist()))
@@ -139,8 +142,8 @@ def _constant(name: str, tensor: Tensor) -> str:
 
 
 def _packed(name: str, tensor: Tensor) -> str:
-    """The same of a tensor with few different values, as masks are: its bytes, compressed."""
-    if tensor.nbytes > 1000 * PACKED:  # zlib makes of a run a thousandth
+    """Return an entry with compressed bytes, which are short for tensors such as masks; "" if they are too long."""
+    if tensor.nbytes > 1000 * PACKED:  # zlib compresses a run to a thousandth at best
         return ""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     letters = base64.b64encode(zlib.compress(flat.numpy().tobytes(), 9)).decode()
@@ -154,7 +157,7 @@ def _packed(name: str, tensor: Tensor) -> str:
 def results_of(
     module: fx.GraphModule, mesh: Mesh, coordinate: tuple[int, ...]
 ) -> list[tuple[str, tuple[int, ...], str] | None]:
-    """Name, local shape and dtype of each result on a rank; None for what lies with the host."""
+    """Return name, local shape and dtype of each result on a rank; None for results on the host."""
     made: list[tuple[str, tuple[int, ...], str] | None] = []
     for node in module.graph.output_node().args[0]:  # type: ignore[union-attr]
         tensor: LocalTensor = node.meta["tensor"]  # type: ignore[union-attr]
@@ -164,7 +167,7 @@ def results_of(
 
 
 class _Printer:
-    """Prints functions of one program."""
+    """Prints the functions of one program."""
 
     def __init__(self, names: Names, mesh: Mesh) -> None:
         self.names, self.mesh = names.of, mesh
@@ -194,7 +197,7 @@ class _Printer:
             lines += self._assignment(node, items)
             dead = [d for n in (node, *made) for d in last.get(n, ()) if not (inlined(d) or (d is node and items))]
             if dead:
-                lines.append(self._freed(dead))
+                lines.append(self._deletion(dead))
         return "\n".join(lines)
 
     def _return(self, node: fx.Node, results: int, rest: str) -> list[str]:
@@ -206,11 +209,11 @@ class _Printer:
             lines.insert(results, f"        # {rest}:")
         return ["    return (", *lines, "    )"]
 
-    def _freed(self, dead: Sequence[fx.Node]) -> str:
+    def _deletion(self, dead: Sequence[fx.Node]) -> str:
         line = f"    del {', '.join(self.names[d] for d in dead)}"
         if len(line) <= WIDTH:
             return line
-        names = _filled(f"{', '.join(self.names[d] for d in dead)},")
+        names = _wrapped(f"{', '.join(self.names[d] for d in dead)},")
         return "\n".join(["    del (", *names, "    )"])
 
     def _assignment(self, node: fx.Node, items: Sequence[fx.Node | None]) -> list[str]:
@@ -218,24 +221,24 @@ class _Printer:
         if len(items) == 1:
             left += ","
         right = expression(node, self.names)
-        comments = [c for c in (self._said(n) for n in (items or [node]) if n is not None) if c]
+        comments = [c for c in (self._description(n) for n in (items or [node]) if n is not None) if c]
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
         comments += [f"Triton kernel {k}" for k in self._kernels(node) if items]
         comment = f"  # {printable('; '.join(comments))}" if comments else ""
         line = f"    {left} = {right}{comment}"
-        return [line] if len(line) <= WIDTH else [*_above(comment), *_folded(left, right)]
+        return [line] if len(line) <= WIDTH else [*_comment_lines(comment), *_wrapped_assignment(left, right)]
 
     def _kernels(self, node: fx.Node) -> tuple[str, ...]:
         op = node.meta.get("op")
         return op.kernels[:1] if isinstance(op, Op) and not op.exchanges else ()
 
     def _comment(self, node: fx.Node) -> str:
-        said = self._said(node)
+        said = self._description(node)
         return f"  # {printable(said)}" if said else ""
 
-    def _said(self, node: fx.Node) -> str:
-        """Local shape and spec of what a node makes; bytes and seconds of what it sends."""
+    def _description(self, node: fx.Node) -> str:
+        """Describe a node: local shape and spec of its result, or bytes and seconds of what it sends."""
         tensor, op = node.meta.get("tensor"), node.meta.get("op")
         if isinstance(sent := node.meta.get("sent"), Sent):
             return f"{sent.bytes:,} bytes over {self._where(sent.axis)}, {_microseconds(sent.seconds)}"
@@ -245,7 +248,7 @@ class _Printer:
             return self._tensor(tensor) if isinstance(tensor, LocalTensor) else ""
         if op.exchanges and op.step is not None:
             several = f"{len(op.writes)} tensors, " if len(op.writes) > 1 else ""
-            several += f"{op.step.kind} beside its product, " if op.kind == "decomposed" else ""
+            several += f"{op.step.kind} overlapped with its product, " if op.kind == "decomposed" else ""
             return f"{several}{op.wire_bytes:,} bytes over {self._where(op.step.axis)}, {_microseconds(op.seconds)}"
         if op.is_transfer:
             return f"{op.writes[0].bytes:,} bytes, {_microseconds(op.seconds)}"
@@ -279,31 +282,31 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds >= 0.05e-6 else "under 0.1 us"
 
 
-def _folded(left: str, right: str) -> list[str]:
-    """An assignment over as many lines as it takes."""
+def _wrapped_assignment(left: str, right: str) -> list[str]:
+    """Return an assignment, split over as many lines as it takes."""
     line = f"    {left} = {right}"
     if len(line) <= WIDTH:
         return [line]
     head, _, arguments = right.partition("(")
     is_call = _is_call(right, head)
     if is_call and (len(left) + len(head) < WIDTH - 8 or ("," in left and len(head) < WIDTH - 16)):
-        lines = [f"    {left} = {head}(", *_filled(arguments[:-1]), "    )"]
+        lines = [f"    {left} = {head}(", *_wrapped(arguments[:-1]), "    )"]
     elif is_call and len(right) > WIDTH - 8:
-        inner = (f"    {line}" for line in _filled(arguments[:-1], WIDTH - 12))
+        inner = (f"    {line}" for line in _wrapped(arguments[:-1], WIDTH - 12))
         lines = [f"    {left} = (", f"        {head}(", *inner, "        )", "    )"]
     else:
-        lines = [f"    {left} = (", *_filled(right), "    )"]
+        lines = [f"    {left} = (", *_wrapped(right), "    )"]
     if len(lines[0]) > WIDTH and "," in left:
         rest = lines[0].removeprefix(f"    {left}")
-        lines = ["    (", *_filled(f"{left.removesuffix(',')},"), f"    ){rest}", *lines[1:]]
+        lines = ["    (", *_wrapped(f"{left.removesuffix(',')},"), f"    ){rest}", *lines[1:]]
     return lines
 
 
 def _is_call(text: str, head: str) -> bool:
-    """Whether ``text`` is one call of ``head``, up to its last bracket."""
+    """Whether ``text`` is a single call of ``head``, up to its last bracket."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*", head) or not text.endswith(")"):
         return False
-    if "'" in text or '"' in text:  # brackets in strings are none
+    if "'" in text or '"' in text:  # brackets inside strings do not count
         call = ast.parse(text, mode="eval").body
         return isinstance(call, ast.Call) and ast.unparse(call.func) == head
     depth = 0
@@ -314,31 +317,33 @@ def _is_call(text: str, head: str) -> bool:
     return False
 
 
-def _filled(text: str, width: int = WIDTH - 8) -> list[str]:
+def _wrapped(text: str, width: int = WIDTH - 8) -> list[str]:
     if len(text) <= width:
         return [f"        {text.strip()}"]
-    made = textwrap.wrap(_bound(text), width, break_long_words=False, break_on_hyphens=False)
-    return [f"        {line.replace(BOUND, ' ')}" for line in made]
+    made = textwrap.wrap(_with_bound_lists(text), width, break_long_words=False, break_on_hyphens=False)
+    return [f"        {line.replace(NON_BREAKING, ' ')}" for line in made]
 
 
-def _above(comment: str) -> list[str]:
-    """A comment on lines of its own."""
+def _comment_lines(comment: str) -> list[str]:
+    """Return a comment as separate lines."""
     said = comment.removeprefix("  # ")
     if said and len(said) <= WIDTH - 6:
         return [f"    # {said}"]
-    bound = _bound(said).replace(" of ", f"{BOUND}of{BOUND}")
+    bound = _with_bound_lists(said).replace(" of ", f"{NON_BREAKING}of{NON_BREAKING}")
     lines = textwrap.wrap(bound, WIDTH - 6, break_long_words=False)
-    return [f"    # {line.replace(BOUND, ' ')}" for line in lines]
+    return [f"    # {line.replace(NON_BREAKING, ' ')}" for line in lines]
 
 
-def _bound(text: str) -> str:
-    """``text`` whose short lists are not broken over lines."""
-    return re.sub(r"[\[(][^\[\]()]{0,60}[\])]", lambda found: found.group().replace(" ", BOUND), text)
+def _with_bound_lists(text: str) -> str:
+    """Return ``text`` with non-breaking spaces in short lists."""
+    return re.sub(r"[\[(][^\[\]()]{0,60}[\])]", lambda found: found.group().replace(" ", NON_BREAKING), text)
 
 
 def _unpacked(node: fx.Node) -> list[fx.Node | None]:
-    """The reads of an op's several results, where they follow it and are all of them: printed as one assignment. None
-    stands for a result that the op is asked not to make."""
+    """Return the reads of an op's results if all of them directly follow it, to print them as one assignment.
+
+    None stands for a result that the op was not asked for.
+    """
     read = list[fx.Node]()
     following = node.next
     while following.target is operator.getitem and following.args[0] is node:
@@ -356,7 +361,7 @@ def _unpacked(node: fx.Node) -> list[fx.Node | None]:
 
 
 def _section(node: fx.Node, current: str, lines: list[str], *, everywhere: bool) -> str:
-    """The section of ``node`` begins. Sums that autograd makes in the backward belong to no module."""
+    """Begin the section of ``node``, and return it. Sums that autograd adds to the backward belong to no module."""
     module = str(node.meta.get("module", current))
     if not (module or everywhere):
         return current
@@ -366,7 +371,7 @@ def _section(node: fx.Node, current: str, lines: list[str], *, everywhere: bool)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What may be freed after each node. A value that is never read is freed at once."""
+    """Return what can be freed after each node. A value that is never read is freed at once."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for source in node.all_input_nodes:
@@ -376,7 +381,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     dead: dict[fx.Node, list[fx.Node]] = {}
     for node, end in last.items():
         if node.target not in ("rank", spmd.device):
-            # An unused placeholder is freed with the first op; a statement cannot stand inside the unpacking.
+            # An unused placeholder is freed with the first op, since ``del`` cannot stand inside the unpacking.
             dead.setdefault(end, []).append(node)
     first = next(n for n in graph.nodes if n.op != "placeholder" and n.target is not spmd.device)
     for node in [n for n in dead if n.op == "placeholder"]:

@@ -1,4 +1,4 @@
-"""One call of a local program as the Python that a person would write for it."""
+"""Print one call of a local program as the Python that a person would write."""
 
 from __future__ import annotations
 
@@ -132,20 +132,22 @@ FUNCTIONS = {
 }
 
 LAST = 1 << 62
-"""Ends of slices from here on are those of all tensors."""
+"""A slice that ends here or later takes the rest of the dim."""
 
 SPREAD = frozenset({"reshape", "expand", "permute"})
-"""Methods that take a list as so many arguments."""
+"""Methods that take a list as separate arguments."""
 
 OVER_DIMS = frozenset({"sum", "mean", "amax", "amin", "any", "squeeze"})
-"""Methods that take one dim as they take a list of them."""
+"""Methods that take a single dim as well as a list."""
 
 VIEWS = frozenset({"reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand"})
 
 
 def inlined(node: fx.Node) -> bool:
-    """Whether ``node`` is written as part of the line that reads it: a dense copy for a kernel that needs one, or a
-    view of which the next line is a view."""
+    """Whether ``node`` is printed as part of the line that reads it.
+
+    That is a contiguous copy for a kernel that needs one, or a view that the next line views again.
+    """
     if node.target is torch.ops.aten.contiguous.default:
         return True
     reader = node.next
@@ -166,7 +168,7 @@ def _name(target: Any) -> str:
 
 
 def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """The right-hand side of the assignment that ``node`` becomes."""
+    """Return the right-hand side of the assignment for ``node``."""
 
     def text(value: Any) -> str:
         if isinstance(value, fx.Node) and inlined(value):
@@ -206,13 +208,13 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 @cache
 def _arguments_of(target: OpOverload) -> tuple[dict[str, Any], bool]:
-    """An op's arguments, by name, and whether all can be given by it."""
+    """Return an op's arguments by name, and whether all can be passed as keywords."""
     found = {a.name: a for a in target._schema.arguments}
     return found, not any(map(keyword.iskeyword, found))
 
 
 def _arguments(node: fx.Node, given: list[str], text: Callable[[Any], str]) -> list[str]:
-    """What stands between the brackets: nothing that the op assumes anyway, and flags by their names."""
+    """Return the arguments of a call, without defaults, and with flags as keywords."""
     if not isinstance(node.target, OpOverload):
         return given + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
     schema, nameable = _arguments_of(node.target)
@@ -251,7 +253,7 @@ def _convolution(node: fx.Node, text: Callable[[Any], str]) -> str:
 
 @cache
 def function(target: Any) -> str:
-    """How a program calls ``target``."""
+    """Return the name by which a program calls ``target``."""
     name = str(target)
     if isinstance(target, OpOverload):
         if target.namespace == "autopar":
@@ -265,7 +267,7 @@ def function(target: Any) -> str:
 
 
 def _special(node: fx.Node, args: list[str], text: Callable[[Any], str]) -> str | None:
-    """Calls that are written in a way of their own."""
+    """Return the text of a call with a syntax of its own, or None."""
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, OpOverload):
         return None
@@ -283,7 +285,7 @@ def _special(node: fx.Node, args: list[str], text: Callable[[Any], str]) -> str 
 
 
 def _slice(node: fx.Node, args: list[str]) -> str:
-    """``x[:, 1:]`` where the bounds are plain."""
+    """Return a text such as ``x[:, 1:]``, or "" if the bounds are not plain integers."""
     bounds = [*node.args[2:], *[None, None, 1][len(node.args) - 2 :]] if len(node.args) < 5 else list(node.args[2:])
     dim = node.args[1] if len(node.args) > 1 else 0
     start, end, step = bounds
@@ -304,23 +306,23 @@ def _dtype(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A path of the user's as Python; keys of a ``ModuleDict`` may have any character but a dot."""
+    """Quote a module path; keys of a ``ModuleDict`` may contain any character but a dot."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def printable(text: str) -> str:
-    """``text`` for one line of a comment: a name may hold any character, and one that ends lines would end it."""
+    """Make ``text`` safe for a one-line comment. A name may hold any character, even one that ends the line."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def docstring(text: str) -> str:
-    """A docstring that says ``text``, whatever quotes and backslashes are in it."""
+    """Return ``text`` as a docstring, with quotes and backslashes escaped."""
     lines = (printable(line).replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for line in text.split("\n"))
     return '"""' + "\n".join(lines) + '\n"""'
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
-    """An argument as Python."""
+    """Return an argument as Python."""
     if isinstance(value, fx.Node):
         return "rank.device" if value.target is spmd.device else names.get(value, value.name)
     if isinstance(value, (list, tuple)):

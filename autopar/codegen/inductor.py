@@ -1,4 +1,4 @@
-"""The local program compiled by Inductor, collectives included."""
+"""Compile the local program with Inductor, including its collectives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Program = Callable[[Any, list[Any]], tuple[Any, ...]]
 
 
 def compiled(function: Program) -> Program:
-    """``function(rank, inputs)``, compiled when it is first called with inputs of these shapes and strides.
+    """Return ``function(rank, inputs)``, compiled on the first call for each set of shapes and strides.
 
-    Copies to the host and back are calls in what is compiled; what the host holds goes in and out as it does without.
-    A program that brings transfers of its own, as an emitted file does, runs as it is where it offloads.
+    Copies to and from the host are opaque calls in compiled code, and host tensors go in and out as without
+    compilation. A program with its own transfers, such as an emitted file, is not compiled if it offloads.
     """
     made: dict[Any, Program] = {}
 
@@ -42,7 +42,7 @@ def _known(values: Sequence[Any]) -> bool:
 
 
 def _kind(x: Any) -> tuple[Any, ...] | None:
-    """What compiled code depends on; None for what it does not know."""
+    """Return the properties that compiled code depends on, or None for an unknown type."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
     return (HostTensor, _kind(x.tensor)) if isinstance(x, HostTensor) else None
@@ -81,9 +81,9 @@ def _plain(values: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _view(x: Tensor, dtype: torch.dtype) -> Any:
-    """Inductor's code for booleans that are viewed as bytes, as they are sent, or back, does not compile."""
+    """Cast instead of viewing booleans as bytes or back, as they are sent: Inductor's code for the view fails."""
     return x.to(dtype) if {x.dtype, dtype} == {torch.bool, torch.uint8} else NotImplemented
 
 
-class _OtherTransfers(Exception):  # noqa: N818  it is a finding, no error
-    """A program's results are neither tensors of the device nor the host's as autopar knows them."""
+class _OtherTransfers(Exception):  # noqa: N818  signals a finding, not an error
+    """Raised if a program's results are neither device tensors nor autopar's host tensors."""

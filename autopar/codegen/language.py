@@ -1,7 +1,8 @@
-"""The language of emitted programs: of a text that claims to be one, whether it is.
+"""The language of emitted programs: check that a text is one.
 
-A plan's text may come from a file that anybody could change. Before it goes into a file that people run, it is parsed,
-never executed, and refused where it has anything but what ``emit`` writes: tensors, torch's ops, functions of ``spmd``.
+The text of a plan may come from a file that anybody could change. Before it goes into a file that people run, it is
+parsed, never executed, and rejected if it holds anything that ``emit`` does not write: tensors, torch's ops, functions
+of ``spmd``.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ UNPACKED = frozenset(
         "base64.b64decode",
     }
 )
-"""What an entry of the table of constants calls."""
+"""The functions that an entry of the table of constants may call."""
 
 METHODS_CALLED = frozenset(METHODS.values()) | {"t", "flatten", "to", "reshape"}
 OP = re.compile(r"(?:torch\.ops|aten)(?:\.\w+){2,3}")
@@ -93,40 +94,40 @@ PLAIN = (
 
 
 def check_text(source: str) -> ast.Module:
-    """The text of an emitted program, parsed.
+    """Parse the text of an emitted program.
 
     Raises:
-        PlanError: it is none.
+        PlanError: if it is not one.
     """
     unreadable = next((c for c in source if not (c.isprintable() or c == "\n")), None)
     if unreadable is not None:
-        raise _no_program(f"the character {unreadable!r}")
+        raise _not_a_program(f"the character {unreadable!r}")
     try:
         tree = ast.parse(source)
         _Text(set()).module(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _no_program(f"{type(error).__name__}: {error!s:.120}") from None
+        raise _not_a_program(f"{type(error).__name__}: {error!s:.120}") from None
     return tree
 
 
-def _no_program(found: str) -> PlanError:
+def _not_a_program(found: str) -> PlanError:
     return PlanError(
         "The text under 'source' in this plan is not what autopar emits.",
         found=found,
-        hint="let autopar emit it anew: autoparallelize(model, inputs, plan=plan).plan.emit(path); what you have "
-        "edited runs as it is by autoparallelize(..., plan=plan, source=path).",
+        hint="emit it again with autoparallelize(model, inputs, plan=plan).plan.emit(path); to run text that you "
+        "edited, use autoparallelize(..., plan=plan, source=path).",
     )
 
 
 class _Text:
-    """Checks a module; ``ops``: names that stand for ops of autopar's."""
+    """Checks a module. ``ops`` collects the names bound to autopar's ops."""
 
     def __init__(self, ops: set[str]) -> None:
         self.ops = ops
 
     def module(self, tree: ast.Module) -> None:
         if [s.name for s in tree.body if isinstance(s, ast.FunctionDef)][:2] != ["forward", "backward"]:
-            raise _no_program("no functions forward and backward")
+            raise _not_a_program("no functions forward and backward")
         for statement in tree.body:
             if isinstance(statement, ast.FunctionDef):
                 self.function(statement)
@@ -138,7 +139,7 @@ class _Text:
                 raise _wrong(statement)
 
     def imported(self, statement: ast.Import | ast.ImportFrom) -> None:
-        """Beside its own imports, modules that register ops: those that this process has imported already."""
+        """Check an import: of the standard ones, or of a module with ops that this process has already imported."""
         text = ast.unparse(statement)
         known = isinstance(statement, ast.Import) and text == f"import {statement.names[0].name}"
         if text not in IMPORTS and not (known and text.removeprefix("import ") in sys.modules):
@@ -169,7 +170,9 @@ class _Text:
             raise _wrong(function)
         names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         if names & (RESERVED | self.ops | TABLES):
-            raise _no_program(f"{function.name} assigns to {', '.join(sorted(names & (RESERVED | self.ops | TABLES)))}")
+            raise _not_a_program(
+                f"{function.name} assigns to {', '.join(sorted(names & (RESERVED | self.ops | TABLES)))}"
+            )
         inside = _Expression({*names, "rank", "inputs"}, CALLED | self.ops, METHODS_CALLED)
         for statement in function.body:
             if ast.unparse(statement) != "inputs.clear()":
@@ -177,12 +180,12 @@ class _Text:
 
 
 class _Expression:
-    """Checks what stands in a function or a table.
+    """Checks the statements of a function, or an entry of a table.
 
     Args:
-        names: of variables.
-        functions: that may be called, by their dotted names; ops of torch may be too.
-        methods: of tensors.
+        names: the variables.
+        functions: dotted names of functions that may be called, besides ops of torch.
+        methods: tensor methods that may be called.
     """
 
     def __init__(self, names: set[str], functions: frozenset[str], methods: frozenset[str]) -> None:
@@ -234,7 +237,7 @@ class _Expression:
 
 
 def _root(node: ast.expr) -> str:
-    """The name with which a dotted name begins."""
+    """Return the first part of a dotted name."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -242,7 +245,7 @@ def _root(node: ast.expr) -> str:
 
 @functools.cache
 def _is_value(text: str) -> bool:
-    """Whether a dotted name is a dtype or the like, an op, or the rank's device."""
+    """Whether a dotted name is a dtype, layout or memory format, an op, or the rank's device."""
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     plain = re.fullmatch(r"torch\.[a-z]\w*", text) and isinstance(getattr(torch, text[6:], None), kinds)
     return bool(plain) or text == "rank.device" or _is_op(text)
@@ -250,7 +253,7 @@ def _is_value(text: str) -> bool:
 
 @functools.cache
 def _is_op(text: str) -> bool:
-    """Whether a dotted name is that of an op that is registered here; ``from_file`` is the one that writes to disks."""
+    """Whether a dotted name is a registered op. ``from_file`` is excluded, since it writes to disk."""
     found: Any = torch.ops if OP.fullmatch(text) else None
     for part in text.removeprefix("torch.ops.").split("."):
         found = getattr(found, part, None)
@@ -258,4 +261,4 @@ def _is_op(text: str) -> bool:
 
 
 def _wrong(node: ast.AST) -> PlanError:
-    return _no_program(f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node):.100}")
+    return _not_a_program(f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node):.100}")

@@ -1,4 +1,4 @@
-"""An emitted program as functions that run, whose errors name the user's module."""
+"""Load an emitted program as functions whose errors name the user's module."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from autopar.ops.registration import IMPLEMENTATIONS
 
 
 def load(source: str, name: str = "autopar_program", graph: Graph | None = None) -> dict[str, Any]:
-    """Run an emitted module and return its names. Debuggers and tracebacks show its lines.
+    """Execute an emitted module and return its namespace. Debuggers and tracebacks show its lines.
 
     Args:
-        name: what tracebacks call it, or the path of a file that holds it.
+        name: its name in tracebacks, or the path of the file that holds it.
         graph: the captured program, whose nodes know lines of the model.
 
     Raises:
-        PlanError: it is no Python, or does not run, or lacks a function.
+        PlanError: if it is not Python, fails, or lacks a function.
     """
     filename = name if Path(name).suffix == ".py" else f"<{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = ModuleType(f"autopar_program_{Path(name).stem}")
     module.__file__ = filename
-    sys.modules[module.__name__] = module  # dataclasses look their module up
+    sys.modules[module.__name__] = module  # dataclasses look up their module
     namespace = vars(module)
     try:
-        exec(compile(source, filename, "exec"), namespace)  # noqa: S102  it is the user's own program
+        exec(compile(source, filename, "exec"), namespace)  # noqa: S102  this is the user's own program
     except SyntaxError as error:
         raise _unusable(f"{filename}, line {error.lineno}: {error.msg}") from None
     except Exception as error:
@@ -49,34 +49,34 @@ def load(source: str, name: str = "autopar_program", graph: Graph | None = None)
     namespace = dict(namespace)
     for function in FUNCTIONS:
         if function in namespace:
-            namespace[function] = _pointing(namespace[function], filename, source, graph)
+            namespace[function] = _naming_module_in_errors(namespace[function], filename, source, graph)
     return namespace
 
 
 def read_edited(path: str | Path) -> str:
-    """The text of an edited program.
+    """Read the text of an edited program.
 
     Raises:
-        PlanError: there is no such file.
+        PlanError: if there is no such file.
     """
     try:
         return Path(path).read_text()
     except OSError as error:
-        hint = "write one with plan.emit(path), or write plan.source to it."
+        hint = "write the file with plan.emit(path), or write plan.source to it."
         raise PlanError("The program cannot be read.", found=str(error), hint=hint) from None
 
 
 def refuse_own_ops(source: str, path: str | Path) -> None:
-    """What a file of ``plan.emit`` has of autopar's ops runs as it stands, and is no op that a compiler knows.
+    """Raise if a program defines autopar's ops, as a file of ``plan.emit`` does: a compiler does not know them as ops.
 
     Raises:
-        PlanError: the program defines some.
+        PlanError: if the program defines any.
     """
     implementing = {(f.__name__, tuple(inspect.signature(f).parameters)): name for name, f in IMPLEMENTATIONS.items()}
     try:
         body = ast.parse(source).body
     except SyntaxError:
-        return  # who loads it says so
+        return  # loading it reports the error
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
     looks = [(f.name, tuple(a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs))) for f in functions]
     found = [look for look in looks if look in implementing]
@@ -91,13 +91,13 @@ def refuse_own_ops(source: str, path: str | Path) -> None:
 def checked(
     function: Callable[..., tuple[Any, ...]], name: str, expected: Sequence[tuple[str, tuple[int, ...], str] | None]
 ) -> Callable[..., tuple[Any, ...]]:
-    """``function`` of an edited program, whose results must be what the plan's program returns.
+    """Wrap ``function`` of an edited program to check that it returns what the plan's program returns.
 
     Args:
-        expected: name, local shape and dtype of each result; None for what is no tensor of the device.
+        expected: name, local shape and dtype of each result; None for results that are not device tensors.
 
     Raises:
-        PlanError: it returns something else.
+        PlanError: if it returns something else.
     """
 
     @functools.wraps(function)
@@ -120,10 +120,10 @@ def checked(
     return run
 
 
-def _pointing(
+def _naming_module_in_errors(
     function: Callable[..., tuple[Any, ...]], filename: str, source: str, graph: Graph | None
 ) -> Callable[..., tuple[Any, ...]]:
-    """``function``, to whose errors the user's module is added."""
+    """Wrap ``function`` to add the user's module to its errors."""
 
     @functools.wraps(function)
     def run(rank: Any, inputs: list[Any]) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ def _unusable(found: str) -> PlanError:
     return PlanError(
         "The local program cannot be used.",
         found=found,
-        hint="start again from plan.source, and change its functions' bodies.",
+        hint="start again from plan.source, and change only the bodies of its functions.",
     )
 
 
@@ -157,5 +157,5 @@ def _wrong(function: str, found: str) -> PlanError:
     return PlanError(
         f"The edited {function} does not return what the plan's program returns.",
         found=found,
-        hint="keep the order, shapes and dtypes of what it returns, as the comments in plan.source give them.",
+        hint="keep the order, shapes and dtypes of the results, which the comments in plan.source show.",
     )

@@ -1,4 +1,4 @@
-"""Names of an emitted program's variables, from the user's module paths."""
+"""Name the variables of an emitted program after the user's module paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = {
     "permute": "permuted",
     "slice": "sliced",
 }
-"""What a redistribution adds to the name of what it redistributes."""
+"""Suffix that each step of a redistribution adds to the name of its source."""
 
 _MOVED = re.compile(rf"(_(partial|shard|{'|'.join(STEPS.values())})(_\d+)?)+$")
 _SUM_MOVED = re.compile(_MOVED.pattern.replace("partial", "sum|partial"))
@@ -54,7 +54,7 @@ PARTS = {
     "add_norm": (),
     "norm_backward": (),
 }
-"""What the results of an op that has several are, where its schema does not say it."""
+"""Names of the results of ops with several, if the schema does not name them."""
 
 FUSED = {
     "total": "sum",
@@ -67,7 +67,7 @@ FUSED = {
     "weight_gradient": "weight",
     "bias_gradient": "bias",
 }
-"""The same for ops that are asked for results."""
+"""Names of the results of fused ops, which are requested by role."""
 
 OPERANDS = {
     "attention": ("query", "key", "value"),
@@ -75,7 +75,7 @@ OPERANDS = {
     "nll": ("", "lse"),
     "sumexp": ("", "largest"),
 }
-"""What the operands of an op are."""
+"""Names of an op's operands."""
 
 SHORTENED = {
     "linear_of_transposed": "linear",
@@ -90,19 +90,21 @@ SHORTENED = {
     "split_with_sizes": "split",
 }
 LAUNCHED = "_launched"
-"""What the handle of a collective or a transfer adds to the name of what will arrive."""
+"""Suffix of the handle of a collective or transfer, after the name of its result."""
 
 RESERVED = frozenset({"rank", "inputs", "forward", "backward", "spmd", "torch", "aten", "F", *dir(builtins)})
 
 
 @dataclass
 class Names:
-    """A Python name for each node, by node. Saved tensors have one name in forward and backward.
+    """The Python name of each node. Saved tensors have the same name in forward and backward.
 
     Args:
-        several: for an op with several results, what their names begin with.
-        shared: name of each tensor of the program that crosses from forward to backward.
-        results: shape of what each module returns that has no modules inside.
+        of: name of each node.
+        several: for an op with several results, the common prefix of their names.
+        shared: name of each program tensor that crosses from forward to backward.
+        results: shape of the result of each module without submodules.
+        root: first part of most parameters' names, which is left out.
     """
 
     of: dict[fx.Node, str] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class Names:
     _short: dict[str, str] = field(default_factory=dict)
 
     def short(self, path: str) -> str:
-        """``transformer.h.0.attn.c_attn`` -> ``h0_attn_c_attn``."""
+        """Shorten a path: ``transformer.h.0.attn.c_attn`` becomes ``h0_attn_c_attn``."""
         if path not in self._short:
             self._short[path] = self._shortened(path)
         return self._short[path]
@@ -129,7 +131,7 @@ class Names:
 
 
 def identifier(text: str) -> str:
-    """A Python name like ``text``."""
+    """Return a Python name like ``text``."""
     name = re.sub(r"\W+", "_", text).strip("_") or "value"
     return f"layer{name}" if name[0].isdigit() else name
 
@@ -138,7 +140,7 @@ def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
     """Name every node of both graphs.
 
     Args:
-        reserved: names that the program's module has already.
+        reserved: names that are already used in the program's module.
     """
     names = Names(root=_root(meaning.name for meaning, _ in lowered.inputs if meaning.kind == "parameter"))
     meanings = [meaning for meaning, _ in lowered.inputs]
@@ -158,7 +160,7 @@ def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
 
 
 def _root(parameters: Iterable[str]) -> str:
-    """The first part of most parameters' names: the model's own attribute for its trunk, which says nothing."""
+    """Return the first part of most parameters' names: the model's attribute for its trunk, which says little."""
     found = Counter(name.split(".")[0] for name in parameters if name.count("."))
     top = found.most_common(1)
     return top[0][0] if top and top[0][1] > 1 and top[0][1] * 3 > found.total() * 2 else ""
@@ -201,12 +203,12 @@ def _name_graph(
             continue
         elif "launches" in node.meta:  # an exchange inside an op
             module = names.short(str(node.meta["module"])) if node.meta.get("module") else ""
-            names.of[node] = _free(f"{module}_{node.meta['launches']}".lstrip("_"), taken) + LAUNCHED
+            names.of[node] = _free_name(f"{module}_{node.meta['launches']}".lstrip("_"), taken) + LAUNCHED
             continue
         elif _is_launch(node):
-            names.of[node] = _free(_of_launch(node, names), taken) + LAUNCHED
+            names.of[node] = _free_name(_of_launch(node, names), taken) + LAUNCHED
             continue
-        elif _arrives(node):
+        elif _is_arrival(node):
             names.of[node] = names.of[node.args[0]].removesuffix(LAUNCHED)
             continue
         else:
@@ -214,11 +216,11 @@ def _name_graph(
         if node.users and all(user.target is operator.getitem for user in node.users):
             names.several[node] = wanted
             wanted += "_parts"
-        names.of[node] = _free(wanted, taken)
+        names.of[node] = _free_name(wanted, taken)
 
 
 def _name_final(node: fx.Node, output: Output, names: Names, taken: dict[str, int], prefix: str) -> None:
-    """A result, and what it is redistributed from, after what the model calls it."""
+    """Name a result, and the tensor that it is redistributed from, after the model's name for it."""
     adds = {"accumulator": "sum_", "mutation": "new_"}.get(output.kind, "")
     wanted = f"{adds}{prefix}{names.short(output.name.removeprefix('input:'))}"
     if output.kind == "output" and output.name.isdigit():
@@ -227,20 +229,20 @@ def _name_final(node: fx.Node, output: Output, names: Names, taken: dict[str, in
     while (before := _redistributed_from(source)) is not None:
         source = before
     if source is node or source in names.of or source.op != "call_function":
-        names.of[node] = _free(wanted, taken)
+        names.of[node] = _free_name(wanted, taken)
         return
     tensor = source.meta.get("tensor")
     partial = isinstance(tensor, LocalTensor) and bool(tensor.spec.partial)
-    names.of[node] = _free(wanted, taken)
-    names.of[source] = _free(f"{names.of[node]}_{'partial' if partial else 'shard'}", taken)
+    names.of[node] = _free_name(wanted, taken)
+    names.of[source] = _free_name(f"{names.of[node]}_{'partial' if partial else 'shard'}", taken)
 
 
 def _redistributed_from(node: fx.Node) -> fx.Node | None:
-    """What one step of a redistribution made ``node`` of; None where none did."""
+    """Return the source if ``node`` is the result of a redistribution step, else None."""
     at = 0
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _arrives(node.args[0]):
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_arrival(node.args[0]):
         node, at = node.args[0], node.args[1]  # type: ignore[assignment]
-    launch = node.args[0] if _arrives(node) else node
+    launch = node.args[0] if _is_arrival(node) else node
     op = launch.meta.get("op") if isinstance(launch, fx.Node) else None
     if not isinstance(launch, fx.Node) or not isinstance(op, Op) or op.kind != "redistribute":
         return None
@@ -275,27 +277,27 @@ def _of_call(node: fx.Node, names: Names, last: Mapping[fx.Node, str], prefix: s
         return f"{prefix}{names.short(module)}{partial}"
     kind = _kind_of_gradient(node) if prefix else _role(node) or _kind(node)
     if base and "norm" in kind and PARTS.get(kind, ())[:1] == ("",):
-        kind = ""  # what a module for it makes needs no more than the module's name
+        kind = ""  # the result of a norm module is named after the module alone
     if base and kind in ("batch_var_mean", "var_mean_of_moments"):
         kind = ""
     if kind == "add" and prefix and not base and source is not None:
-        # Autograd adds up the gradients of what several modules read: named after the first of them.
+        # Autograd adds the gradients of a tensor that several modules read; the sum is named after the first.
         return f"{_SUM_MOVED.sub('', names.of[source])}_sum{partial}"
     again = "_again" if isinstance(op, Op) and op.name.endswith("_again") else ""
     return prefix + "_".join(part for part in (base, kind) if part) + again + partial
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """What a call is first of all about."""
+    """Return the first operand of a call."""
     return next((a for a in node.all_input_nodes if a.target != "rank"), None)
 
 
-def _arrives(node: fx.Node) -> bool:
+def _is_arrival(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") in ("wait", "arrived")
 
 
 def _of_launch(node: fx.Node, names: Names) -> str:
-    """The name of what will arrive."""
+    """Return the name of the result of a collective or transfer."""
     op, source = node.meta["op"], _source(node)
     if op.bucket:
         return f"bucket_{STEPS[op.step.kind]}"
@@ -311,7 +313,7 @@ def _of_part(node: fx.Node, source: fx.Node, names: Names) -> str:
     whole = names.several.get(source, names.of[source])
     wanted: Any = source.kwargs.get("results")
     parts = tuple(FUSED[name] for name in wanted) if wanted else _parts(source)
-    if _arrives(source):
+    if _is_arrival(source):
         launch: Any = source.args[0]
         return _redistributed(launch.meta["op"], names, launch.args[1][index])
     part = parts[index] if index < len(parts) else str(index)
@@ -338,7 +340,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _kind_of_gradient(node: fx.Node) -> str:
-    """What an op of the backward makes: gradients of a module's input and weight, else after the op."""
+    """Name the result of a backward op: gradient of a module's input or weight, else after the op."""
     kind = _kind(node)
     if kind == "gradient_of_weight":
         return "weight"
@@ -348,7 +350,7 @@ def _kind_of_gradient(node: fx.Node) -> str:
 
 
 def _role(node: fx.Node) -> str:
-    """What a node makes for an op that says so."""
+    """Return the name of a node's role as an operand of an op in ``OPERANDS``, or ""."""
     for reader, read in _readers(node):
         roles = OPERANDS.get(_kind(reader), ())
         at = next((i for i, a in enumerate(reader.args) if a is read), len(roles))
@@ -358,7 +360,7 @@ def _role(node: fx.Node) -> str:
 
 
 def _whose_gradient(node: fx.Node, results: Mapping[str, tuple[int, ...]]) -> str:
-    """The module that begins its backward with what a node outside of it makes."""
+    """Return the module whose backward starts from the result of this node, which lies outside the module."""
     tensor = node.meta.get("tensor")
     for reader, _ in _readers(node):
         module = str(reader.meta.get("module", ""))
@@ -368,10 +370,10 @@ def _whose_gradient(node: fx.Node, results: Mapping[str, tuple[int, ...]]) -> st
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What computes with a node's value, wherever it is sent to before, and what it reads of it."""
+    """Yield the ops that compute with a node's value, even after redistributions, and the node that each reads."""
     for user in node.users:
         op = user.meta.get("op")
-        if _arrives(user) or (isinstance(op, Op) and op.kind == "redistribute" and not op.bucket):
+        if _is_arrival(user) or (isinstance(op, Op) and op.kind == "redistribute" and not op.bucket):
             yield from _readers(user)
         else:
             yield user, node
@@ -385,7 +387,7 @@ def _results_of_leaves(graph: fx.Graph) -> dict[str, tuple[int, ...]]:
 
 
 def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The result of each module: the last op of those that ran in it."""
+    """Return the result of each module, its last op."""
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.meta.get("module"):
@@ -393,9 +395,11 @@ def _last_of_modules(graph: fx.Graph) -> dict[fx.Node, str]:
     return {node: module for module, node in last.items()}
 
 
-def _free(wanted: str, taken: dict[str, int]) -> str:
-    """``wanted``, or with the next number that nobody has. ``taken``: names, and the last number of each that was; 0 of
-    those that mean something else, as keywords do."""
+def _free_name(wanted: str, taken: dict[str, int]) -> str:
+    """Return ``wanted``, with the next free number if it is taken.
+
+    ``taken`` holds the last number of each name; 0 for reserved words.
+    """
     last = taken.get(wanted, 0 if keyword.iskeyword(wanted) else None)
     name, count = wanted if last is None else f"{wanted}_", 1
     if last:

@@ -1,4 +1,4 @@
-"""What an emitted program does when it is run by itself: one training step on every process of a job."""
+"""The main program of an emitted file: a training step on every process of a job."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from autopar.sharding.spec import ShardingSpec
 from autopar.spmd.ranks import ProcessRank
 
 Row = tuple[str, str, str, Sequence[int], str]
-"""Kind, name, dtype, shape of the whole and spec of what goes in or comes out."""
+"""Kind, name, dtype, global shape and spec of an input or result."""
 
 STATE = "--state"
-"""Stands among the tensors that were given when parameters were."""
+"""Key among the given tensors that shows that parameters were given."""
 
 FUNCTIONS = ("forward", "backward", "accumulate")
 SECTION = re.compile(r'\bsection\((".*")\)')
 
-MISSING = "Add it, by this name, to what is saved for --state."
+MISSING = "Save it under this name in the file for --state."
 UNSAVED = "Save it too: torch.save({**model.state_dict(), **dict(model.named_buffers())}, 'model.pt')"
 
 
 def main(program: Mapping[str, Any]) -> None:
-    """Join the job that torchrun started, take steps, and say what came out.
+    """Join the job that torchrun started, take steps, and print the outputs.
 
     Args:
-        program: the names of an emitted module.
+        program: the namespace of an emitted module.
     """
     parser = argparse.ArgumentParser(description=program["__doc__"], formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--state", help="file of torch.save(model.state_dict(), ...); else random values")
-    what = "the whole batch; micro-batches one after the other" if "SUMS" in program else "the whole batch"
-    parser.add_argument("--batch", help=f"file of torch.save({{name: tensor}}, ...), {what}; else random values")
-    parser.add_argument("--out", help="write outputs, gradients and buffers here, whole, from rank 0")
-    parser.add_argument("--seed", type=int, default=0, help="of dropout and of random values")
-    parser.add_argument("--steps", type=int, default=1, help="steps to take; none changes the parameters")
+    parser.add_argument("--state", help="file of torch.save(model.state_dict(), ...); default random values")
+    what = "the global batch, micro-batches concatenated" if "SUMS" in program else "the global batch"
+    parser.add_argument("--batch", help=f"file of torch.save({{name: tensor}}, ...), {what}; default random values")
+    parser.add_argument("--out", help="file for global outputs, gradients and buffers, written by rank 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of random values")
+    parser.add_argument("--steps", type=int, default=1, help="steps to take; parameters do not change")
     arguments = parser.parse_args()
     rank = join(tuple(program["MESH"][0]), tuple(program["MESH"][1]))
     torch.manual_seed(arguments.seed)
@@ -58,7 +58,7 @@ def main(program: Mapping[str, Any]) -> None:
     result: dict[str, dict[str, Tensor]] = {}
     for _ in range(arguments.steps):
         start = time.perf_counter()
-        result = _explained(program, rank, given, arguments.seed)
+        result = _step_naming_module_in_errors(program, rank, given, arguments.seed)
         if dist.get_rank() == 0:
             shown = ", ".join(f"{n} {t.item():.6f}" for n, t in result["outputs"].items() if t.numel() == 1)
             print(f"{shown or 'done'}  ({(time.perf_counter() - start) * 1e3:.1f} ms)", flush=True)  # noqa: T201
@@ -68,10 +68,10 @@ def main(program: Mapping[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _explained(
+def _step_naming_module_in_errors(
     program: Mapping[str, Any], rank: ProcessRank, given: Mapping[str, Tensor], seed: int
 ) -> dict[str, dict[str, Tensor]]:
-    """``step``, to whose errors the module of the model is added."""
+    """Run ``step``, and add the model's module to its errors."""
     try:
         return step(program, rank, given, seed)
     except Exception as error:
@@ -83,7 +83,7 @@ def _explained(
 
 
 def failed_at(error: BaseException, filename: str, source: str) -> tuple[int, str]:
-    """The line of a program at which it failed, 0 for none, and the module of the model whose op stands there."""
+    """Return the line of a program at which it failed (0 for none), and the model's module of that op."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
     own = [f for f in frames if f.name in FUNCTIONS] or frames
     line = (own[-1].lineno if own else 0) or 0
@@ -95,7 +95,7 @@ def failed_at(error: BaseException, filename: str, source: str) -> tuple[int, st
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Add a note to what an error says."""
+    """Add a note to an error."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):  # Python 3.10
@@ -103,7 +103,7 @@ def annotate(error: BaseException, note: str) -> None:
 
 
 def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:
-    """This process as a rank of the mesh that the program was made for."""
+    """Join the job, and return this process as a rank of the program's mesh."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -116,8 +116,8 @@ def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:
     size = Mesh(shape, names).size
     if dist.get_world_size() != size:
         raise SystemExit(
-            f"This program is for {size} processes, and the job has {dist.get_world_size()}: "
-            f"torchrun --nproc-per-node {size} ..."
+            f"This program is for {size} processes, but the job has {dist.get_world_size()}. "
+            f"Use torchrun --nproc-per-node {size} ..."
         )
     return ProcessRank(init_device_mesh(kind, shape, mesh_dim_names=names))
 
@@ -125,10 +125,10 @@ def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:
 def step(
     program: Mapping[str, Any], rank: ProcessRank, given: Mapping[str, Tensor], seed: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Forward and backward of every micro-batch, the sum of whose losses is differentiated.
+    """Run forward and backward of every micro-batch. Gradients are those of the sum of all losses.
 
     Returns:
-        Whole gradients, and whole outputs and new buffers of the last micro-batch, by name.
+        Global gradients, and global outputs and new buffers of the last micro-batch, by name.
     """
     count = program.get("MICRO_BATCHES", 1)
     held = {**program["CONSTANTS"], **given}
@@ -151,7 +151,7 @@ def step(
 
 
 def _part(program: Mapping[str, Any], given: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """What a micro-batch takes of inputs that were given for all of them, one after the other along dim 0."""
+    """Return a micro-batch's slice of inputs in which all micro-batches are concatenated along dim 0."""
     count, found = program.get("MICRO_BATCHES", 1), {}
     for kind, name, _, shape, _ in program["INPUTS"]:
         whole = given.get(name) if kind == "input" else None
@@ -163,8 +163,8 @@ def _part(program: Mapping[str, Any], given: Mapping[str, Tensor], number: int) 
 def _forward(
     program: Mapping[str, Any], rank: ProcessRank, held: Mapping[str, Tensor], seed: int, sums: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
-    """Whole outputs, whole new buffers, and what the backward takes; ``sums`` goes into that."""
-    made = program["forward"](rank, [_fed(row, rank, held, seed) for row in program["INPUTS"]])
+    """Return global outputs, global new buffers, and the inputs of the backward, which include ``sums``."""
+    made = program["forward"](rank, [_input_shard(row, rank, held, seed) for row in program["INPUTS"]])
     results = made[: len(program["OUTPUTS"])]
     back = [*made[len(results) :]]
     del made
@@ -178,26 +178,26 @@ def _forward(
     return outputs, {name: t for kind, name, t in rows if kind == "mutation"}, back
 
 
-def _fed(row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int) -> Tensor:
-    """This rank's shard of an input."""
+def _input_shard(row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int) -> Tensor:
+    """Return this rank's shard of an input."""
     kind, name, dtype, shape, spec = row
     if kind == "seed":
         return torch.tensor(seed, device=rank.device)
     whole = given.get(name)
     if whole is None and (kind in ("buffer", "constant") or (kind == "parameter" and STATE in given)):
-        raise SystemExit(f"The {kind} {name} is in no file. {UNSAVED if kind == 'buffer' else MISSING}")
+        raise SystemExit(f"The {kind} {name} is in none of the given files. {UNSAVED if kind == 'buffer' else MISSING}")
     if whole is None:
         wanted = getattr(torch, dtype)
         random = torch.randn(shape).mul_(0.02 if kind == "parameter" else 1.0)
         whole = random.to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
     if tuple(whole.shape) != tuple(shape):
-        raise SystemExit(f"{name} has the shape {tuple(whole.shape)}; the program was made for {tuple(shape)}.")
+        raise SystemExit(f"{name} has shape {tuple(whole.shape)}, but the program is for {tuple(shape)}.")
     part = whole[ShardingSpec.parse(spec).local_slices(tuple(shape), rank.mesh, rank.coordinate)]
     return part.detach().to(rank.device, getattr(torch, dtype)).contiguous().clone()
 
 
 def _tangent(row: Row, rank: ProcessRank) -> Tensor:
-    """Ones, the gradient of the loss or of the sum of the outputs; zeros where gradients add up from."""
+    """Return ones for the gradient of an output, and zeros to start an accumulator."""
     kind, _, dtype, shape, spec = row
     local = ShardingSpec.parse(spec).local_shape(tuple(shape), rank.mesh, rank.coordinate)
     fill = 0 if kind == "accumulator" else 1
@@ -205,7 +205,7 @@ def _tangent(row: Row, rank: ProcessRank) -> Tensor:
 
 
 def _whole(shard: Tensor, shape: Sequence[int], spec: str, rank: ProcessRank) -> Tensor:
-    """The whole tensor from every rank's shard."""
+    """Return the global tensor from the shards of all ranks."""
     sharding = ShardingSpec.parse(spec)
     if not sharding.axes or dist.get_world_size() == 1:
         return shard.detach().cpu()

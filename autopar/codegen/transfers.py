@@ -1,8 +1,8 @@
-"""Copies to the host and back as ops that a compiler sees no further into.
+"""Copies to the host and back as ops that are opaque to a compiler.
 
-What a launch returns for the compiler is a number, under which the ``Transfer`` waits for its second op: so the result
-is new there, and nothing that is under way can be read, written or freed before. The second op takes what is copied
-once more, which stays alive for it.
+For the compiler a launch returns a number, under which the ``Transfer`` waits for its second op. So the result is new
+to the compiler, and nothing in flight can be read, written or freed before. The second op also takes the source, which
+keeps it alive.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from autopar.spmd.transfers import RECORDER, Held
 autopar = torch.ops.autopar
 
 
-class _UnderWay(threading.local):
-    """The transfers of this thread: a function waits for all that it starts."""
+class _InFlight(threading.local):
+    """The transfers of this thread. A function waits for all transfers that it starts."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
@@ -41,24 +41,24 @@ class _UnderWay(threading.local):
         return spmd.arrived(self.transfers.pop(int(number)))
 
 
-_UNDER_WAY = _UnderWay()
+_IN_FLIGHT = _InFlight()
 
 
 def _offload(x: Tensor) -> Tensor:
-    return _UNDER_WAY.start(spmd.offload(_on(x.device), x))
+    return _IN_FLIGHT.start(spmd.offload(_on(x.device), x))
 
 
 def _offloaded(x: Tensor, number: Tensor) -> Tensor:
-    held: HostTensor = _UNDER_WAY.done(number)
+    held: HostTensor = _IN_FLIGHT.done(number)
     return held.tensor
 
 
 def _fetch(held: Tensor, device: torch.device) -> Tensor:
-    return _UNDER_WAY.start(spmd.fetch(_on(device), HostTensor(held)))
+    return _IN_FLIGHT.start(spmd.fetch(_on(device), HostTensor(held)))
 
 
 def _fetched(held: Tensor, number: Tensor, device: torch.device) -> Tensor:
-    found: Tensor = _UNDER_WAY.done(number)
+    found: Tensor = _IN_FLIGHT.done(number)
     return found
 
 
@@ -81,7 +81,7 @@ define(
 
 
 class _Recorded(Transfer[Held]):
-    """A transfer of a program that is traced, whose end is an op too."""
+    """A transfer in a program that is being traced. Its end is an op, too."""
 
     end: Callable[[], Held]
 
@@ -93,11 +93,11 @@ class _Recorded(Transfer[Held]):
         self.result = self.end()
 
     def __del__(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, since nothing is in flight."""
 
 
 class _Ops:
-    """Transfers of a program that is traced, as the ops above."""
+    """Transfers in a program that is being traced, as the ops above."""
 
     def offload(self, x: Tensor) -> Transfer[HostTensor]:
         number = autopar.offload(x)
@@ -110,7 +110,7 @@ class _Ops:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """While a program is traced."""
+    """Record transfers as ops while a program is being traced."""
     _torch.realized_for(autopar.offload.default, autopar.offloaded.default)
     token = RECORDER.set(_Ops())
     try:
@@ -121,9 +121,9 @@ def recorded() -> Iterator[None]:
 
 @contextmanager
 def forgotten_on_error() -> Iterator[None]:
-    """What a call had under way when it failed is not kept."""
+    """Drop the transfers in flight if a call fails."""
     try:
         yield
     except BaseException:
-        _UNDER_WAY.transfers.clear()
+        _IN_FLIGHT.transfers.clear()
         raise

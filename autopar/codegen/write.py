@@ -1,4 +1,4 @@
-"""An emitted program as a file that runs under torchrun without autopar."""
+"""Write an emitted program as a file that runs under torchrun without autopar."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from autopar.codegen.language import check_text
 
 
 def text_of(source: str, name: str, *, kernels: bool = False) -> str:
-    """A file of this ``name``: the program of ``source`` with everything that it calls, Triton ``kernels`` too where it
-    runs some.
+    """Return the text of a file called ``name``: the program ``source`` with everything that it calls.
+
+    Args:
+        kernels: whether to include Triton kernels.
 
     Raises:
-        PlanError: the source is no text that ``emit`` writes.
+        PlanError: if ``emit`` does not write such a source.
     """
     tree = check_text(source)
     first = next(s for s in tree.body if isinstance(s, ast.FunctionDef))
@@ -27,7 +29,7 @@ def text_of(source: str, name: str, *, kernels: bool = False) -> str:
     (mesh,) = (s.value for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == "MESH")
     processes = math.prod(ast.literal_eval(mesh)[0])
     usage = (
-        "\nRun it with torch alone:\n\n"
+        "\nIt needs only torch:\n\n"
         f"    torchrun --nproc-per-node {processes} {name} --state model.pt --batch batch.pt --out out.pt"
     )
     body = "".join(lines[first.lineno - 1 :])
@@ -44,7 +46,7 @@ def text_of(source: str, name: str, *, kernels: bool = False) -> str:
             "\n# ruff: noqa\nfrom __future__ import annotations\n",
             f"{imports}\n{others}\naten = torch.ops.aten\n\n",
             program.rstrip(),
-            "\n\n# What the program calls.\n\n",
+            "\n\n# Functions that the program calls.\n\n",
             definitions,
             '\n\nif __name__ == "__main__":\n    main(globals())\n',
         ]

@@ -1,4 +1,4 @@
-"""Seconds of collectives and of kernels, and bytes of optimizer state, from the figures of a cluster."""
+"""Seconds of collectives and kernels, and bytes of optimizer state, from the figures of a cluster."""
 
 from autopar.cost_models.chunks import largest_chunk_bytes, optimizer_chunk_bytes
 from autopar.cost_models.communication import BUCKETED, DEARER, KINDS, CollectiveCosts

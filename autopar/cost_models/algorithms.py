@@ -1,8 +1,8 @@
-r"""The algorithms of collectives, each as a line: alpha seconds, and beta seconds for each byte.
+r"""The algorithms of collectives, each as a line: alpha seconds plus beta seconds per byte.
 
-A message of S bytes takes a + S / b (Hockney, 1994). Below, a group is n = k m ranks, k in each of m nodes; a and b
-are latency and bandwidth inside a node, A and B between nodes, b and B of one rank in one direction, so that a node's
-ranks together reach k B.
+A message of S bytes takes a + S / b (Hockney, 1994). Below, a group has n = k m ranks, k on each of m nodes; a and b
+are latency and bandwidth inside a node, A and B between nodes. b and B are those of one rank in one direction, so the
+ranks of a node together reach k B.
 
     ring                all-gather, reduce-scatter   (n - m) a + (m - 1) A  +  S (n - 1) / n / min(b, k B)
                         all-reduce                   twice that: a reduce-scatter and an all-gather
@@ -20,22 +20,22 @@ ranks together reach k B.
 Sources: rings, R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005, and P. Patarasuk and X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
 2009. Trees, P. Sanders, J. Speck and J. L. Träff, "Two-tree Algorithms for Full Bandwidth Broadcast, Reduction and
-Scan", 2009: a rank is an inner node of one tree and a leaf of the other, so that no rank sends more than two halves
-up and two down; NCCL has built them over nodes since 2.4, with a chain through each node, and takes them to reach 0.92
-of the bandwidth (its src/graph/tuning.cc, which also counts the latencies of rings and trees as above). Hierarchical:
-reduce-scatter in the nodes, all-reduce between them, all-gather in the nodes; M. Cho, U. Finkler, D. Kung and
+Scan", 2009: a rank is an inner node of one tree and a leaf of the other, so no rank sends more than two halves up and
+two down. NCCL has built them over nodes since 2.4, with a chain through each node, and assumes that they reach 0.92 of
+the bandwidth (its src/graph/tuning.cc, which also counts the latencies of rings and trees as above). Hierarchical:
+reduce-scatter inside nodes, all-reduce between them, all-gather inside nodes; M. Cho, U. Finkler, D. Kung and
 H. Hunter, "BlueConnect: Decomposing All-Reduce for Deep Learning on Heterogeneous Network Hierarchy", 2019. In the
-switch: NVLink SHARP, whose latency c and rate r are figures of the link. By levels: since 2.12 NCCL hands a message
-to the rank of its own node that is next to the receiver's network card, which sends what has gathered there (PXN).
+switch: NVLink SHARP, whose latency c and rate r are figures of the link. By levels: since 2.12 NCCL passes a message
+to the rank of its own node that is next to the receiver's network card, which sends what it has collected (PXN).
 
-A library offers some of these, and takes whichever is the fastest for a size, as NCCL's tuning model does. NCCL runs
-rings and trees also by a protocol of low latency (LL), which sends a flag beside every four bytes instead of waiting:
-by its tuning model a is then 0.6 / 1.9 and A 2.7 / 4.0 of what they are by LL128, and the bandwidth of rings a half,
-of trees 1 / 3.8.
+A library has some of these and uses the fastest for a size, as NCCL's tuning model does. NCCL also runs rings and trees
+with a low-latency protocol (LL), which sends a flag with every four bytes instead of waiting. By its tuning model a is
+then 0.6 / 1.9 and A 2.7 / 4.0 of the values with LL128, and the bandwidth is a half for rings and 1 / 3.8 for trees.
 
     NCCL, RCCL    rings; for all-reduce also the tree, hierarchical and in the switch; all-to-all by levels; pipeline
     gloo          rings (its all-reduce by default); all-to-all pairwise; broadcast by a binomial tree; and a
-                  reduce-scatter that torch makes of an all-reduce (ProcessGroupGloo::reduce_scatter_tensor_coalesced)
+                  reduce-scatter that torch builds from an all-reduce
+                  (ProcessGroupGloo::reduce_scatter_tensor_coalesced)
 """
 
 from __future__ import annotations
@@ -47,12 +47,17 @@ from typing import NamedTuple
 from autopar.mesh import AxisLink, Library
 
 TREE_EFFICIENCY = 0.92
+"""Share of the bandwidth that trees reach."""
+
 LOW_LATENCY_INSIDE, LOW_LATENCY_BETWEEN = 0.6 / 1.9, 2.7 / 4.0
+"""Latencies inside and between nodes with the LL protocol, relative to LL128."""
+
 LOW_LATENCY_RING, LOW_LATENCY_TREE = 0.5, 1 / 3.8
+"""Share of the bandwidth that rings and trees reach with the LL protocol."""
 
 
 class Algorithm(NamedTuple):
-    """A way to run a collective: ``alpha_s + beta_s_per_byte * nbytes`` seconds."""
+    """An algorithm of a collective, which takes ``alpha_s + beta_s_per_byte * nbytes`` seconds."""
 
     name: str
     alpha_s: float
@@ -66,9 +71,9 @@ class Algorithm(NamedTuple):
 
 
 def algorithms(kind: str, link: AxisLink, library: Library) -> tuple[Algorithm, ...]:
-    """What ``library`` has for collectives of ``kind`` over ``link``, a group of at least two ranks.
+    """Return the algorithms of ``library`` for collectives of ``kind`` over ``link``, a group of two or more ranks.
 
-    ``nbytes`` count as `CollectiveCosts` says; launches are not included.
+    ``nbytes`` counts as in `CollectiveCosts`. Launches are not included.
     """
     if kind == "permute":
         alpha_s = max(link.intra_latency_s, link.inter_latency_s)
@@ -84,20 +89,20 @@ def algorithms(kind: str, link: AxisLink, library: Library) -> tuple[Algorithm, 
 
 
 def fastest(choices: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
-    """Those of ``choices`` that are the fastest for some size, from the smallest sizes to the largest."""
+    """Return the algorithms that are the fastest for some size, ordered from small to large sizes."""
     envelope: list[Algorithm] = []
     for line in sorted(choices, key=lambda c: (-c.beta_s_per_byte, c.alpha_s)):
         while envelope and line.alpha_s <= envelope[-1].alpha_s:
             envelope.pop()
-        while len(envelope) > 1 and _meet(envelope[-2], line) <= _meet(envelope[-2], envelope[-1]):
+        while len(envelope) > 1 and _crossover(envelope[-2], line) <= _crossover(envelope[-2], envelope[-1]):
             envelope.pop()
         if not envelope or line.beta_s_per_byte < envelope[-1].beta_s_per_byte:
             envelope.append(line)
     return tuple(envelope)
 
 
-def _meet(first: Algorithm, second: Algorithm) -> float:
-    """Bytes from which on ``second``, the one with more latency, is the faster."""
+def _crossover(first: Algorithm, second: Algorithm) -> float:
+    """Return the size in bytes above which ``second``, which has more latency, is faster."""
     return (second.alpha_s - first.alpha_s) / (first.beta_s_per_byte - second.beta_s_per_byte)
 
 
@@ -107,7 +112,7 @@ def _by_both_protocols(link: AxisLink, passes: int) -> tuple[Algorithm, ...]:
 
 
 def _reductions(link: AxisLink) -> tuple[Algorithm, ...]:
-    """What an all-reduce has besides rings."""
+    """Return the algorithms of an all-reduce besides rings."""
     k, m = link.ranks_per_node, link.nodes
     found = []
     if m > 1:
@@ -121,7 +126,7 @@ def _reductions(link: AxisLink) -> tuple[Algorithm, ...]:
 
 
 def _low_latency(link: AxisLink, bandwidth: float) -> AxisLink:
-    """``link`` as NCCL's LL protocol sees it, with this share of its bandwidth."""
+    """Return ``link`` under NCCL's LL protocol, which reaches this share of the bandwidth."""
     return replace(
         link,
         intra_latency_s=link.intra_latency_s * LOW_LATENCY_INSIDE,
@@ -138,7 +143,7 @@ def _ring(link: AxisLink, passes: int) -> Algorithm:
 
 
 def _s_per_byte(link: AxisLink) -> float:
-    """Of what passes through all ranks in turn: the slower of a rank inside its node, and of a node's cards."""
+    """Return the seconds per byte of a ring: the slower of a rank inside its node and a node's network cards."""
     return max(1 / link.intra_bytes_per_s, 1 / (link.ranks_per_node * link.inter_bytes_per_s))
 
 

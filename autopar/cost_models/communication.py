@@ -1,11 +1,11 @@
-"""Seconds of collectives along the axes of a mesh: of the algorithms that the library has, the fastest for a size.
+"""Seconds of collectives along the axes of a mesh, by the library's fastest algorithm for each size.
 
-`cost_models.algorithms` has the formulas and their sources; each is a line, latency and seconds a byte, so that a
-collective's time is the lower envelope of a few lines: concave, never falling, and never 0. Each launch adds the
+`cost_models.algorithms` has the formulas and their sources. Each is a line of latency and seconds per byte, so the time
+of a collective is the lower envelope of a few lines: concave, non-decreasing, and never 0. Each launch adds the
 device's ``collective_launch_latency_s``.
 
-Where the cluster was measured in groups that lie over its nodes as an axis's do, the measured times of a kind take
-the place of these formulas.
+If the cluster was measured with groups that are spread over nodes like those of an axis, the measured times replace
+these formulas.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 BUCKETED = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
-"""Those that can carry several tensors in one launch."""
+"""The kinds that can carry several tensors in one launch."""
 
 DEARER = 1e-6
-
+"""Relative increase of the price of an axis in `CollectiveCosts.by_axis`."""
 BUCKET = 4
-"""Times the bytes that take as long to send as a launch: so large are launches that tensors share."""
+"""Assumed size of a bucket, in multiples of the bytes that take as long to send as the launch latency."""
 
 REDUCED_BYTES: Mapping[str, int] = {
     "bool": 4,
@@ -41,37 +41,37 @@ REDUCED_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 4,
     "float8_e5m2": 4,
 }
-"""Bytes sent for each byte of a tensor that is reduced, where libraries cannot reduce its dtype; 1 for all others."""
+"""Bytes sent per byte of a reduced tensor if libraries cannot reduce its dtype; 1 for all other dtypes."""
 
 
 @dataclass(frozen=True)
 class CollectiveCosts:
     """Seconds of each collective on each axis of ``mesh``.
 
-    ``nbytes`` is always the larger of what one rank holds before and after:
+    ``nbytes`` is the larger of what one rank holds before and after:
 
     ==================  ===========================================================================
     all_gather          the gathered tensor: n times what each rank contributes
     reduce_scatter      the local tensor before it is reduced: n times what each rank keeps
-    all_reduce          the local tensor, as large before as after
-    all_to_all          the local tensor, as large before as after
+    all_reduce          the local tensor, equally large before and after
+    all_to_all          the local tensor, equally large before and after
     permute             the local tensor that each rank sends
-    slice               the local tensor before slicing; each rank copies 1/n of it, and sends nothing
+    slice               the local tensor before slicing; each rank copies 1/n of it and sends nothing
     broadcast           the tensor
     ==================  ===========================================================================
 
     An axis of one rank costs nothing. On any other, every kind costs more than 0 s, even for 0 bytes, and never less
-    for more bytes. By formula it is concave in ``nbytes``, so that one launch for two tensors is never slower than
-    two launches; measured times may rise faster, where the larger message no longer fits a cache.
+    for more bytes. By formula the cost is concave in ``nbytes``, so one launch for two tensors is never slower than two
+    launches; measured times may rise faster if the larger message no longer fits a cache.
 
     Args:
-        reduced_bytes: sent by all_reduce and reduce_scatter for each of ``nbytes``; see `of`.
-        part: of the seconds, those of the ``"launch"``, which the calling program pays; see `launches`.
-        in_buckets: what a tensor costs that shares its launch with others; see `bucketed`.
-        dearer: so many axes, the first ones, cost a little more; see `by_axis`.
+        reduced_bytes: bytes that all_reduce and reduce_scatter send for each of ``nbytes``; see `of`.
+        part: ``"launch"`` counts only the launch, which the calling program pays; see `launches`.
+        in_buckets: whether a tensor shares its launch with others; see `bucketed`.
+        dearer: number of leading axes that cost a little more; see `by_axis`.
 
     Raises:
-        MeshError: the mesh does not fit the cluster.
+        MeshError: if the mesh does not fit the cluster.
     """
 
     mesh: Mesh
@@ -85,7 +85,7 @@ class CollectiveCosts:
         _ = self._choices
 
     def of(self, dtype: str) -> CollectiveCosts:
-        """The costs for tensors of ``dtype``: some are reduced in a wider one, in which they are then sent."""
+        """Return the costs for tensors of ``dtype``. Some dtypes are reduced, and thus sent, in a wider one."""
         ratio = REDUCED_BYTES.get(dtype, 1)
         if ratio not in self._by_ratio:
             self._by_ratio[ratio] = replace(self, reduced_bytes=ratio)
@@ -97,28 +97,29 @@ class CollectiveCosts:
 
     @cached_property
     def launches(self) -> CollectiveCosts:
-        """The part of each collective that nothing can hide: its launch, and not the latency of its links."""
+        """The part of each collective that nothing can hide: its launch, without the latency of its links."""
         return replace(self, part="launch")
 
     @cached_property
     def bucketed(self) -> CollectiveCosts:
-        """A launch, and a tensor's share by its bytes of a collective of several, where that is less than its own.
+        """The costs in a bucket: a launch, and a share of the bucket by bytes, if that is less than a launch of its
+        own.
 
-        Launches are not shared here: so no tensor is cut or gathered for the little that its bytes cost.
+        Each tensor is charged a full launch, so that none is cut or gathered merely because its bytes cost little.
         """
         return replace(self, in_buckets=True)
 
     @cached_property
     def by_axis(self) -> tuple[CollectiveCosts, ...]:
-        """For each axis but the last, these costs with all axes up to it dearer by a share of ``DEARER``.
+        """For each axis but the last, these costs with all axes up to it more expensive by a factor of 1 + ``DEARER``.
 
-        What the cheapest way of doing something takes on an axis is by how much it gets dearer with that axis. Of ways
-        that cost the same the one is meant that is cheapest where earlier axes are dearer.
+        The increase of the cheapest cost with the price of an axis shows how much of it is spent on that axis. Ties go
+        to the choice that is cheapest when earlier axes are more expensive.
         """
         return tuple(replace(self, dearer=axis + 1) for axis in range(self.mesh.ndim - 1))
 
     def sent(self, kind: str, nbytes: int) -> int:
-        """``nbytes`` in the dtype that is sent."""
+        """Return how many bytes are sent for ``nbytes``, in the dtype that is sent."""
         return nbytes * self._ratio(kind)
 
     def _ratio(self, kind: str) -> int:
@@ -126,7 +127,7 @@ class CollectiveCosts:
 
     @cached_property
     def links(self) -> tuple[AxisLink, ...]:
-        """What each axis communicates over."""
+        """The links of each axis."""
         return axis_links(self.mesh, self.cluster)
 
     @cached_property
@@ -147,17 +148,17 @@ class CollectiveCosts:
 
     @cached_property
     def affine(self) -> bool:
-        """Whether `seconds` is the least of `lines`: nothing follows measurements."""
+        """Whether `seconds` is the minimum of `lines`, since no measurements are used."""
         return not any(self._measured)
 
     def lines(self, kind: CollectiveKind, axis: int) -> tuple[tuple[float, float], ...]:
-        """(alpha_s, beta_s_per_byte) of each line alpha_s + beta_s_per_byte * nbytes of which the lowest is `seconds`.
+        """Return (alpha_s, beta_s_per_byte) of the lines whose minimum over nbytes is `seconds`.
 
-        Alphas rise and betas fall. One rank has the line (0, 0). Where `seconds` follows measurements, there is one
-        line, which fits them best.
+        They are ordered by increasing alpha and decreasing beta. One rank has the line (0, 0). If `seconds` follows
+        measurements, there is one line, the best fit.
 
         Raises:
-            AutoparError: no such kind or axis.
+            AutoparError: if there is no such kind or axis.
         """
         self._check(kind, axis)
         measured = self._measured[axis].get(kind)
@@ -166,7 +167,7 @@ class CollectiveCosts:
         return tuple((a.alpha_s, a.beta_s_per_byte) for a in self._choices[axis][kind])
 
     def algorithm(self, kind: CollectiveKind, nbytes: float, axis: int) -> str:
-        """The name in `cost_models.algorithms` of what the library is taken to run, or ``"measured"``."""
+        """Return the name of the algorithm that the library is assumed to run, or ``"measured"``."""
         self._check(kind, axis)
         if kind in self._measured[axis]:
             return "measured"
@@ -175,20 +176,20 @@ class CollectiveCosts:
     def _check(self, kind: CollectiveKind, axis: int) -> None:
         if kind not in KINDS or not 0 <= axis < self.mesh.ndim:
             raise AutoparError(
-                "No such collective or mesh axis.",
+                "There is no such collective or mesh axis.",
                 found=f"{kind} on axis {axis} of mesh {self.mesh}",
-                hint=f"kinds are {', '.join(KINDS)}; axes 0 to {self.mesh.ndim - 1}.",
+                hint=f"kinds are {', '.join(KINDS)}; axes are 0 to {self.mesh.ndim - 1}.",
             )
 
     def seconds(self, kind: CollectiveKind, nbytes: float, axis: int) -> float:
-        """Seconds of one launch; see the class for what ``nbytes`` counts."""
+        """Return the seconds of one collective. The class says what ``nbytes`` counts."""
         self._check(kind, axis)
         if kind in self._measured[axis]:
             return float(self.seconds_array(kind, nbytes, axis))
         return min(a.seconds(nbytes) for a in self._choices[axis][kind])
 
     def seconds_array(self, kind: CollectiveKind, nbytes: Amounts, axis: int) -> Seconds:
-        """`seconds` for an array of sizes; equal to it bit by bit."""
+        """Return `seconds` for an array of sizes, bit for bit equal to it."""
         self._check(kind, axis)
         measured = self._measured[axis].get(kind)
         if measured is not None:
@@ -208,7 +209,7 @@ class CollectiveCosts:
             return (Algorithm("nothing", 0.0, 0.0),)
         if kind == "slice":
             alpha_s, beta_s_per_byte = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()
-            if self.in_buckets:  # what follows a copy is launched when the program comes there: an exchange is better
+            if self.in_buckets:  # the collective after a copy is launched late, so prefer an exchange
                 alpha_s += self._algorithms("all_to_all", link)[0].alpha_s
             return (Algorithm("copy", alpha_s, 2 / link.size * beta_s_per_byte),)
         launch_s, ratio = self.cluster.device.collective_launch_latency_s, self._ratio(kind)
@@ -221,8 +222,7 @@ class CollectiveCosts:
         return fastest((Algorithm("in a bucket", launch_s, self._share(found[-1])), *found))
 
     def _share(self, largest: Algorithm) -> float:
-        """Seconds a byte in a collective as large as buckets are, whose launch is paid, and of copying it there and
-        back."""
+        """Return the seconds per byte in a full bucket, without its launch, plus those of packing and unpacking."""
         launch_s = self.cluster.device.collective_launch_latency_s
         nbytes = BUCKET * largest.alpha_s / largest.beta_s_per_byte
         _, copied_s = ComputeCosts(self.cluster.sized(self.mesh.size)).copy_line()

@@ -1,19 +1,18 @@
-r"""Seconds of one kernel on one device: a roofline whose roof is reached gradually.
+r"""Seconds of one kernel on one device, by a roofline model that small kernels approach gradually.
 
 The roofline model (Williams, Waterman and Patterson, 2009) bounds a kernel by its arithmetic and by its memory
 traffic. Small kernels stay below both roofs, so each roof is scaled by an efficiency that saturates:
 
     efficiency(x) = e x / (x + e peak ramp)
 
-where ``e`` is the share of the peak that the largest kernels reach and ``ramp`` the seconds for which a kernel runs
-at half of that share. Both are figures of the device (``matmul_efficiency``, ``matmul_ramp_s`` and
+where ``e`` is the share of the peak that the largest kernels reach, and ``ramp`` is the duration of a kernel that
+reaches half of that share. Both are figures of the device (``matmul_efficiency``, ``matmul_ramp_s`` and
 ``memory_efficiency``, ``memory_ramp_s``). Time ``x / (peak efficiency(x))`` is then ``x / (e peak) + ramp``.
 
-Where the cluster was measured, the curves of its kernels take the place of both roofs: that of the op itself, else
-that of its kind ("matmul", "attention", "memory"). A curve over FLOPs comes from shapes that have many FLOPs for each
-byte. Where there is one over bytes too, from thin shapes (``"matmul:traffic"``), a kernel takes what both say
-together, as libraries copy operands into an order of their own before they multiply; where there is none, the longer
-of its FLOPs' time and its bytes' by the memory's curve.
+If the cluster was measured, the curves of its kernels replace both roofs: that of the op itself, else that of its kind
+("matmul", "attention", "memory"). A curve over FLOPs comes from shapes with many FLOPs per byte. If there is also one
+over bytes, from thin shapes (``"matmul:traffic"``), a kernel takes the sum of both, since libraries repack operands
+before they multiply; otherwise it takes the longer of the time of its FLOPs and that of its bytes by the memory curve.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class _Roof(NamedTuple):
 
 
 class _Curves(NamedTuple):
-    """Measured seconds over FLOPs and over bytes; None where the roof stands.
+    """Measured seconds over FLOPs and over bytes; None where the roofline applies.
 
-    The longer of the two counts, or, where the bytes' are to be ``added``, their sum, the latency once.
+    A kernel takes the longer of the two, or with ``added`` their sum, with the latency counted once.
     """
 
     flops: Curve | None
@@ -53,7 +52,7 @@ class _Curves(NamedTuple):
 
 
 FREE = Curve((1.0,), (1e-30,))
-"""Of the traffic of an op whose measured time over its FLOPs holds that already."""
+"""The curve over bytes of an op whose measured time over FLOPs includes its traffic."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +64,23 @@ class ComputeCosts:
     def seconds(
         self, flops: float, bytes_read_written: float, dtype: str, kind: ComputeKind = "matmul", op: str = ""
     ) -> float:
-        """Seconds of one kernel on one device, monotone in both amounts.
+        """Return the seconds of one kernel on one device, monotone in both amounts.
 
         Args:
-            flops: floating-point operations, a multiplication and an addition being two.
+            flops: floating-point operations; a multiply-add counts as two.
             bytes_read_written: traffic to and from the device's memory.
-            dtype: of the operands: whose peak bounds a contraction.
-            kind: "matmul" for contractions, "attention" for the fused kernel; "memory" for everything else that runs
-                a kernel, whose arithmetic is at float32's rate and seldom counts; "view" for what only changes shapes
-                and strides, which takes no kernel.
-            op: its name, such as ``"aten.gelu"``, for clusters on which it was measured by itself.
+            dtype: dtype of the operands, whose peak bounds a contraction.
+            kind: "matmul" for contractions; "attention" for the fused kernel; "memory" for all other kernels, whose
+                arithmetic runs at the rate of float32 and rarely matters; "view" for ops that only change shapes and
+                strides, without a kernel.
+            op: name of the op, such as ``"aten.gelu"``, for clusters on which it was measured by itself.
         """
         return float(self.seconds_array(flops, bytes_read_written, dtype, kind, op))
 
     def seconds_array(
         self, flops: Amounts, bytes_read_written: Amounts, dtype: str, kind: ComputeKind = "matmul", op: str = ""
     ) -> Seconds:
-        """`seconds` for arrays of amounts that broadcast against each other; equal to it bit by bit."""
+        """Return `seconds` for arrays of amounts that broadcast with each other, bit for bit equal to it."""
         work, traffic = np.broadcast_arrays(np.asarray(flops, np.float64), np.asarray(bytes_read_written, np.float64))
         if kind == "view":
             return np.full(work.shape, self.cluster.measured.call_s)
@@ -114,7 +113,7 @@ class ComputeCosts:
         return {}
 
     def _curves(self, dtype: str, kind: str, op: str) -> _Curves:
-        """An op that was measured by itself says all; else the curve of the kind, and traffic at the memory's."""
+        """Return the op's own curve if it was measured, else that of its kind, and the memory curve for traffic."""
         measured = self.cluster.measured
         own = measured.kernel(op, dtype) or (measured.kernel(op, "float32") if kind == "memory" else None)
         if own is not None and own.unit == "bytes":
@@ -132,7 +131,7 @@ class ComputeCosts:
         return _Curves(work.curve if work else None, traffic.curve if traffic else None)
 
     def copy_line(self) -> tuple[float, float]:
-        """(alpha_s, beta_s_per_byte) of a memory-bound kernel of any positive traffic: alpha + beta * bytes."""
+        """Return (alpha_s, beta_s_per_byte) of a memory-bound kernel, which takes alpha + beta * bytes."""
         traffic = self.cluster.measured.kernel("memory", "float32")
         if traffic is not None:
             first, last = traffic.curve.seconds[0], traffic.curve.seconds[-1]
@@ -141,7 +140,7 @@ class ComputeCosts:
         return roof.launch_latency_s + roof.bytes_ramp_s, 1 / roof.bytes_per_s
 
     def host_seconds(self, nbytes: float) -> float:
-        """Seconds to copy ``nbytes`` between a device and pinned memory of its host, in one direction."""
+        """Return the seconds to copy ``nbytes`` between a device and pinned host memory, in one direction."""
         host = self.cluster.host
         return host.latency_s + nbytes / (host.bandwidth_bytes_per_s * host.efficiency)
 
@@ -149,7 +148,7 @@ class ComputeCosts:
 def _roof(device: Device, dtype: str, kind: str) -> _Roof:
     if kind not in {"matmul", "attention", "memory"}:
         raise AutoparError(
-            "No such kind of kernel.", found=repr(kind), hint='one of "matmul", "attention", "memory", "view".'
+            "There is no such kind of kernel.", found=repr(kind), hint='use "matmul", "attention", "memory" or "view".'
         )
     contracts = kind != "memory"
     return _Roof(

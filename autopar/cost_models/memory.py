@@ -1,4 +1,4 @@
-"""Bytes of optimizer state, and of what an optimizer's step needs besides."""
+"""Bytes of optimizer state, and of an optimizer step's temporaries."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from autopar.ir import ITEMSIZE
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer holds for a parameter, and what its step makes besides.
+    """The state that an optimizer holds for a parameter, and the temporaries of its step.
 
     Args:
-        tensors: state tensors as large as the parameter, in its dtype.
-        options: further ones by the option that asks for them.
-        bytes_per_element: of state whose width does not follow the parameter's dtype.
-        block: elements that share one float32 scale for each of ``bytes_per_element``; 0 for none.
-        narrow_from: elements from which on state is as narrow as that; below it is float32.
-        tables: bytes that all narrow state shares, of what its codes stand for.
-        factored: one more second moment, kept as the sums of rows and columns where the parameter is a matrix.
-        scalars: 0-dim float32 tensors of state.
-        foreach: temporaries of the step that takes all parameters at once, in tensors as large as each.
-        loop: temporaries of the step that takes one after the other: in tensors as large as this parameter, and
-            as the one before, which Python's variables still hold.
-        begins: the same while a parameter's first temporary is made, where that may be more.
-        decay: what weight decay that is added to the gradient makes besides: ``foreach``, and in the loop.
-        largest: temporaries of the step that takes all at once, in tensors as large as the largest parameter.
+        tensors: number of state tensors of the parameter's size and dtype.
+        options: (option, number of further state tensors that it adds).
+        bytes_per_element: bytes of state whose width does not follow the parameter's dtype.
+        block: elements that share one float32 scale for each of ``bytes_per_element``; 0 for no scales.
+        narrow_from: parameters with fewer elements than this have float32 state instead.
+        tables: bytes of the code tables that all narrow state shares.
+        factored: whether there is a second moment, factored into row and column sums if the parameter is a matrix.
+        scalars: number of 0-dim float32 state tensors.
+        foreach: temporaries of a foreach step, in multiples of each parameter's size.
+        loop: temporaries of a for-loop step, in multiples of this parameter's size and of the previous one's, which
+            Python variables still hold.
+        begins: the same when a parameter's first temporary is created, if that may be more.
+        decay: additional temporaries if weight decay is added to the gradient, for foreach and for-loop steps.
+        largest: temporaries of a foreach step, in multiples of the largest parameter's size.
     """
 
     tensors: int = 0
@@ -73,7 +73,7 @@ OPTIMIZERS: Mapping[str, OptimizerState] = {
     "sgd": OptimizerState(0, (("momentum", 1),), scalars=0, foreach=0, loop=(0, 0), decay=(1, 1)),
     "sgdmomentum": OptimizerState(1, scalars=0, foreach=0, loop=(0, 0), decay=(1, 1)),
 }
-"""By name in lower case without punctuation; names that put ``8bit`` first are turned round. Steps are torch's."""
+"""Optimizers by lower-case name without punctuation; a leading ``8bit`` moves to the end. Steps are those of torch."""
 
 STEPPED_ALONE = (
     "adam",
@@ -88,7 +88,7 @@ STEPPED_ALONE = (
     "sgd",
     "sgdmomentum",
 )
-"""Those whose step treats each parameter alone."""
+"""Optimizers whose step treats each parameter independently."""
 
 TAKES_WHOLE: Mapping[str, tuple[str, ...]] = {
     "adafactor": (),
@@ -97,39 +97,40 @@ TAKES_WHOLE: Mapping[str, tuple[str, ...]] = {
     "sgdmomentum": ("fused",),
     "adagrad": ("fused",),
 }
-"""Those whose step needs each parameter whole on every rank, always or in these modes: see `runtime.optimizers`."""
+"""Optimizers whose step needs whole parameters on every rank, always (()) or in these modes; see
+`runtime.optimizers`."""
 
 MODES = ("foreach", "fused", "forloop")
-"""How a step goes over the parameters: all at once, in one kernel each, or op by op one after the other."""
+"""How a step processes the parameters: all at once op by op, in fused kernels, or one parameter after the other."""
 
 FLAGS = ("amsgrad", "centered", "nesterov", "weightdecay")
-"""Options that may follow an optimizer's name, as in ``"adam amsgrad foreach"``; momentum is one too."""
+"""Options that may follow an optimizer's name, as in ``"adam amsgrad foreach"``, besides momentum."""
 
 
 def optimizer_state_bytes(
     optimizer: Any, numel: int, param_dtype: str, *, master_dtype: str | None = None, shape: tuple[int, ...] = ()
 ) -> int:
-    """Bytes of the state that an optimizer keeps for ``numel`` elements of one parameter (or of one shard of it).
+    """Return the bytes of state that an optimizer keeps for ``numel`` elements of a parameter or of a shard of it.
 
     Args:
         optimizer: a name ("adamw", "sgd", "sgd momentum", "8-bit adam", ...), an optimizer class or instance, a
-            ``functools.partial`` of a class, or the number of bytes for each element, master copy included.
+            ``functools.partial`` of a class, or the number of bytes per element, master copy included.
         numel: elements of the parameter.
-        param_dtype: of the parameter, which torch's optimizers keep their state in.
-        master_dtype: of the copy that the optimizer steps on where it isn't the parameter itself; it is counted
-            here, and the state then is in this dtype.
-        shape: of the parameter, for Adafactor. Without it the answer for Adafactor is an upper estimate, that of a
-            vector, since the row and column sums of an unknown matrix may be as many as its elements.
+        param_dtype: dtype of the parameter, in which torch's optimizers keep their state.
+        master_dtype: dtype of the master copy that the optimizer steps on, if there is one. The copy is counted here,
+            and the state has its dtype.
+        shape: shape of the parameter, for Adafactor. Without it the result for Adafactor is an upper bound, that of a
+            vector, since a matrix of unknown shape may have as many row and column sums as elements.
 
     Raises:
-        AutoparError: no such optimizer; the hint lists those known.
+        AutoparError: if the optimizer is unknown; the hint lists the known ones.
     """
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         if not 0 <= optimizer < math.inf:
             raise AutoparError(
                 "An optimizer's bytes per element cannot be negative or infinite.",
                 found=repr(optimizer),
-                hint="optimizer=8 for two float32 states.",
+                hint="use, say, optimizer=8 for two float32 states.",
             )
         return math.ceil(optimizer * numel)
     state, options = _find(optimizer)
@@ -148,15 +149,17 @@ def optimizer_state_bytes(
 
 
 def optimizer_steps_alone(optimizer: Any) -> bool:
-    """Whether a step treats each parameter alone, so that a few may step at a time; of bytes for each element nobody
-    knows."""
+    """Whether a step treats parameters independently, so that a few may step at a time.
+
+    False for an optimizer given as bytes per element, about which nothing is known.
+    """
     if isinstance(optimizer, (int, float)):
         return False
     return any(_find(optimizer)[0] is OPTIMIZERS[name] for name in STEPPED_ALONE)
 
 
 def optimizer_takes_whole(optimizer: Any) -> bool:
-    """Whether a step works on whole parameters only, not on shards."""
+    """Whether a step needs whole parameters instead of shards."""
     if isinstance(optimizer, (int, float)):
         return False
     state, options = _find(optimizer)
@@ -165,14 +168,14 @@ def optimizer_takes_whole(optimizer: Any) -> bool:
 
 
 def optimizer_scalar_bytes(optimizer: Any) -> int:
-    """Bytes of the 0-dim tensors that an optimizer keeps for one parameter, such as the number of its steps."""
+    """Return the bytes of 0-dim tensors that an optimizer keeps per parameter, such as the step count."""
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         return 0
     return 4 * _find(optimizer)[0].scalars
 
 
 def optimizer_table_bytes(optimizer: Any, numels: Sequence[int]) -> int:
-    """Bytes of state that parameters of ``numels`` elements share."""
+    """Return the bytes of state that parameters of ``numels`` elements share."""
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         return 0
     state = _find(optimizer)[0]
@@ -180,8 +183,10 @@ def optimizer_table_bytes(optimizer: Any, numels: Sequence[int]) -> int:
 
 
 def optimizer_mode(optimizer: Any, device: str = "cuda") -> str:
-    """How the step goes over the parameters: one of ``MODES``. Torch's own choice hangs on the device: all at once on
-    accelerators, one after the other on a CPU."""
+    """Return how the step processes the parameters, one of ``MODES``.
+
+    Torch's default depends on the device: foreach on accelerators, a for-loop on a CPU.
+    """
     default = "forloop" if device == "cpu" else "foreach"
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         return "foreach"
@@ -201,18 +206,18 @@ def optimizer_step_bytes(
     device: str = "cuda",
     shapes: Sequence[tuple[int, ...]] = (),
 ) -> int:
-    """Bytes that a step makes besides parameters, gradients and state.
+    """Return the bytes of a step's temporaries, besides parameters, gradients and state.
 
     Args:
-        optimizer: as in ``optimizer_state_bytes``; given as bytes for each element it makes one more parameter.
+        optimizer: as in ``optimizer_state_bytes``; bytes per element are assumed to need one temporary per parameter.
         numels: elements of each parameter, in the optimizer's order.
-        param_dtype: of the parameters.
-        master_dtype: of the copies that the optimizer steps on, where they are not the parameters.
+        param_dtype: dtype of the parameters.
+        master_dtype: dtype of the master copies that the optimizer steps on, if there are any.
         device: ``"cpu"`` or ``"cuda"``, for torch's default mode.
-        shapes: of the parameters, for Adafactor, whose step is bounded without them.
+        shapes: shapes of the parameters, for Adafactor, whose step is only bounded without them.
 
     Raises:
-        AutoparError: no such optimizer.
+        AutoparError: if the optimizer is unknown.
     """
     itemsize = ITEMSIZE[master_dtype or param_dtype]
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
@@ -238,13 +243,16 @@ def optimizer_step_bytes(
 
 
 def _factored_foreach(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements that Adafactor's step makes for all parameters at once: the variances, and means of their rows' sums."""
+    """Return the elements that Adafactor's foreach step creates: variances, and means of the row sums."""
     return sum(math.prod(shape) + math.prod(shape[:-2]) for shape in shapes) + 1
 
 
 def _factored_loop(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements that Adafactor's step makes in a loop, whose variables still hold what the parameters before made: the
-    last update, the last vector's squares, and the last matrix's means of rows and columns."""
+    """Return the peak elements of Adafactor's for-loop step.
+
+    Its variables still hold what earlier parameters created: the last update, the squares of the last vector, and the
+    row and column means of the last matrix.
+    """
     most = update = squares = means = 0
     for shape in shapes:
         numel, before = math.prod(shape), update + squares + means
@@ -269,7 +277,7 @@ def _factored_numel(numel: int, shape: tuple[int, ...]) -> int:
 
 
 def _find(optimizer: Any) -> tuple[OptimizerState, Mapping[str, Any]]:
-    """The entry of ``OPTIMIZERS``, and the options that it was made with."""
+    """Return the entry of ``OPTIMIZERS``, and the options that the optimizer was created with."""
     options: Mapping[str, Any] = {}
     if isinstance(optimizer, partial):
         optimizer, options = optimizer.func, optimizer.keywords
@@ -278,19 +286,19 @@ def _find(optimizer: Any) -> tuple[OptimizerState, Mapping[str, Any]]:
     names = [cls.__name__ for cls in optimizer.__mro__] if isinstance(optimizer, type) else [str(optimizer)]
     if isinstance(optimizer, str):
         names[0], options = _without_options(optimizer)
-    for name in map(_normalise, names):
+    for name in map(_canonical_name, names):
         if name in OPTIMIZERS:
             return OPTIMIZERS[name], options
     raise AutoparError(
         "The state of this optimizer is not known.",
         found=names[0],
-        hint=f"one of {', '.join(sorted(OPTIMIZERS))}, a class of one of these names, or bytes per parameter element.",
+        hint=f"use one of {', '.join(sorted(OPTIMIZERS))}, a class with such a name, or bytes per parameter element.",
     )
 
 
 @lru_cache(maxsize=64)
 def _without_options(text: str) -> tuple[str, Mapping[str, bool]]:
-    """``"adam amsgrad foreach"`` as the name and the options that follow it."""
+    """Split a text such as ``"adam amsgrad foreach"`` into the name and its options."""
     options: dict[str, bool] = {}
     name = text.lower().replace("for-loop", "forloop").replace("for loop", "forloop")
     name = name.replace("weight decay", "weightdecay").replace("weight_decay", "weightdecay")
@@ -304,7 +312,7 @@ def _without_options(text: str) -> tuple[str, Mapping[str, bool]]:
     return name, options
 
 
-def _normalise(name: str) -> str:
+def _canonical_name(name: str) -> str:
     name = re.sub(r"[^a-z0-9]", "", name.lower())
     if name.startswith("8bit"):
         name = name.removeprefix("8bit") + "8bit"

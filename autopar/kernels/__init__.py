@@ -1,7 +1,7 @@
-"""Triton kernels that a compiler of single ops would not make, each beside an eager equivalent that runs elsewhere.
+"""Triton kernels that a compiler of single ops would not generate, each with an eager equivalent.
 
-The modules with kernels import nothing but torch and triton and can be read, copied and run by themselves; this page
-knows them by name, says where they run, and gives their source.
+The modules with kernels import only torch and triton, and can be read, copied and run by themselves. This package
+registers them by name, decides where they run, and returns their source.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Pack and unpack around an exchange: transposition, padding or trimming and a cast in one pass over memory.
+"""Pack and unpack around an exchange: transpose, pad or trim, and cast in one pass over memory.
 
-What an all-to-all sends is cut along one dim and stacked along a new first one, in the dtype of the wire; what it
-receives is joined along another. Both are one copy between two strided tensors: the kernel walks up to six dims, the
-inner two as a tile so that reads and writes are both coalesced where the copy transposes.
+An all-to-all sends a tensor cut along one dim and stacked along a new first one, in the dtype of the wire, and joins
+what it receives along another dim. Both are one copy between two strided tensors. The kernel walks up to six dims, the
+inner two as a tile, so that reads and writes are both coalesced even if the copy transposes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 OUTER = 4
+"""Dims outside the tile that the kernel walks."""
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def copy_kernel(
     I: tl.constexpr,
     J: tl.constexpr,
 ):
-    """out[...] = x[...] where the index along the cut dim is below ``limit``; else 0 (PAD), or nothing."""
+    """Set out[...] = x[...] where the index along the cut dim is below ``limit``, else 0 (with PAD) or nothing."""
     tiles_i = tl.cdiv(ni, I)
     tiles_j = tl.cdiv(nj, J)
     at = tl.program_id(0).to(tl.int64)
@@ -69,7 +70,7 @@ def copy_kernel(
 
 
 def pack(x: torch.Tensor, dim: int, ways: int, dtype: torch.dtype | None = None, *, I: int = 32, J: int = 64):
-    """[..., n, ...] -> [ways, ..., ceil(n / ways), ...]: ``x`` of any strides, cut along ``dim``, zeros at the end."""
+    """[..., n, ...] -> [ways, ..., ceil(n / ways), ...]: cut ``x``, of any strides, along ``dim``, zero-padded."""
     n = x.shape[dim]
     part = -(-n // ways)
     out = x.new_empty((ways, *x.shape[:dim], part, *x.shape[dim + 1 :]), dtype=dtype or x.dtype)
@@ -82,7 +83,7 @@ def pack(x: torch.Tensor, dim: int, ways: int, dtype: torch.dtype | None = None,
 
 
 def unpack(rows: torch.Tensor, dim: int, length: int, dtype: torch.dtype | None = None, *, I: int = 32, J: int = 64):
-    """[ways, ..., part, ...] -> [..., length, ...]: the parts, of any strides, joined along ``dim`` and trimmed."""
+    """[ways, ..., part, ...] -> [..., length, ...]: join the parts, of any strides, along ``dim`` and trim."""
     ways, part = rows.shape[0], rows.shape[dim + 1]
     shape = list(rows.shape[1:])
     shape[dim] = length
@@ -96,11 +97,11 @@ def unpack(rows: torch.Tensor, dim: int, length: int, dtype: torch.dtype | None 
 
 
 def _copy(x, out, dims, limit, *, pad, I, J):
-    """Walk ``dims``, each (size, stride of x, stride of out, what it adds to the index along the cut dim)."""
+    """Copy along ``dims``, each (size, stride of x, stride of out, contribution to the index along the cut dim)."""
     if out.numel() == 0:
         return
     outer, i, j = _tiles(_merged(dims, limit >= 0))
-    if len(outer) > OUTER:  # more dims than the kernel walks: the outermost in Python
+    if len(outer) > OUTER:  # more dims than the kernel walks: loop over the outermost in Python
         size, step_x, step_out, cut = outer[0]
         for k in range(size):
             rest = [*outer[1:], i, j]
@@ -118,7 +119,7 @@ def _copy(x, out, dims, limit, *, pad, I, J):
     programs = triton.cdiv(i[0], I) * triton.cdiv(j[0], J)
     for size, *_ in outer:
         programs *= size
-    # Without a limit no dim counts towards it.
+    # Without a limit no dim contributes to the index.
     cut = 1 if limit >= 0 else 0
     copy_kernel[(programs,)](
         x,
@@ -143,7 +144,7 @@ def _copy(x, out, dims, limit, *, pad, I, J):
 
 
 def _merged(dims, cut):
-    """Dims that lie one behind the other in both tensors are one."""
+    """Merge dims that are contiguous with each other in both tensors."""
     kept = [d for d in dims if d[0] != 1] or [(1, 1, 1, 0)]
     merged = [kept[0]]
     for size, x, out, c in kept[1:]:
@@ -156,7 +157,7 @@ def _merged(dims, cut):
 
 
 def _tiles(dims):
-    """The dims outside the tile, and its two: J lies densest in the result, I densest in the operand among the rest."""
+    """Return the outer dims and the tile's two: J has the smallest stride of the result, I that of x among the rest."""
     j = min(range(len(dims)), key=lambda d: abs(dims[d][2]))
     rest = [d for d in range(len(dims)) if d != j]
     if not rest:

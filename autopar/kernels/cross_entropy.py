@@ -1,8 +1,8 @@
-"""Cross-entropy over a vocabulary of which this rank has a part: no softmax, and no copy of the logits, is ever made.
+"""Cross-entropy over a shard of the vocabulary, without a softmax tensor or a copy of the logits.
 
 Each kernel reads its logits once and keeps what it computes from them in registers. ``statistics`` finds the maximum
-and the sum of exponentials in one pass, rescaling the sum when the maximum grows (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018); how shards are put together is Megatron-LM's (Shoeybi et al. 2019).
+and the sum of exponentials in one pass, and rescales the sum when the maximum grows (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018). Shards are combined as in Megatron-LM (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def statistics_kernel(x, most, total, v, stride, BLOCK: tl.constexpr):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride + column, mask=column < v, other=float("-inf")).to(tl.float32)
         new = tl.maximum(m, value)
-        # Where all was -inf so far the difference would be nan.
+        # If everything was -inf so far, the difference would be nan.
         base = tl.where(new == float("-inf"), 0.0, new)
         s = s * tl.exp(m - base) + tl.exp(value - base)
         m = new
@@ -32,7 +32,7 @@ def statistics_kernel(x, most, total, v, stride, BLOCK: tl.constexpr):
 
 
 def statistics(x: torch.Tensor, *, BLOCK: int = 4096, num_warps: int = 8):
-    """[..., v] -> the maximum m of each row, and the sum of exp(x - m) in float32."""
+    """[..., v] -> maximum m of each row, and sum of exp(x - m) in float32."""
     flat = _rows(x)
     most = x.new_empty(x.shape[:-1])
     total = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -80,7 +80,7 @@ def nll_kernel(x, lse, target, out, n, v, stride, offset, ignore, BLOCK: tl.cons
 
 
 def nll(x: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, *, ignore_index: int, offset: int, BLOCK: int = 256):
-    """The loss lse - x[target - offset] where this shard has the target and it counts, else 0."""
+    """Return the loss lse - x[target - offset] if this shard has the target and it counts, else 0."""
     flat = _rows(x)
     out = torch.empty(lse.shape, dtype=lse.dtype, device=x.device)
     if len(flat):
@@ -130,7 +130,7 @@ def nll_backward_kernel(
         own = tl.load(share + row).to(tl.float32)
         each = (1.0 - own) * tl.load(classes + column, mask=column < v, other=0).to(tl.float32)
     part = tl.where(column == local, part - own, part) - each
-    # Of an ignored row 0, also where the exponential is infinite.
+    # 0 for an ignored row, even if the exponential is infinite.
     part = tl.where(scale == 0.0, 0.0, part * scale)
     tl.store(out + row * v + column, part.to(out.dtype.element_ty), mask=column < v)
 
@@ -150,10 +150,12 @@ def nll_backward(
     BLOCK: int = 4096,
     num_warps: int = 8,
 ):
-    """(softmax - own * one hot - each) * grad of this shard's logits, in their dtype, in one pass. With ``share`` and
-    ``classes`` own is the row's share, and each is what the share leaves of the class."""
+    """Return (softmax - own * one hot - each) * grad of this shard's logits, in their dtype, in one pass.
+
+    With ``share`` and ``classes``, own is the row's share, and each is (1 - share) * classes.
+    """
     flat, v, weighted = _rows(x), x.shape[-1], share is not None
-    # Of arguments that are not read any tensor will do.
+    # Any tensor will do for arguments that are not read.
     share, classes = (lse if t is None else t.contiguous() for t in (share, classes))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

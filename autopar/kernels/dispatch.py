@@ -1,4 +1,4 @@
-"""Where kernels run: on CUDA devices where triton is installed, in dtypes that they know; all else runs eagerly."""
+"""Decide where kernels run: on CUDA devices with triton, for supported dtypes. Everything else runs eagerly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _forced: ContextVar[bool] = ContextVar("kernels_forced", default=False)
 
 @contextlib.contextmanager
 def forced() -> Iterator[None]:
-    """Run kernels wherever tensors are: on a CPU by triton's interpreter, which tests use (``TRITON_INTERPRET=1``)."""
+    """Run kernels on any device. On a CPU triton's interpreter runs them, as in tests (``TRITON_INTERPRET=1``)."""
     token = _forced.set(True)
     try:
         yield
@@ -31,10 +31,10 @@ def forced() -> Iterator[None]:
 
 
 def enabled(*tensors: Tensor, integers: bool = False) -> bool:
-    """Whether a kernel takes these tensors.
+    """Whether a kernel runs on these tensors.
 
     Args:
-        integers: whether it copies only, and takes whole numbers too.
+        integers: whether it only copies, and so supports integers too.
     """
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or _forced.get()):
         return False

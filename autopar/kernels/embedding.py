@@ -1,7 +1,8 @@
-"""Rows of a table whose vocabulary is cut, and their gradient: what other ranks hold is zeros in the same pass.
+"""Look up rows of a table whose vocabulary is cut, and their gradient. Rows of other ranks become zeros in the same
+pass.
 
-The gradient is a sum in a fixed order: indices are sorted, and each row of the table is written once, in its own
-dtype, with no atomic additions and no pass that clears it.
+The gradient is summed in a fixed order: indices are sorted, and each row of the table is written once, in its own
+dtype, without atomic additions and without a pass that clears the table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def lookup_kernel(weight, index, out, n, d, offset, rows, stride, ROWS: tl.const
 
 
 def lookup(weight: torch.Tensor, index: torch.Tensor, *, offset: int, ROWS: int = 4, COLUMNS: int = 512):
-    """[v, d], [...] -> [..., d]: row ``index - offset``, zeros where this shard has none."""
+    """[v, d], [...] -> [..., d]: row ``index - offset``, or zeros if this shard does not have it."""
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     rows, d = weight.shape
     out = weight.new_empty([*index.shape, d])

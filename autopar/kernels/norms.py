@@ -1,8 +1,9 @@
-"""What follows a reduce-scatter of a block's output: its cast, the residual's addition and the next norm, in one pass.
+"""Fuse what follows the reduce-scatter of a block's output: cast, residual addition and the next norm, in one pass.
 
-Forward: y = residual + x and the layer norm or RMS norm of y, each row read once and kept in registers. Backward: the
-gradient of the norm plus that which the residual path brings, and those of weight and bias, summed by groups of rows.
-Layer norm is Ba et al. 2016, RMS norm Zhang and Sennrich 2019; one row a program as in Triton's tutorial on layer norm.
+Forward: y = residual + x and the layer norm or RMS norm of y, with each row read once and kept in registers. Backward:
+the gradient of the norm plus that of the residual path, and those of weight and bias, summed over groups of rows. Layer
+norm is from Ba et al. 2016, RMS norm from Zhang and Sennrich 2019. A program handles one row, as in Triton's layer norm
+tutorial.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def add_norm_kernel(
     inside = column < d
     value = tl.load(x + row * stride + column, mask=inside, other=0).to(tl.float32)
     if ADD:
-        # Rounded as the sum that others read, so that the norm is that of what is stored.
+        # Rounded like the stored sum, so that the norm is that of what others read.
         value = value.to(total.dtype.element_ty).to(tl.float32)
         value += tl.load(residual + row * d + column, mask=inside, other=0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -77,14 +78,15 @@ def add_norm(
     results: list[str],
     num_warps: int = 8,
 ):
-    """The ``results`` of a norm of the last dim of y = x + residual, in their order; y is x without a residual.
+    """Return the ``results`` of a norm over the last dim of y = x + residual, in order; y is x without a residual.
 
-    "total" is y, "wide" y in float32, "out" the norm times weight plus bias, "hat" that before both, to which "out" is
-    then rounded too, "mean" and "rstd" the statistics, [..., 1] in float32.
+    "total" is y, "wide" is y in float32, "out" is the norm times weight plus bias, and "hat" is the norm before both.
+    If "hat" is requested, "out" is computed from its rounded values. "mean" and "rstd" are the statistics, [..., 1] in
+    float32.
 
     Args:
-        x: [..., d], also in another dtype than ``residual``, whose the sum is.
-        centred: layer norm; else RMS norm, which has no mean.
+        x: [..., d]. Its dtype may differ from that of ``residual``, which the sum has.
+        centred: True for layer norm, False for RMS norm, which has no mean.
     """
     d = x.shape[-1]
     flat = x.reshape(x.shape[:-1].numel(), d)
@@ -188,9 +190,10 @@ def norm_backward(
     GROUPS: int = 256,
     num_warps: int = 8,
 ):
-    """The ``results``, in their order: "input_gradient" of y, plus ``beside``, "weight_gradient", "bias_gradient".
+    """Return the ``results`` in order: "input_gradient" of y plus ``beside``, "weight_gradient", "bias_gradient".
 
-    Without ``mean`` it is that of an RMS norm. ``y`` may be in a wider dtype than ``grad``, in which the result is.
+    Without ``mean`` it is the gradient of an RMS norm. ``y`` may have a wider dtype than ``grad``, whose dtype the
+    result has.
     """
     d = y.shape[-1]
     n = y.numel() // max(d, 1)

@@ -1,4 +1,4 @@
-"""The table of kernels, and the source of each as one text that runs by itself."""
+"""The table of kernels, and the standalone source of each."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Kernel:
     """One kernel.
 
     Args:
-        name: of its launching function, and of the op that it implements.
-        module: of ``autopar.kernels`` that holds it.
-        configs: block sizes to be tried on the device; the first is taken where nothing was tried.
-        size: of the arguments, those positions whose sizes the best configuration depends on.
+        name: name of its launching function, and of the op that it implements.
+        module: the module of ``autopar.kernels`` that holds it.
+        configs: block sizes to try on the device. Without a measurement the first is used.
+        size: positions of the arguments whose sizes the best configuration depends on.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Kernel:
 
     @property
     def launch(self) -> Callable[..., Any]:
-        """The function that launches it; needs triton."""
+        """The function that launches it. Needs triton."""
         function: Callable[..., Any] = getattr(importlib.import_module(f"autopar.kernels.{self.module}"), self.name)
         return function
 
 
 def _grid(**choices: tuple[int, ...]) -> tuple[Config, ...]:
-    """Every combination, the first of each choice first."""
+    """Return every combination, starting with the first of each choice."""
     return tuple(dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values()))
 
 
@@ -66,7 +66,7 @@ KERNELS: Mapping[str, Kernel] = {
 
 @cache
 def source(name: str) -> str:
-    """Python of one kernel: imports, the kernel, its launching function and what these call. It runs by itself."""
+    """Return standalone Python of one kernel: imports, the kernel, its launching function and what these call."""
     module = KERNELS[name].module
     text, tree = _parsed(module)
     head = f'"""Kernel {name} of autopar.\n\n{ast.get_docstring(tree) or ""}\n"""'
@@ -75,7 +75,7 @@ def source(name: str) -> str:
 
 
 def factory(module: str, names: Sequence[str]) -> str:
-    """Python of a function that defines kernels of one module when it is first called, and returns them by name."""
+    """Return Python of a function that defines kernels of one module on its first call, and returns them by name."""
     said = (ast.get_docstring(_parsed(module)[1]) or "").splitlines()[0]
     lines = [
         "@functools.cache",
@@ -98,7 +98,7 @@ def _parsed(module: str) -> tuple[str, ast.Module]:
 
 
 def _definitions(module: str, names: Sequence[str]) -> list[str]:
-    """The source of functions of a module and of all of it that they call, in its order."""
+    """Return the source of functions of a module and of everything in it that they call, in module order."""
     text, tree = _parsed(module)
     defined = {n: node for node in tree.body for n in _names(node)}
     needed, ahead = set(names), list(names)

@@ -1,9 +1,9 @@
-"""Block sizes measured once on a device and kept on disk.
+"""Block sizes that are measured once on a device and cached on disk.
 
-The file's key is made of all that a measurement depends on: this package's version, triton's, the device and the text
-of the kernel. A file that cannot be read, or was written under another key, counts as empty: it is a cache. Of several
-processes that share it one measures while the others wait, so that all take the same: sums in another order round
-differently, and replicas would drift apart.
+The key of the file contains everything that a measurement depends on: the versions of this package and of triton, the
+device, and the text of the kernel. A file that is unreadable or has another key counts as empty. Of several processes
+that share it one measures while the others wait, so that all use the same block sizes: sums in another order round
+differently, and replicas would diverge.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Tuning:
         measure: Callable[[Config], float] | None,
         settle: Callable[[], object] = lambda: None,
     ) -> Config:
-        """The configuration for ``size``: known, or else measured and stored; the first where ``measure`` is None.
+        """Return the configuration for ``size``: cached, or else measured and stored; the first if ``measure`` is None.
 
         Args:
-            settle: waits for what the device was given before. Who measures must not wait for a collective that another
-                process will launch once it is its own turn to measure.
+            settle: waits for the device's earlier work. The process that measures must not wait for a collective that
+                another process only launches after its own turn to measure.
         """
         known = self._load()
         key = f"{kernel.name} {size} {_text_digest(kernel.name)}"
@@ -53,7 +53,7 @@ class Tuning:
         if measure is None:
             return kernel.configs[0]
         settle()
-        with _alone(self.path):
+        with _locked(self.path):
             known |= read(self.path, self._version)
             if known.get(key) not in kernel.configs:
                 seconds = [measure(config) for config in kernel.configs]
@@ -71,24 +71,24 @@ class Tuning:
         return f"{FORMAT}; autopar {_version_of('autopar')}; triton {_version_of('triton')}; {self.device}"
 
     def _store(self, known: Mapping[str, Config]) -> None:
-        """What other processes have stored meanwhile is kept; a folder that cannot be written is no error."""
+        """Store the configurations, and keep those of other processes. An unwritable folder is not an error."""
         merged = {**read(self.path, self._version), **known}
         store(self.path, {"version": self._version, "configs": merged})
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While no other process that shares the file is in here; where no file can be locked, at once."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock among the processes that share the file. If files cannot be locked, proceed without."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process ends
         yield
 
 
 def read(path: Path, wanted: str) -> dict[str, Config]:
-    """What a file holds that was written as ``wanted``; nothing where it holds anything else."""
+    """Return the contents of a file with version ``wanted``, or {} if it holds anything else."""
     try:
         data: Any = json.loads(path.read_text())
         if data["version"] != wanted:

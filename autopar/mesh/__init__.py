@@ -1,4 +1,4 @@
-"""Logical meshes, clusters and the hardware that they are made of."""
+"""Logical meshes, and clusters with their hardware."""
 
 from autopar.mesh.cluster import Cluster, Device, Library, Link, builtin_clusters, cluster_of_device
 from autopar.mesh.measured import CollectiveTimes, Curve, KernelTimes, Measured, rising

@@ -1,4 +1,4 @@
-"""The hardware that a mesh runs on: devices, nodes and links, from TOML files in which every figure has a source."""
+"""The hardware that a mesh runs on: devices, nodes and links. In the TOML files every figure has a source."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ FALLBACK_DTYPE = {
     "complex32": "float16",
     "complex128": "float64",
 }
-"""Whose peak a dtype takes when the file has none for it; all others take float32's."""
+"""The dtype whose peak applies if the file has none for a dtype; for all others it is float32."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, as one rank sees it.
+    """The device of one rank.
 
     Args:
         name: the vendor's name.
-        memory_bytes: all of its memory.
-        memory_bytes_per_s: peak of its memory.
-        launch_latency_s: time that a kernel takes however small its work.
+        memory_bytes: its total memory.
+        memory_bytes_per_s: peak memory bandwidth.
+        launch_latency_s: time of the smallest kernel.
         collective_launch_latency_s: the same for a collective, on top of its links' latencies.
         peak_flops_per_s: dense peak by dtype, sorted by dtype.
         matmul_efficiency: share of the peak that the largest contractions reach.
-        matmul_ramp_s: how long a contraction runs at half of that share; see `cost_models.compute`.
-        memory_efficiency: share of the memory's peak that the largest transfers reach.
-        memory_ramp_s: how long a transfer runs at half of that share.
+        matmul_ramp_s: duration of a contraction that reaches half of that share; see `cost_models.compute`.
+        memory_efficiency: share of the peak memory bandwidth that the largest transfers reach.
+        memory_ramp_s: duration of a transfer that reaches half of that share.
         sources: (figure, where it comes from).
     """
 
@@ -65,18 +65,18 @@ class Device:
         peaks = dict(self.peak_flops_per_s)
         if "float32" not in peaks or not all(0 < peak < math.inf for peak in peaks.values()):
             raise MeshError(
-                "A device needs a positive peak in FLOP/s for float32, and for each other dtype that it names.",
+                "A device needs a positive peak in FLOP/s for float32 and for every other dtype listed.",
                 found=repr(peaks),
-                hint=f"a right line is: {example('peak_flops_per_s')}",
+                hint=f"a valid line is: {example('peak_flops_per_s')}",
             )
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """Whose kernels it runs: a CPU's, or those of an accelerator, which torch calls cuda whatever its maker."""
+        """The torch device type: "cpu", or "cuda", which torch uses for accelerators of AMD too."""
         return "cpu" if "cpu" in self.name.lower() else "cuda"
 
     def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s for contractions of ``dtype``."""
+        """Return the dense peak in FLOP/s for contractions of ``dtype``."""
         peaks = dict(self.peak_flops_per_s)
         while dtype not in peaks and dtype != "float32":
             dtype = FALLBACK_DTYPE.get(dtype, "float32")
@@ -85,19 +85,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of connection. Bandwidths are those of one direction.
+    """One kind of connection. Bandwidths are per direction.
 
     Args:
-        kind: what it is, for people.
-        latency_s: of one message between neighbours.
-        bandwidth_bytes_per_s: of one device; between nodes, of one network card.
+        kind: description for people.
+        latency_s: latency of one message between neighbours.
+        bandwidth_bytes_per_s: bandwidth of one device; between nodes, of one network card.
         efficiency: share of the bandwidth that large messages reach.
-        peer_bandwidth_bytes_per_s: where devices are joined pairwise, without a switch: of one pair, so that a group
-            of n reaches n - 1 times as much, up to ``bandwidth_bytes_per_s``. None behind a switch.
+        peer_bandwidth_bytes_per_s: bandwidth of one pair if devices are connected pairwise, without a switch. A group
+            of n then reaches n - 1 times as much, up to ``bandwidth_bytes_per_s``. None behind a switch.
         nics: network cards of a node; 0 for links inside a node.
-        reduction_bytes_per_s: bytes of a tensor that the switch sums in all of a node's devices, as NVLink SHARP does;
-            None where it does not.
-        reduction_latency_s: of one such sum, beyond the launch of a collective.
+        reduction_bytes_per_s: bytes of a tensor per second that the switch sums over the devices of a node (NVLink
+            SHARP); None if it does not.
+        reduction_latency_s: latency of one such sum, beyond the launch of a collective.
         sources: (figure, where it comes from).
     """
 
@@ -117,11 +117,11 @@ class Link:
             raise MeshError(
                 "A switch that reduces needs both reduction_bytes_per_s and reduction_latency_s.",
                 found=f"{self.reduction_bytes_per_s} B/s and {self.reduction_latency_s} s",
-                hint=f"a right line is: {example('reduction_latency_s')}",
+                hint=f"a valid line is: {example('reduction_latency_s')}",
             )
 
     def group_bytes_per_s(self, n: int) -> float:
-        """What each of ``n`` devices in one node reaches when all of them exchange with each other."""
+        """Return the bandwidth of each of ``n`` devices in one node when all of them exchange data with each other."""
         peer = self.peer_bandwidth_bytes_per_s
         peak = self.bandwidth_bytes_per_s if peer is None else min(self.bandwidth_bytes_per_s, peer * max(n - 1, 1))
         return peak * self.efficiency
@@ -132,19 +132,19 @@ class Cluster:
     """Nodes of equal devices. Rank r is device r % devices_per_node of node r // devices_per_node.
 
     Args:
-        name: built-in name, or the one in the user's file.
-        devices_per_node: devices of one node.
-        device: each device.
-        intra_node: between devices of one node.
-        inter_node: between nodes, with the number of network cards that a node's devices share.
-        host: between a device and the memory of its host, for offloading.
-        nodes: how many.
+        name: built-in name, or the name in the user's file.
+        devices_per_node: number of devices of a node.
+        device: figures of one device.
+        intra_node: the link between devices of a node.
+        inter_node: the link between nodes, with the number of network cards that a node's devices share.
+        host: the link between a device and host memory, for offloading.
+        nodes: number of nodes.
         fixed: whether the number of devices was given; otherwise it follows the mesh.
-        oversubscribe: the devices are processes that share one machine, of which any number may run.
+        oversubscribe: whether the devices are processes on one machine, which can run any number of them.
         description: one line for people.
         sources: (figure, where it comes from).
-        library: that runs the collectives: "nccl" (or RCCL, which has the same algorithms) or "gloo".
-        measured: times that `autopar profile` took, which go before the figures.
+        library: the library that runs collectives: "nccl" (or RCCL, which has the same algorithms) or "gloo".
+        measured: times from `autopar profile`, which take precedence over the figures.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Cluster:
         _check_positive(self, self.name, {"fixed", "oversubscribe"})
         if self.inter_node.nics < 1:
             raise MeshError(
-                "inter_node.nics must be at least 1.", found=str(self.inter_node.nics), hint="a right line is: nics = 8"
+                "inter_node.nics must be at least 1.", found=str(self.inter_node.nics), hint="a valid line is: nics = 8"
             )
 
     @property
@@ -177,16 +177,16 @@ class Cluster:
         return rank // self.devices_per_node
 
     def sized(self, world_size: int) -> Cluster:
-        """This cluster with exactly ``world_size`` devices: whole nodes, or a part of one.
+        """Return this cluster with exactly ``world_size`` devices: whole nodes, or a part of one.
 
         Raises:
-            MeshError: the cluster's size was given and is another, or nodes would be filled in part.
+            MeshError: if the cluster was given another size, or a node would be only partly filled.
         """
         if world_size < 1 or (self.fixed and world_size != self.size):
             raise MeshError(
                 f"The cluster {self.name} has {self.size} devices, the mesh {world_size} ranks.",
                 found=f"{world_size} ranks on {self}",
-                hint=f'write cluster="{self.name}:{max(world_size, 1)}", or a mesh of {self.size} ranks.',
+                hint=f'use cluster="{self.name}:{max(world_size, 1)}", or a mesh of {self.size} ranks.',
             )
         if self.fixed:
             return self
@@ -198,7 +198,7 @@ class Cluster:
             raise MeshError(
                 f"{world_size} devices of {self.name} do not fill whole nodes of {per_node}.",
                 found=f"{self.name}:{world_size}",
-                hint=f'write "{self.name}:{lower}", "{self.name}:{lower + per_node}", or fewer than {per_node}.',
+                hint=f'use "{self.name}:{lower}", "{self.name}:{lower + per_node}", or fewer than {per_node}.',
             )
         return replace(self, nodes=world_size // per_node, devices_per_node=per_node, fixed=True)
 
@@ -219,12 +219,13 @@ class Cluster:
 
     @classmethod
     def load(cls, name: str | Path | Cluster) -> Cluster:
-        """A cluster by built-in name or TOML file, either with ``:count`` devices or as large as the mesh needs.
+        """Return the cluster with this built-in name or TOML file.
 
-        ``"dgx-h100"``, ``"dgx-h100:32"`` (4 nodes), ``"dgx-h100:4"`` (half a node), ``"my-cluster.toml"``.
+        It has ``:count`` devices, or as many as the mesh needs: ``"dgx-h100"``, ``"dgx-h100:32"`` (4 nodes),
+        ``"dgx-h100:4"`` (half a node), ``"my-cluster.toml"``.
 
         Raises:
-            MeshError: no such name or file, a count that fills nodes in part, or a file with a wrong line.
+            MeshError: if there is no such name or file, the count fills a node only partly, or the file has an error.
         """
         if isinstance(name, Cluster):
             return name
@@ -246,10 +247,10 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, text: str, origin: str = "the text given") -> Cluster:
-        """The cluster that a TOML file describes; ``Cluster.load("dgx-h100").to_toml()`` shows the form.
+        """Read a cluster from the text of a TOML file. ``Cluster.load("dgx-h100").to_toml()`` shows the format.
 
         Raises:
-            MeshError: naming the key that is wrong, and a right line for it.
+            MeshError: if a key is wrong; names the key and a valid line for it.
         """
         top = Table(parse_toml(text, origin), "", origin)
         figures = ("devices_per_node",)
@@ -272,7 +273,7 @@ class Cluster:
         )
 
     def to_toml(self) -> str:
-        """This cluster as a TOML file that `load` reads back to an equal one."""
+        """Return this cluster as the text of a TOML file, which `load` reads back as an equal cluster."""
         top = {"name": self.name, "description": self.description, "devices_per_node": self.devices_per_node}
         lines = _entries(top, ())
         lines += [f"nodes = {self.nodes}"] if self.fixed else []
@@ -295,22 +296,22 @@ class Cluster:
 def _is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
-    except (OSError, ValueError):  # no file can have such a name
+    except (OSError, ValueError):  # not a possible file name
         return False
 
 
 @cache
 def builtin_clusters() -> tuple[str, ...]:
-    """Names of the clusters that come with autopar, sorted."""
+    """Return the sorted names of the clusters that come with autopar."""
     names = (entry.name for entry in (files("autopar.mesh") / "hardware").iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def cluster_of_device(device_name: str) -> Cluster | None:
-    """The built-in cluster whose devices a driver calls ``device_name``; None where there is none.
+    """Return the built-in cluster with the device that a driver calls ``device_name``, or None.
 
     ``"NVIDIA H100 80GB HBM3"`` gives ``dgx-h100``, ``"Tesla V100-SXM2-16GB"`` gives ``p3.16xlarge``. Only the model
-    counts, so that a card of another form factor is taken for its sibling.
+    is compared, so cards of other form factors match too.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     for name in builtin_clusters():
@@ -332,12 +333,12 @@ def _unknown(name: str) -> MeshError:
     return MeshError(
         "No cluster has this name.",
         found=f"{name:.200}",
-        hint=f"{did_you_mean}Known are {', '.join(builtin_clusters())}, or a TOML file from `autopar profile`.",
+        hint=f"{did_you_mean}Built-in clusters: {', '.join(builtin_clusters())}; or give a file of `autopar profile`.",
     )
 
 
 def _check_positive(record: Any, name: str, skip: set[str] | None = None) -> None:
-    """A latency of zero makes a solver scatter tiny collectives, so that no figure may be zero."""
+    """Check that no figure is zero: with a latency of zero the solver would scatter tiny collectives."""
     for figure in fields(record):
         value = getattr(record, figure.name)
         if figure.name in (skip or ()) or isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -346,7 +347,7 @@ def _check_positive(record: Any, name: str, skip: set[str] | None = None) -> Non
             raise MeshError(
                 f"{figure.name} of {name} must be positive.",
                 found=repr(value),
-                hint=f"a right line is: {example(figure.name)}",
+                hint=f"a valid line is: {example(figure.name)}",
             )
 
 
@@ -357,7 +358,7 @@ REQUIRED_FIGURES = (
     "latency_s",
     "bandwidth_bytes_per_s",
 )
-"""Figures without a default: a file must give them."""
+"""Figures without a default, which every file must give."""
 
 
 def _figures(table: Table, names: list[str]) -> dict[str, Any]:

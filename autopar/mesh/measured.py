@@ -1,8 +1,8 @@
-"""What `autopar profile` measured: times of collectives and kernels over sizes, in place of formulas.
+"""Times of collectives and kernels that `autopar profile` measured over sizes, in place of formulas.
 
-Curves are read by linear interpolation of log(seconds) over log(amount). Below the smallest measured amount a curve
-is flat, since there latency rules; above the largest it grows in proportion, since there bandwidth does. Both, and
-the monotone points that a curve requires, make it monotone.
+A curve interpolates log(seconds) linearly over log(amount). Below the smallest measured amount it is flat, where
+latency dominates; above the largest it is proportional, where bandwidth dominates. Since its points are monotone, so is
+the curve.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ UNITS = ("flops", "bytes")
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over an amount, at measured points.
+    """Seconds as a function of an amount, from measured points.
 
     Args:
-        amounts: positive and ascending.
-        seconds: positive, never falling.
+        amounts: positive and strictly increasing.
+        seconds: positive and non-decreasing.
 
     Raises:
-        MeshError: the points are none, unequal in number, or not as above.
+        MeshError: if there are no points, the numbers differ, or the values are not as above.
     """
 
     amounts: tuple[float, ...]
@@ -45,9 +45,9 @@ class Curve:
         ordered = _ascends(a) and sorted(s) == list(s)
         if not a or len(a) != len(s) or not ordered or not all(0 < x < math.inf for x in (*a, *s)):
             raise MeshError(
-                "A measured curve needs positive, ascending amounts, and as many seconds, which never fall.",
+                "A measured curve needs positive increasing amounts, and as many non-decreasing seconds.",
                 found=f"{a} and {s}",
-                hint="a right pair of lines is: bytes = [8, 65536] and seconds = [2e-5, 6e-5]",
+                hint="valid lines are: bytes = [8, 65536] and seconds = [2e-5, 6e-5]",
             )
 
     @cached_property
@@ -55,7 +55,7 @@ class Curve:
         return np.log(np.array(self.amounts)), np.log(np.array(self.seconds))
 
     def at(self, amounts: Any) -> Floats:
-        """Seconds at each of ``amounts``; 0 where the amount is 0 or less."""
+        """Return the seconds at each of ``amounts``; 0 where the amount is 0 or less."""
         given = np.asarray(amounts, np.float64)
         within = np.clip(given, self.amounts[0], self.amounts[-1])
         read = np.exp(np.interp(np.log(within), *self._logs))
@@ -63,7 +63,7 @@ class Curve:
         return np.where(given > 0, np.maximum(read * grown, 0.0), 0.0)
 
     def scaled(self, factor: float) -> Curve:
-        """The curve of a device that takes ``factor`` times as long."""
+        """Return the curve of a device that takes ``factor`` times as long."""
         return Curve(self.amounts, tuple(s * factor for s in self.seconds))
 
 
@@ -72,10 +72,10 @@ def _ascends(values: Sequence[float]) -> bool:
 
 
 def rising(amounts: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """The curve through measurements in which noise may have made a larger amount faster than a smaller one.
+    """Fit a monotone curve to noisy measurements, in which a larger amount may have been faster than a smaller one.
 
-    The nearest monotone sequence in the mean square of the logarithms, by pooling adjacent violators (Ayer et al.,
-    1955).
+    The fit is the monotone sequence with the least mean square of logarithms, found by pooling adjacent violators
+    (Ayer et al., 1955).
     """
     blocks: list[tuple[float, int]] = []
     for s in seconds:
@@ -90,13 +90,13 @@ def rising(amounts: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """One kind of collective in groups that lie over ``nodes`` nodes with ``ranks_per_node`` ranks in each.
+    """Times of one kind of collective in groups of ``nodes`` nodes with ``ranks_per_node`` ranks each.
 
     Args:
         kind: one of `COLLECTIVES`.
-        curve: seconds over bytes, which count as in `cost_models.CollectiveCosts`.
-        alpha_s: latency of the line alpha_s + beta_s_per_byte * bytes that fits the curve best.
-        beta_s_per_byte: its slope.
+        curve: seconds over bytes, counted as in `cost_models.CollectiveCosts`.
+        alpha_s: latency of the best-fitting line alpha_s + beta_s_per_byte * bytes.
+        beta_s_per_byte: slope of that line.
         error: median relative error of that line at the measured points.
     """
 
@@ -112,23 +112,23 @@ class CollectiveTimes:
         positive = self.alpha_s > 0 and self.beta_s_per_byte > 0
         if self.kind not in COLLECTIVES or not positive or self.ranks_per_node * self.nodes < 2:
             raise MeshError(
-                "Measured times of a collective need a kind, at least two ranks, and a positive line.",
+                "A measured collective needs a kind, at least two ranks, and positive alpha_s and beta_s_per_byte.",
                 found=f"{self.kind} of {self.ranks_per_node} x {self.nodes} ranks, "
                 f"{self.alpha_s} s + {self.beta_s_per_byte} s/B",
-                hint=f"kinds are {', '.join(COLLECTIVES)}; a right line is: alpha_s = 2e-5",
+                hint=f"kinds are {', '.join(COLLECTIVES)}; a valid line is: alpha_s = 2e-5",
             )
 
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """One kind of kernel.
+    """Times of one kind of kernel.
 
     Args:
         kind: "matmul", "attention", "memory" (any op that streams its operands), or an op such as "aten.gelu".
-        dtype: of the operands.
-        unit: what ``curve`` runs over: "flops", or "bytes" read and written.
-        curve: seconds over that.
-        error: median relative spread of repetitions.
+        dtype: dtype of the operands.
+        unit: the amount of ``curve``: "flops", or "bytes" read and written.
+        curve: seconds over the amount.
+        error: median relative spread of repeated measurements.
     """
 
     kind: str
@@ -140,22 +140,21 @@ class KernelTimes:
     def __post_init__(self) -> None:
         if self.unit not in UNITS or not self.kind or not self.dtype:
             raise MeshError(
-                "Measured times of a kernel run over flops or bytes.",
+                "Measured times of a kernel need a kind, a dtype, and flops or bytes as unit.",
                 found=f"{self.kind} {self.dtype} over {self.unit!r}",
-                hint='a right line is: unit = "flops"',
+                hint='a valid line is: unit = "flops"',
             )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything that was measured on a cluster; empty for one that was not.
+    """All measurements of a cluster; empty if it was not measured.
 
     Args:
-        collectives: by kind and kind of group.
-        kernels: by kind and dtype.
-        call_s: what one op costs the program that calls it, whatever its size, where the device cannot hide it:
-            on CPUs, also of views.
-        overlap: share of a collective's time that computation beside it is spared, from 0 (they take turns) to 1.
+        collectives: one entry per kind of collective and kind of group.
+        kernels: one entry per kind of kernel and dtype.
+        call_s: overhead of calling one op, whatever its size, if the device cannot hide it. On CPUs views have it too.
+        overlap: share of a collective's time that concurrent computation hides, from 0 (none) to 1.
     """
 
     collectives: tuple[CollectiveTimes, ...] = ()
@@ -166,17 +165,17 @@ class Measured:
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1 or not 0 <= self.call_s < math.inf:
             raise MeshError(
-                "measured.overlap lies between 0 and 1, and measured.call_s is not negative.",
+                "measured.overlap must lie between 0 and 1, and measured.call_s must not be negative.",
                 found=f"overlap = {self.overlap}, call_s = {self.call_s}",
-                hint="a right line is: overlap = 0.5",
+                hint="a valid line is: overlap = 0.5",
             )
 
     def collective(self, kind: str, ranks_per_node: int, nodes: int) -> CollectiveTimes | None:
-        """The times of ``kind`` in such groups, where they were measured."""
+        """Return the times of ``kind`` in such groups, or None if they were not measured."""
         return self._collectives.get((kind, ranks_per_node, nodes))
 
     def kernel(self, kind: str, dtype: str) -> KernelTimes | None:
-        """The times of ``kind`` on ``dtype``, where they were measured."""
+        """Return the times of ``kind`` on ``dtype``, or None if they were not measured."""
         return self._kernels.get((kind, dtype))
 
     @cached_property
@@ -188,7 +187,7 @@ class Measured:
         return {(k.kind, k.dtype): k for k in self.kernels}
 
     def slowed(self, factor: float) -> Measured:
-        """What kernels take on devices that are shared by ``factor`` times as many processes."""
+        """Return the times on devices that ``factor`` times as many processes share."""
         if factor == 1 or not (self.kernels or self.call_s):
             return self
         kernels = tuple(replace(k, curve=k.curve.scaled(factor)) for k in self.kernels)
@@ -199,7 +198,7 @@ class Measured:
 
 
 def read_measured(table: Table) -> Measured:
-    """The tables ``[measured]``, ``[[measured.collectives]]`` and ``[[measured.kernels]]`` of a cluster file."""
+    """Read ``[measured]``, ``[[measured.collectives]]`` and ``[[measured.kernels]]`` of a cluster file."""
     table.only(["collectives", "kernels", "call_s", "overlap"])
     return Measured(
         tuple(map(_read_collective, table.tables("collectives"))),
@@ -234,7 +233,7 @@ def _curve(table: Table, amounts: str) -> Curve:
         raise table.error(f"must have as many entries as {amounts}.", "seconds", f"{len(s)} and {len(a)}")
     for key, values, rises in ((amounts, a, _ascends(a)), ("seconds", s, sorted(s) == list(s))):
         if not rises:
-            raise table.error("must ascend.", key, repr(list(values)))
+            raise table.error("must be increasing.", key, repr(list(values)))
     return Curve(a, s)
 
 
@@ -242,7 +241,7 @@ Line = Union[str, float, Sequence[float]]
 
 
 def measured_lines(measured: Measured) -> list[str]:
-    """``measured`` as TOML, which `read_measured` reads back to an equal one."""
+    """Return ``measured`` as lines of TOML, which `read_measured` reads back."""
     if not measured:
         return []
     figures = {"call_s": measured.call_s, "overlap": measured.overlap}

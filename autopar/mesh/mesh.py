@@ -1,4 +1,4 @@
-"""The logical mesh: how the ranks of a job are arranged along named axes."""
+"""The logical mesh: the arrangement of a job's ranks along named axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Mesh:
 
     Args:
         shape: number of ranks along each axis.
-        names: one label an axis; ``("0", "1", ...)`` when omitted.
+        names: one label per axis; ``("0", "1", ...)`` when omitted.
     """
 
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Mesh:
     def __post_init__(self) -> None:
         if not self.shape or any(not isinstance(n, int) or n < 1 for n in self.shape):
             raise MeshError(
-                "A mesh needs at least one axis, each of one rank or more.",
+                "A mesh needs at least one axis, and at least one rank along each.",
                 found=f"mesh {self.shape}",
                 hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.',
             )
@@ -47,7 +47,7 @@ class Mesh:
         return math.prod(self.shape)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Position of ``rank`` along each axis."""
+        """Return the position of ``rank`` along each axis."""
         out = []
         for n in reversed(self.shape):
             rank, c = divmod(rank, n)
@@ -61,12 +61,12 @@ class Mesh:
         return rank
 
     def group(self, rank: int, axis: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along ``axis``, in order of their coordinate there."""
+        """Return the ranks that differ from ``rank`` only along ``axis``, ordered by their coordinate there."""
         c = self.coordinate(rank)
         return tuple(self.rank((*c[:axis], i, *c[axis + 1 :])) for i in range(self.shape[axis]))
 
     def groups(self, axis: int) -> Iterator[tuple[int, ...]]:
-        """All groups along ``axis``."""
+        """Yield all groups along ``axis``."""
         for rank in range(self.size):
             if self.coordinate(rank)[axis] == 0:
                 yield self.group(rank, axis)

@@ -1,4 +1,4 @@
-"""Reading one table of a hardware file: each figure checked, each complaint naming the key and showing a right line."""
+"""Read the tables of a cluster file. Every value is checked, and errors name the key and show a valid line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EXAMPLES: Mapping[str, str] = {
     "flops": "flops = [1e6, 1e9]",
     "seconds": "seconds = [2e-5, 6e-5]",
 }
-"""A right line for every key; other keys are seconds or FLOP/s and share the two below."""
+"""A valid line for each key. Keys that are not listed are in seconds or FLOP/s; see `example`."""
 
 
 def example(key: str) -> str:
@@ -56,30 +56,33 @@ def example(key: str) -> str:
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Parse the text of a TOML file.
 
     Raises:
-        MeshError: the text is no TOML.
+        MeshError: if the text is not TOML.
     """
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         tables: dict[str, Any] = toml.loads(text)
-    except (ValueError, RecursionError) as error:  # a whole number may be too long, tables too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # overlong integers, deeply nested tables
         raise MeshError(
             "The cluster file is not valid TOML.",
             found=f"{error!s:.200} in {origin}",
-            hint="a right line is: devices_per_node = 8",
+            hint="a valid line is: devices_per_node = 8",
         ) from None
     return tables
 
 
 class Table:
-    """One table of a hardware file, read key by key.
+    """One table of a cluster file, read key by key.
 
     Args:
-        values: what TOML gave.
-        path: the table's dotted name, empty at the top of the file.
-        origin: the file, for messages.
+        values: the parsed TOML.
+        path: dotted name of the table, "" at the top of the file.
+        origin: name of the file, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str, origin: str) -> None:
@@ -87,25 +90,25 @@ class Table:
 
     def error(self, what: str, key: str, found: str) -> MeshError:
         dotted = f"{self.path}.{key}" if self.path else key
-        return MeshError(f"{dotted} {what}", found=f"{found} in {self.origin}", hint=f"a right line is: {example(key)}")
+        return MeshError(f"{dotted} {what}", found=f"{found} in {self.origin}", hint=f"a valid line is: {example(key)}")
 
     def only(self, known: Iterable[str]) -> None:
-        """Refuse keys that nothing reads, since a misspelt one would otherwise be lost silently."""
+        """Raise on unknown keys, since a misspelt one would otherwise be ignored silently."""
         known = [*known, "source"]
         for key in self.values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 dotted = f"{self.path}.{key}" if self.path else key
                 raise MeshError(
-                    f"{dotted} is no key of a cluster file.",
+                    f"{dotted} is not a key of a cluster file.",
                     found=f"{dotted} in {self.origin}",
-                    hint=f"a right line is: {example(near[0])}" if near else f"the keys here are {', '.join(known)}.",
+                    hint=f"a valid line is: {example(near[0])}" if near else f"the keys here are {', '.join(known)}.",
                 )
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.values.get(key, default)
         if not isinstance(value, str) or (default is None and not value):
-            raise self.error("must be a text.", key, _shown(value))
+            raise self.error("must be a string.", key, _shown(value))
         return value
 
     def flag(self, key: str) -> bool:
@@ -115,21 +118,21 @@ class Table:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite figure in SI units."""
+        """Return a positive, finite number in SI units."""
         value = self.values.get(key, default)
         if not _is_figure(value) or not value > 0:
             raise self.error("must be a positive number in SI units.", key, _shown(value))
         return float(value)
 
     def at_least_zero(self, key: str, default: float | None = None) -> float:
-        """A finite figure that may be 0."""
+        """Return a finite number that may be 0."""
         value = self.values.get(key, default)
         if not _is_figure(value) or not value >= 0:
             raise self.error("must be a number of at least 0.", key, _shown(value))
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Positive, finite figures in SI units, at least one."""
+        """Return one or more positive, finite numbers in SI units."""
         value = self.values.get(key)
         if not isinstance(value, list) or not value or not all(_is_figure(x) and x > 0 for x in value):
             raise self.error("must be a list of positive numbers.", key, _shown(value))
@@ -142,7 +145,7 @@ class Table:
         return value
 
     def tables(self, key: str) -> tuple[Table, ...]:
-        """The tables of an array ``[[path.key]]``; none where it is absent."""
+        """Return the tables of an array ``[[path.key]]``, or () if it is absent."""
         value = self.values.get(key, [])
         if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
             raise self.error("must be an array of tables.", key, _shown(value))
@@ -162,21 +165,21 @@ class Table:
         return Table(value, path, self.origin)
 
     def sources(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """(figure, source) pairs. ``source`` is one text for the whole table, or a table with one text a figure."""
+        """Return (figure, source) pairs. ``source`` is a string for the whole table, or a table with one per figure."""
         given = self.values.get("source", {})
         if isinstance(given, str):
             return tuple((key, given) for key in keys if key in self.values)
         if not isinstance(given, dict):
-            raise self.error("must be a text or a table of texts.", "source", repr(given))
+            raise self.error("must be a string or a table of strings.", "source", repr(given))
         Table(given, f"{self.path}.source".lstrip("."), self.origin).only(keys)
         for key, text in given.items():
             if not isinstance(text, str):
-                raise self.error("must be a text or a table of texts.", "source", f"{key} = {text!r}")
+                raise self.error("must be a string or a table of strings.", "source", f"{key} = {text!r}")
         return tuple((key, given[key]) for key in keys if key in given)
 
 
 LARGEST = 1e300
-"""No figure of hardware comes near it, and products of a few stay numbers."""
+"""Exclusive limit on numbers. No hardware figure comes near it, and sums of a few such values stay finite."""
 
 
 def _is_figure(value: Any) -> bool:
@@ -188,12 +191,12 @@ def _shown(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """A key as TOML: bare, or as a text."""
+    """Format a TOML key, quoted if it has to be."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def toml_value(value: str | bool | float) -> str:
-    """One value as TOML, large figures as ``450e9``; JSON's strings and booleans are TOML's."""
+    """Format a TOML value, with large numbers as ``450e9``. TOML shares JSON's strings and booleans."""
     if isinstance(value, (str, bool)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if value < 1e9:
@@ -210,5 +213,5 @@ def read_text(path: Path) -> str:
         raise MeshError(
             "The cluster file cannot be read.",
             found=f"{path!s:.200}: {error!s:.200}",
-            hint='name a built-in cluster: "dgx-h100".',
+            hint='use a built-in cluster such as "dgx-h100".',
         ) from None

@@ -1,4 +1,4 @@
-"""How the axes of a mesh lie in a cluster, and which meshes suit a cluster."""
+"""How the axes of a mesh map to a cluster, and which meshes suit a cluster."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from autopar.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class AxisLink:
-    """What one group along a mesh axis communicates over, while all groups of that axis do so at once.
+    """The links of one group along a mesh axis, while all groups of that axis communicate at once.
 
-    A group is ``nodes`` sets of ``ranks_per_node`` ranks, each set in one node; bandwidths are those of one rank, in
-    one direction. A level of a single member has latency 0 and infinite bandwidth, since nothing crosses it.
+    A group has ``ranks_per_node`` ranks on each of ``nodes`` nodes. Bandwidths are those of one rank in one direction.
+    A level with a single member has latency 0 and infinite bandwidth, since nothing crosses it.
 
     Args:
         ranks_per_node: ranks of a group that share a node.
         nodes: nodes of a group.
-        intra_latency_s: of a message inside a node.
-        intra_bytes_per_s: that a rank reaches inside a node, exchanging with all of its group there.
-        peer_bytes_per_s: that a rank reaches inside a node with a single other one; less where no switch joins them.
-        inter_latency_s: of a message between nodes.
-        inter_bytes_per_s: that a rank reaches between nodes, its share of the node's network cards.
-        reduction_latency_s: of an all-reduce in the node's switch, beyond its launch.
-        reduction_bytes_per_s: bytes of a tensor that the node's switch reduces; None where it does not.
+        intra_latency_s: latency of a message inside a node.
+        intra_bytes_per_s: bandwidth of a rank inside a node, exchanging with its whole group there.
+        peer_bytes_per_s: bandwidth of a rank inside a node with a single peer; lower if no switch connects them.
+        inter_latency_s: latency of a message between nodes.
+        inter_bytes_per_s: bandwidth of a rank between nodes, its share of the node's network cards.
+        reduction_latency_s: latency of an all-reduce in the node's switch, beyond its launch.
+        reduction_bytes_per_s: bytes of a tensor per second that the node's switch reduces; None if it does not.
     """
 
     ranks_per_node: int
@@ -48,20 +48,20 @@ class AxisLink:
 
     @property
     def level(self) -> Literal["single", "intra", "inter", "hierarchical"]:
-        """Where the group's messages go."""
+        """Which kinds of links the group's messages cross."""
         if self.nodes == 1:
             return "single" if self.ranks_per_node == 1 else "intra"
         return "inter" if self.ranks_per_node == 1 else "hierarchical"
 
 
 def axis_links(mesh: Mesh, cluster: Cluster) -> tuple[AxisLink, ...]:
-    """One `AxisLink` for each mesh axis; rank r lives on node r // devices_per_node.
+    """Return an `AxisLink` for each mesh axis. Rank r is on node r // devices_per_node.
 
-    A group whose nodes hold unequal numbers of its ranks is priced as if every step crossed nodes, and an axis by its
+    A group with unequal numbers of ranks on its nodes is treated as if every step crossed nodes, and an axis as its
     slowest groups.
 
     Raises:
-        MeshError: the cluster's size was given and differs from the mesh's, or the mesh fills nodes in part.
+        MeshError: if the cluster was given a size that differs from the mesh's, or the mesh fills a node only partly.
     """
     cluster = cluster.sized(mesh.size)
     nodes = (np.arange(mesh.size) // cluster.devices_per_node).reshape(mesh.shape)
@@ -69,13 +69,13 @@ def axis_links(mesh: Mesh, cluster: Cluster) -> tuple[AxisLink, ...]:
 
 
 def _axis_link(group_nodes: np.ndarray, cluster: Cluster) -> AxisLink:
-    """The link of one axis from the node of each rank, one row a group."""
+    """Return the link of one axis. ``group_nodes`` holds the node of each rank, one row per group."""
     size = group_nodes.shape[1]
     crossing = group_nodes[group_nodes[:, 0] != group_nodes[:, -1]]
     if not len(crossing):
         per_node, nodes = size, 1
     else:
-        # Ranks ascend along an axis and so do nodes: a group's ranks in one node are neighbours in its row.
+        # Ranks and thus nodes ascend along an axis, so a group's ranks on one node are adjacent in its row.
         nodes = max(len(np.unique(row)) for row in crossing)
         per_node = size // nodes
         if not _is_uniform(crossing, per_node):
@@ -103,21 +103,21 @@ def _is_uniform(group_nodes: np.ndarray, per_node: int) -> bool:
 
 
 def _nic_share(cluster: Cluster, senders: int) -> float:
-    """Bytes per second of each of ``senders`` ranks of a node; a rank alone drives only the cards next to it."""
+    """Return the bandwidth of each of ``senders`` ranks of a node. A single rank drives only the cards next to it."""
     link = cluster.inter_node
     cards = min(link.nics / senders, max(1.0, link.nics / cluster.devices_per_node))
     return link.bandwidth_bytes_per_s * link.efficiency * cards
 
 
 def candidate_meshes(world_size: int, cluster: Cluster) -> tuple[Mesh, ...]:
-    """Meshes of one to three axes worth searching, the most promising first.
+    """Return the meshes of one to three axes worth searching, most promising first.
 
-    Every axis divides nodes evenly, and of meshes that differ only by exchanging axes with equal links one remains.
-    Two axes come first (one for the batch, one for the layers), then one, then three; among those, axes that keep to
-    a node or to whole nodes before axes that do both, and balanced axes before lopsided ones.
+    Every axis divides nodes evenly. Of meshes that differ only in the order of axes with equal links one remains. Two
+    axes come first (one for the batch, one for the layers), then one, then three. Among these, axes that stay within
+    nodes or cross between whole nodes precede axes that do both, and balanced axes precede lopsided ones.
 
     Raises:
-        MeshError: as `axis_links`.
+        MeshError: as for `axis_links`.
     """
     cluster = cluster.sized(world_size)
     found: dict[tuple[AxisLink, ...], tuple[tuple[int, int, float, tuple[int, ...]], Mesh]] = {}
@@ -135,7 +135,7 @@ def candidate_meshes(world_size: int, cluster: Cluster) -> tuple[Mesh, ...]:
 
 
 def _divides_nodes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether the node boundary falls between axes, or cuts one axis into equal parts."""
+    """Whether the node boundary falls between axes or splits one axis evenly."""
     inner = 1
     for n in reversed(mesh.shape):
         smaller, larger = sorted((inner * n, cluster.devices_per_node))
@@ -146,7 +146,7 @@ def _divides_nodes(mesh: Mesh, cluster: Cluster) -> bool:
 
 
 def _factorizations(n: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorizations of ``n`` into one to ``most`` factors above 1; ``(1,)`` for 1."""
+    """Yield the ordered factorizations of ``n`` into one to ``most`` factors above 1; ``(1,)`` for 1."""
     yield (n,)
     if most > 1:
         for first in range(2, n // 2 + 1):

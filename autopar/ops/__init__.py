@@ -1,6 +1,6 @@
-"""The custom ops ``torch.ops.autopar.*`` that a captured graph holds in place of torch's own.
+"""The custom ops ``torch.ops.autopar.*`` that replace torch's own in a captured graph.
 
-Each is the same function of its (local) operands on every device and every mesh; importing this package registers all.
+Each is the same function of its (local) operands on every device and mesh. Importing this package registers all ops.
 """
 
 from __future__ import annotations

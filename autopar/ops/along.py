@@ -1,7 +1,7 @@
-"""Ops along a dim of which each rank has a part: softmax, scans, and the largest elements.
+"""Ops along a dim of which each rank holds a part: softmax, scans, and top-k.
 
-Each rank tells a summary of its part, from which and from its part every rank finishes the op. What was told has the
-ranks in dim 0, in the order of the dim.
+Each rank summarizes its part. From the gathered summaries and its own part every rank finishes the op. ``gathered``
+stacks the summaries of the ranks in dim 0, in the order of the dim.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
-def _one(x: Tensor, dim: int) -> list[int]:
+def _reduced_shape(x: Tensor, dim: int) -> list[int]:
     return [1 if i == dim % x.ndim else n for i, n in enumerate(x.shape)]
 
 
-# Softmax: the logarithm of the sum of exponentials is told.
+# Softmax. The summary is the logarithm of the sum of exponentials.
 
 
 def _lse(x: Tensor, dim: int) -> Tensor:
@@ -32,18 +32,18 @@ def _lse(x: Tensor, dim: int) -> Tensor:
 
 
 def _lse_fake(x: Tensor, dim: int) -> Tensor:
-    return x.new_empty(_one(x, dim), dtype=accumulation_dtype(x.dtype))
+    return x.new_empty(_reduced_shape(x, dim), dtype=accumulation_dtype(x.dtype))
 
 
-def _softmax(x: Tensor, told: Tensor, log: bool, safe: bool, dtype: torch.dtype) -> Tensor:
-    """``safe``: where all elements are minus infinity the result is zero."""
-    lse = told.logsumexp(0)
+def _softmax(x: Tensor, gathered: Tensor, log: bool, safe: bool, dtype: torch.dtype) -> Tensor:
+    """Finish a softmax. With ``safe`` the result is zero where all elements are minus infinity."""
+    lse = gathered.logsumexp(0)
     y = _wide(x) - lse
     y = y if log else y.exp_()
     return (y.masked_fill_(lse == -torch.inf, 0) if safe else y).to(dtype).contiguous()
 
 
-def _softmax_fake(x: Tensor, told: Tensor, log: bool, safe: bool, dtype: torch.dtype) -> Tensor:
+def _softmax_fake(x: Tensor, gathered: Tensor, log: bool, safe: bool, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -56,17 +56,17 @@ def _softmax_sum_fake(grad: Tensor, out: Tensor, dim: int, log: bool) -> Tensor:
     return _lse_fake(grad, dim)
 
 
-def _softmax_backward(grad: Tensor, out: Tensor, told: Tensor, log: bool, dtype: torch.dtype) -> Tensor:
-    total, wide = told.sum(0), _wide(grad)
+def _softmax_backward(grad: Tensor, out: Tensor, gathered: Tensor, log: bool, dtype: torch.dtype) -> Tensor:
+    total, wide = gathered.sum(0), _wide(grad)
     dx = wide - _wide(out).exp().mul_(total) if log else (wide - total).mul_(out)
     return dx.to(dtype).contiguous()
 
 
-def _softmax_backward_fake(grad: Tensor, out: Tensor, told: Tensor, log: bool, dtype: torch.dtype) -> Tensor:
+def _softmax_backward_fake(grad: Tensor, out: Tensor, gathered: Tensor, log: bool, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# Scans: what a part comes to is told, and what comes before a part goes ahead of it.
+# Scans. The summary is the total of a part, and the totals of earlier parts are added to a part's own scan.
 
 _SCANS: dict[str, tuple[Any, Any, Any]] = {
     "sum": (lambda x, d: x.sum(d, keepdim=True), lambda x, d: x.cumsum(d), torch.add),
@@ -81,29 +81,29 @@ def _scan_total(x: Tensor, dim: int, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def _scan_total_fake(x: Tensor, dim: int, kind: str, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(_one(x, dim), dtype=dtype)
+    return x.new_empty(_reduced_shape(x, dim), dtype=dtype)
 
 
-def _scan(x: Tensor, told: Tensor, dim: int, kind: str, at: int, dtype: torch.dtype) -> Tensor:
-    """``at``: this rank's place."""
+def _scan(x: Tensor, gathered: Tensor, dim: int, kind: str, at: int, dtype: torch.dtype) -> Tensor:
+    """Finish a scan. ``at`` is this rank's position along the dim."""
     reduce, scan, join = _SCANS[kind]
-    own: Tensor = scan(x.to(told.dtype), dim)
-    return (join(own, reduce(told[:at], 0)[0]) if at else own).to(dtype).contiguous()
+    own: Tensor = scan(x.to(gathered.dtype), dim)
+    return (join(own, reduce(gathered[:at], 0)[0]) if at else own).to(dtype).contiguous()
 
 
-def _scan_fake(x: Tensor, told: Tensor, dim: int, kind: str, at: int, dtype: torch.dtype) -> Tensor:
+def _scan_fake(x: Tensor, gathered: Tensor, dim: int, kind: str, at: int, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _extremum_total(x: Tensor, dim: int, largest: bool, offset: int) -> tuple[Tensor, Tensor]:
-    """Of a part that begins at ``offset``, with the place of the last one where several are alike."""
+    """Return the extremum of a part that begins at ``offset``, with the index of the last one among ties."""
     value, index = x.cummax(dim) if largest else x.cummin(dim)
     last = x.shape[dim] - 1
     return value.narrow(dim, last, 1).contiguous(), (index.narrow(dim, last, 1) + offset).contiguous()
 
 
 def _extremum_total_fake(x: Tensor, dim: int, largest: bool, offset: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(_one(x, dim)), x.new_empty(_one(x, dim), dtype=torch.int64)
+    return x.new_empty(_reduced_shape(x, dim)), x.new_empty(_reduced_shape(x, dim), dtype=torch.int64)
 
 
 def _extremum_scan(
@@ -127,19 +127,19 @@ def _extremum_scan_fake(
     return like, torch.empty_like(like, dtype=torch.int64)
 
 
-# The largest or smallest elements and where they are: each rank tells as many of its own.
+# The largest or smallest elements and their indices. The summary is the top k of a part.
 
 
-def _most(x: Tensor, k: int, dim: int, largest: bool, ordered: bool = True) -> tuple[Tensor, Tensor]:
-    """Of one, that which comes first where several are alike."""
+def _top_k(x: Tensor, k: int, dim: int, largest: bool, ordered: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the top ``k``. For k = 1 it is the first among ties."""
     if k > 1:
         return x.topk(k, dim, largest, ordered)
     return x.max(dim, keepdim=True) if largest else x.min(dim, keepdim=True)
 
 
 def _top(x: Tensor, k: int, dim: int, largest: bool, offset: int) -> tuple[Tensor, Tensor]:
-    """Of a part that begins at ``offset``."""
-    values, index = _most(x, k, dim, largest)
+    """Return the top ``k`` of a part that begins at ``offset``."""
+    values, index = _top_k(x, k, dim, largest)
     return values.contiguous(), (index + offset).contiguous()
 
 
@@ -151,9 +151,9 @@ def _top_fake(x: Tensor, k: int, dim: int, largest: bool, offset: int) -> tuple[
 def _top_of(
     values: Tensor, indices: Tensor, k: int, dim: int, largest: bool, ordered: bool, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of what all ranks told."""
+    """Return the top ``k`` of the gathered top ``k`` of all ranks."""
     values, indices = (t.movedim(0, dim).flatten(dim, dim + 1) for t in (values, indices))
-    best, place = _most(values, k, dim, largest, ordered)
+    best, place = _top_k(values, k, dim, largest, ordered)
     index = indices.gather(dim, place)
     return (best.contiguous(), index) if keepdim else (best.squeeze(dim).contiguous(), index.squeeze(dim))
 
@@ -179,7 +179,7 @@ define(
     _lse_fake,
 )
 define(
-    "softmax_of_lse(Tensor x, Tensor told, bool log, bool safe, ScalarType dtype) -> Tensor",
+    "softmax_of_lse(Tensor x, Tensor gathered, bool log, bool safe, ScalarType dtype) -> Tensor",
     _softmax,
     _softmax_fake,
 )
@@ -189,7 +189,7 @@ define(
     _softmax_sum_fake,
 )
 define(
-    "softmax_backward_of_sum(Tensor grad, Tensor out, Tensor told, bool log, ScalarType dtype) -> Tensor",
+    "softmax_backward_of_sum(Tensor grad, Tensor out, Tensor gathered, bool log, ScalarType dtype) -> Tensor",
     _softmax_backward,
     _softmax_backward_fake,
 )
@@ -199,7 +199,7 @@ define(
     _scan_total_fake,
 )
 define(
-    "scan(Tensor x, Tensor told, int dim, str kind, SymInt at, ScalarType dtype) -> Tensor",
+    "scan(Tensor x, Tensor gathered, int dim, str kind, SymInt at, ScalarType dtype) -> Tensor",
     _scan,
     _scan_fake,
 )

@@ -1,9 +1,9 @@
-"""Scaled-dot-product attention, forward and backward, with grouped queries and dropout that no sharding changes.
+"""Scaled-dot-product attention, forward and backward, with grouped queries and sharding-independent dropout.
 
 q is [b, h, s, d], k [b, g, t, d], v [b, g, t, d_v]; head i of the queries reads head i // (h / g) of k and v. In causal
-attention query i may read key j when i >= j, counted in the global tensors. A row that may read nothing gives zeros,
-its gradients are zeros, and its lse is 0. Torch's flash kernels, of the CPU and of GPUs, do what they can; the rest
-goes block by block over the queries with the formulas of Dao et al. 2022 (FlashAttention, appendix B).
+attention query i may read key j if i >= j, counted in the global tensors. A row that may read nothing gives zeros with
+zero gradients and lse 0. Torch's flash kernels for CPU and GPU compute what they support; the rest runs block by block
+over the queries with the formulas of Dao et al. 2022 (FlashAttention, appendix B).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autopar.ops.exponential import exp_
 from autopar.ops.random import keep_scale
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
-# Scores held at a time: on a CPU near the size of its caches, elsewhere as many as keep the device busy.
+# Scores held at a time: on a CPU about the size of its caches, elsewhere enough to keep the device busy.
 CPU_SCORES = 1 << 21
 SCORES = 1 << 27
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """What forward and backward share; ``offset`` is where the local [b, h, s, t] starts in the global one."""
+    """What forward and backward share. ``offset`` is the start of the local [b, h, s, t] in the global one."""
 
     mask: Tensor | None
     seed: Tensor | None
@@ -41,22 +41,22 @@ class _Attention:
     offset: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch's flash kernel for the CPU computes this."""
+        """Whether torch's flash kernel for CPUs supports this."""
         full = q.numel() > 0 and k.numel() > 0
         return q.device.type == "cpu" and full and not self.dropout_p and q.shape[-1] == v.shape[-1]
 
     def gpu_flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch's flash kernel for GPUs computes this: rows of whole squares where it is causal."""
+        """Whether torch's flash kernel for GPUs supports this. Causal attention must be square."""
         plain = self.mask is None and not self.dropout_p and v.shape[-1] == q.shape[-1] and k.numel() * q.numel() > 0
         square = q.shape[2] == k.shape[2] and self.offset[2] == self.offset[3]
         return plain and (square or not self.is_causal) and _torch.flash_takes(q)
 
     def flash_mask(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
-        """The additive mask that the kernel takes, and whether it is causal by itself."""
+        """Return the kernel's additive mask, and whether to use its own causal mask."""
         mask = self.mask
         causal = self.is_causal and self.offset[2] == self.offset[3]
         if self.is_causal and not causal:
-            mask = _both(mask, self._causal(slice(0, q.shape[2]), k.shape[2], q.device))
+            mask = _combined_mask(mask, self._causal(slice(0, q.shape[2]), k.shape[2], q.device))
         if mask is None:
             return None, causal
         if mask.dtype == torch.bool:
@@ -66,24 +66,24 @@ class _Attention:
         return mask[(None,) * (4 - mask.dim())], causal
 
     def _causal(self, rows: slice, t: int, device: torch.device) -> Tensor:
-        """[rows, t], bool."""
+        """Return the causal mask, [rows, t] bool."""
         first_query, first_key = self.offset[2:]
         queries = torch.arange(rows.start + first_query, rows.stop + first_query, device=device)
         return queries[:, None] >= torch.arange(first_key, first_key + t, device=device)
 
     def scores(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
-        """[b, h, rows, t] in the accumulation dtype; -inf where attention is forbidden."""
+        """Return the scores, [b, h, rows, t] in the accumulation dtype; -inf where attention is masked."""
         scores = _by_group(q[:, :, rows] * self.scale, k) @ k.transpose(-1, -2)
         scores = scores.view(q.shape[0], q.shape[1], rows.stop - rows.start, k.shape[2])
         if self.mask is not None:
             mask = self.mask[..., rows, :] if self.mask.dim() > 1 and self.mask.shape[-2] > 1 else self.mask
-            scores.add_(_added(mask, scores.dtype) if mask.dtype == torch.bool else mask)
+            scores.add_(_additive(mask, scores.dtype) if mask.dtype == torch.bool else mask)
         if self.is_causal:
-            scores.add_(_added(self._causal(rows, k.shape[2], q.device), scores.dtype))
+            scores.add_(_additive(self._causal(rows, k.shape[2], q.device), scores.dtype))
         return scores
 
     def keep(self, weights: Tensor, rows: slice) -> Tensor | None:
-        """As weights, [b, h, rows, t]: 1 / (1 - p) where dropout keeps, else 0; None without dropout."""
+        """Return 1 / (1 - p) where dropout keeps, else 0: [b, h, rows, t] like the weights. None without dropout."""
         if not self.dropout_p:
             return None
         assert self.seed is not None
@@ -92,25 +92,24 @@ class _Attention:
         return keep_scale(self.seed, self.site, self.dropout_p, self.global_shape, place, weights)
 
 
-def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where attention is forbidden, else 0. To add it is much cheaper on a CPU than to fill by a mask."""
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return -inf where attention is masked, else 0. On a CPU adding it is much cheaper than filling by a mask."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """As torch's kernels read it: they take the elements of a row to lie side by side, and that for CPUs does not
-    look."""
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    """Return ``x`` with contiguous rows, as torch's kernels require. The one for CPUs does not check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
+def _combined_mask(mask: Tensor | None, allowed: Tensor) -> Tensor:
     if mask is None:
         return allowed
     return mask & allowed if mask.dtype == torch.bool else mask.where(allowed, -math.inf)
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:
-    """[b, h, rows, n] -> [b, g, h / g rows, n]: the queries that share a head of k become rows of one matrix."""
+    """[b, h, rows, n] -> [b, g, h / g rows, n]: queries that share a head of k become rows of one matrix."""
     b, h, rows, n = x.shape
     return x.reshape(b, k.shape[1], h // max(1, k.shape[1]) * rows, n)
 
@@ -143,18 +142,18 @@ def _attention(
     if (found := _cpu_flash(attention, q, k, v)) is not None:
         return found[0].contiguous(), found[1].contiguous()
     if attention.gpu_flash(q, k, v):
-        q, k, v = map(_in_rows, (q, k, v))
+        q, k, v = map(_with_contiguous_rows, (q, k, v))
         return _torch.flash_attention(q, k, v, causal=attention.is_causal, scale=attention.scale)
     return _forward(attention, q, k, v)
 
 
 def _cpu_flash(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As torch's kernel lays its results out; None where it does not compute this."""
+    """Return the results in the layout of torch's CPU kernel, or None if it does not support this."""
     if not attention.flash(q, k, v):
         return None
     additive, causal = attention.flash_mask(q, k)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_in_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
+        *map(_with_contiguous_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
     )
     return out, lse
 
@@ -206,7 +205,7 @@ def _attention_backward(
         dq, dk, dv = found
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     if attention.gpu_flash(q, k, v):
-        q, k, v, grad_out = map(_in_rows, (q, k, v, grad_out))
+        q, k, v, grad_out = map(_with_contiguous_rows, (q, k, v, grad_out))
         options = {"causal": attention.is_causal, "scale": attention.scale}
         return _torch.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
     return _backward(attention, grad_out, q, k, v, out, lse)
@@ -219,7 +218,12 @@ def _cpu_flash_backward(
         return None
     additive, causal = attention.flash_mask(q, k)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(_in_rows, (grad_out, q, k, v, out)), lse, 0.0, causal, attn_mask=additive, scale=attention.scale
+        *map(_with_contiguous_rows, (grad_out, q, k, v, out)),
+        lse,
+        0.0,
+        causal,
+        attn_mask=additive,
+        scale=attention.scale,
     )
     return dq, dk, dv
 

@@ -1,10 +1,10 @@
-"""Batch normalisation in training, with statistics and sums over the batch as ops of their own, for ranks to exchange.
+"""Batch normalization in training, with statistics and sums over the batch as separate ops that ranks can exchange.
 
-A caller takes variance and mean from ``batch_var_mean``, rstd = (variance + eps)^-1/2, then ``batch_norm``. Where the
-batch is cut, each rank tells its ``batch_moments`` instead, all of them in one gather, and ``var_mean_of_moments`` puts
-them together (``statistics``). The gradient of ``batch_norm`` is ``batch_norm_backward_reduce``, reduced over the
-ranks, and then ``batch_norm_backward_input`` (Ioffe and Szegedy 2015, section 3).
-x is [n, c, ...]; statistics are [c], in float32 or float64.
+A caller takes variance and mean from ``batch_var_mean``, rstd = (variance + eps)^-1/2, then ``batch_norm``. If the
+batch is cut, the ranks gather their ``batch_moments`` instead, and ``var_mean_of_moments`` combines them
+(``statistics``). The gradient of ``batch_norm`` is ``batch_norm_backward_reduce``, reduced over the ranks, followed by
+``batch_norm_backward_input`` (Ioffe and Szegedy 2015, section 3). x is [n, c, ...]; statistics are [c], in float32 or
+float64.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _batch_moments(x: Tensor) -> Tensor:
-    """Mean and sum of squared deviations of each channel: [2, c]. Two passes, which are vector code where torch's
-    ``var_mean`` is not."""
+    """Return mean and sum of squared deviations of each channel, [2, c].
+
+    Two passes, which are vectorized, unlike torch's ``var_mean``.
+    """
     count = max(1, x.numel() // max(1, x.shape[1]))
     mean = _sum(x).div_(count)
     return torch.stack([mean, _sum((x - _channels(mean, x)).square_())])
@@ -59,7 +61,7 @@ def _batch_norm(
     dtype = _statistics_dtype(x, mean)
     scale = rstd.to(dtype) if weight is None else rstd.to(dtype) * weight
     shift = -mean * scale if bias is None else bias - mean * scale
-    if x.device.type == "cpu":  # whose kernels of three operands are no vector code where two of them broadcast
+    if x.device.type == "cpu":  # its three-operand kernels are not vectorized if two operands broadcast
         out = torch.mul(x.to(dtype), _channels(scale, x)).add_(_channels(shift, x))
     else:
         out = torch.addcmul(_channels(shift, x), x.to(dtype), _channels(scale, x))
@@ -75,8 +77,8 @@ def _batch_norm_fake(
 def _backward_reduce(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     dtype = _statistics_dtype(x, mean)
     if x.device.type == "cpu" and x.numel() and grad.dtype == x.dtype == mean.dtype == rstd.dtype:
-        # torch's kernel for the whole gradient, asked for these two sums alone, takes a single pass. In four dims it is
-        # wrong where x is channels-last and grad's strides fit both layouts, as with one sample or one column.
+        # torch's kernel for the whole gradient takes a single pass if only these two sums are requested. In four dims
+        # it is wrong if x is channels-last and grad's strides fit both layouts, as with one sample or one column.
         if x.dim() > 3:
             x, grad = x.flatten(2), grad.flatten(2)
         _, sum_grad_xhat, sum_grad = torch.ops.aten.native_batch_norm_backward(

@@ -1,4 +1,4 @@
-"""A tensor contraction of two operands as one op, so that any of its dims can be cut."""
+"""Contract two tensors in one op, so that any of its dims can be cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.ops.registration import define, differentiate
 
 @dataclass(frozen=True)
 class Contraction:
-    """An equation whose letters are sorted by the part that they play in a batched matrix product."""
+    """An equation with its letters sorted by their role in a batched matrix product."""
 
     x: str
     w: str
@@ -26,7 +26,7 @@ class Contraction:
     batch: str  # of both operands and the result
     rows: str  # of x and the result
     columns: str  # of w and the result
-    summed: str  # of both operands alone
+    summed: str  # of both operands only
 
     @functools.cached_property
     def swapped(self) -> Contraction:
@@ -35,10 +35,10 @@ class Contraction:
 
 @functools.cache
 def parse(equation: str) -> Contraction:
-    """Read an einsum equation of two operands, such as ``"bsk,nk->bsn"``.
+    """Parse an einsum equation of two operands, such as ``"bsk,nk->bsn"``.
 
     Raises:
-        AutoparError: a letter occurs twice in a term, or in only one of the three.
+        AutoparError: if a letter occurs twice in a term, or in only one of the three terms.
     """
     inputs, arrow, out = equation.partition("->")
     x, comma, w = inputs.partition(",")
@@ -47,9 +47,9 @@ def parse(equation: str) -> Contraction:
     twice = len(x) + len(w) + len(out) != sum(map(len, terms))
     if not (arrow and comma) or once or twice or not all(letter.isalpha() for letter in x + w + out):
         raise AutoparError(
-            "A contraction has two operands, no letter twice in a term, and each letter in two or three terms.",
+            "A contraction needs two operands, no letter twice in a term, and each letter in at least two terms.",
             found=repr(equation),
-            hint='An example: "bsk,nk->bsn". Sum over a lone dim before contracting.',
+            hint='write, for example, "bsk,nk->bsn", and sum over a dim of one operand before contracting.',
         )
     return Contraction(
         x,
@@ -79,7 +79,7 @@ def _sizes(terms: Contraction, x: Tensor, w: Tensor) -> dict[str, Any]:
 
 
 def _matrix(x: Tensor, letters: str, *groups: str) -> Tensor:
-    """The operand with its dims reordered and merged, one dim a group; a copy only where the strides force one."""
+    """Return the operand with its dims reordered and merged to one dim per group, copied only if strides require it."""
     permutation, parts = _layout(letters, groups)
     if permutation:
         x = x.permute(permutation)
@@ -89,14 +89,14 @@ def _matrix(x: Tensor, letters: str, *groups: str) -> Tensor:
 
 
 def _spread(x: Tensor, letters: str, out: str) -> Tensor:
-    """The operand with its dims where the result has them, and a dim of length one for each that it lacks."""
+    """Return the operand with its dims in the result's order, and a dim of length one for each that it lacks."""
     x = x.permute([letters.index(letter) for letter in out if letter in letters])
     return x[tuple(slice(None) if letter in letters else None for letter in out)]
 
 
 @functools.cache
 def _layout(letters: str, groups: tuple[str, ...]) -> tuple[list[int], list[slice]]:
-    """The permutation that brings the groups together, and the dims that each then has; empty where nothing changes."""
+    """Return the permutation that makes groups adjacent, and the dims of each group; empty if nothing changes."""
     order = "".join(groups)
     permutation = [letters.index(letter) for letter in order] if order != letters else []
     ends = list(itertools.accumulate(map(len, groups)))
@@ -107,7 +107,7 @@ def _layout(letters: str, groups: tuple[str, ...]) -> tuple[list[int], list[slic
 def _contract(x: Tensor, w: Tensor, equation: str) -> Tensor:
     terms = parse(equation)
     sizes = _sizes(terms, x, w)
-    if not terms.summed:  # in a result of its own, since that of `*` would lie in memory as the operands do
+    if not terms.summed:  # with out=, since `*` would inherit the operands' memory layout
         out = x.new_empty([sizes[letter] for letter in terms.out])
         return torch.mul(_spread(x, terms.x, terms.out), _spread(w, terms.w, terms.out), out=out)
     if terms.out == terms.batch + terms.columns + terms.rows:
@@ -120,7 +120,7 @@ def _contract(x: Tensor, w: Tensor, equation: str) -> Tensor:
 
 
 def _product(terms: Contraction, x: Tensor, w: Tensor) -> Tensor:
-    """[batch, rows, columns] in one call of the fastest kernel."""
+    """Return the product, [batch, rows, columns], with one call of the fastest kernel."""
     if not terms.batch:
         return torch.mm(_matrix(x, terms.x, terms.rows, terms.summed), _matrix(w, terms.w, terms.summed, terms.columns))
     left = _matrix(x, terms.x, terms.batch, terms.rows, terms.summed)

@@ -1,7 +1,7 @@
-"""Convolutions of which each rank has a part of some dims of space, ``dims``.
+"""Convolutions in which each rank holds a part of some spatial dims, ``dims``.
 
-What the kernel reads of the neighbours comes with an operand, padding included. ``first`` says, for each of ``dims``,
-where the rank's own rows begin in what is computed from such a window, ``size`` how many they are.
+Operands include the rows of the neighbours that the kernel reads, and the padding. For each of ``dims``, ``first`` is
+where the rank's own rows begin in what is computed from such a window, and ``size`` is their number.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ aten = torch.ops.aten
 
 
 def rows_of(x: Tensor, dims: Sequence[int], first: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Rows from ``first`` on of each of ``dims``, zeros where there are none, as a tensor of their own; ``x`` itself
-    where these are all of it."""
+    """Return a copy of ``size`` rows from ``first`` on of each of ``dims``, with zeros outside ``x``.
+
+    Returns ``x`` itself if these are all its rows.
+    """
     shape, there = list(x.shape), x
     for dim, start, n in zip(dims, first, size, strict=True):
         shape[dim] = n
@@ -60,13 +62,16 @@ def _backward(
     made_first: list[int],
     made_size: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``grad`` has the rows that the rank's own rows of x went into, ``x`` those that its own results came from;
-    ``made_first``: where these results are in ``grad``."""
+    """Return the gradients of x, weight and bias.
+
+    ``grad`` has the rows that the rank's own rows of x contribute to, ``x`` those that its own results depend on.
+    ``made_first`` is where these results begin in ``grad``.
+    """
     rest = (stride, padding, dilation, False, [0] * len(stride), groups)
     dx = x.new_empty(0)
     if mask[0]:
         shape = list(x.shape)
-        for dim in dims:  # as many rows of x as those of the gradient come from
+        for dim in dims:  # as many rows of x as those of the gradient depend on
             i = dim - 2
             shape[dim] = (grad.shape[dim] - 1) * stride[i] + dilation[i] * (weight.shape[dim] - 1) + 1
         wide = aten.convolution_backward(grad, x.new_empty(shape), weight, None, *rest, [True, False, False])[0]
@@ -158,7 +163,10 @@ def _transposed_backward(
     made_first: list[int],
     made_size: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``grad`` has the rows that the rank's own x went into, from ``first`` on, and its own, from ``made_first`` on."""
+    """Return the gradients of x, weight and bias.
+
+    ``grad`` has the rows that the rank's own x contributes to, from ``first`` on, and its own, from ``made_first`` on.
+    """
     dx, dw, db = x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
     if mask[0] or mask[1]:
         rows = _narrowed(grad, dims, first, size).contiguous()

@@ -1,11 +1,11 @@
-"""Cross-entropy in pieces over the last dim, the vocabulary, any part of which a rank may hold.
+"""Cross-entropy in pieces over the last dim, the vocabulary, of which a rank may hold any part.
 
-The formulation is that of Megatron-LM (Shoeybi et al. 2019, section 3): with m the maximum over the whole vocabulary
+The formulation is that of Megatron-LM (Shoeybi et al. 2019, section 3): with m the maximum over the global vocabulary
 and lse = m + log(sum of ``sumexp(x, m)`` over the shards), an element's loss is the sum of ``nll`` over the shards.
 
-Labels that are smoothed by s over V classes are ``own=1 - s, each=s / V``: what the target's loss counts, and what that
-of each class counts beside it. Where classes have weights, both are tensors: the target has the ``share`` [...] of its
-row's label, and the rest of it is distributed over the ``classes`` [v], which add up to 1 over the whole vocabulary.
+Label smoothing by s over V classes is ``own=1 - s, each=s / V``: the weight of the target's loss, and that of every
+class in addition. With class weights both are tensors: the target has the ``share`` [...] of its row's label, and the
+rest is distributed over the ``classes`` [v], which sum to 1 over the global vocabulary.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autopar.ops.embedding import refuse_outside
 from autopar.ops.exponential import exp_
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable, without_gradient
 
-# Elements held in the accumulation dtype at a time; a CPU's caches hold as many.
+# Elements held in the accumulation dtype at a time. On a CPU they fit its caches.
 CPU_BLOCK = 1 << 18
 BLOCK = 1 << 26
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Ranges of the rows of x [rows, v]."""
+    """Return blocks of the rows of x [rows, v]."""
     block = CPU_BLOCK if x.device.type == "cpu" else BLOCK
     step = max(1, block // max(1, x.shape[1]))
     return (slice(start, min(len(x), start + step)) for start in range(0, len(x), step))
@@ -72,13 +72,13 @@ def _rescaled(total: Tensor, own: Tensor, m: Tensor) -> Tensor:
 
 
 def _place(target: Tensor, ignore_index: int, offset: int, v: int) -> tuple[Tensor, Tensor]:
-    """Whether the target is in this shard and counts, and its position here (0 where it is not): both [...]."""
+    """Return whether the target is in this shard and counts, and its local position (else 0): both [...]."""
     here = (target >= offset) & (target < offset + v) & (target != ignore_index)
     return here, (target - offset).where(here, 0)
 
 
 def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Of the last dim, in the accumulation dtype, without a copy of x in that; with ``weights`` [v] of its elements."""
+    """Sum over the last dim in the accumulation dtype, without a full copy of x, with optional ``weights`` [v]."""
     out = torch.empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype), device=x.device)
     flat_x, flat_out = _flat(x), out.view(-1)
     wide = None if weights is None else weights.to(out.dtype)
@@ -88,7 +88,7 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
             torch.sum(part, -1, out=flat_out[rows])
         else:
             torch.mv(part, wide, out=flat_out[rows])
-        del part  # else two are there while the next is made
+        del part  # else two exist while the next is created
     return out
 
 
@@ -161,7 +161,7 @@ def _nll_backward(
     if x.numel() == 0:
         return out
     here, position = _place(target.reshape(-1, 1), ignore_index, offset, x.shape[-1])
-    # Ignored rows multiply by zero below; the exponential must be finite for that.
+    # Ignored rows are multiplied by zero below, so their exponentials must be finite.
     scale = grad.reshape(-1, 1).masked_fill(target.reshape(-1, 1) == ignore_index, 0).to(lse.dtype)
     flat_x, flat_lse, flat_out = _flat(x), lse.reshape(-1, 1), _flat(out)
     flat_share = None if share is None else share.reshape(-1, 1)
@@ -175,7 +175,7 @@ def _nll_backward(
         elif each:
             part.sub_(each)
         torch.mul(part, scale[rows], out=flat_out[rows])
-        del place, part  # else two are there while the next is made
+        del place, part  # else two exist while the next is created
     return out
 
 
@@ -201,7 +201,7 @@ def _nll_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
 
 
 def options_of_loss(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the gradient: without those of smoothed labels where they are not."""
+    """Return the options of the gradient, without those of label smoothing if labels are not smoothed."""
     return {k: v for k, v in given.items() if k != "vocabulary" and (k not in ("own", "each") or given["each"])}
 
 
@@ -212,8 +212,8 @@ def _nll_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define("sumexp(Tensor x, Tensor m) -> Tensor", _sumexp, _sumexp_fake)
 without_gradient("sumexp")
-# The two in one pass over the logits, where a plan says so: the sum is that for this shard's own maximum, and becomes
-# the one for the maximum ``m`` of all ranks.
+# Maximum and sum in one pass over the logits, if a plan asks for it. The sum is relative to this shard's own maximum,
+# and ``rescaled`` makes it relative to the maximum ``m`` of all ranks.
 define("softmax_statistics(Tensor x) -> (Tensor, Tensor)", _softmax_statistics, _softmax_statistics_fake)
 define(
     "rescaled(Tensor total, Tensor own, Tensor m) -> Tensor",

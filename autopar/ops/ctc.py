@@ -1,7 +1,7 @@
-"""Connectionist temporal classification (Graves et al. 2006), sample by sample, with its gradient made on the way.
+"""Connectionist temporal classification (Graves et al. 2006) by sample. The forward also computes the gradient.
 
-log_probs is [t, n, c], targets [n, s], both lengths [n]. torch's kernel keeps a table of [n, t, 2 s + 1] for the
-gradient, whose width depends on the lengths; what is kept here is the gradient itself, of the shape of log_probs.
+log_probs is [t, n, c], targets [n, s], both lengths [n]. torch's kernel saves a table of [n, t, 2 s + 1] for the
+backward, whose width depends on the lengths. This op saves the gradient itself, with the shape of log_probs.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def _ctc(
 
 
 def _check(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> None:
-    """The kernel reads beyond what it is given where this does not hold."""
+    """Check lengths and labels. With invalid ones the kernel would read out of bounds."""
     frames, samples, classes = log_probs.shape
     fits = {len(targets), len(input_lengths), len(target_lengths)} == {samples}
     lengths = fits and int(input_lengths.max()) <= frames and int(target_lengths.max()) <= targets.shape[1]
     if not lengths or not _known(targets, target_lengths, classes):
         raise AutoparError(
-            "The lengths of this loss are beyond its frames or labels, or its labels beyond the classes.",
+            "The CTC loss has lengths beyond its frames or labels, or labels that are not classes.",
             found=f"log_probs {list(log_probs.shape)}, targets {list(targets.shape)}",
-            hint="pad labels with a class; give each sample a length within the padding.",
+            hint="pad labels with a class, and give each sample a length within the padding.",
         )
 
 
 def _known(targets: Tensor, lengths: Tensor, classes: int) -> bool:
-    """Whether every label that counts is a class; what pads the others is never read."""
+    """Whether every label that counts is a class. Padding is never read."""
     padding = torch.arange(targets.shape[1], device=targets.device) >= lengths.to(targets.device).unsqueeze(1)
     return bool((padding | ((targets >= 0) & (targets < classes))).all())
 

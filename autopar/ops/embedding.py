@@ -1,4 +1,4 @@
-"""Rows of a table that may be a shard of the vocabulary: rows that other ranks hold come out as zeros, to be summed."""
+"""Look up rows of a table that may be a shard of the vocabulary. Rows of other ranks become zeros, to be summed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.ops.registration import accumulation_dtype, define, differentiate, 
 
 
 def _inside(index: Tensor, offset: int, rows: int) -> Tensor | None:
-    """Which indices this shard holds: bool; None when it holds them all (found out only where that costs nothing)."""
+    """Return which indices this shard holds; None if it holds all, which is only checked where it is cheap."""
     inside = (index >= offset) & (index < offset + rows)
     if index.device.type == "cpu" and (isinstance(index, FakeTensor) or bool(inside.all())):
         return None
@@ -22,22 +22,24 @@ def _inside(index: Tensor, offset: int, rows: int) -> Tensor | None:
 
 
 def refuse_outside(index: Tensor, size: int, ignored: int | None = None) -> None:
-    """An index that is nobody's is an error, as on one device; a shard alone would take it for another rank's. On other
-    devices it counts as zeros: to look there would stop the program, and torch's own kernels stop the device.
+    """Raise on indices outside the vocabulary, which a shard alone would take for those of another rank.
+
+    Only on CPUs. Elsewhere they give zeros: a check would synchronize the program, and torch's own kernels abort the
+    device.
 
     Args:
-        size: of the whole vocabulary; 0 where it is not known.
+        size: size of the global vocabulary; 0 if unknown.
 
     Raises:
-        IndexError: naming the first.
+        IndexError: if an index is out of bounds; names the first one.
     """
-    # Of a single class nothing is refused: what a mask did not choose is filled with ones, and counts nowhere.
+    # A single class is not checked: what a mask does not select is filled with ones, and counts nowhere.
     if size > 1 and index.device.type == "cpu" and not isinstance(index, FakeTensor):
         wrong = (index < 0) | (index >= size)
         if ignored is not None:
             wrong &= index != ignored
         if bool(wrong.any()):
-            raise IndexError(f"Index {index[wrong][0].item()} is out of bounds: there are {size}, counted from 0.")
+            raise IndexError(f"Index {index[wrong][0].item()} is out of bounds for size {size}.")
 
 
 def _lookup(weight: Tensor, index: Tensor, *, offset: int = 0, padding_idx: int = -1, vocabulary: int = 0) -> Tensor:
@@ -72,7 +74,7 @@ def _lookup_backward(grad: Tensor, index: Tensor, *, rows: int, offset: int = 0,
     if inside is not None:
         grad = grad.masked_fill(~inside.unsqueeze(-1), 0)
         local = local.where(inside, 0)
-        # Elsewhere's entries add zeros to row 0, unless that is the padding row, which takes nothing anyway.
+        # Entries of other ranks add zeros to row 0, or nothing if it is the padding row.
     local_padding = padding_idx - offset if padding_idx >= offset else -1
     dtype = accumulation_dtype(grad.dtype)
     out: Tensor = torch.ops.aten.embedding_dense_backward(grad.to(dtype), local, rows, local_padding, False)

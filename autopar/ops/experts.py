@@ -1,8 +1,8 @@
-"""Rows times matrices, each row times that of the expert that it names.
+"""Multiply each row by the matrix of the expert that it names.
 
-What a row gives depends on no other, so rows can be cut anywhere. Inside, the rank's own rows are sorted by expert for
-the kernel, and put back. A rank may have some of the experts, from ``first`` on: rows of others come out as zeros, to
-be summed over the ranks. A row may name several experts, by ids with a dim more, and then gives a row for each.
+No row depends on another, so rows can be cut anywhere. Inside, the rank's own rows are sorted by expert for the kernel,
+and put back. A rank may hold some of the experts, from ``first`` on: rows of the others become zeros, to be summed over
+the ranks. If ids have one more dim, a row names several experts, and gives a row for each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _by_expert(ids: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Places of ids in the order of their experts, those of no expert here last, and where each expert's places end."""
+    """Return the positions of ids sorted by expert, with other ranks' experts last, and where each expert's end."""
     expert = ids.reshape(-1) - first
     expert.masked_fill_((expert < 0) | (expert >= experts), experts)
     ordered, order = expert.sort(stable=True)
@@ -30,15 +30,15 @@ def _by_expert(ids: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
 
 
-def _taken(rows: Tensor, order: Tensor) -> Tensor:
-    """[..., k] -> [s, k]: for each place its row, which may have several."""
+def _gathered_rows(rows: Tensor, order: Tensor) -> Tensor:
+    """[..., k] -> [s, k]: gather the row of each position; a row may have several."""
     flat = rows.reshape(-1, rows.shape[-1])
     each = order.shape[0] // flat.shape[0]
     return flat.index_select(0, order if each == 1 else order // each)
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes them."""
+    """Whether torch's grouped product supports these operands."""
     if any(not x.is_cuda or x.dtype not in KERNEL_DTYPES or 1 not in x.stride()[-2:] for x in operands):
         return False
     if any(n * x.itemsize % ALIGNMENT_BYTES for x in operands for n in x.stride() if n != 1):
@@ -52,13 +52,13 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
 
 
 def _products(rows: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """[..., k], [e, k, n] -> [s, n]: a row for each place, zeros for those after the last end."""
-    taken = _taken(rows, order)
+    """[..., k], [e, k, n] -> [s, n]: a row for each position, zeros for those after the last end."""
+    taken = _gathered_rows(rows, order)
     if _has_kernel(taken, weight):
         made: Tensor = aten._grouped_mm(taken, weight, ends)
         del taken
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        place.masked_fill_(place >= ends[-1], -1)  # rows that the kernel leaves as they were
+        place.masked_fill_(place >= ends[-1], -1)  # rows that the kernel does not write
         return _lookup(made, place, offset=0)
     out = taken.new_zeros(taken.shape[0], weight.shape[2])
     for expert, (low, high) in enumerate(_bounds(ends)):
@@ -83,12 +83,12 @@ def _experts_mm_fake(rows: Tensor, weight: Tensor, ids: Tensor, *, transposed: b
 def _experts_mm_weight(
     rows: Tensor, grad: Tensor, ids: Tensor, *, experts: int, transposed: bool = False, first: int = 0
 ) -> Tensor:
-    """The sum over each expert's rows of outer products: [e, k, n], or [e, n, k]."""
+    """Sum outer products over each expert's rows: [e, k, n], or [e, n, k]."""
     k, n = rows.shape[-1], grad.shape[-1]
     if 0 in (ids.numel(), k, n, experts):
         return rows.new_zeros([experts, n, k] if transposed else [experts, k, n])
     order, ends = _by_expert(ids, first, experts)
-    left, right = _taken(rows, order), _taken(grad, order)
+    left, right = _gathered_rows(rows, order), _gathered_rows(grad, order)
     left, right = (right, left) if transposed else (left, right)
     if _has_kernel(left, right):
         made: Tensor = aten._grouped_mm(left.t(), right, ends)

@@ -1,7 +1,7 @@
-"""Products by group of which a rank has the matrices of some experts, from ``first`` on.
+"""Grouped products for a rank that holds the matrices of some experts, from ``first`` on.
 
-Rows belong to experts by ``ends``, the cumulative counts of all experts. Rows of other ranks' experts come out as
-zeros, to be summed over the ranks.
+``ends``, the cumulative counts of all experts, assigns rows to experts. Rows of other ranks' experts become zeros, to
+be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _own(ends: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Where the rows of these experts begin, and their ends counted from there."""
+    """Return where the rows of these experts begin, and their ends relative to that."""
     start = ends[first - 1] if first else ends.new_zeros(())
     return start, ends[first : first + experts] - start
 
@@ -36,7 +36,7 @@ def _forward(rows: Tensor, weight: Tensor, ends: Tensor, first: int) -> Tensor:
     start, own = _own(ends, first, experts)
     place = torch.arange(t, device=rows.device)
     turned: Tensor = aten._grouped_mm(rows.index_select(0, (place + start) % t), weight, own)
-    turned = turned.masked_fill((place >= own[-1]).unsqueeze(1), 0)  # what the kernel leaves as it was
+    turned = turned.masked_fill((place >= own[-1]).unsqueeze(1), 0)  # rows that the kernel does not write
     return turned.index_select(0, (place - start) % t).contiguous()
 
 

@@ -1,6 +1,6 @@
-"""Reading and writing at indices of a dim of which a rank holds a part, from ``offset`` on.
+"""Read and write at indices of a dim of which a rank holds a part, from ``offset`` on.
 
-What lies elsewhere is read as zero, to be summed over the ranks, and is not written.
+Elements of other ranks are read as zero, to be summed over the ranks, and are not written.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ aten = torch.ops.aten
 Number = int | float | bool
 
 
-def _here(local: Tensor, n: int) -> Tensor:
+def _is_local(local: Tensor, n: int) -> Tensor:
     return (local >= 0) & (local < n)
 
 
 def _gather(x: Tensor, dim: int, index: Tensor, offset: int) -> Tensor:
     local = index - offset
-    here = _here(local, x.shape[dim])
+    here = _is_local(local, x.shape[dim])
     return x.gather(dim, local.where(here, 0)).masked_fill_(~here, 0).contiguous()
 
 
@@ -31,7 +31,7 @@ def _gather_fake(x: Tensor, dim: int, index: Tensor, offset: int) -> Tensor:
 
 
 def _local(indices: list[Tensor | None], at: int, offset: int, whole: int) -> Tensor:
-    """The index of dim ``at``, of ``whole`` elements in all: negative ones count from its end."""
+    """Return the local index of dim ``at``, of ``whole`` global elements. Negative indices count from its end."""
     index = indices[at]
     assert index is not None
     return index.where(index >= 0, index + whole) - offset
@@ -39,9 +39,9 @@ def _local(indices: list[Tensor | None], at: int, offset: int, whole: int) -> Te
 
 def _index(x: Tensor, indices: list[Tensor | None], at: int, offset: int, whole: int) -> Tensor:
     local = _local(indices, at, offset, whole)
-    here = _here(local, x.shape[at])
+    here = _is_local(local, x.shape[at])
     found: Tensor = aten.index(x, [local.where(here, 0) if i == at else index for i, index in enumerate(indices)])
-    # Whether an element is there, read in the same way: it stands where the element does.
+    # Read in the same way whether an element is missing, so that flags line up with elements.
     flags = torch.tensor([True, False], device=x.device).view(-1, *[1] * (x.ndim - 1 - at))
     shape = [2 if i == at else n for i, n in enumerate(x.shape)]
     missing = aten.index(flags.expand(shape), [here.long() if i == at else index for i, index in enumerate(indices)])
@@ -52,29 +52,29 @@ def _index_fake(x: Tensor, indices: list[Tensor | None], at: int, offset: int, w
     return x.new_empty(aten.index(x, indices).shape)
 
 
-def _spilling(x: Tensor, dim: int) -> Tensor:
-    """A copy with a place at the end of ``dim`` for what lies elsewhere."""
+def _with_spill(x: Tensor, dim: int) -> Tensor:
+    """Return a copy with an extra element at the end of ``dim``, where writes to other ranks' elements go."""
     return torch.cat([x, x.narrow(dim, 0, 1)], dim)
 
 
-def _spilled(local: Tensor, n: int) -> Tensor:
-    return local.where(_here(local, n), n)
+def _spill_index(local: Tensor, n: int) -> Tensor:
+    return local.where(_is_local(local, n), n)
 
 
-def _kept(x: Tensor, dim: int) -> Tensor:
+def _without_spill(x: Tensor, dim: int) -> Tensor:
     return x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
 
 
 def _scatter(
     x: Tensor, dim: int, index: Tensor, source: Tensor | None, value: Number, kind: str, include_self: bool, offset: int
 ) -> Tensor:
-    """``kind``: "set", "sum", or a reduction of ``scatter_reduce``."""
-    big, local = _spilling(x, dim), _spilled(index - offset, x.shape[dim])
+    """Scatter. ``kind`` is "set", "sum", or a reduction of ``scatter_reduce``."""
+    big, local = _with_spill(x, dim), _spill_index(index - offset, x.shape[dim])
     if source is None:
-        return _kept(big.scatter_(dim, local, value), dim)
+        return _without_spill(big.scatter_(dim, local, value), dim)
     if kind == "set":
-        return _kept(big.scatter_(dim, local, source), dim)
-    return _kept(big.scatter_reduce_(dim, local, source, kind, include_self=include_self), dim)
+        return _without_spill(big.scatter_(dim, local, source), dim)
+    return _without_spill(big.scatter_reduce_(dim, local, source, kind, include_self=include_self), dim)
 
 
 def _like(x: Tensor, *_: Any) -> Tensor:
@@ -84,22 +84,22 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 def _index_write(
     x: Tensor, dim: int, index: Tensor, source: Tensor, kind: str, alpha: Number, include_self: bool, offset: int
 ) -> Tensor:
-    """``kind``: "add", "copy", or a reduction of ``index_reduce``."""
-    big, local = _spilling(x, dim), _spilled(index - offset, x.shape[dim])
+    """Write at indices. ``kind`` is "add", "copy", or a reduction of ``index_reduce``."""
+    big, local = _with_spill(x, dim), _spill_index(index - offset, x.shape[dim])
     if kind == "add":
-        return _kept(big.index_add_(dim, local, source, alpha=alpha), dim)
+        return _without_spill(big.index_add_(dim, local, source, alpha=alpha), dim)
     if kind == "copy":
-        return _kept(big.index_copy_(dim, local, source), dim)
-    return _kept(big.index_reduce_(dim, local, source, kind, include_self=include_self), dim)
+        return _without_spill(big.index_copy_(dim, local, source), dim)
+    return _without_spill(big.index_reduce_(dim, local, source, kind, include_self=include_self), dim)
 
 
 def _index_put(
     x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool, at: int, offset: int, whole: int
 ) -> Tensor:
-    local = _spilled(_local(indices, at, offset, whole), x.shape[at])
+    local = _spill_index(_local(indices, at, offset, whole), x.shape[at])
     put = [local if i == at else index for i, index in enumerate(indices)]
-    big: Tensor = aten.index_put_(_spilling(x, at), put, values, accumulate)
-    return _kept(big, at)
+    big: Tensor = aten.index_put_(_with_spill(x, at), put, values, accumulate)
+    return _without_spill(big, at)
 
 
 define("gather_part(Tensor x, int dim, Tensor index, SymInt offset) -> Tensor", _gather, _gather_fake)

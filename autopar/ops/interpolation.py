@@ -1,7 +1,7 @@
-"""Interpolation of images: by torch's kernels where they are whole, else dim by dim, with rows of the neighbours.
+"""Interpolate images: with torch's kernels if they are whole, else dim by dim, with rows of the neighbours.
 
-A row of the result is a weighted sum of a few rows of x, its *taps*, which hang on its place in the whole: a rank works
-on rows ``first`` to ``first + size`` of ``out``, of rows of x from ``start`` on, of ``n``.
+A row of the result is a weighted sum of a few rows of x, its *taps*, which depend on its global position. A rank
+computes rows ``first`` to ``first + size`` of ``out`` from its rows of x, which start at row ``start`` of ``n``.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _gradient(ctx: Any, grad: Tensor) -> Tensor:
     return dx
 
 
-_CUBIC = -0.75  # of Keys' kernel, as torch has it
+_CUBIC = -0.75  # parameter of Keys' kernel, the same as in torch
 
 
 def _taps(
     x: Tensor, kind: str, align: bool, scale: float, n: int, out: int, first: int, size: int
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """For rows of the result, each row of x that they come from, and its weight; ``scale`` is 0 where none is given."""
+    """Return, for rows of the result, the rows of x that they depend on with weights. No given ``scale`` is 0."""
     rows = torch.arange(first, first + size, device=x.device)
     if kind.startswith("nearest"):
         op = aten.upsample_nearest1d if kind == "nearest" else aten._upsample_nearest_exact1d
@@ -134,7 +134,7 @@ def _backward(
     first: list[int],
     size: list[int],
 ) -> Tensor:
-    """Of this rank's rows of x, ``size`` from ``start`` on; ``grad`` begins at row ``first``."""
+    """Return the gradient of this rank's rows of x, ``size`` from ``start`` on. ``grad`` begins at row ``first``."""
     dx = grad.to(accumulation_dtype(grad.dtype))
     for i, dim in enumerate(range(grad.ndim - len(n), grad.ndim)):
         made = dx.new_zeros([size[i] if d == dim else m for d, m in enumerate(dx.shape)])

@@ -1,4 +1,4 @@
-"""A check of lengths as the program runs: one device would make a tensor of another length where it fails."""
+"""Check lengths at run time. If a check fails, the original model would compute a tensor of another length."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ aten = torch.ops.aten
 
 
 def _checked(x: Tensor, longest: Tensor, *, steps: int, exact: bool) -> Tensor:
-    """``x``. On a GPU nothing waits for the check: its error comes with the next synchronization."""
+    """Return ``x``. On a GPU nothing waits for the check: its error comes with the next synchronization."""
     if exact:
-        holds, must = longest == steps, f"as long as the padded batch, {steps} steps: give pad_packed_sequence its"
+        holds, must = longest == steps, f"as long as the padded batch, {steps} steps: pass pad_packed_sequence its"
     else:
-        holds, must = longest <= steps, f"within its total_length, {steps} steps: give pad_packed_sequence a larger"
-    aten._assert_async.msg(holds, f"The longest sequence that is packed must be {must} total_length.")
+        holds, must = longest <= steps, f"within total_length, {steps} steps: pass pad_packed_sequence a larger"
+    aten._assert_async.msg(holds, f"The longest packed sequence must be {must} total_length.")
     return x.clone(memory_format=torch.contiguous_format)
 
 

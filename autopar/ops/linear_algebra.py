@@ -1,7 +1,7 @@
-"""Determinants and solutions that return factors of their matrix.
+"""Determinants and solvers that return factors of their matrix.
 
-torch factors the transposed matrix where the matrix is contiguous, and its gradient, which is made when a program is
-captured, reads the factors accordingly. How a shard lies in memory is not known there, so these say it.
+torch factors the transposed matrix if the matrix is contiguous, and the gradient, which is traced when a program is
+captured, reads the factors accordingly. The memory layout of a shard is not known then, so these ops fix it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A linear layer over classes and the cross-entropy behind it, some classes at a time: the other logits never exist.
+"""A linear layer over classes fused with cross-entropy, in chunks of classes, so that the full logits never exist.
 
-Forward, the logits of a chunk of classes give its log-sum-exp for each row and, where the chunk has the row's target,
-that logit; chunks add up as the shards of a cut vocabulary do (``cross_entropy``), of which a rank may hold any part.
-Backward, the logits are computed again, chunk by chunk, and their gradient is in both products before the next. So one
-product more is paid for never holding logits, or their gradient, of more than a chunk (Wijmans et al., "Cut your losses
-in large-vocabulary language models", 2024). Chunks are of classes and not of rows: then each row of the table's
-gradient is written once, and what adds up over chunks is the smaller gradient of the activations.
+In the forward, the logits of a chunk give its log-sum-exp for each row and, if the chunk has the row's target, that
+logit. Chunks are combined like the shards of a cut vocabulary (``cross_entropy``), of which a rank may hold any part.
+The backward recomputes the logits chunk by chunk, and uses their gradient in both products before the next chunk. One
+additional product is the price of never holding logits, or their gradient, of more than a chunk (Wijmans et al., "Cut
+your losses in large-vocabulary language models", 2024). Chunks are of classes and not of rows: each row of the weight's
+gradient is then written once, and only the smaller gradient of the activations accumulates over chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.ops.cross_entropy import _flat, _nll_backward, _place, _softmax_sta
 from autopar.ops.embedding import refuse_outside
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable
 
-# Logits of a chunk, and the fewest classes of one, so that products stay efficient where rows are many.
+# Logits of a chunk, and the fewest classes of one, so that products stay efficient with many rows.
 CPU_CHUNK = 1 << 22
 CHUNK = 1 << 26
 LEAST_CLASSES = 128
@@ -51,11 +51,13 @@ def _linear_nll_part(
     own: float = 1.0,
     each: float = 0.0,
 ) -> Tensor:
-    """Log-sum-exp of this shard's logits, and the target's logit where it is here, else 0: [2, ...]. Of smoothed labels
-    the second is the logits' sum, weighed as the labels are."""
+    """Return the log-sum-exp of this shard's logits, and the target's logit if it is here, else 0: [2, ...].
+
+    With smoothed labels the second is the sum of logits weighted by the labels.
+    """
     flat, labels, shares = _flat(x), target.reshape(-1), None if share is None else share.reshape(-1)
-    told = torch.zeros([2, len(flat)], dtype=accumulation_dtype(x.dtype), device=x.device)
-    lse, chosen = told.unbind()
+    summary = torch.zeros([2, len(flat)], dtype=accumulation_dtype(x.dtype), device=x.device)
+    lse, chosen = summary.unbind()
     lse.fill_(-math.inf)
     for part in _chunks(flat, len(weight)):
         logits = _logits(flat, weight, bias, part)
@@ -70,7 +72,7 @@ def _linear_nll_part(
         if each:
             chosen.add_(_sum(logits), alpha=each)
         del logits, found
-    return told.view(2, *x.shape[:-1])
+    return summary.view(2, *x.shape[:-1])
 
 
 def _linear_nll_part_fake(
@@ -90,18 +92,18 @@ def _linear_nll_part_fake(
 
 
 def _linear_nll_of_parts(
-    told: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
+    gathered: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss, 0 where it is ignored, and the log-sum-exp of its logits, from what is told of each part."""
+    """Return each row's loss, 0 if it is ignored, and its log-sum-exp, from the gathered summaries of the shards."""
     refuse_outside(target, vocabulary, ignore_index)
-    lse = told[:, 0].logsumexp(0)
-    return (lse - told[:, 1].sum(0)).where(target != ignore_index, 0).contiguous(), lse.contiguous()
+    lse = gathered[:, 0].logsumexp(0)
+    return (lse - gathered[:, 1].sum(0)).where(target != ignore_index, 0).contiguous(), lse.contiguous()
 
 
 def _linear_nll_of_parts_fake(
-    told: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
+    gathered: Tensor, target: Tensor, *, ignore_index: int, vocabulary: int = 0
 ) -> tuple[Tensor, Tensor]:
-    return told.new_empty(told.shape[2:]), told.new_empty(told.shape[2:])
+    return gathered.new_empty(gathered.shape[2:]), gathered.new_empty(gathered.shape[2:])
 
 
 def _linear_nll(
@@ -116,10 +118,10 @@ def _linear_nll(
     own: float = 1.0,
     each: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    told = _linear_nll_part(
+    summary = _linear_nll_part(
         x, weight, bias, target, share, classes, ignore_index=ignore_index, offset=0, own=own, each=each
     )
-    return _linear_nll_of_parts(told.unsqueeze(0), target, ignore_index=ignore_index, vocabulary=len(weight))
+    return _linear_nll_of_parts(summary.unsqueeze(0), target, ignore_index=ignore_index, vocabulary=len(weight))
 
 
 def _linear_nll_fake(
@@ -154,7 +156,7 @@ def _linear_nll_backward(
     own: float = 1.0,
     each: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, of a shard of the classes; empty where ``mask`` wants none."""
+    """Return the gradients of x, weight and bias for a shard of the classes; empty if ``mask`` does not request one."""
     flat, labels, grads, sums = _flat(x), target.reshape(-1), grad.reshape(-1), lse.reshape(-1)
     shares = None if share is None else share.reshape(-1)
     dx = torch.zeros_like(flat, dtype=accumulation_dtype(x.dtype)) if mask[0] else None
@@ -240,7 +242,7 @@ define(
     _linear_nll_part_fake,
 )
 define(
-    "linear_nll_of_parts(Tensor told, Tensor target, *, int ignore_index, SymInt vocabulary=0) -> (Tensor, Tensor)",
+    "linear_nll_of_parts(Tensor gathered, Tensor target, *, int ignore_index, SymInt vocabulary=0) -> (Tensor, Tensor)",
     _linear_nll_of_parts,
     _linear_nll_of_parts_fake,
 )

@@ -1,7 +1,7 @@
-"""A sum with a residual and the norm behind it in one op, and the gradient of both: what follows a block's reduction.
+"""A residual addition fused with the norm that follows it, and their gradient. They follow a block's reduction.
 
-Programs call these where a plan put the pieces together (``planner/graphs/kernel_patterns.py``); a captured graph never
-holds them.
+Programs call these if a plan fused the pieces (``planner/graphs/kernel_patterns.py``). A captured graph never holds
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pooling of images of which each rank has a part. Rows of the neighbours come with it, padding included.
+"""Pool images of which each rank holds a part. Operands include rows of the neighbours and padding.
 
-Dims are those of space, of which there are as many as a kernel has: the last ones of x. ``whole`` is their lengths on
-all ranks together, ``starts`` where this rank's rows begin.
+Spatial dims are the last dims of x, as many as the kernel has. ``whole`` holds their global lengths, ``starts`` where
+this rank's rows begin.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from autopar.ops.registration import define, once_differentiable, without_gradie
 aten = torch.ops.aten
 
 
-def _moved(index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Places in an image of ``shape``, moved by so many rows of each dim, as places in one of shape ``into``; and
-    whether they are in it."""
+def _shifted_index(
+    index: Tensor, shape: Sequence[int], by: Sequence[int], into: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Convert linear indices in an image of ``shape``, shifted by rows of each dim, to one of shape ``into``.
+
+    Also returns whether they are inside it.
+    """
     place, inside, stride = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     dims = list(zip(shape, by, into, strict=True))
     while dims:
@@ -47,11 +51,11 @@ def _max(
     starts: list[int],
     whole: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Indices are those of the whole image."""
+    """Return maxima, and their indices in the global image."""
     n = len(kernel)
     pool = aten.max_pool2d_with_indices if n == 2 else aten.max_pool3d_with_indices
     out, index = pool(x, kernel, stride, padding, dilation, ceil)
-    return out.contiguous(), _moved(index, x.shape[-n:], starts, whole)[0].contiguous()
+    return out.contiguous(), _shifted_index(index, x.shape[-n:], starts, whole)[0].contiguous()
 
 
 def _max_fake(
@@ -63,10 +67,10 @@ def _max_fake(
 
 
 def _max_backward(grad: Tensor, x: Tensor, index: Tensor, *, starts: list[int], whole: list[int]) -> Tensor:
-    """The gradient goes to this rank's own rows alone."""
+    """Return the gradient, which goes only to this rank's own rows."""
     n = len(whole)
     own = x.shape[-n:]
-    place, inside = _moved(index, whole, [-start for start in starts], own)
+    place, inside = _shifted_index(index, whole, [-start for start in starts], own)
     out = x.new_zeros([*x.shape[:-n], math.prod(own)])
     out.scatter_add_(-1, place.where(inside, 0).flatten(-n), grad.where(inside, 0).flatten(-n))
     return out.view(x.shape)
@@ -86,12 +90,12 @@ def _recount_(
     starts: list[int],
     whole: list[int],
 ) -> None:
-    """Divide averages, whose windows beyond an end of a cut dim counted all their rows, by as many as count.
+    """Correct averages in place: windows beyond an end of a cut dim counted all their rows.
 
     Args:
-        pads: of each of ``dims``, on the whole image.
-        starts: which row of the whole result the first one is.
-        whole: lengths of the whole image.
+        pads: padding of each of ``dims`` on the global image.
+        starts: global row of the first row of the result.
+        whole: lengths of the global image.
     """
     for dim, pad, start, n in zip(dims, pads, starts, whole, strict=True):
         i = dim - result.ndim
@@ -119,7 +123,7 @@ def _mean(
     starts: list[int],
     whole: list[int],
 ) -> Tensor:
-    """Along the cut ``dims`` padding comes with x: ``padding`` is none there, ``pads`` that of the whole image."""
+    """Average. Along the cut ``dims`` x includes its padding: ``padding`` is 0 there, and ``pads`` the original one."""
     pool = aten.avg_pool2d if len(kernel) == 2 else aten.avg_pool3d
     out: Tensor = pool(x, kernel, stride, padding, ceil, include)
     _recount_(out, kernel, stride, include, dims, pads, starts, whole)
@@ -150,8 +154,11 @@ def _mean_backward(
     starts: list[int],
     whole: list[int],
 ) -> Tensor:
-    """``first``: where the rank's own rows of each of ``dims`` are among those from which its window comes. Without
-    ``pads`` every window counts all its rows."""
+    """Return the gradient of this rank's rows of x.
+
+    ``first`` is where these begin, in each of ``dims``, among the rows that the window of the gradient depends on.
+    Without ``pads`` every window counts all its rows.
+    """
     n = len(kernel)
     if pads:
         grad = grad.clone()

@@ -1,9 +1,9 @@
 """Random numbers that depend on what they are for, not on where or when they are drawn.
 
-Element ``i`` (its linear index in the global tensor) at a site takes 32 bits of word number ``i // 2`` of the sequence
-splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) whose state starts at
-``key(seed, site)``; an even element takes the low half, an odd one the high half. So every mesh, device and dtype sees
-the same bits, and recomputation repeats them with nothing saved.
+Element ``i`` (its linear index in the global tensor) at a site takes 32 bits of word ``i // 2`` of the splitmix64
+sequence (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) that starts at
+``key(seed, site)``: an even element the low half, an odd one the high half. So every mesh, device and dtype sees the
+same bits, and recomputation repeats them without saved state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar._torch import active_fake_mode
 from autopar.errors import AutoparError
 from autopar.ops.registration import define, differentiate
 
-# Elements hashed at a time. On a CPU the 64-bit words of a block stay in the second-level cache.
+# Elements hashed at a time. On a CPU the 64-bit words of a block fit the second-level cache.
 CPU_BLOCK = 1 << 17
 BLOCK = 1 << 26
 # Significant bits of each dtype: with more, the numbers next to 1 would round up to it.
@@ -28,7 +28,7 @@ SIGNIFICANT_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, tor
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits; torch has no arithmetic on uint64."""
+    """Return the int64 with the same 64 bits, since torch has no arithmetic on uint64."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
@@ -38,13 +38,13 @@ MULTIPLIERS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def _xor_shift_(x: Tensor, shift: int, scratch: Tensor) -> Tensor:
-    """In place, x ^ (x >> shift) of unsigned words."""
+    """Compute x ^ (x >> shift) of unsigned words in place."""
     torch.bitwise_right_shift(x, shift, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
 
 
 def mix_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """splitmix64's finalizer, in place on int64 words; ``scratch`` is of their shape, and overwritten."""
+    """Apply splitmix64's finalizer to int64 words in place. ``scratch`` has their shape and is overwritten."""
     scratch = torch.empty_like(x) if scratch is None else scratch
     _xor_shift_(x, 30, scratch).mul_(MULTIPLIERS[0])
     _xor_shift_(x, 27, scratch).mul_(MULTIPLIERS[1])
@@ -52,7 +52,7 @@ def mix_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
 
 
 def key(seed: Tensor, site: int) -> Tensor:
-    """Where the sequence of (seed, site) starts: an int64 scalar. Both are mixed, so that neighbours are unrelated."""
+    """Return the start of the sequence of (seed, site), an int64 scalar. Both are mixed to decorrelate neighbours."""
     if seed.device.type == "cpu" and active_fake_mode() is None:
         return torch.tensor(_key_of(int(seed), site))
     words = mix_(seed.detach().reshape(()).to(torch.int64) + GAMMA)
@@ -61,7 +61,7 @@ def key(seed: Tensor, site: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _key_of(seed: int, site: int) -> int:
-    """``key`` of a number: a dozen ops on one element take longer than a block of them."""
+    """Compute ``key`` in Python: a dozen ops on one element would take longer than hashing a block."""
     return _signed(_mixed(_mixed(seed + GAMMA) + (site + 1) * GAMMA))
 
 
@@ -74,7 +74,7 @@ def _mixed(word: int) -> int:
 
 
 def _multiples(count: int, device: torch.device) -> Tensor:
-    # Kept on a CPU only: under the capture of a CUDA graph it would be kept without having been computed.
+    # Cached only on a CPU: during the capture of a CUDA graph it would be cached without having been computed.
     if device.type == "cpu" and active_fake_mode() is None:
         return _multiples_on_cpu(count)
     return torch.arange(1, count + 1, device=device) * GAMMA
@@ -88,11 +88,11 @@ def _multiples_on_cpu(count: int) -> Tensor:
 def _runs(
     global_shape: Sequence[int], shape: Sequence[int], offset: Sequence[int], device: torch.device
 ) -> tuple[Tensor, int, int | None]:
-    """The local tensor as runs of elements that are neighbours in the global one too.
+    """Split the local tensor into runs of elements that are also contiguous in the global tensor.
 
     Returns:
-        The global linear index of each run's first element, int64 [runs]; the length of a run; and what
-        all those indices are modulo 2, None where they differ.
+        The global linear index of each run's first element, int64 [runs]; the length of a run; and the common parity of
+        these indices, None if they differ.
     """
     if not len(global_shape) == len(shape) == len(offset):
         raise AutoparError(
@@ -114,7 +114,7 @@ def _runs(
 
 
 def _bits_of_runs(state: Tensor, starts: Tensor, length: int, parity: int | None, words: Tensor) -> Tensor:
-    """32 random bits for each element of runs of equal length: int32 [runs, length], uniform over all of int32.
+    """Return 32 random bits for each element of runs of equal length: int32 [runs, length], uniform over all of int32.
 
     Args:
         words: int64 [2, at least runs * (length // 2 + 1)], overwritten; the bits are a view of it.
@@ -137,7 +137,7 @@ def random_bits(
     offset: Sequence[int],
     device: torch.device,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """32 random bits for each element of a local tensor, by blocks.
+    """Yield 32 random bits for each element of a local tensor, block by block.
 
     Yields:
         A slice of the flattened local tensor and its bits, which the next block overwrites: int32 [runs, elements of a
@@ -160,14 +160,14 @@ def random_bits(
 
 
 def _threshold(p: float) -> int:
-    """The least of the int32 bits that a dropout of probability ``p`` keeps, exact to 2^-32."""
+    """Return the least int32 value that dropout with probability ``p`` keeps, exact to 2^-32."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _kept_bits_(bits: Tensor, p: float) -> Tensor:
-    """In place, all ones in the int32 of an element that is kept and zero in the others: to take numbers' bits with.
+    """Set the int32 of kept elements to all ones and of the others to zero, in place, to use as bit masks.
 
-    Comparisons give booleans, and these cost a CPU more to make and to multiply by than all else here.
+    Comparisons would give booleans, which cost a CPU more to create and to multiply by than everything else here.
     """
     least = _threshold(p)
     if least == -(2**31):
@@ -176,7 +176,7 @@ def _kept_bits_(bits: Tensor, p: float) -> Tensor:
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size, where the bits of numbers are looked at."""
+"""Integer dtypes by item size, to view the bits of numbers."""
 
 
 def keep_mask(
@@ -188,7 +188,7 @@ def keep_mask(
     offset: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """Which elements of the local tensor, bool of its shape, ``dropout`` would keep."""
+    """Return which elements of the local tensor ``dropout`` would keep, as bool."""
     mask = torch.empty(math.prod(shape), dtype=torch.bool, device=device)
     for part, bits in random_bits(seed, site, global_shape, shape, offset, device):
         torch.ge(bits, _threshold(p), out=mask[part].view(bits.shape))
@@ -198,7 +198,7 @@ def keep_mask(
 def keep_scale(
     seed: Tensor, site: int, p: float, global_shape: Sequence[int], offset: Sequence[int], like: Tensor
 ) -> Tensor:
-    """What ``dropout`` multiplies a tensor like ``like`` by: 1 / (1 - p) where it keeps, else 0."""
+    """Return the factors of ``dropout`` for a tensor like ``like``: 1 / (1 - p) where it keeps, else 0."""
     out = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
     if p < 1:
         integers = INTEGERS[out.element_size()]
@@ -243,7 +243,7 @@ def _uniform(
     out = torch.empty(math.prod(shape), dtype=dtype, device=seed.device)
     significant = SIGNIFICANT_BITS[dtype]
     for part, bits in random_bits(seed, site, global_shape, shape, offset, seed.device):
-        # The signed shift keeps the upper bits as they are; adding half the range makes them unsigned.
+        # The signed shift preserves the upper bits, and adding half the range makes them unsigned.
         upper = (bits.reshape(-1) >> (32 - significant)).to(torch.float64).add_(2.0 ** (significant - 1))
         out[part] = upper.mul_(2.0**-significant).to(dtype)
     return out.view(*shape)

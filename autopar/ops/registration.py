@@ -7,18 +7,18 @@ import torch
 
 from autopar.errors import AutoparError
 
-# A fragment, so that a user's own library of this name (or a kernel for another device) can add to it.
+# A fragment, so that another library of this name (or a kernel for another device) can add to it.
 LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
-"""What each op runs, by its qualified name, for those who look inside."""
+"""The implementation of each op by qualified name."""
 
 
 def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Add ``autopar::<schema>`` with one implementation for every device.
+    """Register ``autopar::<schema>`` with one implementation for every device.
 
-    ``fake`` gives outputs whose shape, dtype and strides are the real ones; every op returns new contiguous tensors,
-    so that a captured graph and the local program agree on strides whatever the inputs' are.
+    ``fake`` returns outputs with the real shape, dtype and strides. Every op returns new contiguous tensors, so that a
+    captured graph and the local program agree on strides whatever those of the inputs are.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
@@ -32,20 +32,20 @@ def differentiate(name: str, backward: Callable[..., Any], setup_context: Callab
 
 
 def once_differentiable(name: str) -> None:
-    """Second derivatives through ``autopar::<name>``, the gradient of another op, are refused rather than lost."""
+    """Make second derivatives through ``autopar::<name>``, the gradient of another op, raise instead of being lost."""
 
     def backward(ctx: Any, *_: Any) -> None:
         raise AutoparError(
-            "The ops of autopar have first derivatives only.",
+            "Ops of autopar only have first derivatives.",
             found=f"a gradient through autopar::{name}",
-            hint="Compute second derivatives (create_graph=True) with the model as it was before autoparallelize.",
+            hint="compute second derivatives (create_graph=True) with the model from before autoparallelize.",
         )
 
     differentiate(name, backward)
 
 
 def without_gradient(name: str) -> None:
-    """Results of ``autopar::<name>`` count as constants: whoever uses them accounts for what they depend on."""
+    """Treat results of ``autopar::<name>`` as constants. The ops that use them account for their gradient."""
 
     def backward(ctx: Any, *_: Any) -> None:
         raise AssertionError(f"autopar::{name} has no gradient")
@@ -60,13 +60,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums over float16 and bfloat16 run in float32, as in torch's own kernels."""
+    """Return the dtype of sums: float32 for float16 and bfloat16, as in torch's own kernels."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def layer_statistics_dtype(x: torch.Tensor, like: torch.dtype, weight: torch.Tensor | None) -> torch.dtype:
-    """The dtype of a layer norm's statistics on the device of ``x``. torch's gradient may be what reads them, and on
-    CPUs takes only what torch's layer norm makes there: that of the weight, or of what is normed where there is none.
+    """Return the dtype of a layer norm's statistics on the device of ``x``.
+
+    torch's gradient may read them, and on CPUs it only takes the dtype that torch's layer norm uses there: that of the
+    weight, or of the normalized tensor without a weight.
     """
     if x.device.type == "cpu":
         return like if weight is None else weight.dtype

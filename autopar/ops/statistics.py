@@ -1,8 +1,9 @@
-"""Norms whose statistics are of elements that several ranks hold.
+"""Norms with statistics over elements that several ranks hold.
 
-Each rank tells the mean and the sum of squared deviations of its own, with ``moments``; from those of all ranks the
-op is finished (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
-1979). Gradients need two sums, which ranks tell likewise. ``counts``: of how many elements each rank's moments are.
+Each rank computes the mean and the sum of squared deviations of its part with ``moments``. The op is finished from
+those of all ranks (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances", 1979). Gradients need two sums, which are gathered likewise. ``gathered`` stacks the summaries of the ranks
+in dim 0, and ``counts`` is the number of elements behind each rank's moments.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, dims: list[int]) -> Tensor:
-    """Mean and sum of squared deviations over ``dims``: [2, ...], those dims being of one element."""
+    """Return mean and sum of squared deviations over ``dims``, [2, ...], with these dims kept as one element."""
     variance, mean = torch.var_mean(_wide(x), dims, correction=0, keepdim=True)
     count = math.prod(x.shape[d] for d in dims)
     return torch.stack([mean, variance * count])
@@ -35,40 +36,40 @@ def _moments_fake(x: Tensor, dims: list[int]) -> Tensor:
     return x.new_empty([2, *_kept(x, dims)], dtype=accumulation_dtype(x.dtype))
 
 
-def _combined(told: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, int]:
-    """Mean and sum of squared deviations of what all ranks hold, and how many elements that are."""
+def _combined(gathered: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, int]:
+    """Return the mean and the sum of squared deviations over all ranks, and the number of elements."""
     total = sum(counts)
-    weights = torch.tensor(counts, dtype=told.dtype, device=told.device).view(-1, *[1] * (told.ndim - 2))
-    means = told[:, 0]
+    weights = torch.tensor(counts, dtype=gathered.dtype, device=gathered.device).view(-1, *[1] * (gathered.ndim - 2))
+    means = gathered[:, 0]
     mean = (means * weights).sum(0) / total
-    return mean, (told[:, 1] + (means - mean).square_() * weights).sum(0), total
+    return mean, (gathered[:, 1] + (means - mean).square_() * weights).sum(0), total
 
 
 def _var_mean(
-    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+    gathered: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The variance, or with ``root`` the standard deviation, and the mean."""
-    mean, deviations, total = _combined(told, counts)
+    """Return the variance, or with ``root`` the standard deviation, and the mean."""
+    mean, deviations, total = _combined(gathered, counts)
     variance = deviations / max(total - correction, 0)
     return (variance.sqrt_() if root else variance).to(dtype).view(shape), mean.to(dtype).view(shape)
 
 
 def _var_mean_fake(
-    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+    gathered: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return told.new_empty(shape, dtype=dtype), told.new_empty(shape, dtype=dtype)
+    return gathered.new_empty(shape, dtype=dtype), gathered.new_empty(shape, dtype=dtype)
 
 
 def _variance(
-    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+    gathered: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
 ) -> Tensor:
-    return _var_mean(told, counts, correction, root, shape, dtype)[0]
+    return _var_mean(gathered, counts, correction, root, shape, dtype)[0]
 
 
 def _variance_fake(
-    told: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
+    gathered: Tensor, counts: list[int], correction: float, root: bool, shape: list[int], dtype: torch.dtype
 ) -> Tensor:
-    return told.new_empty(shape, dtype=dtype)
+    return gathered.new_empty(shape, dtype=dtype)
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -78,45 +79,51 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _normed(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float
+    x: Tensor, gathered: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, deviations, total = _combined(told, counts)
+    mean, deviations, total = _combined(gathered, counts)
     rstd = (deviations / total + eps).rsqrt_()
     y = (_wide(x) - mean).mul_(rstd)
     return _affine(y, weight, bias).to(x.dtype).contiguous(), mean, rstd
 
 
 def _layer_norm(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float
+    x: Tensor, gathered: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, mean, rstd = _normed(x, told, weight, bias, counts, eps)
+    y, mean, rstd = _normed(x, gathered, weight, bias, counts, eps)
     dtype = layer_statistics_dtype(x, x.dtype, weight)
     return y, mean.to(dtype), rstd.to(dtype)
 
 
 def _layer_norm_fake(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float
+    x: Tensor, gathered: Tensor, weight: Tensor | None, bias: Tensor | None, *, counts: list[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     like, dtype = torch.empty_like(x, memory_format=torch.contiguous_format), layer_statistics_dtype(x, x.dtype, weight)
-    return like, told.new_empty(told.shape[2:], dtype=dtype), told.new_empty(told.shape[2:], dtype=dtype)
+    return (
+        like,
+        gathered.new_empty(gathered.shape[2:], dtype=dtype),
+        gathered.new_empty(gathered.shape[2:], dtype=dtype),
+    )
 
 
 def _rms_norm(
-    x: Tensor, told: Tensor, weight: Tensor | None, *, counts: list[int], eps: float, dtype: torch.dtype
+    x: Tensor, gathered: Tensor, weight: Tensor | None, *, counts: list[int], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    mean, deviations, total = _combined(told, counts)
+    mean, deviations, total = _combined(gathered, counts)
     rstd = (deviations / total + mean.square() + eps).rsqrt_()
     return _affine(_wide(x) * rstd, weight, None).to(x.dtype).contiguous(), rstd.to(dtype)
 
 
 def _rms_norm_fake(
-    x: Tensor, told: Tensor, weight: Tensor | None, *, counts: list[int], eps: float, dtype: torch.dtype
+    x: Tensor, gathered: Tensor, weight: Tensor | None, *, counts: list[int], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), told.new_empty(told.shape[2:], dtype=dtype)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), gathered.new_empty(
+        gathered.shape[2:], dtype=dtype
+    )
 
 
 def _scaled(grad: Tensor, weight: Tensor | None) -> Tensor:
-    """The gradient of the normalised elements."""
+    """Return the gradient of the normalized elements."""
     return _wide(grad) if weight is None else _wide(grad) * weight
 
 
@@ -127,7 +134,7 @@ def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 def _norm_sums(
     grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, dims: list[int]
 ) -> Tensor:
-    """Sums over ``dims`` of the normalised elements' gradient and of it times them: [2, ...]."""
+    """Return the sums over ``dims`` of the normalized elements' gradient, and of its product with them: [2, ...]."""
     scaled = _scaled(grad, weight)
     first = scaled.sum(dims, keepdim=True)
     return torch.stack([first, scaled.mul(_normalized(x, mean, rstd)).sum(dims, keepdim=True)])
@@ -145,21 +152,21 @@ def _norm_backward(
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
-    told: Tensor,
+    gathered: Tensor,
     *,
     count: int,
     own: list[int],
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, the latter two summed over the dims ``own`` that they do not have."""
-    first, second = told.sum(0).unbind()
+    """Return the gradients of x, weight and bias; the latter two are summed over ``own``, the dims they lack."""
+    first, second = gathered.sum(0).unbind()
     normal = _normalized(x, mean, rstd)
     wide, dtype = _wide(grad), grad.dtype if weight is None else weight.dtype
     dw = (wide * normal).sum(own, keepdim=False).to(dtype) if mask[1] else wide.new_empty(0)
     db = wide.sum(own, keepdim=False).to(dtype) if len(mask) > 2 and mask[2] else wide.new_empty(0)
     if not mask[0]:
         return x.new_empty(0), dw, db
-    # dx = rstd (g - sum(g) / count - xhat sum(g xhat) / count); no mean is taken off in RMS norm
+    # dx = rstd (g - sum(g) / count - xhat sum(g xhat) / count); RMS norm subtracts no mean
     dx = _scaled(grad, weight) - normal.mul_(second / count)
     if mean is not None:
         dx -= first / count
@@ -172,7 +179,7 @@ def _norm_backward_fake(
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
-    told: Tensor,
+    gathered: Tensor,
     *,
     count: int,
     own: list[int],
@@ -191,13 +198,13 @@ def _rms_norm_backward(
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
-    told: Tensor,
+    gathered: Tensor,
     *,
     count: int,
     own: list[int],
     mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    return _norm_backward(grad, x, mean, rstd, weight, told, count=count, own=own, mask=mask)[:2]
+    return _norm_backward(grad, x, mean, rstd, weight, gathered, count=count, own=own, mask=mask)[:2]
 
 
 def _rms_norm_backward_fake(
@@ -206,13 +213,13 @@ def _rms_norm_backward_fake(
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
-    told: Tensor,
+    gathered: Tensor,
     *,
     count: int,
     own: list[int],
     mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    return _norm_backward_fake(grad, x, mean, rstd, weight, told, count=count, own=own, mask=mask)[:2]
+    return _norm_backward_fake(grad, x, mean, rstd, weight, gathered, count=count, own=own, mask=mask)[:2]
 
 
 # Group norm: the same on views [samples, groups, channels of a group, space].
@@ -235,21 +242,39 @@ def _group_moments_fake(x: Tensor, groups: int) -> Tensor:
 
 
 def _group_norm(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int], eps: float
+    x: Tensor,
+    gathered: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    groups: int,
+    counts: list[int],
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its statistics have the weight's dtype, as torch's own on every device."""
+    """Compute a group norm. Its statistics have the weight's dtype, as in torch on every device."""
     affine = _by_channel(weight, groups), _by_channel(bias, groups)
-    y, mean, rstd = _normed(_grouped(x, groups), told, *affine, counts, eps)
+    y, mean, rstd = _normed(_grouped(x, groups), gathered, *affine, counts, eps)
     dtype = x.dtype if weight is None else weight.dtype
     return y.view(x.shape), mean.to(dtype).view(x.shape[0], groups), rstd.to(dtype).view(x.shape[0], groups)
 
 
 def _group_norm_fake(
-    x: Tensor, told: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, counts: list[int], eps: float
+    x: Tensor,
+    gathered: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    groups: int,
+    counts: list[int],
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = x.dtype if weight is None else weight.dtype
     like = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return like, told.new_empty([x.shape[0], groups], dtype=dtype), told.new_empty([x.shape[0], groups], dtype=dtype)
+    return (
+        like,
+        gathered.new_empty([x.shape[0], groups], dtype=dtype),
+        gathered.new_empty([x.shape[0], groups], dtype=dtype),
+    )
 
 
 def _group_norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, groups: int) -> Tensor:
@@ -269,7 +294,7 @@ def _group_norm_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    told: Tensor,
+    gathered: Tensor,
     *,
     groups: int,
     count: int,
@@ -278,7 +303,7 @@ def _group_norm_backward(
     of_group = mean[..., None, None], rstd[..., None, None]
     views = _grouped(grad, groups), _grouped(x, groups)
     weight = _by_channel(weight, groups)
-    dx, dw, db = _norm_backward(*views, *of_group, weight, told, count=count, own=[0, 3], mask=mask)
+    dx, dw, db = _norm_backward(*views, *of_group, weight, gathered, count=count, own=[0, 3], mask=mask)
     return (dx.view(x.shape) if mask[0] else dx), dw.flatten(), db.flatten()
 
 
@@ -288,14 +313,14 @@ def _group_norm_backward_fake(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    told: Tensor,
+    gathered: Tensor,
     *,
     groups: int,
     count: int,
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
-    return _norm_backward_fake(grad, x, mean, rstd, weight, told, count=count, own=dims, mask=mask)
+    return _norm_backward_fake(grad, x, mean, rstd, weight, gathered, count=count, own=dims, mask=mask)
 
 
 define(
@@ -304,25 +329,25 @@ define(
     _moments_fake,
 )
 define(
-    "variance_of_moments(Tensor told, SymInt[] counts, float correction, bool root, SymInt[] shape,"
+    "variance_of_moments(Tensor gathered, SymInt[] counts, float correction, bool root, SymInt[] shape,"
     " ScalarType dtype) -> Tensor",
     _variance,
     _variance_fake,
 )
 define(
-    "var_mean_of_moments(Tensor told, SymInt[] counts, float correction, bool root, SymInt[] shape,"
+    "var_mean_of_moments(Tensor gathered, SymInt[] counts, float correction, bool root, SymInt[] shape,"
     " ScalarType dtype) -> (Tensor, Tensor)",
     _var_mean,
     _var_mean_fake,
 )
 define(
-    "layer_norm_of_moments(Tensor x, Tensor told, Tensor? weight, Tensor? bias, *, SymInt[] counts,"
+    "layer_norm_of_moments(Tensor x, Tensor gathered, Tensor? weight, Tensor? bias, *, SymInt[] counts,"
     " float eps) -> (Tensor, Tensor, Tensor)",
     _layer_norm,
     _layer_norm_fake,
 )
 define(
-    "rms_norm_of_moments(Tensor x, Tensor told, Tensor? weight, *, SymInt[] counts, float eps,"
+    "rms_norm_of_moments(Tensor x, Tensor gathered, Tensor? weight, *, SymInt[] counts, float eps,"
     " ScalarType dtype) -> (Tensor, Tensor)",
     _rms_norm,
     _rms_norm_fake,
@@ -334,13 +359,13 @@ define(
 )
 define(
     "rms_norm_backward_of_sums(Tensor grad, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor"
-    " told, *, SymInt count, int[] own, bool[] mask) -> (Tensor, Tensor)",
+    " gathered, *, SymInt count, int[] own, bool[] mask) -> (Tensor, Tensor)",
     _rms_norm_backward,
     _rms_norm_backward_fake,
 )
 define(
     "layer_norm_backward_of_sums(Tensor grad, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight,"
-    " Tensor told, *, SymInt count, int[] own, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    " Tensor gathered, *, SymInt count, int[] own, bool[] mask) -> (Tensor, Tensor, Tensor)",
     _norm_backward,
     _norm_backward_fake,
 )
@@ -350,7 +375,7 @@ define(
     _group_moments_fake,
 )
 define(
-    "group_norm_of_moments(Tensor x, Tensor told, Tensor? weight, Tensor? bias, *, SymInt groups,"
+    "group_norm_of_moments(Tensor x, Tensor gathered, Tensor? weight, Tensor? bias, *, SymInt groups,"
     " SymInt[] counts, float eps) -> (Tensor, Tensor, Tensor)",
     _group_norm,
     _group_norm_fake,
@@ -362,7 +387,7 @@ define(
 )
 define(
     "group_norm_backward_of_sums(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor"
-    " told, *, SymInt groups, SymInt count, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    " gathered, *, SymInt groups, SymInt count, bool[] mask) -> (Tensor, Tensor, Tensor)",
     _group_norm_backward,
     _group_norm_backward_fake,
 )

@@ -1,4 +1,4 @@
-"""From the planned program to the graphs that run."""
+"""Lower the planned program to the graphs that run."""
 
 from autopar.passes.compose import compose
 from autopar.passes.inference import forward_only

@@ -1,8 +1,8 @@
-"""What capture took apart for planning, put together again: the ops that a person would write, and fast kernels.
+"""Recompose ops that capture decomposed for planning into the ops that a person would write, and into fast kernels.
 
-Works on the local program, where an op that needed no exchange between ranks stands beside the others of its pattern:
-a product and the bias behind it, the pieces of a batch norm, a sum that keeps its dims and the view that drops them. A
-collective in between leaves them as they are. Every pattern holds no more memory than its pieces did.
+This works on the local program. If no exchange between ranks is needed, the pieces of a pattern are adjacent: a product
+and its bias, the pieces of a batch norm, a sum that keeps its dims and the view that drops them. A collective in
+between leaves them as they are. No recomposed op holds more memory than its pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FUSED_BATCH_NORM = (aten._native_batch_norm_legit_functional.default, aten.nativ
 
 
 def compose(lowered: Lowered, graph: Graph) -> Lowered:
-    """The same local program, of ``graph``, with composed ops, first those that the plan gives to kernels of ours."""
+    """Return the local program of ``graph`` with composed ops, first those for autopar's kernels."""
     lowered = fuse(lowered, graph)
     before = lowered.accumulate
     return replace(
@@ -56,7 +56,7 @@ def _composed(module: fx.GraphModule) -> fx.GraphModule:
 def _replaced(
     node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None, at: fx.Node | None = None
 ) -> fx.Node:
-    """``node``, and what only it read, replaced by a call at its place, or at that of ``at``."""
+    """Replace ``node``, and what only it reads, by a call at its place or at that of ``at``."""
     with node.graph.inserting_before(at or node):
         made = node.graph.call_function(target, args, kwargs or {})
     made.meta = dict(node.meta)
@@ -66,7 +66,7 @@ def _replaced(
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a node that nobody reads, and of its operands those that nobody else read."""
+    """Erase a node without readers, and those of its operands that nobody else reads."""
     if node.users or node.op != "call_function" or node._erased:
         return
     sources = node.all_input_nodes
@@ -86,7 +86,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tensor.meta.shape if tensor is not None else ()
 
 
-def _alone(node: Any, target: Any) -> bool:
+def _has_one_reader(node: Any, target: Any) -> bool:
     """Whether ``node`` is a call of ``target`` with one reader."""
     return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
 
@@ -95,7 +95,7 @@ def _alone(node: Any, target: Any) -> bool:
 
 
 def _product(node: fx.Node) -> None:
-    """A contraction as the call that a person writes for it, together with the bias that is added to it."""
+    """Replace a contraction, and the bias added to it, by the call that a person would write."""
     arguments: Any = node.args
     x, w, equation = arguments
     terms = parse(equation)
@@ -117,12 +117,12 @@ def _product(node: fx.Node) -> None:
 
 
 def linear_of_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``x @ weight + bias``: printed as ``F.linear`` of the transposed weight."""
+    """Return ``x @ weight + bias``. It is printed as ``F.linear`` of the transposed weight."""
     return functional.linear(x, weight.t(), bias)
 
 
 def gradient_of_weight(left: torch.Tensor, right: torch.Tensor, last: int) -> torch.Tensor:
-    """The sum over all dims but the last of outer products: printed as one matrix product."""
+    """Return the sum of outer products over all dims but the last. It is printed as one matrix product."""
     return left.flatten(0, last).t() @ right.flatten(0, last)
 
 
@@ -152,8 +152,11 @@ def _adds_bias(product: fx.Node, reader: fx.Node) -> bool:
 
 
 def _place_with_bias(product: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """Where a product can take its bias: at its own place, or where it is added if nothing but the bias arrives in
-    between: what else is made there would be held beside operands that have ended."""
+    """Return where a product can take its bias: at its own place, or where the bias is added.
+
+    The latter only if nothing but the bias is computed in between; anything else would be held together with operands
+    that are freed otherwise.
+    """
     bias: Any = reader.args[1]
     between, node = set(), product.next
     while node is not reader:
@@ -165,9 +168,9 @@ def _place_with_bias(product: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def _sum(node: fx.Node) -> None:
-    """A sum that keeps its dims, seen without them, is a sum that drops them."""
+    """Replace a sum that keeps its dims and the view that drops them by a sum that drops them."""
     source: Any = node.args[0]
-    if not _alone(source, aten.sum.dim_IntList) or len(source.args) != 3 or not source.args[2]:
+    if not _has_one_reader(source, aten.sum.dim_IntList) or len(source.args) != 3 or not source.args[2]:
         return
     dims, rank = source.args[1], len(_shape(source))
     left = [n for d, n in enumerate(_shape(source.args[0])) if d not in {i % rank for i in dims}] if rank else []
@@ -175,12 +178,12 @@ def _sum(node: fx.Node) -> None:
         _replaced(node, aten.sum.dim_IntList, (source.args[0], dims), source.kwargs)
 
 
-# Batch norm, where all of the batch is here.
+# Batch norm, if the rank holds the whole batch.
 
 
 @dataclass(frozen=True)
 class _Moments:
-    """The statistics of a batch as capture computes them: mean, variance and 1 / (its root)."""
+    """The statistics of a batch as captured: mean, variance, and the epsilon of the reciprocal root."""
 
     mean: fx.Node
     variance: fx.Node
@@ -194,13 +197,13 @@ def _batch_norm(node: fx.Node) -> None:
     moments = _moments(x, mean, rstd, count)
     if moments is None:
         return
-    running = [_running(moments.mean, 1.0), _running(moments.variance, count / max(1, count - 1))]
+    running = [_running_statistic(moments.mean, 1.0), _running_statistic(moments.variance, count / max(1, count - 1))]
     if None in running:
         return
     (mean_before, mean_after, momentum), (variance_before, variance_after, same) = running  # type: ignore[misc]
     inner = {moments.variance, moments.mean}
     external = [u for n in (mean, rstd, mean_after, variance_after) for u in n.users]
-    if not math.isclose(momentum, same) or _read_early(inner, node, external):
+    if not math.isclose(momentum, same) or _is_read_before(inner, node, external):
         return
     args = (x, weight, bias, mean_before, variance_before, True, momentum, moments.epsilon)
     with node.graph.inserting_before(node):
@@ -222,14 +225,14 @@ def _erase_dead(graph: fx.Graph) -> None:
 
 
 def _moments(x: Any, mean: Any, rstd: Any, count: Any) -> _Moments | None:
-    """The chain that ends in ``rstd``, if it is that of a whole batch of one precision."""
+    """Return the statistics that end in ``rstd``, if they are those of a whole batch in one precision."""
     metas = [_tensor(n) for n in (x, mean, rstd)]
     if any(m is None or m.meta.dtype not in ("float32", "float64") for m in metas):
         return None
     if len({m.meta.dtype for m in metas if m is not None}) != 1 or not isinstance(count, int):
         return None
     shifted: Any = rstd.args[0] if rstd.target is aten.rsqrt.default else None
-    if not _alone(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
+    if not _has_one_reader(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
         return None
     variance = shifted.args[0]
     both = mean.args[0] if mean.target is operator.getitem else None
@@ -241,36 +244,36 @@ def _moments(x: Any, mean: Any, rstd: Any, count: Any) -> _Moments | None:
 
 
 def _is_whole(x: fx.Node, count: Any) -> bool:
-    """Whether this rank holds all that its channels are normalised over, more than one sample of it."""
+    """Whether this rank holds everything that its channels are normalized over, with more than one sample."""
     tensor = _tensor(x)
     assert tensor is not None
     shape, cut = tensor.meta.shape, [d for d, axes in enumerate(tensor.spec.dims) if axes and d != 1]
     return not cut and shape[0] > 1 and math.prod(shape) == count * shape[1]
 
 
-def _running(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, float] | None:
-    """(value before, value after, momentum) of the running statistic that ``moment`` moves."""
+def _running_statistic(moment: fx.Node, correction: float) -> tuple[fx.Node, fx.Node, float] | None:
+    """Return (value before, value after, momentum) of the running statistic that ``moment`` updates."""
     for added in moment.users:
         if added.target is not aten.add.Tensor or added.args[1] is not moment:
             continue
         faded: Any = added.args[0]
         momentum: Any = added.kwargs.get("alpha", 1)
-        if not _alone(faded, aten.mul.Tensor) or not isinstance(faded.args[1], float):
+        if not _has_one_reader(faded, aten.mul.Tensor) or not isinstance(faded.args[1], float):
             continue
         if math.isclose(faded.args[1] * correction + momentum, correction):
             return faded.args[0], added, momentum / correction
     return None
 
 
-def _read_early(inner: set[fx.Node], at: fx.Node, external: list[fx.Node]) -> bool:
-    """Whether one of ``external``, which are no pieces of the pattern, reads before ``at``."""
+def _is_read_before(inner: set[fx.Node], at: fx.Node, external: list[fx.Node]) -> bool:
+    """Whether one of ``external`` that is not a piece of the pattern runs before ``at``."""
     order = {n: i for i, n in enumerate(at.graph.nodes)}
     pieces = (aten.add.Tensor, aten.rsqrt.default)
     return any(order[u] < order[at] and u.target not in pieces and u not in inner for u in external)
 
 
 def _batch_norm_backward(node: fx.Node) -> None:
-    """The two sums and the gradient of the input in one call, where the sums are not reduced over ranks between."""
+    """Replace the two sums and the input's gradient by one call, if the sums are not reduced over ranks in between."""
     arguments: Any = node.args
     grad, x, weight, mean, rstd, total, weighted = arguments
     pieces = total.args[0] if isinstance(total, fx.Node) and total.target is operator.getitem else None
@@ -281,7 +284,7 @@ def _batch_norm_backward(node: fx.Node) -> None:
     matches = weighted.args == (pieces, 1) and total.args == (pieces, 0) and pieces.args == (grad, x, mean, rstd)
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     ready = all(not isinstance(a, fx.Node) or order[a] < order[pieces] for a in node.args[:5])
-    # torch's kernel takes one layout for another where a dim of space is of one element.
+    # torch's kernel confuses memory layouts if a spatial dim has one element.
     whole = _is_whole(x, node.kwargs["count"]) and 1 not in _shape(x)[2:]
     if not (matches and ready and whole) or same not in ({"float32"}, {"float64"}):
         return

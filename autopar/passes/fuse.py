@@ -1,5 +1,8 @@
-"""Ops that a plan gives to one kernel of ours become one call. What is fused the program says (``Op.kernels``), after
-``planner/pricing/fused.py`` saw to it that nothing else reads what the kernel keeps to itself."""
+"""Replace ops that a plan assigns to one of autopar's kernels by one call.
+
+``Op.kernels`` of the program says what is fused. ``planner/pricing/fused.py`` made sure that nothing else reads the
+kernel's intermediate values.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ autopar = torch.ops.autopar
 
 
 def fuse(lowered: Lowered, graph: Graph) -> Lowered:
-    """``lowered``, a program for ``graph``, with its fused kernels."""
+    """Return ``lowered``, a program for ``graph``, with its fused kernels."""
     if not any(_kernels(n) for m in (lowered.forward, lowered.backward) for n in m.graph.nodes):
         return lowered
     found, before = fusions(graph), lowered.accumulate
@@ -36,7 +39,7 @@ def fuse(lowered: Lowered, graph: Graph) -> Lowered:
 
 
 def _without_unread(lowered: Lowered) -> Lowered:
-    """What no backward reads any more, as the normalized rows that a kernel computes again, is not kept for it."""
+    """Do not save what no backward reads any more, such as normalized rows that a kernel recomputes."""
     backs = [m for m in (lowered.backward, lowered.accumulate) if m is not None]
     fed = [[n for n in m.graph.nodes if n.op == "placeholder" and n.target != "rank"] for m in backs]
     unread = {i for i in range(len(lowered.saved)) if not any(f[i].users for f in fed)}
@@ -65,7 +68,7 @@ def _fused(module: fx.GraphModule, captured: Graph, found: Sequence[Fusion]) -> 
         if len(present) == len(nodes) and fusion.kernel == STATISTICS:
             _statistics(graph, present)
         elif len(present) == len(nodes):
-            _one_call(graph, fusion, *_tensors(captured, fusion, present))
+            _fuse_nodes(graph, fusion, *_tensors(captured, fusion, present))
     graph.lint()
     return LazyGraphModule(module, graph)
 
@@ -76,7 +79,7 @@ def _kernels(node: fx.Node) -> tuple[str, ...]:
 
 
 def _statistics(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """The maximum and the sum for it in one pass; where the maximum is reduced over ranks, the sum follows it."""
+    """Compute the maximum and the sum of exponentials in one pass. If ranks reduce the maximum, rescale the sum."""
     amax, sumexp = nodes
     x, m = amax.args[0], sumexp.args[1]
     with graph.inserting_before(amax):
@@ -96,9 +99,13 @@ def _statistics(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     graph.erase_node(amax)
 
 
-def _one_call(graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], given: Mapping[Value, fx.Node]) -> None:
-    """All of ``nodes`` by one call, where the first of them stands or, where an operand is made later, as soon as it is
-    there; left alone where a result is read before."""
+def _fuse_nodes(
+    graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], given: Mapping[Value, fx.Node]
+) -> None:
+    """Replace ``nodes`` by one call, at the place of the first of them or after the last operand.
+
+    They stay as they are if a result is read before that.
+    """
     order = {n: i for i, n in enumerate(graph.nodes)}
     several = [n.all_input_nodes[0] for n in nodes.values() if n.target is operator.getitem]
     members = {*nodes.values(), *several}
@@ -127,14 +134,14 @@ def _one_call(graph: fx.Graph, fusion: Fusion, nodes: Mapping[Value, fx.Node], g
         after.meta = dict(old.meta)
         old.replace_all_uses_with(after, lambda reader: reader not in members)
     for node in sorted(members, key=order.__getitem__, reverse=True):
-        if not node.users:  # what somebody reads beside the kernel stays
+        if not node.users:  # keep what somebody else reads
             graph.erase_node(node)
 
 
 def _tensors(
     graph: Graph, fusion: Fusion, calls: Sequence[fx.Node]
 ) -> tuple[dict[Value, fx.Node], dict[Value, fx.Node]]:
-    """What holds each value that the ops make, and each that they read."""
+    """Return the fx nodes of all values that the ops write, and of all that they read."""
     made: dict[Value, fx.Node] = {}
     given: dict[Value, fx.Node] = {}
     for name, call in zip(fusion.nodes, calls, strict=True):

@@ -1,4 +1,4 @@
-"""The forward alone, for calls without gradients: nothing is kept for a backward."""
+"""Reduce a program to its forward, for calls without gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.spmd import Lowered
 
 
 def forward_only(lowered: Lowered) -> Lowered:
-    """``forward(rank, *inputs) -> results``, without the saved tensors and the ops that only they need."""
+    """Return ``forward(rank, *inputs) -> results``, without saved tensors and the ops that only they need."""
     graph = fx.Graph()
     results = graph.graph_copy(lowered.forward.graph, {})
     assert isinstance(results, tuple)

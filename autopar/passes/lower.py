@@ -1,7 +1,7 @@
-"""From the planned program to torch.fx graphs of the forward and the backward that each rank runs.
+"""Lower the planned program to torch.fx graphs of the forward and the backward that each rank runs.
 
-One to one: every op of the program becomes one call, every collective and every transfer a launch and, before its first
-reader or where the program says so, a wait.
+Every op of the program becomes one call. Every collective and transfer becomes a launch and a wait, which comes before
+its first reader or where the program says so.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _phase(program: Program, name: str) -> Phase:
 
 
 def _saved(program: Program, results: Sequence[str]) -> tuple[str, ...]:
-    """Tensors of the forward that the backward reads, in order of making."""
+    """Return the tensors of the forward that the backward reads, in the order in which they are created."""
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads} | set(results)
     made = [t.name for op in program.ops if op.phase == "forward" for t in op.writes]
     return tuple(name for name in made if name in read)
@@ -93,7 +93,7 @@ def _saved(program: Program, results: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass
 class _Builder:
-    """Builds one fx graph; ``values`` maps tensors of the program to nodes, ``pending`` to what is under way."""
+    """Builds one fx graph. ``values`` maps program tensors to nodes, ``pending`` to launches in flight."""
 
     graph: Graph
     mesh: Mesh
@@ -130,8 +130,11 @@ class _Builder:
     def _call(
         self, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, name: str | None = None
     ) -> fx.Node:
-        """A call at the end of the graph. Arguments are set afterwards: fx then doesn't look for symbols in them, which
-        takes longer than all the rest."""
+        """Append a call to the graph.
+
+        Arguments are set afterwards, so that fx does not search them for symbols, which would take longer than the
+        rest.
+        """
         node = self.built.call_function(target, name=name)
         node.args = args
         if kwargs:
@@ -200,16 +203,16 @@ class _Builder:
         node = self.graph.by_name[op.node]
         assert op.strategy is not None
         metas = tuple(self.graph.meta(v) for v in node.inputs)
-        heard = combine(node, op.strategy, metas, self.mesh)
-        name, args, kwargs = self._heard(op, heard) if heard else localize(node, op.strategy, metas, self.mesh)
-        # The same value may come in two specs as two operands, so operands go by position.
+        combined = combine(node, op.strategy, metas, self.mesh)
+        name, args, kwargs = self._combined(op, combined) if combined else localize(node, op.strategy, metas, self.mesh)
+        # The same value may be two operands in two specs, so operands are matched by position.
         operands = iter(self._widened(op) if op.halos else op.reads)
         made = self._made_args(args, kwargs, operands)
         if name.rpartition(".")[0] in NEEDS_CONTIGUOUS:
             made = tuple(map(self._dense, made[0])), made[1]
         target = resolve_op(name)
         if op.in_place:
-            target, made = _in_operand(target, *made, op.operand)
+            target, made = _overwriting_call(target, *made, op.operand)
         if changes_arguments(target):
             call = self._call(spmd.on_copies, (target, *made[0]), made[1], name=identifier(op.name))
         else:
@@ -223,13 +226,13 @@ class _Builder:
             self._item(call, index, tensor)
 
     def _dense(self, arg: Any) -> Any:
-        """An operand for a kernel that needs it contiguous, as every vector is."""
+        """Make an operand contiguous for a kernel that needs it; vectors always are."""
         tensor = arg.meta.get("tensor") if isinstance(arg, fx.Node) else None
         several = isinstance(tensor, LocalTensor) and len(tensor.meta.shape) > 1
         return self._call(aten.contiguous.default, (arg,)) if several else arg
 
     def _decomposed(self, op: Op) -> None:
-        """A contraction beside the gather of an operand, or the scatter of its result: one call that does both."""
+        """Append one call for a contraction overlapped with the gather of an operand or the scatter of its result."""
         node, step, operand = self.graph.by_name[op.node], op.step, op.operand
         assert op.strategy is not None and step is not None
         metas = tuple(self.graph.meta(v) for v in node.inputs)
@@ -258,8 +261,11 @@ class _Builder:
             self.values[tensor.name] = self._described(item, tensor)
 
     def _widened(self, op: Op) -> list[str | fx.Node]:
-        """The op's operands; those with halos as windows, once the neighbours' rows are there: dim after dim, so that
-        the corners of a window that is cut along two come by way of a neighbour."""
+        """Return the op's operands. Those with halos become windows, which include the neighbours' rows.
+
+        Dims are exchanged one after the other, so that corners of a window that is cut along two dims arrive through a
+        neighbour.
+        """
         operands: list[str | fx.Node] = list(op.reads)
         inside = iter(op.sent)
         for h in op.halos:
@@ -286,36 +292,36 @@ class _Builder:
             operands[h.operand] = self._call(spmd.window, around, along, name=f"{name}_window")
         return operands
 
-    def _heard(self, op: Op, told: Combine) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-        """The op, once the ranks have told each other the summaries of their shards."""
-        name, name_of, inside = told.summary[0], identifier(op.name), iter(op.sent)
+    def _combined(self, op: Op, how: Combine) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """Gather the summaries of all ranks, and return the call that finishes the op."""
+        name, name_of, inside = how.summary[0], identifier(op.name), iter(op.sent)
 
         def given(arg: Any) -> Any:
             return self._read(op.reads[arg.position]) if isinstance(arg, Operand) else self._argument(arg)
 
-        args, kwargs = tuple(map(given, told.summary[1])), {k: given(v) for k, v in told.summary[2]}
+        args, kwargs = tuple(map(given, how.summary[1])), {k: given(v) for k, v in how.summary[2]}
         made = self._call(resolve_op(name), args, kwargs, name=f"{name_of}_summary")
         made.meta["module"] = self.graph.by_name[op.node].module
-        several = len(told.told) > 1
-        heard = []
-        for i, own in enumerate(told.told):
-            part = self._call(operator.getitem, (made, i), name=f"{name_of}_told{i}") if several else made
+        several = len(how.summaries) > 1
+        gathered = []
+        for i, own in enumerate(how.summaries):
+            part = self._call(operator.getitem, (made, i), name=f"{name_of}_summary{i}") if several else made
             part.meta["local"] = own
             stacked, length = self._call(resolve_op("aten.unsqueeze.default"), (part, 0)), 1
             stacked.meta |= {"module": made.meta["module"], "local": TensorMeta((1, *own.shape), own.dtype)}
-            for axis in reversed(told.axes):
+            for axis in reversed(how.axes):
                 length *= self.mesh.shape[axis]
                 along: dict[str, Any] = {"dim": 0, "axis": axis, "length": length}
                 launched = self._call(spmd.all_gather, (self.rank, stacked), along, name=f"{name_of}_summary_launched")
                 launched.meta |= {"launches": "summaries", "module": made.meta["module"], "sent": next(inside, None)}
                 stacked = self._call(spmd.wait, (launched,), name=f"{name_of}_summaries")
                 stacked.meta["local"] = TensorMeta((length, *own.shape), own.dtype)
-            heard.append(stacked)
+            gathered.append(stacked)
 
         def finished(arg: Any) -> Any:
-            return heard[arg.index] if isinstance(arg, Gathered) else given(arg)
+            return gathered[arg.index] if isinstance(arg, Gathered) else given(arg)
 
-        name, args, kwargs_ = told.finish
+        name, args, kwargs_ = how.finish
         return name, tuple(map(finished, args)), tuple((k, finished(v)) for k, v in kwargs_)
 
     def _made_args(self, args: Any, kwargs: Any, operands: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -337,7 +343,7 @@ class _Builder:
         return arg
 
     def _integer(self, arg: LocalChoice | LocalLength | LocalOffset) -> fx.Node:
-        """An integer that differs between ranks, computed once."""
+        """Return the node of an integer that differs between ranks. It is computed once."""
         if arg not in self._integers and isinstance(arg, LocalChoice):
             self._integers[arg] = self._call(spmd.choice, (self.rank, arg.values, arg.axis))
         elif arg not in self._integers and not isinstance(arg, LocalChoice):
@@ -346,8 +352,8 @@ class _Builder:
         return self._integers[arg]
 
     def _with_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Ops that make a tensor from nothing make it on the rank's device."""
-        if not _makes(target):
+        """Let ops that create a tensor create it on the rank's device."""
+        if not _creates_tensor(target):
             return kwargs
         return {**kwargs, "device": self._call(spmd.device, (self.rank,))}
 
@@ -362,10 +368,10 @@ _OVERWRITING = {
 }
 
 
-def _in_operand(
+def _overwriting_call(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: int
 ) -> tuple[Any, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The call that makes the result in an operand: the first of methods, of gradients the one that came in."""
+    """Return the call that writes the result into an operand: the first one, or the incoming gradient."""
     overwriting = _OVERWRITING[target]
     if overwriting._overloadname == "grad_input":
         return overwriting, (args, {**kwargs, "grad_input": args[operand]})
@@ -373,8 +379,8 @@ def _in_operand(
 
 
 @cache
-def _makes(target: Any) -> bool:
-    """Whether an op takes a device and no tensor."""
+def _creates_tensor(target: Any) -> bool:
+    """Whether an op takes a device but no tensor."""
     schema = getattr(target, "_schema", None)
     arguments = schema.arguments if schema is not None else ()
     return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
@@ -382,14 +388,14 @@ def _makes(target: Any) -> bool:
 
 @cache
 def _returns_list(target: Any) -> bool:
-    """Whether an op returns a list even of one tensor, as ``split`` does."""
+    """Whether an op returns a list even for one tensor, like ``split``."""
     schema = getattr(target, "_schema", None)
     return schema is not None and len(schema.returns) == 1 and str(schema.returns[0].type).startswith("List")
 
 
 @cache
 def resolve_op(name: str) -> Any:
-    """``"aten.mm.default"`` as the callable."""
+    """Return the callable of a name such as ``"aten.mm.default"``."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)
@@ -397,5 +403,5 @@ def resolve_op(name: str) -> Any:
 
 
 def identifier(name: str) -> str:
-    """A Python name for a tensor of the program: ``split.1|S0R|f`` becomes ``split_out1_S0R_f``."""
+    """Return a Python name for a program tensor: ``split.1|S0R|f`` becomes ``split_out1_S0R_f``."""
     return re.sub(r"\W+", "_", name.replace(".", "_out")).strip("_")

@@ -1,4 +1,4 @@
-"""Plans: decisions and predictions, immutable, saved as canonical JSON."""
+"""Plans: immutable decisions and predictions, saved as canonical JSON."""
 
 from autopar.plans.plan import Plan
 from autopar.plans.records import Activation, Collective, ring_bytes

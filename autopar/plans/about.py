@@ -1,4 +1,4 @@
-"""What a plan does with one tensor, by the plan's own figures."""
+"""Describe what a plan does with one tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.plans.table import seconds, size
 
 
 def about(plan: PlanRecord, name: str) -> str:
-    """Spec, bytes, what becomes of it until the backward, and what its module sends; empty for an unknown name."""
+    """Return the tensor's spec, bytes, fate until the backward, and what its module sends; "" for an unknown name."""
     spec = plan.specs.get(name)
     if spec is None:
         return ""

@@ -1,4 +1,4 @@
-"""Whether the parts of a plan fit each other: what a table, a report or a figure looks up is there."""
+"""Check that the parts of a plan fit together, so that tables, reports and figures find all they look up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
 
 MOST_RANKS = 1 << 24
+"""Largest mesh that a plan may have."""
 
 
 def check_consistent(plan: PlanRecord) -> None:
-    """Raises:
-    ValueError: something is named that is not there.
+    """Check every reference from one part of the plan to another.
+
+    Raises:
+        ValueError: if something is named that does not exist.
     """
     _require(plan.mesh.size <= MOST_RANKS, f"a mesh of {plan.mesh.size} ranks")
     _check_program(plan.program, plan.mesh.ndim)
@@ -25,7 +28,7 @@ def check_consistent(plan: PlanRecord) -> None:
         ends = len(plan.program.ops)
         placed = all(-1 <= at < ends for at, *_ in plan.facts.intervals)
         held = all(-1 <= at <= ends for points in plan.facts.history.values() for at, _ in points)
-        _require(placed and held, "facts of an op that is not there")
+        _require(placed and held, "facts about an op that does not exist")
         _require(len(plan.facts.axes) == plan.mesh.ndim, f"facts of {len(plan.facts.axes)} axes")
 
 
@@ -34,20 +37,20 @@ def _check_program(program: Program, axes: int) -> None:
     names: set[str] = set()
     for op in program.ops:
         _require(op.name not in names, f"two ops {op.name}")
-        _require(made.issuperset(op.reads), f"op {op.name} reads {op.reads}, which is not there yet")
-        _require(_has_parts(op), f"op {op.name} is a {op.kind} without what that needs")
-        _require(all(-1 <= a < axes for a in _axes(op)), f"op {op.name} names an axis that the mesh has not")
+        _require(made.issuperset(op.reads), f"op {op.name} reads {op.reads} before all of it exists")
+        _require(_has_parts(op), f"op {op.name} lacks what a {op.kind} needs")
+        _require(all(-1 <= a < axes for a in _axes(op)), f"op {op.name} names an axis that the mesh does not have")
         for tensor in op.writes:
             _require(tensor.name not in made, f"two tensors {tensor.name}")
             _require(tensor.spec.ndim == len(tensor.meta.shape), f"spec {tensor.spec} of {tensor.meta}")
             made.add(tensor.name)
         names.add(op.name)
     for _, name in program.results:
-        _require(name in made, f"the result {name} is not there")
+        _require(name in made, f"the result {name} does not exist")
 
 
 def _has_parts(op: Op) -> bool:
-    """Whether an op has the operands, the results and the step that its kind needs."""
+    """Whether the op has the operands, results and step that its kind needs."""
     if op.kind == "wait":
         return bool(op.reads)
     if op.kind == "redistribute":
@@ -65,7 +68,7 @@ def _has_parts(op: Op) -> bool:
 
 
 def _axes(op: Op) -> Iterator[int]:
-    """Every mesh axis that an op names."""
+    """Yield every mesh axis that the op names."""
     steps = (*((op.step,) if op.step is not None else ()), *op.bucket)
     for step in steps:
         yield from (step.axis, *step.axes)

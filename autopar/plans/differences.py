@@ -1,4 +1,4 @@
-"""What differs between two plans, alike layers on one line."""
+"""What differs between two plans, with equal layers on one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.plans.table import seconds, size
 
 
 def differences(a: PlanRecord, b: PlanRecord) -> str:
-    """Model, mesh, cluster, predictions, memory by kind, collectives by kind, specs, and what is kept."""
+    """Compare model, mesh, cluster, predictions, memory and collectives by kind, specs, and what the backward keeps."""
     if a.digest == b.digest and a.mesh == b.mesh:
         return "The plans run the same program."
     lines = [f"{'':<22} {'this':>16}    {'other':<16}"]
@@ -51,7 +51,7 @@ def _figures(a: PlanRecord, b: PlanRecord) -> Iterator[tuple[str, str, str]]:
 
 
 def _specs(a: PlanRecord, b: PlanRecord) -> list[str]:
-    """Parameters, inputs, outputs and modules; single ops only follow these."""
+    """Compare the specs of parameters, inputs, outputs and modules; those of single ops follow from these."""
     nodes = set(a.facts.nodes if a.facts else ()) | set(b.facts.nodes if b.facts else ())
     named = {n: f"{s} -> {b.specs[n]}" for n, s in a.specs.items() if n in b.specs and s != b.specs[n]}
     named = {n: change for n, change in named.items() if n not in nodes or n in a.parameters}

@@ -1,4 +1,4 @@
-"""What the figures of a plan were computed from: for tables, reports and explanations, never for running it."""
+"""The data behind a plan's figures, for tables, reports and explanations. Running the plan does not need it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.plans.typed import entries
 
 
 class NodeFacts(NamedTuple):
-    """One captured op, or an input. ``flops`` are those of the whole op on whole tensors."""
+    """One captured op or input. ``flops`` counts the whole op on global tensors."""
 
     module: str
     op: str
@@ -19,7 +19,7 @@ class NodeFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class AxisFacts:
-    """What a mesh axis communicates over: the level of its links, and what a rank reaches there in one direction."""
+    """The links of a mesh axis. Bandwidths are those of one rank in one direction."""
 
     name: str
     ranks_per_node: int
@@ -31,19 +31,19 @@ class AxisFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The captured ops and the devices, as far as a reader needs them.
+    """The captured ops and the devices, as far as tables and reports need them.
 
     Args:
-        nodes: by name; a placeholder's module is the one that owns the parameter.
-        names: what users call the values that have a name: parameters, buffers, inputs, outputs, and gradients.
+        nodes: facts by node name; the module of a placeholder is the one that owns the parameter.
+        names: user-visible names of parameters, buffers, inputs, outputs and gradients.
         shapes: global shape and dtype of each parameter and buffer.
         intervals: ``(position of the op, or -1, stream, start_s, end_s)`` of the simulated step.
-        history: for each kind of memory, ``(position, bytes)`` from which op of the program on how much is held.
-        dtype: in which most FLOPs are done; ``peak_flops_per_s`` is a device's in it.
-        overlap: share of a collective's time that computation beside it is spared.
-        samples, tokens: of a step's whole batch; 0 tokens where the inputs are no sequences of them.
+        history: for each kind of memory, ``(position, bytes)``: from this op of the program on, so many bytes are held.
+        dtype: the dtype of most FLOPs; ``peak_flops_per_s`` is a device's peak in it.
+        overlap: share of a collective's time that concurrent computation hides, from 0 to 1.
+        samples, tokens: of the global batch of a step; 0 tokens if the inputs are not token sequences.
         device, description: of the cluster.
-        memory_bytes: of one device.
+        memory_bytes: memory of one device.
     """
 
     nodes: Mapping[str, NodeFacts]
@@ -64,12 +64,12 @@ class Facts:
 
     @property
     def flops(self) -> float:
-        """Of one step on the whole batch, forward and backward, without what is recomputed."""
+        """FLOPs of one step on the global batch, forward and backward, without recomputation."""
         return sum(n.flops for n in self.nodes.values())
 
 
 def facts_to(facts: Facts) -> dict[str, Any]:
-    """As JSON data: ops by module, since most names repeat."""
+    """Return the facts as JSON data."""
     data = {f: getattr(facts, f) for f in _PLAIN}
     data["axes"] = [asdict(a) | {"algorithms": dict(a.algorithms)} for a in facts.axes]
     data["names"] = dict(facts.names)
@@ -81,7 +81,7 @@ def facts_to(facts: Facts) -> dict[str, Any]:
 
 
 def facts_from(data: Mapping[str, Any]) -> Facts:
-    """The facts that `facts_to` wrote."""
+    """Read the facts that `facts_to` wrote."""
     return Facts(
         nodes={name: NodeFacts(*entries(n)) for name, n in data["nodes"].items()},
         names=data.get("names", {}),

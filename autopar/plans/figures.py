@@ -23,7 +23,7 @@ SORTS: Mapping[str, str] = {
 
 
 def memory_figure(plan: PlanRecord) -> Any:
-    """A ``matplotlib.figure.Figure``: bytes by kind, stacked, over the seconds of the step."""
+    """Return a ``matplotlib.figure.Figure`` of bytes, stacked by kind, over the time of the step."""
     figure, axes = _figure(plan)
     points = memory_points(plan)
     kinds = [k for k in points[0].held if any(p.held[k] for p in points)]
@@ -38,7 +38,7 @@ def memory_figure(plan: PlanRecord) -> Any:
 
 
 def timeline_figure(plan: PlanRecord) -> Any:
-    """A ``matplotlib.figure.Figure``: what each stream does, one lane a stream."""
+    """Return a ``matplotlib.figure.Figure`` with one lane per stream, which shows what the stream does."""
     figure, axes = _figure(plan)
     lanes = stream_blocks(plan)
     names = sorted(lanes, key=lambda s: (s != "compute", s == "host", s))
@@ -56,10 +56,10 @@ def timeline_figure(plan: PlanRecord) -> Any:
 
 
 def _figure(plan: PlanRecord) -> tuple[Any, Any]:
-    """An empty figure that no window shows.
+    """Return an empty figure that opens no window.
 
     Raises:
-        PlanError: matplotlib is missing, or the plan holds no facts.
+        PlanError: if matplotlib is missing or the plan holds no facts.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""A plan by the layers of the model: what each module's ops cost, hold and send, alike layers together."""
+"""A plan by the layers of the model: what each module's ops cost, hold and send, with equal layers merged."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ WORDS = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
 
 @dataclass
 class Layer:
-    """One module's own ops and tensors, its children's left out; or the sum of all modules that are alike.
+    """One module's own ops and tensors, without those of its children; or the sum of all modules that are alike.
 
     Args:
-        name: its path; of folded ones with ``*`` for what differs.
-        weights: spec of each parameter and buffer that it owns, by attribute.
+        name: its path; for merged modules with ``*`` in place of the number.
+        weights: specs of its own parameters and buffers, by attribute.
         activation: spec of its output.
         actions: how many of its values are kept, recomputed and offloaded for the backward.
         collectives: launches by kind.
-        compute_s, communication_s: of its ops, and of the collectives of its values and weights.
-        weight_bytes, held_bytes: on a device: its parameters, and what it keeps for the backward.
-        flops: of its ops on whole tensors.
-        count: so many modules are in it.
+        compute_s, communication_s: seconds of its ops, and of the collectives of its values and weights.
+        weight_bytes, held_bytes: on one device, its parameters and what it keeps for the backward.
+        flops: FLOPs of its ops on global tensors.
+        count: number of merged modules.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Layer:
         return self.compute_s + self.communication_s
 
     def alike(self) -> tuple[object, ...]:
-        """Layers that agree in this share a row; which of them carries a bucket of collectives makes no difference."""
+        """The key of a row: layers with equal keys are merged, whichever of them carries a bucket of collectives."""
         return (folded(self.name), *sorted(self.weights.items()), self.activation, *sorted(self.actions))
 
     def add(self, other: Layer) -> None:
-        """Count an alike layer in."""
+        """Add the figures of an equal layer."""
         self.compute_s += other.compute_s
         self.communication_s += other.communication_s
         self.weight_bytes += other.weight_bytes
@@ -65,12 +65,12 @@ class Layer:
 
 
 def folded(name: str) -> str:
-    """``h.3.mlp`` as ``h.*.mlp``."""
+    """Replace the numbers in a path: ``h.3.mlp`` becomes ``h.*.mlp``."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def layers(plan: PlanRecord) -> dict[str, Layer]:
-    """Every module that owns ops or parameters, in the order of the model's program."""
+    """Return every module that owns ops or parameters, in program order."""
     found: dict[str, Layer] = {}
 
     def at(module: str) -> Layer:
@@ -109,7 +109,7 @@ def _count(layer: Layer, op: Op) -> None:
 
 
 def rows(plan: PlanRecord) -> list[Layer]:
-    """One for each distinct layer; those that differ in their number alone are one."""
+    """Return the distinct layers. Layers that differ only in their number are merged."""
     merged: dict[tuple[object, ...], Layer] = {}
     for layer in layers(plan).values():
         key = layer.alike()
@@ -124,14 +124,14 @@ def rows(plan: PlanRecord) -> list[Layer]:
 
 
 def members(plan: PlanRecord) -> Iterator[tuple[str, Layer]]:
-    """Every module with its distinct layer."""
+    """Yield every module with its distinct layer."""
     for layer in rows(plan):
         for module in layer.members:
             yield module, layer
 
 
 def action_text(actions: Mapping[str, int]) -> str:
-    """``kept``, or ``3 kept, 2 recomputed``."""
+    """Return a text such as ``kept`` or ``3 kept, 2 recomputed``."""
     said = [(n, WORDS[a]) for a in WORDS if (n := actions.get(a, 0))]
     return said[0][1] if len(said) == 1 else ", ".join(f"{n} {word}" for n, word in said)
 
@@ -147,5 +147,5 @@ SHORT = {
 
 
 def collective_text(collectives: Mapping[str, int]) -> str:
-    """``2 AG 1 RS``."""
+    """Return a text such as ``2 AG 1 RS``."""
     return " ".join(f"{n} {SHORT.get(k, k)}" for k, n in sorted(collectives.items()))

@@ -1,4 +1,4 @@
-"""``Plan``: every decision and every prediction, immutable, with a canonical text form."""
+"""``Plan``: all decisions and predictions, immutable, with a canonical text form."""
 
 from __future__ import annotations
 
@@ -32,87 +32,89 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plan(PlanRecord):
-    """A plan that can be asked, shown, written and run: ``PlanRecord`` has what it holds."""
+    """A plan that can be explained, shown, saved and run. ``PlanRecord`` documents its fields."""
 
     _explain: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
 
     def explain(self, name: str = "") -> str:
-        """What each alternative spec of a tensor would have cost and forced elsewhere, and what the constraints cost.
+        """Return what each alternative spec of a tensor would cost and change elsewhere, and what the constraints cost.
 
         Args:
-            name: of a parameter, ``input:`` or ``output:``, module or node; without it only the constraints.
+            name: a parameter, ``input:NAME``, ``output:NAME``, module or node; "" explains only the constraints.
 
         Raises:
-            PlanError: the plan was loaded from a file, without the problem that it solved; ``name`` is no text.
+            PlanError: if the plan was loaded from a file, which does not hold the problem, or ``name`` is not a string.
         """
         if not isinstance(name, str):
             raise PlanError(
-                "A plan explains what it is given a name of.", found=repr(name)[:80], hint="give one of plan.specs."
+                "explain() takes the name of a tensor in the plan.",
+                found=repr(name)[:80],
+                hint="give a key of plan.specs.",
             )
         if self._explain is None:
             said = about(self, name).replace("\n", "\n         ")
             raise PlanError(
-                "This plan cannot be asked why.",
-                found="a plan without the problem that it came from" + (f"; {said}" if said else ""),
-                hint="call autopar.plan again and explain its result.",
+                "This plan cannot be explained.",
+                found="a loaded plan, without the problem that it solves" + (f"; {said}" if said else ""),
+                hint="call autopar.plan again, and explain() on its result.",
             )
         said = about(self, name)
         return f"{said}\n\n{self._explain(name)}" if said else self._explain(name)
 
     def memory_figure(self) -> Any:
-        """Memory over time as a ``matplotlib.figure.Figure``."""
+        """Draw memory over time as a ``matplotlib.figure.Figure``."""
         return figures.memory_figure(self)
 
     def timeline_figure(self) -> Any:
-        """What each stream does as a ``matplotlib.figure.Figure``."""
+        """Draw what each stream does as a ``matplotlib.figure.Figure``."""
         return figures.timeline_figure(self)
 
     def diff(self, other: object) -> str:
-        """What differs between two plans: mesh, predictions, memory, collectives, specs, and what is kept.
+        """Describe what differs between two plans: mesh, predictions, memory, collectives, specs, and what is kept.
 
         Raises:
-            PlanError: ``other`` is no plan.
+            PlanError: if ``other`` is not a plan.
         """
         if not isinstance(other, Plan):
-            hint = "load the other one: Plan.load(path)."
-            raise PlanError("A plan is compared with another plan.", found=repr(other)[:80], hint=hint)
+            hint = "load the other plan with Plan.load(path)."
+            raise PlanError("A plan can only be compared with another plan.", found=repr(other)[:80], hint=hint)
         return differences(self, other)
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = True, rank: int | None = None
     ) -> LocalSampler:
-        """The samples of ``dataset`` that a rank reads when the plan was made with ``batch="local"``.
+        """Return a sampler of the samples that a rank reads, for a plan made with ``batch="local"``.
 
         Args:
-            dataset: the whole of it, the same on every rank.
-            shuffle, seed, drop_last: as ``LocalSampler``.
-            rank: None is this process's, from the variable RANK that launchers set.
+            dataset: the whole data set, the same on every rank.
+            shuffle, seed, drop_last: as in ``LocalSampler``.
+            rank: by default that of this process, from the variable RANK that launchers set.
 
         Raises:
-            PlanError: the plan's batch is global, or it has no such rank.
+            PlanError: if the plan's batch is global, or it has no such rank.
         """
         batch = self.options.get("batch", "global")
         if batch != "local":
             raise PlanError(
                 "Every rank of this plan reads the whole batch.",
                 found=f"batch={batch!r}",
-                hint='use one ordinary sampler, seeded alike on every rank, or plan with batch="local".',
+                hint='use an ordinary sampler with the same seed on every rank, or plan with batch="local".',
             )
         this = int(os.environ.get("RANK", "0")) if rank is None else rank
         return LocalSampler(dataset, this, self.mesh.size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def report(self, path: str | Path) -> None:
-        """Write the plan as one HTML file that opens offline: mesh, model, memory, timeline, collectives, baselines.
+        """Write a report of mesh, model, memory, timeline, collectives and baselines: one HTML file that opens offline.
 
         Raises:
-            PlanError: the file cannot be written.
+            PlanError: if the file cannot be written.
         """
         from autopar.plans.report import page
 
         _write(path, page(self))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table, and the report to unfold."""
+        """Show the table, and the report to unfold, in a notebook."""
         from autopar.plans.report import page
 
         text = escape(table(self))
@@ -120,24 +122,24 @@ class Plan(PlanRecord):
         return f"<pre>{text}</pre><details><summary>report</summary>{framed}</details>"
 
     def emit(self, path: str | Path) -> Path:
-        """Write the local program as a file that runs under torchrun with torch alone: what it calls is copied into it.
+        """Write the local program as a file that runs under torchrun with torch alone, with copies of what it calls.
 
         ``torchrun --nproc-per-node N step.py --state model.pt --batch batch.pt --out out.pt`` takes one step and writes
-        outputs and gradients; without files it takes random values. Triton kernels of the plan are in it; where there
-        is no triton, and on CPUs, the eager code beside them runs.
+        outputs and gradients; without files it uses random values. The file holds the plan's Triton kernels, and eager
+        code that runs instead on CPUs and where Triton is missing.
 
         Raises:
-            PlanError: the file cannot be written.
+            PlanError: if the file cannot be written.
         """
         codegen = importlib.import_module("autopar.codegen.write")  # codegen knows plans, so plans do not import it
         _write(path, codegen.text_of(self.source, Path(path).name, kernels=bool(self.kernels)))
         return Path(path)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; docs/reference/plan-format.md describes it.
+        """Write the plan as JSON, in the format of docs/reference/plan-format.md.
 
         Raises:
-            PlanError: the file cannot be written.
+            PlanError: if the file cannot be written.
         """
         _write(path, self.to_json())
 
@@ -146,7 +148,7 @@ class Plan(PlanRecord):
         """Read a saved plan.
 
         Raises:
-            PlanError: the file is missing, is no plan, or is of a newer version.
+            PlanError: if the file is missing, is not a plan, or has a newer version.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -157,35 +159,35 @@ class Plan(PlanRecord):
 
     @staticmethod
     def from_json(text: str, where: str = "text") -> Plan:
-        """The plan that ``to_json`` wrote. All of it is data: nothing in it is executed, and every field is checked."""
+        """Read the plan that ``to_json`` wrote. Nothing in it is executed, and every field is checked."""
         try:
-            data = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_constant)
+            data = json.loads(text, object_pairs_hook=_with_unique_keys, parse_constant=_constant)
         except (ValueError, TypeError, RecursionError) as error:
-            raise _no_plan(f"{where}: {error}") from None
+            raise _not_a_plan(f"{where}: {error}") from None
         if not isinstance(data, dict) or data.get("format") != "autopar-plan":
-            raise _no_plan(where)
+            raise _not_a_plan(where)
         if data.get("version") not in READABLE:
             raise PlanError(
                 "The plan was saved by another version of autopar.",
-                found=f"format version {data.get('version')!s:.40}, this one reads {' and '.join(map(str, READABLE))}",
-                hint="plan again with this version, or install the one that saved it.",
+                found=f"format version {data.get('version')!s:.40}; this one reads {' and '.join(map(str, READABLE))}",
+                hint="plan again with this version, or install the version that saved the plan.",
             )
-        plan = _undamaged(lambda: _plan_from(data), where)
+        plan = _checked_read(lambda: _plan_from(data), where)
         if data.get("digest") != plan.digest:
             raise PlanError(
-                "The plan's program is not the one that its digest names.",
-                found=f"{where}: digest {data.get('digest')!s:.40}, of the program it is {plan.digest}",
-                hint=f'to run the program as it was edited, write "digest": "{plan.digest}" in the file.',
+                "The plan's program does not match its digest.",
+                found=f"{where}: digest {data.get('digest')!s:.40}; that of the program is {plan.digest}",
+                hint=f'if you edited the program, write "digest": "{plan.digest}" into the file.',
             )
-        _undamaged(lambda: check_consistent(plan), where)
+        _checked_read(lambda: check_consistent(plan), where)
         return plan
 
     def __str__(self) -> str:
-        """A table; with colours where standard output is a terminal and NO_COLOR is not set."""
+        """Return the table, in colour if standard output is a terminal and NO_COLOR is not set."""
         return table(self, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """As its text: what explains a plan holds the whole problem, and stays here."""
+        """Pickle only the JSON text: the explainer holds the whole problem, and stays in this process."""
         return Plan.from_json, (self.to_json(),)
 
 
@@ -193,14 +195,16 @@ def _write(path: str | Path, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PlanError("The file cannot be written.", found=str(error), hint="is there such a folder?") from None
+        raise PlanError(
+            "The file cannot be written.", found=str(error), hint="check that the directory exists and is writable."
+        ) from None
 
 
-def _no_plan(found: str) -> PlanError:
-    return PlanError("This is no autopar plan.", found=found, hint="save one with plan.save(path).")
+def _not_a_plan(found: str) -> PlanError:
+    return PlanError("This is not an autopar plan.", found=found, hint="save a plan with plan.save(path).")
 
 
-def _undamaged(read: Callable[[], T], where: str) -> T:
+def _checked_read(read: Callable[[], T], where: str) -> T:
     try:
         return read()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AutoparError) as error:
@@ -208,8 +212,8 @@ def _undamaged(read: Callable[[], T], where: str) -> T:
         raise PlanError("The plan is damaged.", found=found, hint="plan again.") from None
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of two equal keys readers take one or the other."""
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object. Duplicate keys are an error, since parsers disagree on which one counts."""
     data = dict(pairs)
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -219,7 +223,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> float:
     if name == "NaN":
-        raise ValueError("NaN is no figure")
+        raise ValueError("NaN is not a valid figure")
     return float(name)
 
 
@@ -266,7 +270,7 @@ _OPTIONS: Mapping[str, Any] = {
     "accumulation_steps": int,
     "constraints": Mapping[str, str],
 }
-"""Those that a run under the plan takes over."""
+"""The options that a run under the plan takes over, with their types."""
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -274,13 +278,13 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if name in options:
             require(options[name], kind, f"options.{name}")
     if options.get("accumulation_steps", 1) < 1:
-        raise ValueError("options.accumulation_steps: no micro-batch")
+        raise ValueError("options.accumulation_steps: must be at least 1")
     data = options.get("dynamic_shapes")
     if data is None:
         return
     names = [name for name, *sizes in data["symbols"] if name.isidentifier() and _is_range(*sizes)]
     if len(set(names)) < len(data["symbols"]):
-        raise ValueError("options.dynamic_shapes.symbols: a name and three sizes each")
+        raise ValueError("options.dynamic_shapes.symbols: each needs a name and three sizes")
     for name, dims in data["places"].items():
         if not all(d.isdecimal() and d.isascii() and s in names for d, s in dims.items()):
             raise ValueError(f"options.dynamic_shapes.places.{name:.60}: dims and symbols")

@@ -1,4 +1,4 @@
-"""A plan as data: every decision and prediction, and what follows from them. Tables and reports read this alone."""
+"""A plan as data: all decisions and predictions, and what follows from them. Tables and reports read only this."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from autopar.sharding import ShardingSpec
 
 FORMAT_VERSION = 2
 READABLE = (1, 2)
-"""Format 1 has no facts, so its plans run and print, and their reports show less."""
+"""Versions that can be loaded. Plans of format 1 have no facts: they run and print, but their reports show less."""
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """How a model is trained on a mesh. Seconds and bytes are predictions for one device of the cluster.
+    """How to train a model on a mesh. Seconds and bytes are predictions for one device of the cluster.
 
     Args:
         model: name of the model's class.
-        graph_digest: of the captured program that the plan belongs to.
-        mesh: the ranks' arrangement.
-        cluster: its name.
-        program: the local program: every op's strategy, every redistribution, in order.
-        specs: of parameters, buffers, inputs, outputs, modules' outputs and graph nodes, by name.
+        graph_digest: digest of the captured graph that the plan belongs to.
+        mesh: the arrangement of the ranks.
+        cluster: name of the cluster.
+        program: the local program: all ops with their strategies, and all redistributions, in order.
+        specs: specs of parameters, buffers, inputs, outputs, module outputs and graph nodes, by name.
+        parameters: bytes of each parameter on one device, by name.
         activations: what the backward reads of the forward, by node.
-        objective: seconds of the solver's cost; ``lower_bound`` is what no plan can beat.
-        step_time: seconds of a step, by simulating its compute and communication streams.
-        peak_memory: bytes on the fullest device; ``memory`` is what they are at that moment.
-        host_memory: the most bytes that a device's host holds for it: offloaded activations and optimizer state.
+        objective: the solver's cost in seconds; no plan can cost less than ``lower_bound``.
+        step_time: seconds of a step, from a simulation of its compute and communication streams.
+        peak_memory: bytes on the fullest device; ``memory`` splits them by kind at that moment.
+        host_memory: peak bytes that the host holds for a device: offloaded activations and optimizer state.
         source: the emitted local program.
         timings: seconds that planning took, by stage.
-        options: as given by the user.
-        solver: method and sizes of the problem.
-        notices: what the user should know.
+        options: the user's options.
+        solver: the method, and sizes of the problem.
+        notices: messages to the user.
         candidates: other meshes that were planned, with their step times.
-        baselines: known ways to train in parallel, completed, priced and simulated as this plan was: those that might
+        baselines: known ways to train in parallel, completed, priced and simulated like this plan: those that might
             have been better, or all with ``compare=True``.
-        kernels: source of each Triton kernel that the program runs on its devices, by name.
-        facts: what the figures were computed from; None in plans that were saved by format 1.
+        kernels: source of each Triton kernel that the program runs, by name.
+        facts: the data behind the figures; None in plans of format 1.
     """
 
     model: str
@@ -81,7 +82,7 @@ class PlanRecord:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """One record for each launch, in the order of the program, those inside of ops too."""
+        """One record per launch in program order, including those inside ops."""
         known = self.facts.names if self.facts else {}
 
         def named(tensor: str) -> str:
@@ -101,38 +102,39 @@ class PlanRecord:
 
     @property
     def offloaded_optimizer(self) -> tuple[str, ...]:
-        """FQNs of the parameters whose optimizer state the host keeps between the optimizer's steps."""
+        """FQNs of the parameters whose optimizer state lies on the host between optimizer steps."""
         return self.program.offloaded_optimizer
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: FLOPs of the step over what all devices could do meanwhile; 0 where not known."""
+        """Model FLOPs utilization: FLOPs of the step over what all devices could do in its time; 0 if unknown."""
         could = self.step_time * self.mesh.size * self.facts.peak_flops_per_s if self.facts else 0.0
         return self.facts.flops / could if self.facts and could else 0.0
 
     @property
     def throughput(self) -> float:
-        """Tokens a second, or samples where the inputs are no tokens; 0 where not known."""
+        """Tokens per second, or samples per second if the inputs are not tokens; 0 if unknown."""
         done = (self.facts.tokens or self.facts.samples) if self.facts else 0
         return done / self.step_time if self.step_time else 0.0
 
     @property
     def budget(self) -> int:
-        """Bytes that the plan had to fit on each device: those asked for, else the device's memory; 0 if not known."""
+        """Memory budget of each device in bytes: the user's, else the device's memory; 0 if unknown."""
         asked = self.options.get("memory_budget_bytes")
         return int(asked) if asked else self.facts.memory_bytes if self.facts else 0
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the decisions: two plans with one digest run the same program."""
+        """Hash of the decisions: two plans with the same digest run the same program."""
         text = json.dumps(program_to(replace_times(self.program)), sort_keys=True)
         return hashlib.sha256((self.graph_digest + text).encode()).hexdigest()[:16]
 
     @cached_property
     def symbolic(self) -> Mapping[str, Any]:
-        """With ``dynamic_shapes`` formulas in sympy of the sizes that vary: ``flops`` of a step of all ranks; of the
-        fullest rank ``saved_bytes`` from forward to backward and ``communicated_bytes``; the shape of each input and
-        output. Empty otherwise.
+        """Formulas of a plan with ``dynamic_shapes``, as sympy expressions of the varying sizes; otherwise empty.
+
+        ``flops`` of a step over all ranks, ``saved_bytes`` from forward to backward and ``communicated_bytes`` of the
+        fullest rank, and the shape of each input and output.
         """
         data = self.options.get("dynamic_shapes") or {}
         if not data.get("formulas"):
@@ -145,7 +147,7 @@ class PlanRecord:
         return {name: read(text) for name, text in data["formulas"].items()}
 
     def to_json(self) -> str:
-        """The canonical text: equal plans have equal text."""
+        """Return the canonical text: equal plans have equal text."""
         return json.dumps(self._data(), indent=1)
 
     def _data(self) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class PlanRecord:
 
 
 def replace_times(program: Program) -> Program:
-    """The program without predicted seconds, which are no decision."""
+    """Return the program without predicted seconds, which are not decisions."""
 
     def timeless(op: Op) -> Op:
         return replace(op, seconds=0.0, launch_s=0.0, sent=tuple(replace(s, seconds=0.0) for s in op.sent))

@@ -18,8 +18,8 @@ class Activation:
 
     Args:
         action: kept, recomputed in the backward, or offloaded to the host.
-        spec: in which it is kept.
-        bytes: held on the fullest device.
+        spec: the spec in which it is kept.
+        bytes: bytes that it takes on the fullest device.
     """
 
     action: Action
@@ -29,14 +29,14 @@ class Activation:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch.
+    """One launch of a collective.
 
     Args:
-        tensors: what it carries: parameters, buffers, inputs, outputs and gradients (``lm_head.weight.grad``) by their
-            names, other values by their nodes'.
+        tensors: what it carries: names of parameters, buffers, inputs, outputs and gradients
+            (``lm_head.weight.grad``), node names of other values.
         axis: the mesh axis over which it runs.
-        bytes: of the message: the gathered size of an all-gather, the local size before any other.
-        seconds: predicted.
+        bytes: message size: the gathered size of an all-gather, the local input size of any other.
+        seconds: predicted time.
     """
 
     kind: StepKind
@@ -66,15 +66,15 @@ class SearchRecord:
 
 @dataclass(frozen=True)
 class BaselineRecord:
-    """A known way to train in parallel, completed, priced and simulated as the plan itself was.
+    """A known way to train in parallel, completed, priced and simulated like the plan itself.
 
     Args:
         name: ``DDP``, ``ZeRO-3``, ``FSDP x TP``, ...
-        objective: seconds of the solver's cost.
-        step_time: seconds of a step, by simulation.
-        bytes: of all messages of a step, as collectives are priced.
+        objective: the solver's cost in seconds.
+        step_time: simulated seconds of a step.
+        bytes: all messages of a step, counted as for `Collective`.
         peak_memory: bytes on the fullest device.
-        fits: within the memory budget.
+        fits: whether it stays within the memory budget.
     """
 
     name: str
@@ -86,9 +86,9 @@ class BaselineRecord:
 
 
 def ring_bytes(kind: StepKind, size: int, ranks: int) -> float:
-    """Bytes that each rank sends in a ring: 2(N-1)/N S for an all-reduce, (N-1)/N S for the others.
+    """Return the bytes that each rank sends in a ring: 2(N-1)/N S for an all-reduce, (N-1)/N S for all others.
 
-    As in Thakur, Rabenseifner and Gropp, 2005.
+    Source: Thakur, Rabenseifner and Gropp, 2005.
     """
     return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 

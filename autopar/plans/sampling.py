@@ -1,4 +1,4 @@
-"""Which samples of a data set a rank reads when every rank passes its own slice of the batch."""
+"""Choose the samples that a rank reads when every rank passes its own slice of the batch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from autopar.errors import PlanError
 
 
 class LocalSampler:
-    """Every ``world_size``-th sample of the epoch's order; a torch DataLoader takes it as its ``sampler``.
+    """Yields every ``world_size``-th sample of the epoch's order. Pass it to a DataLoader as ``sampler``.
 
-    The k-th batches of all ranks together are the k-th part of that order, so one global batch holds the same samples
-    for every number of ranks, and a run can go on with fewer.
+    The k-th batches of all ranks together are the k-th part of that order, so a global batch holds the same samples
+    for any number of ranks, and a run can continue with fewer.
 
     Args:
         dataset: anything with a length.
-        rank, world_size: whose samples these are.
-        shuffle: whether each epoch has an order of its own, from ``seed`` and the epoch.
-        drop_last: whether samples that not every rank gets are left out; else the first ones come again.
+        rank, world_size: the rank that reads the samples, and the number of ranks.
+        shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch.
+        drop_last: whether to drop the samples left over when the ranks share evenly; else the first samples repeat.
 
     Raises:
-        PlanError: the rank is none of the job's.
+        PlanError: if the job has no such rank.
     """
 
     def __init__(
@@ -30,7 +30,9 @@ class LocalSampler:
     ) -> None:
         if not 0 <= rank < world_size:
             raise PlanError(
-                "The plan has no such rank.", found=f"rank {rank} of {world_size}", hint="plan for the job's size."
+                "The plan has no such rank.",
+                found=f"rank {rank} of {world_size}",
+                hint="plan for the number of ranks of the job.",
             )
         self.dataset = dataset
         self.rank = rank

@@ -1,4 +1,4 @@
-"""A local program as JSON data, and back."""
+"""Convert a local program to JSON data, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as a table of at most 100 columns."""
+"""Print a plan as a table of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COLOURS = {"head": "1", "spec": "36", "good": "32", "warn": "33", "faint": "2"}
 
 
 def table(plan: PlanRecord, *, colour: bool = False) -> str:
-    """Head, memory, one row for each distinct layer (repeated ones folded), collectives by kind and axis.
+    """Return the headline figures, one row per distinct layer, and the collectives by kind and axis.
 
     Args:
-        colour: with the escape codes of a terminal.
+        colour: whether to add a terminal's escape codes.
     """
     lines = [f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}"]
     lines += [f"  {name:<12} {text}" for name, text in _head(plan)]
@@ -30,7 +30,7 @@ def table(plan: PlanRecord, *, colour: bool = False) -> str:
 
 
 def _head(plan: PlanRecord) -> list[tuple[str, str]]:
-    """Named lines above the tables."""
+    """Return the labelled lines above the tables."""
     kinds = ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
     bound = f"at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})"
     if plan.lower_bound <= 0:
@@ -47,7 +47,7 @@ def _head(plan: PlanRecord) -> list[tuple[str, str]]:
 
 
 def speed(plan: PlanRecord) -> str:
-    """MFU and tokens or samples a second; empty where the plan does not know its FLOPs."""
+    """Return MFU and tokens or samples per second; "" if the plan does not know its FLOPs."""
     f = plan.facts
     if f is None or not plan.step_time:
         return ""
@@ -81,7 +81,7 @@ def _layers(plan: PlanRecord) -> list[str]:
 
 
 def _parameters(plan: PlanRecord) -> list[list[str]]:
-    """Of a plan without facts, which an older version saved: parameters alone."""
+    """List the parameters alone, for a plan without facts (format 1)."""
     found: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for name, held in plan.parameters.items():
         found.setdefault((folded(name), str(plan.specs[name])), []).append((name, held))
@@ -96,7 +96,7 @@ def _parameters(plan: PlanRecord) -> list[list[str]]:
 
 
 def _on_host(plan: PlanRecord) -> str:
-    """What the host holds."""
+    """Describe what the host holds."""
     away = sum(op.kind == "offload" for op in plan.program.ops)
     states = len(plan.offloaded_optimizer)
     parts = [f"{away} activations"] * bool(away) + [f"optimizer state of {states} parameters"] * bool(states)
@@ -124,7 +124,7 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
 
 
 def _columns(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns; where they are too wide for a line, the widest gives way."""
+    """Align the columns. If they are too wide for a line, the widest column shrinks."""
     widths = [max(len(r[i]) for r in [head, *body]) for i in range(len(head))]
     while sum(widths) + 2 * len(widths) > WIDTH:
         widths[max(range(len(widths)), key=lambda i: widths[i])] -= 1
@@ -140,7 +140,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _painted(lines: Sequence[str]) -> list[str]:
-    """The same text with a terminal's colours: headings bold, rules faint, notes yellow."""
+    """Add a terminal's colours: bold headings, faint rules, yellow notes."""
     out = []
     for i, line in enumerate(lines):
         rule = line.strip() and set(line.strip()) <= {"-", " "}
@@ -162,7 +162,7 @@ def _ansi(text: str, style: str) -> str:
 
 
 def size(n: float) -> str:
-    """Bytes, in binary units."""
+    """Format bytes in binary units."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= scale:
             return f"{n / scale:.2f} {unit}"
@@ -170,7 +170,7 @@ def size(n: float) -> str:
 
 
 def seconds(s: float) -> str:
-    """Seconds, in the unit that reads best."""
+    """Format seconds in the unit that reads best."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if s >= scale:
             return f"{s / scale:.3g} {unit}" if s < 1000 * scale else f"{s / scale:,.0f} {unit}"

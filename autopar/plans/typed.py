@@ -1,7 +1,7 @@
-"""Whether what was read from a file has the types that its dataclass says, down to the last number.
+"""Check that data from a file has the types that its dataclass declares, at every depth.
 
-A file may hold anything. What has been checked here is plain data of a known form: names are text, counts are whole and
-not negative, choices are among those that their ``Literal`` lists, and no number is NaN.
+A file may hold anything. Data that passes is plain and of a known form: names are strings, counts are whole and not
+negative, choices are among those of their ``Literal``, and no number is NaN.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from autopar.ir import ITEMSIZE, TensorMeta
 
 LARGEST = 2**63
-"""No count reaches it."""
+"""Exclusive limit on counts."""
 
 DEEPEST = 32
-"""Objects and lists inside of each other, where any data may stand."""
+"""Deepest nesting of objects and lists in fields that hold arbitrary data."""
 
 SIGNED = frozenset(
     {
@@ -36,7 +36,7 @@ SIGNED = frozenset(
         "solver",
     }
 )
-"""Fields whose numbers may be negative: -1 stands for none, windows begin before the first row."""
+"""Fields whose numbers may be negative: -1 means none, and windows begin before the first row."""
 
 UNBOUNDED = frozenset({"fill", "objective", "lower_bound", "baselines", "solver"})
 """Fields whose numbers may be infinite."""
@@ -45,10 +45,10 @@ Check = Callable[[Any], bool]
 
 
 def require(value: object, kind: Any, where: str) -> None:
-    """``value`` is a ``kind``, a type as dataclasses are annotated with.
+    """Check that ``value`` is a ``kind``, given as a type annotation.
 
     Raises:
-        ValueError: it is not; the first place where.
+        ValueError: if it is not; names the first wrong entry.
     """
     if is_dataclass(value) and value.__class__ is kind:
         for name, check in _fields(kind):
@@ -59,7 +59,7 @@ def require(value: object, kind: Any, where: str) -> None:
 
 
 def _first_wrong(value: Any, check: Check) -> Any:
-    """Of a tuple or mapping the entry that is wrong."""
+    """Return the wrong entry of a tuple or mapping, or the value itself."""
     entries = value.items() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
     for entry in entries:
         one = dict([entry]) if isinstance(value, Mapping) else (entry,)
@@ -76,7 +76,7 @@ def _fields(kind: Any) -> tuple[tuple[str, Check], ...]:
 
 @cache
 def _check(kind: Any, field: str) -> Check:
-    """The check of values of ``kind``, in a field of this name."""
+    """Return the check for values of ``kind`` in a field of this name."""
     if kind in _PLAIN:
         return _PLAIN[kind](field)
     origin, inner = get_origin(kind), get_args(kind)
@@ -109,7 +109,7 @@ def _tuple(inner: tuple[Any, ...], field: str) -> Check:
 
 
 def _record(kind: Any) -> Check:
-    """A dataclass or named tuple."""
+    """Return the check for a dataclass or named tuple."""
     if is_dataclass(kind):
         return lambda v: v.__class__ is kind and all(check(getattr(v, name)) for name, check in _fields(kind))
     checks = {name: _check(hint, name) for name, hint in get_type_hints(kind).items()}
@@ -117,7 +117,7 @@ def _record(kind: Any) -> Check:
 
 
 def _is_text(value: Any) -> bool:
-    """Half of a surrogate pair, which JSON can spell, is no character."""
+    """Whether the value is a string without lone surrogates, which JSON can spell but which are not characters."""
     if not isinstance(value, str):
         return False
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
@@ -141,7 +141,7 @@ def _number(field: str) -> Check:
 
 
 def _plain(value: Any, depth: int = 0) -> bool:
-    """Data as JSON has it, whatever it says, but not so deep that whoever walks through it runs out of stack."""
+    """Whether the value is JSON data of any form, but not so deep that recursion over it overflows the stack."""
     if isinstance(value, dict):
         return depth < DEEPEST and all(map(_is_text, value)) and all(_plain(v, depth + 1) for v in value.values())
     if isinstance(value, (list, tuple)):
@@ -164,11 +164,11 @@ _shape = _tuple((int, ...), "shape")
 
 
 def entries(value: Any) -> list[Any]:
-    """The entries of a list.
+    """Return the value if it is a list.
 
     Raises:
-        TypeError: it is none; text and mappings have entries too, of another kind.
+        TypeError: if it is not, which includes strings and mappings, though they can be iterated.
     """
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.60} is no list")
+        raise TypeError(f"{value!r:.60} is not a list")
     return value

@@ -1,4 +1,4 @@
-"""Measuring a process group and its devices, into a cluster file: what `autopar profile` does."""
+"""Measure a process group and its devices into a cluster file, for `autopar profile`."""
 
 from autopar.profiling.cluster import Effort, profile_cluster
 from autopar.profiling.fit import fit_line

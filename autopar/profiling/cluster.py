@@ -1,4 +1,4 @@
-"""A cluster from measurements of this process group: figures for the formulas, and the measured times themselves."""
+"""Build a cluster from measurements of this process group: figures for the formulas, and the measured times."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from autopar.spmd import ProcessRank
 
 SOURCE = "autopar profile"
 DIGITS = 4
-"""Significant digits that a file keeps of a measured time."""
+"""Significant digits of a measured time in the file."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """How much to measure.
 
     Args:
-        largest_message_bytes: of collectives; sizes are its quarters, down to bytes.
-        largest_elements: of the tensors that kernels stream or multiply.
+        largest_message_bytes: largest message of collectives; smaller ones are a quarter each, down to bytes.
+        largest_elements: most elements of a tensor that kernels stream or multiply.
         budget_s: seconds for each kernel or collective at each size.
-        kernels_s: seconds after which each kernel that is left is timed once.
-        collectives_s: the same for collectives, which come first.
+        kernels_s: seconds after which each remaining kernel is timed only once.
+        collectives_s: the same for collectives, which are measured first.
     """
 
     largest_message_bytes: int = 2**26
@@ -68,17 +68,17 @@ def profile_cluster(
     effort: Effort | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Cluster:
-    """Measure the default process group, which must be as large as ``mesh``; every rank calls this.
+    """Measure the default process group, which must have the size of ``mesh``. Every rank calls this.
 
-    Kernels of one CPU thread are timed by its processor time, so that other programs on the machine do not count. Of
-    the times of a collective on CPUs the shortest counts, and no more than its latency and its processor time, for
-    the same reason.
+    Kernels that run on a single CPU thread are timed by its processor time, so that other programs on the machine do
+    not count. For the same reason a collective on CPUs counts with its shortest time, and with at most its latency plus
+    its processor time.
 
     Args:
-        progress: told after each measurement: what it was, how many are done, how many there are.
+        progress: called after each measurement with its description, the number done, and the total.
 
     Returns:
-        The cluster, equal on all ranks, whose name is ``name``.
+        The cluster, equal on all ranks, with the name ``name``.
     """
     effort = effort or Effort()
     device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
@@ -110,7 +110,7 @@ def profile_cluster(
 
 
 def _base(device_type: str) -> Cluster:
-    """Whose figures stand where nothing was measured."""
+    """Return the cluster whose figures apply where nothing was measured."""
     if device_type == "cpu":
         return Cluster.load("cpu-2")
     return cluster_of_device(torch.cuda.get_device_name()) or Cluster.load("l40s-pcie")
@@ -167,10 +167,10 @@ def _described(base: Cluster, measured: Measured, name: str, mesh: Mesh) -> Clus
 
 
 def _link(link: Link, times: Sequence[CollectiveTimes], kind: str, on_cpu: bool) -> tuple[Link, float]:
-    """The link whose ring formulas (see `cost_models.algorithms`) come nearest, and the launch's latency.
+    """Fit the ring formulas of `cost_models.algorithms`, and return the link and the launch latency.
 
-    Of n ranks, a gather takes launch + (n - 1) latencies, an all-reduce twice as many, and gloo's reduce-scatter is
-    an all-reduce; of each kind's slope follows a bandwidth, of which the median is taken.
+    With n ranks a gather takes the launch plus n - 1 latencies, an all-reduce twice as many, and gloo's reduce-scatter
+    is an all-reduce. The slope of each kind gives a bandwidth; the link gets their median.
     """
     lines = {c.kind: (c.ranks_per_node * c.nodes, c.alpha_s, c.beta_s_per_byte) for c in times}
     if "all_gather" not in lines or "all_reduce" not in lines:
@@ -194,7 +194,7 @@ def _link(link: Link, times: Sequence[CollectiveTimes], kind: str, on_cpu: bool)
 
 
 def _device(base: Device, measured: Measured, launch_s: float) -> Device:
-    """Peaks, bandwidth and launch latency from the measured curves, so that formulas give about the same."""
+    """Return a device with whose peaks, bandwidth and launch latency the formulas approximate the measured curves."""
     peaks = {k.dtype: _rate(k) for k in measured.kernels if k.kind == "matmul"}
     memory = measured.kernel("memory", "float32")
     figures: dict[str, object] = {"name": _device_name(base)}
@@ -212,7 +212,7 @@ def _device(base: Device, measured: Measured, launch_s: float) -> Device:
 
 
 def _rate(kernel: KernelTimes) -> float:
-    """The best rate at any size: FLOP/s or bytes/s."""
+    """Return the best rate at any size, in FLOP/s or bytes/s."""
     best = max(a / s for a, s in zip(kernel.curve.amounts, kernel.curve.seconds, strict=True))
     return float(f"{best:.3g}")
 
@@ -224,7 +224,7 @@ def _device_name(base: Device) -> str:
 
 
 def _memory_bytes() -> int:
-    """Of one device: the GPU's, or this process's share of its host's."""
+    """Return the memory of one device: that of the GPU, or this process's share of its host's."""
     if "nccl" in str(dist.get_backend()):
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size()

@@ -1,4 +1,4 @@
-"""Times of collectives on each axis of a mesh, by the functions that planned programs call."""
+"""Time collectives on each axis of a mesh, with the functions that planned programs call."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from autopar.spmd.ranks import Exchange, ProcessRank
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 ITEMSIZE = 4
 ROUNDS = 9
+"""Repetitions of each of the three timings of `measured_overlap`."""
 COLUMNS = 16
-"""Messages are matrices of float32 with so many columns."""
+"""Columns of the float32 matrices that are sent."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective on one axis, to be timed at one size.
+    """One collective to time on one axis at one size.
 
     Args:
-        nbytes: as `cost_models.CollectiveCosts` counts them.
+        nbytes: message size, counted as in `cost_models.CollectiveCosts`.
     """
 
     kind: str
@@ -37,7 +38,7 @@ class Launch:
 
 
 def launches(rank: ProcessRank, sizes: Sequence[int]) -> Iterator[Launch]:
-    """Every kind on every axis of more than one rank, at every size rounded to whole rows, small ones first."""
+    """Yield every kind on every axis of more than one rank, at every size rounded to whole rows, smallest first."""
     for axis, n in enumerate(rank.mesh.shape):
         if n > 1:
             row = n * COLUMNS * ITEMSIZE
@@ -46,7 +47,7 @@ def launches(rank: ProcessRank, sizes: Sequence[int]) -> Iterator[Launch]:
 
 
 def prepared(launch: Launch, rank: ProcessRank) -> Callable[[], Tensor]:
-    """What runs the collective once, from a contiguous tensor to a contiguous tensor."""
+    """Return a function that runs the collective once, from a contiguous tensor to a contiguous tensor."""
     n, axis = rank.mesh.shape[launch.axis], launch.axis
     rows = launch.nbytes // (COLUMNS * ITEMSIZE)
     held = rows // n if launch.kind == "all_gather" else rows
@@ -65,7 +66,7 @@ def prepared(launch: Launch, rank: ProcessRank) -> Callable[[], Tensor]:
 
 
 def _next_along(rank: ProcessRank, axis: int) -> tuple[int, ...]:
-    """For each rank the one after it along ``axis``, round the end."""
+    """Return the next rank along ``axis`` for each rank, cyclically."""
     sources = []
     for r in range(rank.mesh.size):
         place = list(rank.mesh.coordinate(r))
@@ -77,7 +78,7 @@ def _next_along(rank: ProcessRank, axis: int) -> tuple[int, ...]:
 def timed_collectives(
     rank: ProcessRank, links: Sequence[AxisLink], sizes: Sequence[int], watch: Stopwatch, step: Callable[[str], None]
 ) -> tuple[CollectiveTimes, ...]:
-    """Curves and fitted lines of every kind; axes whose groups lie alike share one, of the slower times."""
+    """Return curves and fitted lines of every kind. Axes with equal layout over nodes share the slower one."""
     found: dict[tuple[str, int, int], dict[int, float]] = {}
     latency_s: dict[tuple[str, int], float] = {}
     for launch in launches(rank, sizes):
@@ -87,17 +88,17 @@ def timed_collectives(
         seconds = watch.time(call).seconds
         least_s = latency_s.setdefault((launch.kind, launch.axis), seconds)
         if rank.device.type == "cpu":
-            seconds = min(seconds, least_s + _worked(call, watch))
+            seconds = min(seconds, least_s + _processor_seconds(call, watch))
         points[launch.nbytes] = max(seconds, points.get(launch.nbytes, 0.0))
         step(f"{launch.kind} of {launch.nbytes:,} B")
     return tuple(_times(kind, per_node, nodes, points) for (kind, per_node, nodes), points in found.items())
 
 
-def _worked(call: Callable[[], Tensor], watch: Stopwatch) -> float:
-    """Seconds of the processor, in all threads of the busiest rank.
+def _processor_seconds(call: Callable[[], Tensor], watch: Stopwatch) -> float:
+    """Return the processor time of a call over all threads, on the busiest rank, in seconds.
 
-    Undisturbed, a message that CPUs carry takes at most what the smallest one takes, which is mostly waiting, and this
-    work. Where others keep the machine busy, it takes longer than that.
+    On an idle machine a message between CPUs takes at most the time of the smallest message, which is mostly waiting,
+    plus this work. If the machine is busy with other programs, it takes longer.
     """
     return replace(watch, clock=time.process_time, quantile=0.25, least=2, most=5).time(call).seconds
 
@@ -109,10 +110,10 @@ def _times(kind: str, per_node: int, nodes: int, points: dict[int, float]) -> Co
 
 
 def measured_overlap(rank: ProcessRank, axis: int, nbytes: int, watch: Stopwatch) -> float:
-    """Share of a collective's time that computation beside it is spared.
+    """Return the share of a collective's time that concurrent computation hides, from 0 to 1.
 
-    Two pieces of work of about equal length are timed alone and together: an all-reduce of ``nbytes``, and matrix
-    products between its launch and its wait.
+    Two tasks of about equal duration are timed alone and together: an all-reduce of ``nbytes``, and matrix products
+    between its launch and its wait.
     """
     x = torch.ones((nbytes // ITEMSIZE,), device=rank.device)
     a = torch.ones((256, 256), device=rank.device)
@@ -128,7 +129,7 @@ def measured_overlap(rank: ProcessRank, axis: int, nbytes: int, watch: Stopwatch
 
     alone_s = watch.time(lambda: together(0)).seconds
     times = max(1, round(alone_s / watch.time(lambda: multiply(1)).seconds))
-    # In turn, so that a busy spell of the machine falls on all three, and the fastest of each.
+    # Interleaved, so that a busy period of the machine affects all three; the minimum of each counts.
     rounds = [
         [watch.once(f) for f in (lambda: together(0), lambda: multiply(times), lambda: together(times))]
         for _ in range(ROUNDS)

@@ -1,4 +1,4 @@
-"""The line alpha + beta * bytes that fits measured times of a collective."""
+"""Fit a line alpha + beta * bytes to measured times of a collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Line(NamedTuple):
-    """``alpha_s + beta_s_per_byte * bytes``; ``error`` is the median relative error at the points fitted."""
+    """The line ``alpha_s + beta_s_per_byte * bytes``. ``error`` is the median relative error at the fitted points."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -18,12 +18,12 @@ class Line(NamedTuple):
 
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The positive line with the least sum of absolute relative errors.
+    """Return the positive line with the least sum of absolute relative errors.
 
-    Absolute errors make it robust: a point that a busy machine spoiled bends it no further than any other. Relative
-    ones let latency, which only small messages show, weigh as much as bandwidth. Such a line passes through two of
-    the points (Bloomfield and Steiger, "Least Absolute Deviations", 1983), so every pair is tried; where noise leaves
-    no pair with a positive line, so are lines that start at the shortest time.
+    Absolute errors make it robust: a point that a busy machine spoiled has no more influence than any other. Relative
+    errors give latency, which only small messages show, as much weight as bandwidth. Such a line passes through two of
+    the points (Bloomfield and Steiger, "Least Absolute Deviations", 1983), so every pair is tried, and, in case noise
+    leaves no pair with a positive line, also lines that start at the shortest time.
     """
     x, t = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
     lines = [_through((x[i], t[i]), (x[j], t[j])) for i, j in combinations(range(len(x)), 2) if x[i] != x[j]]

@@ -1,4 +1,4 @@
-"""The process group that is measured: joined where a launcher started it, else launched or of one process."""
+"""The process group to measure: joined if a launcher started it, otherwise launched, or a single process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from autopar.errors import AutoparError
 
 
 def launched() -> bool:
-    """Whether torchrun, or something like it, started this process as one of several."""
+    """Whether torchrun or a similar launcher started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
 def join(backend: str | None = None) -> None:
-    """Join the job that a launcher started, or be a job of one process, unless a process group is there.
+    """Join the job that a launcher started, or form a job of one process, unless a process group exists already.
 
     Args:
-        backend: None is nccl where there is a GPU for each process of the node, else gloo.
+        backend: by default nccl if each process of the node has a GPU, else gloo.
     """
     if dist.is_initialized():
         return
@@ -40,26 +40,26 @@ def join(backend: str | None = None) -> None:
 
 
 def default_backend(processes: int) -> str:
-    """The backend: nccl where each of ``processes`` on this node can have a GPU, else gloo."""
+    """Return nccl if each of ``processes`` on this node can have a GPU, else gloo."""
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= processes else "gloo"
 
 
 def local_world_size() -> int:
-    """Processes on this node."""
+    """Return the number of processes on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def run_under_torchrun(processes: int, arguments: Sequence[str]) -> int:
-    """Run ``python -m autopar *arguments`` as ``processes`` processes of this machine; the exit status.
+    """Run ``python -m autopar *arguments`` as ``processes`` processes on this machine, and return the exit status.
 
     Raises:
-        AutoparError: a launcher has started this process already.
+        AutoparError: if a launcher started this process.
     """
     if launched():
         raise AutoparError(
-            "Processes cannot be launched from a process that a launcher started.",
+            "--nproc cannot launch processes from a process that a launcher started.",
             found=f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set",
-            hint="leave out --nproc: under torchrun, autopar profile joins the job.",
+            hint="omit --nproc: under torchrun, autopar profile joins the job.",
         )
     command = [
         sys.executable,

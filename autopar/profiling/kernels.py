@@ -1,10 +1,10 @@
-"""The kernels whose times a cluster file holds, and how each is called at a size.
+"""The kernels whose times a cluster file holds, and how to call each at a size.
 
-Each is called as an emitted program calls it, through the op itself, on operands that it did not read just before,
-and results are kept a while: in a program, too, operands come from memory and results go to fresh memory, by which a
-pointwise op of a megabyte takes half as long again as one that repeats itself in a cache.
+Each is called like in an emitted program, through the op itself, on operands that it did not just read, and its results
+are kept for a while: in a program, too, operands come from memory and results go to fresh memory, which makes a
+pointwise op of a megabyte take half as long again as one that repeats in a cache.
 
-A size is the number of elements of the tensor that an op streams, or the length of a side of what it multiplies.
+A size is the number of elements of a streamed tensor, or the side of a multiplied matrix.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ aten = torch.ops.aten
 own = torch.ops.autopar
 
 COLUMNS = 256
+"""Columns of streamed matrices."""
 Call = Callable[[], object]
 Made = tuple[Call, float]
-"""What runs a kernel, and its amount: FLOPs, or bytes read and written."""
+"""A function that runs a kernel, and its amount: FLOPs, or bytes read and written."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One curve to measure: ``make(size, dtype, device)`` gives what runs it and its amount.
+    """One curve to measure. ``make(size, dtype, device)`` returns the call and its amount.
 
     Args:
-        other_amount: of a kernel with curves over both: at a size and itemsize the bytes where ``unit`` is FLOPs, and
-            the FLOPs where it is bytes.
+        other_amount: for a kernel with curves over both amounts, a function of size and itemsize that returns the one
+            that ``unit`` is not: bytes for FLOPs, and FLOPs for bytes.
     """
 
     kind: str
@@ -49,7 +50,7 @@ class Kernel:
 
 
 TRAFFIC = ":traffic"
-"""After the kind of a kernel: seconds over the bytes of its operands and results, as thin shapes show them."""
+"""Suffix of a kind of kernel whose curve is over bytes of operands and results, measured with thin shapes."""
 
 
 def _bytes(*tensors: Tensor) -> float:
@@ -57,7 +58,7 @@ def _bytes(*tensors: Tensor) -> float:
 
 
 def _streaming(op: Callable[..., object], operands: int = 1, written: float = 1.0) -> Callable[..., Made]:
-    """An op over ``operands`` matrices of a size, which writes ``written`` times as much as one of them."""
+    """Return ``make`` of an op that reads ``operands`` matrices and writes ``written`` times the bytes of one."""
 
     def make(size: int, dtype: torch.dtype, device: torch.device) -> Made:
         x = [torch.rand((size // COLUMNS, COLUMNS), device=device).to(dtype) for _ in range(operands)]
@@ -72,10 +73,11 @@ def _matmul(n: int, dtype: torch.dtype, device: torch.device) -> Made:
 
 
 THIN = 4
+"""Rows of a thin matrix."""
 
 
 def _thin_matmul(n: int, dtype: torch.dtype, device: torch.device) -> Made:
-    """Products of few rows by a square matrix, one as a forward takes it and one as a backward does."""
+    """Multiply a few rows by a square matrix, once as in a forward and once as in a backward."""
     x, w = (torch.rand((rows, n), device=device).to(dtype) for rows in (THIN, n))
 
     def call() -> object:
@@ -85,12 +87,13 @@ def _thin_matmul(n: int, dtype: torch.dtype, device: torch.device) -> Made:
 
 
 HEADS, WIDTH, SHORT = 4, 64, 16
+"""Heads, their width, and the length of a short sequence, for attention."""
 
 
 def _attention_operands(
     batch: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], dict[str, object], float]:
-    """Operands, options without mask and dropout, and FLOPs of a forward."""
+    """Return the operands, the options without mask and dropout, and the FLOPs of a forward."""
     operands = [torch.rand((batch, HEADS, length, WIDTH), device=device).to(dtype) for _ in range(4)]
     place = {"global_shape": [batch, HEADS, length, length], "offset": [0] * 4}
     options = {"is_causal": False, "scale": WIDTH**-0.5, "dropout_p": 0.0, "site": 0, **place}
@@ -109,7 +112,7 @@ def _attention_backward(length: int, dtype: torch.dtype, device: torch.device, b
 
 
 ROWS = HEADS * SHORT * WIDTH
-"""Elements of one tensor of one short sequence, short enough that multiplying is not most of the time."""
+"""Elements of one tensor of a sequence that is too short for products to dominate the time."""
 
 
 def _short_attention(size: int, dtype: torch.dtype, device: torch.device) -> Made:
@@ -123,6 +126,7 @@ def _short_attention_backward(size: int, dtype: torch.dtype, device: torch.devic
 
 
 IMAGES, SIDE = 4, 28
+"""Number of images and their side in pixels, for convolutions."""
 
 
 def _convolution_operands(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], float]:
@@ -157,7 +161,7 @@ def _layer_norm_backward(size: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _on_images(op: Callable[[Tensor, Tensor], object], read: int, written: float) -> Callable[..., Made]:
-    """An op over images [n, c, h, w] and statistics [c], which reads and writes so many times the images' bytes."""
+    """Return ``make`` of an op on images [n, c, h, w] and statistics [c], with traffic in multiples of the images."""
 
     def make(size: int, dtype: torch.dtype, device: torch.device) -> Made:
         x = torch.rand((size // (CHANNELS * PIXELS**2), CHANNELS, PIXELS, PIXELS), device=device).to(dtype)
@@ -168,6 +172,7 @@ def _on_images(op: Callable[[Tensor, Tensor], object], read: int, written: float
 
 
 CHANNELS, PIXELS = 8, 8
+"""Channels of images and their side in pixels, for batch norms and pooling."""
 
 
 def _batch_var_mean(x: Tensor, _: Tensor) -> object:
@@ -187,12 +192,12 @@ def _norm_backward_input(x: Tensor, s: Tensor) -> object:
 
 
 def _pooling(x: Tensor, _: Tensor) -> object:
-    """Half as high and as wide, in float32 and with an int64 for each pixel."""
+    """Halve height and width. The results are float32 values and an int64 index for each pixel."""
     return aten.max_pool2d_with_indices.default(x, [3, 3], [2, 2], [1, 1])
 
 
 def _on_scores(backward: bool) -> Callable[..., Made]:
-    """The loss of rows of scores: sums of exponentials, or the gradient of the scores."""
+    """Return ``make`` of the loss of rows of scores: the sums of exponentials, or the gradient of the scores."""
 
     def make(size: int, dtype: torch.dtype, device: torch.device) -> Made:
         x = torch.rand((size // COLUMNS, COLUMNS), device=device).to(dtype)
@@ -221,7 +226,7 @@ def _thin_flops(n: int, _: int) -> float:
 def _attention_kernels(
     kind: str, long: Callable[..., Made], short: Callable[..., Made], flops: float, tensors: int
 ) -> tuple[Kernel, Kernel]:
-    """Curves over FLOPs and bytes of an attention with so many times a forward's FLOPs, which moves so many tensors."""
+    """Return curves over FLOPs and bytes of an attention that costs ``flops`` forwards and moves ``tensors``."""
     row = float(tensors * HEADS * WIDTH)
     return (
         Kernel(kind, "flops", long, (16, 64, 256, 1024), other_amount=lambda n, size: row * n * size),
@@ -268,7 +273,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 @dataclass(frozen=True)
 class Run:
-    """One kernel at one size and dtype, to be timed."""
+    """One kernel to time at one size and dtype."""
 
     kernel: Kernel
     dtype: torch.dtype
@@ -276,7 +281,7 @@ class Run:
 
 
 def runs(device: torch.device, largest: int) -> Iterator[Run]:
-    """Every kernel at every size and dtype, sizes up to ``largest`` elements."""
+    """Yield every kernel at every size up to ``largest`` elements and every dtype."""
     on_gpu = device.type == "cuda"
     for kernel in KERNELS:
         matmul = kernel.kind == "matmul"
@@ -289,15 +294,18 @@ def runs(device: torch.device, largest: int) -> Iterator[Run]:
 
 
 ROTATED_BYTES = 2**25
+"""Bytes of all sets of operands that a `Rotation` cycles through."""
+
 MOST_SETS = 32
+"""Most sets of operands of a `Rotation`."""
 
 
 @dataclass
 class Rotation:
-    """Calls on several sets of operands in turn; the results of the last few are kept.
+    """Calls that cycle through several sets of operands and keep the last few results.
 
-    Together the sets are larger than the caches next to a core, unless a set is so small that it stays in a cache in
-    a program too.
+    Together the sets exceed the caches next to a core, unless a set is so small that it would stay in a cache in a
+    program too.
     """
 
     calls: deque[Call]
@@ -305,7 +313,7 @@ class Rotation:
 
     @classmethod
     def of(cls, calls: Sequence[Call]) -> Rotation:
-        """Of calls that differ in their operands; a quarter as many results are kept."""
+        """Create one from calls on different operands. It keeps a quarter as many results."""
         return cls(deque(calls), deque(maxlen=max(len(calls) // 4, 1)))
 
     def __call__(self) -> None:
@@ -314,7 +322,7 @@ class Rotation:
 
 
 def rotation(run: Run, device: torch.device) -> Made:
-    """What runs the kernel on operands in turn, and its amount."""
+    """Return a function that runs the kernel on cycling operands, and its amount."""
     first, amount = run.kernel.make(run.size, run.dtype, device)
     per_set = amount if run.kernel.unit == "bytes" else 8.0 * run.size**2
     sets = min(max(int(ROTATED_BYTES / per_set), 2), MOST_SETS)
@@ -323,9 +331,9 @@ def rotation(run: Run, device: torch.device) -> Made:
 
 
 def among_others(device: torch.device, watch: Stopwatch) -> Callable[[Call], Timing]:
-    """Times calls; on CPUs after a sum of matrices that takes the caches, of code as well as of data.
+    """Return a function that times calls, on CPUs after a sum of matrices that evicts code and data from the caches.
 
-    Called from Python, an op that finds its code there takes some microseconds, one that does not ten times as many.
+    Called from Python, an op whose code is cached takes some microseconds, otherwise ten times as long.
     """
     if device.type == "cuda":
         return watch.time
@@ -340,7 +348,7 @@ Points = dict[tuple[str, str, str], list[tuple[float, float, float]]]
 def timed_kernels(
     device: torch.device, planned: Sequence[Run], watch: Stopwatch, step: Callable[[str], None]
 ) -> tuple[KernelTimes, ...]:
-    """Curves of all kernels, every rank running them at the same time."""
+    """Return the curves of all kernels. All ranks run them at the same time."""
     found: Points = {}
     time = among_others(device, watch)
     for run in planned:
@@ -349,7 +357,7 @@ def timed_kernels(
         name = _name(run)
         found.setdefault((run.kernel.kind, name, run.kernel.unit), []).append((amount, timing.seconds, timing.spread))
         step(f"{run.kernel.kind} {name} {run.size:,}")
-    return tuple(_curve(key, points) for key, points in taken_apart(found, planned).items())
+    return tuple(_curve(key, points) for key, points in separated(found, planned).items())
 
 
 def _curve(key: tuple[str, str, str], points: Sequence[tuple[float, float, float]]) -> KernelTimes:
@@ -358,26 +366,26 @@ def _curve(key: tuple[str, str, str], points: Sequence[tuple[float, float, float
     return KernelTimes(kind, dtype, unit, rising(amounts, seconds), sorted(spreads)[len(spreads) // 2])
 
 
-def taken_apart(found: Points, planned: Sequence[Run]) -> Points:
-    """Kernels with a curve over FLOPs and one over bytes take the sum of both: neither may hold the other's part.
+def separated(found: Points, planned: Sequence[Run]) -> Points:
+    """Separate the curves over FLOPs and bytes of the same kernel, whose sum is its time.
 
-    Thin shapes are relieved of their FLOPs at the best rate of the others, and those of their bytes at what that leaves
-    of the thin shapes' times.
+    The time of FLOPs at the best rate of the other shapes is subtracted from thin shapes. What remains gives the time
+    of bytes, which is subtracted from the other shapes.
     """
     made = dict(found)
     for thin in [key for key in found if key[0].endswith(TRAFFIC)]:
         kind, dtype = thin[0].removesuffix(TRAFFIC), thin[1]
         best = max(a / s for a, s, _ in found[kind, dtype, "flops"])
-        made[thin] = _relieved(found[thin], [flops / best for flops in _other_amounts(planned, *thin[:2])])
+        made[thin] = _subtracted(found[thin], [flops / best for flops in _other_amounts(planned, *thin[:2])])
         traffic = _curve(thin, made[thin]).curve
         for key in [key for key in found if key[0] == kind]:
             moved = traffic.at(_other_amounts(planned, *key[:2])) - traffic.seconds[0]
-            made[key] = _relieved(found[key], moved.tolist())
+            made[key] = _subtracted(found[key], moved.tolist())
     return made
 
 
 def _other_amounts(planned: Sequence[Run], kind: str, dtype: str) -> list[float]:
-    """At each size at which the kernel was timed."""
+    """Return the other amount at each size at which the kernel was timed."""
     runs = [r for r in planned if (r.kernel.kind, _name(r)) == (kind, dtype)]
     return [r.kernel.other_amount(r.size, r.dtype.itemsize) for r in runs if r.kernel.other_amount is not None]
 
@@ -386,15 +394,15 @@ def _name(run: Run) -> str:
     return str(run.dtype).removeprefix("torch.")
 
 
-def _relieved(
+def _subtracted(
     points: Sequence[tuple[float, float, float]], seconds: Sequence[float]
 ) -> list[tuple[float, float, float]]:
-    """Points without so many seconds of each, of which a half stays at least."""
+    """Subtract ``seconds`` from the points, but leave at least half of each."""
     return [(a, max(s - less, s / 2), e) for (a, s, e), less in zip(points, seconds, strict=True)]
 
 
 def call_seconds(device: torch.device, watch: Stopwatch) -> float:
-    """What a view costs the calling program, where the device does not work on while it is made."""
+    """Return the seconds of a view in the calling program; 0 if the device runs asynchronously."""
     if device.type == "cuda":
         return 0.0
     x = torch.ones((math.prod((4, 4)),), device=device)

@@ -1,4 +1,4 @@
-"""Timing a function on all ranks at once, with repetitions that they agree on."""
+"""Time a function on all ranks at once, with the same number of repetitions on each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 MINIMUM_BATCH_S = 2e-4
-"""A batch of calls takes at least so long, that reading the clock and starting together do not count."""
+"""Least seconds of a batch of calls, long enough that reading the clock and starting together do not matter."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call on the slowest rank, and the median relative deviation from them."""
+    """Seconds of one call on the slowest rank, and the median relative deviation from it."""
 
     seconds: float
     spread: float
@@ -25,9 +25,9 @@ class Timing:
 
 @dataclass
 class Allowance:
-    """Seconds for all measurements together. Once they have passed, each is made once.
+    """A time limit for all measurements together. Once it has passed, each is made only once.
 
-    What has passed is what the ranks last agreed on, so that they also agree on when to hurry.
+    The elapsed time is the one that ranks last agreed on, so that they also agree on when to hurry.
     """
 
     total_s: float = math.inf
@@ -41,14 +41,15 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times functions that every rank calls, in the same order.
+    """Times functions that every rank calls in the same order.
 
     Args:
-        device: what to wait for before reading the clock.
-        clock: seconds so far. The processor's time of the calling thread leaves out what other programs took, but
-            also what other threads did.
-        budget_s: seconds that one function is repeated for; the slowest rank's count.
-        most: batches at most; ``least`` at least, however long they take.
+        device: the device to synchronize before reading the clock.
+        clock: a function that returns seconds. The processor time of the calling thread excludes other programs, but
+            also other threads.
+        budget_s: seconds to repeat one function for, on the slowest rank.
+        most: most batches; ``least`` is the fewest, however long they take.
+        quantile: the quantile of the batches' times that counts.
     """
 
     device: torch.device
@@ -60,7 +61,7 @@ class Stopwatch:
     allowance: Allowance = field(default_factory=Allowance)
 
     def time(self, function: Callable[[], object]) -> Timing:
-        """Call ``function`` again and again; every rank does so equally often, so that collectives can be timed."""
+        """Call ``function`` repeatedly, equally often on every rank, so that it may contain collectives."""
         self._batch(function, 1)
         once = self._slowest([self._batch(function, 1)])[0]
         calls = max(1, int(MINIMUM_BATCH_S / once))
@@ -70,7 +71,7 @@ class Stopwatch:
         return self._timing([once, *self._slowest([self._batch(function, calls) for _ in range(batches - 1)])])
 
     def time_among(self, others: Callable[[], object], function: Callable[[], object]) -> Timing:
-        """Seconds of a call of ``function`` after one of ``others``, which leave it cold caches, as in a program."""
+        """Time calls of ``function`` that each follow a call of ``others``, which leaves the caches cold."""
         self._batch(function, 1)
         start = time.perf_counter()
         others()
@@ -84,7 +85,7 @@ class Stopwatch:
         return self._timing(self._slowest(taken))
 
     def once(self, function: Callable[[], object]) -> float:
-        """Seconds of a single call on the slowest rank."""
+        """Return the seconds of a single call on the slowest rank."""
         return self._slowest([self._batch(function, 1)])[0]
 
     def _repetitions(self, seconds: float) -> int:
@@ -95,7 +96,7 @@ class Stopwatch:
         return Timing(chosen, statistics.median(abs(t - chosen) for t in taken) / chosen)
 
     def _batch(self, function: Callable[[], object], calls: int) -> float:
-        """Seconds of one call among ``calls``."""
+        """Return the mean seconds of ``calls`` calls."""
         self._synchronize()
         start = self.clock()
         for _ in range(calls):
@@ -108,7 +109,7 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """The largest of each entry among all ranks: equal on all of them, and a point where they meet."""
+        """Return the maximum of each entry over all ranks, equal on all of them. This also synchronizes the ranks."""
         agreed = [*seconds, time.perf_counter() - self.allowance.started]
         if dist.is_initialized() and dist.get_world_size() > 1:
             exchanged = torch.tensor(agreed, dtype=torch.float64, device=self.device)

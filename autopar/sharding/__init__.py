@@ -1,4 +1,4 @@
-"""Sharding specs, strategies and redistribution between specs."""
+"""Sharding specs, strategies, and redistribution between specs."""
 
 from autopar.sharding.adjoint import Adjoint, adjoint_path
 from autopar.sharding.greedy import find_path, greedy_path

@@ -1,8 +1,8 @@
-"""The backward of a redistribution: it takes the cotangent of the result to that of the source.
+"""The backward of a redistribution: it maps the cotangent of the result to that of the source.
 
-A cotangent lies as its tensor does, except that it is replicated where the tensor is a partial sum. With <x, y> the
-sum of the products of all that the ranks hold, in which replicas count once, a redistribution R and its adjoint R*
-satisfy <R x, y> = <x, R* y>.
+A cotangent has the spec of its tensor, except that it is replicated where the tensor is a partial sum. Let <x, y> be
+the sum of the products of all elements on all ranks, with replicas counted once. Then a redistribution R and its
+adjoint R* satisfy <R x, y> = <x, R* y>.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Adjoint:
     """A redistribution of a cotangent.
 
     Args:
-        steps: in order.
-        specs: of the cotangent before the first step, and after each.
-        divisor: what the cotangent is divided by: the ranks over which the path takes averages.
+        steps: the steps in order.
+        specs: specs of the cotangent before the first step and after each.
+        divisor: the cotangent is divided by this, the number of ranks over which the path averages.
     """
 
     steps: tuple[Step, ...]
@@ -31,10 +31,10 @@ class Adjoint:
 
 
 def adjoint_path(path: Path, mesh: Mesh) -> Adjoint:
-    """The adjoint of ``path``: the adjoints of its steps from the last to the first.
+    """Return the adjoint of ``path``: the adjoints of its steps from last to first.
 
     Raises:
-        SpecError: the path reduces by maximum or minimum.
+        SpecError: if the path reduces by maximum or minimum.
     """
     steps: list[Step] = []
     specs = [path.specs[-1].without_partial()]

@@ -1,4 +1,4 @@
-"""The greedy redistribution of Colossal-Auto, kept to compare with: it follows a similarity of specs, not costs."""
+"""The greedy redistribution of Colossal-Auto, kept for comparison: it follows a similarity of specs, not costs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autopar.sharding.priced_graph import CollectivePricing, PricedGraph, priced
 from autopar.sharding.spec import ShardingSpec
 
 DROP, APPEND, FURTHER, REDUCE = 20, 5, 6, 100
-"""What a difference adds to a dim's distance: an axis to gather, an axis to cut, each step after the first.
-A partial axis to reduce, which Colossal-Auto does not have, outweighs any of them."""
+"""Weights of a dim's distance: an axis to gather, an axis to cut, and each step after the first, as in Colossal-Auto.
+REDUCE, for a partial axis to reduce, is our addition and outweighs the others."""
 
 PathMethod = Callable[[ShardingSpec, ShardingSpec, Sequence[int], int, Mesh, CollectivePricing], Path]
 
 
 def distance(spec: ShardingSpec, target: ShardingSpec) -> int:
-    """How unlike two specs are; zero when they are equal. S0R and RS0 are 5 + 20 = 25 apart, R and S01 16."""
+    """Return the distance of two specs, zero if they are equal. It is 5 + 20 = 25 for S0R and RS0, 16 for R and S01."""
     cuts = sum(_dim_distance(a, b) for a, b in zip(spec.dims, target.dims, strict=True))
     return cuts + REDUCE * len(set(spec.partial) ^ set(target.partial))
 
@@ -34,13 +34,13 @@ def _dim_distance(axes: tuple[int, ...], target: tuple[int, ...]) -> int:
 def greedy_path(
     src: ShardingSpec, dst: ShardingSpec, shape: Sequence[int], itemsize: int, mesh: Mesh, costs: CollectivePricing
 ) -> Path:
-    """The path that goes, at each step, to the neighbour most like ``dst``; of equals to the first.
+    """Return the path that steps to the neighbour closest to ``dst`` each time; ties go to the first.
 
-    It takes the steps that Colossal-Auto knows, all-gather, slice and all-to-all, and the reductions of partial
-    sums. ``costs`` only tell what the path costs.
+    It uses the steps of Colossal-Auto (all-gather, slice and all-to-all) and reductions of partial sums. ``costs`` only
+    price the result.
 
     Raises:
-        SpecError: it gets stuck, or no path exists.
+        SpecError: if it gets stuck or no path exists.
     """
     priced = priced_graph((src, dst), shape, itemsize, mesh, costs)
     index = priced.graph.index
@@ -71,14 +71,14 @@ def find_path(
     *,
     method: str = "cheapest",
 ) -> Path:
-    """A redistribution by the named method: ``"cheapest"`` or ``"greedy"``.
+    """Return the redistribution that the named method finds: ``"cheapest"`` or ``"greedy"``.
 
     Raises:
-        SpecError: no such method, or no path.
+        SpecError: if there is no such method, or no path.
     """
     if method not in METHODS:
-        hint = f"one of {', '.join(METHODS)}."
-        raise SpecError("This is no method of redistribution.", found=repr(method), hint=hint)
+        hint = f"use one of {', '.join(METHODS)}."
+        raise SpecError("There is no such redistribution method.", found=repr(method), hint=hint)
     return METHODS[method](src, dst, shape, itemsize, mesh, costs)
 
 

@@ -1,4 +1,4 @@
-"""What an op reads of its neighbours' shards, where a window slides along a dim that is cut."""
+"""Halos: rows of the neighbours' shards that an op reads when its window slides along a cut dim."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec, chunk
 
 Window = tuple[int, int]
-"""Where a rank's rows begin and end in the global dim; beyond its ends there is padding."""
+"""Start and stop of a rank's rows in the global dim. Rows beyond its ends are padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """One operand's rows on each rank along ``axis``, of which the neighbours hold some.
+    """The rows of one operand that each rank along ``axis`` needs; neighbours hold some of them.
 
     Args:
-        operand: its position in ``Node.inputs``.
-        dim: that is cut, by ``axis`` alone.
-        windows: what each rank along the axis needs.
-        before: rows that every rank sends on to the next.
-        after: rows that every rank sends back to the one before.
-        n: length of the whole dim.
-        fill: the padding's value.
+        operand: position of the operand in ``Node.inputs``.
+        dim: the cut dim; only ``axis`` cuts it.
+        windows: rows that each rank along the axis needs.
+        before: number of rows that each rank sends to the next rank.
+        after: number of rows that each rank sends to the previous rank.
+        n: global length of the dim.
+        fill: value of the padding.
     """
 
     operand: int
@@ -42,24 +42,24 @@ class Halo:
 
     @property
     def copies(self) -> bool:
-        """Whether a window is other than the rank's own rows."""
+        """Whether any window differs from the rank's own rows, so that rows have to be copied."""
         return self.windows != own_rows(self.n, len(self.windows))
 
     @property
     def rows(self) -> int:
-        """Of the longest window."""
+        """Rows of the longest window."""
         return max(stop - start for start, stop in self.windows)
 
 
 def own_rows(n: int, ways: int) -> tuple[Window, ...]:
-    """Where each shard of a dim of ``n`` begins and ends."""
+    """Return start and stop of each of ``ways`` shards of a dim of ``n``."""
     return tuple((start, start + size) for start, size in (chunk(n, ways, i) for i in range(ways)))
 
 
 def halo(
     operand: int, dim: int, axis: int, n: int, windows: Sequence[Window], mesh: Mesh, fill: float = 0.0
 ) -> Halo | None:
-    """The halo with which every rank has its window; None where a window reaches beyond the neighbours' shards."""
+    """Return the halo that completes the window of each rank, or None if one reaches beyond the neighbours' shards."""
     own = own_rows(n, mesh.shape[axis])
     clipped = [(max(start, 0), min(stop, n)) for start, stop in windows]
     before = max(0, *(mine[0] - start for mine, (start, _) in zip(own, clipped, strict=True)))
@@ -71,10 +71,10 @@ def halo(
 
 
 def space_cuts(spec: ShardingSpec, shape: Sequence[int], first: int) -> tuple[tuple[int, int], ...] | None:
-    """The dims of space, from ``first`` on, that are cut, each with the axis that cuts it.
+    """Return the cut spatial dims, those from ``first`` on, each with its axis; None if the spec is not allowed.
 
-    The longest dim is cut first, another only beside it and by a later axis: the other ways send more. None where the
-    spec has another of these, or several axes cut one dim.
+    The longest dim has to be cut first, and further ones by later axes, since other choices send more. No dim may be
+    cut by several axes.
     """
     longest = sorted(range(first, len(shape)), key=lambda d: -shape[d])
     cut = [d for d in longest if spec.dims[d]]
@@ -86,17 +86,17 @@ def space_cuts(spec: ShardingSpec, shape: Sequence[int], first: int) -> tuple[tu
 
 @dataclass(frozen=True)
 class Slide:
-    """How a kernel moves along a dim; ``reach`` is from its first to its last row."""
+    """How a kernel moves along a dim. ``reach`` is the distance from its first to its last row."""
 
     stride: int
     padding: int
     reach: int
 
     def read_for(self, made: Window) -> Window:
-        """Rows of the operand from which rows of the result come."""
+        """Return the rows of the operand that these rows of the result are computed from."""
         return made[0] * self.stride - self.padding, (made[1] - 1) * self.stride - self.padding + self.reach + 1
 
     def made_from(self, read: Window) -> Window:
-        """Rows of the result into which rows of the operand go."""
+        """Return the rows of the result that these rows of the operand contribute to."""
         first = -(-(read[0] + self.padding - self.reach) // self.stride)
         return first, (read[1] - 1 + self.padding) // self.stride + 1

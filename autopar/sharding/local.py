@@ -1,4 +1,4 @@
-"""Integers of an op's arguments that differ from rank to rank."""
+"""Integer arguments of an op that differ between ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.sharding.spec import ShardingSpec
 
 @dataclass(frozen=True)
 class LocalLength:
-    """Elements that a rank holds of a dim of ``n`` cut by mesh ``axes``."""
+    """The number of elements that a rank holds of a dim of ``n`` that mesh ``axes`` cut."""
 
     n: int
     axes: tuple[int, ...]
@@ -19,7 +19,7 @@ class LocalLength:
 
 @dataclass(frozen=True)
 class LocalOffset:
-    """Global index of the first element that a rank holds of a dim of ``n`` cut by mesh ``axes``."""
+    """The global index of the first element that a rank holds of a dim of ``n`` that mesh ``axes`` cut."""
 
     n: int
     axes: tuple[int, ...]
@@ -27,13 +27,13 @@ class LocalOffset:
 
 @dataclass(frozen=True)
 class LocalChoice:
-    """One of ``values``, by the rank's place along mesh ``axis``."""
+    """One of ``values``, chosen by the rank's coordinate along mesh ``axis``."""
 
     values: tuple[int, ...]
     axis: int
 
 
 def local_length(n: int, axes: Sequence[int], mesh: Mesh) -> int | LocalLength:
-    """Elements that each rank holds of a dim of ``n`` cut by ``axes``: a number where all ranks agree."""
+    """Return how many elements a rank holds of a dim of ``n`` cut by ``axes``: an integer if equal on all ranks."""
     ways = ShardingSpec((tuple(axes),)).ways(mesh)
     return n // ways if n % ways == 0 else LocalLength(n, tuple(axes))

@@ -1,14 +1,14 @@
-"""The paths between two specs that are the cheapest for tensors of some size.
+"""The paths between two specs that are cheapest for tensors of some size.
 
-Where a step of S bytes takes a + b S seconds, a path does as well, in the sizes of its steps, which all grow in
-proportion. Where a step takes the least of several such lines, one for each algorithm that may run it, a path may take
-any of them at each step, and counts once for each way to do so. Of all paths between two specs only those count that
-no size finds dominated: the set of Pareto by latency and by bytes sent, more narrowly the lower envelope of their
-lines. A path that holds more memory than its ends exists only up to the size at which that is no longer negligible, so
-that there is one envelope for each such limit. Once made, the set serves every size.
+If a step of S bytes takes a + b S seconds, the cost of a path is linear in the tensor's size too, since the bytes of
+all its steps grow in proportion. If a step takes the least of several such lines, one per algorithm, each combination
+of lines counts as a path of its own. Only the paths on the lower envelope of all lines, a subset of the Pareto set by
+latency and bytes sent, can be the cheapest. A path that holds more memory than its ends is allowed only up to the size
+at which the excess stops being negligible, so there is one envelope for each such limit. A set is computed once and
+serves all sizes.
 
-The envelope is found by bisection (Eisner and Severance, 1976): a path that is the cheapest at two sizes is so
-between them; otherwise a third is sought where the lines of the two meet.
+The envelope is found by bisection (Eisner and Severance, 1976): a path that is cheapest at two sizes is cheapest
+between them; otherwise the search continues at the size where the lines of the two paths cross.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from autopar.sharding.spec_graph import SpecGraph, graph_for
 
 @runtime_checkable
 class LinearPricing(Protocol):
-    """Costs that say whether they are the least of lines in bytes, and of which."""
+    """Costs that can state each step's seconds as the minimum of lines in bytes."""
 
     @property
     def affine(self) -> bool:
-        """Whether the least of ``lines`` is the seconds of every kind on every axis."""
+        """Whether the minimum of ``lines`` equals the seconds for every kind and axis."""
         ...
 
     def lines(self, kind: StepKind, axis: int) -> tuple[tuple[float, float], ...]:
-        """(alpha_s, beta_s_per_byte) of each way to run one step along mesh ``axis``."""
+        """Return (alpha_s, beta_s_per_byte) of each algorithm for one step along mesh ``axis``."""
         ...
 
 
@@ -49,12 +49,12 @@ class Line:
     """A path and its cost for tensors of any size.
 
     Args:
-        steps: of the path.
-        specs: its specs, the first before any step.
-        prices: (alpha_s, beta_s_per_byte, units) of each step in the way that the path runs it; a step of a tensor of
-            scale k moves k * units bytes.
-        peak_units: the most that input and output of one step hold; of a path without steps, the tensor.
-        largest_scale: up to which no step holds more than the ends and ``NEGLIGIBLE_BYTES``.
+        steps: the steps of the path.
+        specs: its specs, from the one before the first step on.
+        prices: (alpha_s, beta_s_per_byte, units) of each step by the algorithm chosen for it. For a tensor of scale k
+            the step moves k * units bytes.
+        peak_units: largest sum of input and output of a step, in units; without steps, the size of the tensor.
+        largest_scale: largest scale at which no step holds more than both ends plus ``NEGLIGIBLE_BYTES``.
     """
 
     steps: tuple[Step, ...]
@@ -72,7 +72,7 @@ class Line:
         return math.fsum(b * units for _, b, units in self.prices)
 
     def seconds(self, scale: int) -> float:
-        """For a tensor of ``scale``: added step by step, as every search adds them."""
+        """Return the cost for a tensor of ``scale``, summed step by step as in the searches: rounding agrees."""
         total = 0.0
         for alpha, beta, units in self.prices:
             total += alpha + beta * (units * scale)
@@ -81,11 +81,11 @@ class Line:
 
 @dataclass(frozen=True)
 class ParetoSet:
-    """The paths from one spec to another of which each is the cheapest for some size.
+    """The paths from one spec to another that are each the cheapest for some size.
 
     Args:
         limits: largest scale of each range of sizes, increasing; the last is infinite.
-        envelopes: for each range its lines, from that of the smallest sizes to that of the largest.
+        envelopes: the lines of each range, ordered from smallest to largest sizes.
     """
 
     limits: tuple[float, ...]
@@ -93,24 +93,24 @@ class ParetoSet:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """Every path of the set, each once."""
+        """All distinct paths of the set."""
         return tuple(dict.fromkeys(line for lines in self.envelopes for line in lines))
 
     def best(self, scale: int) -> Line | None:
-        """The cheapest path for tensors of ``scale``; of equals the one with the fewest steps. None without a path."""
+        """Return the cheapest path for tensors of ``scale``, with the fewest steps among ties; None without a path."""
         lines = self.envelopes[bisect_left(self.limits, scale)]
         return min(lines, key=lambda line: (line.seconds(scale), len(line.steps)), default=None)
 
 
 @dataclass(eq=False)
 class LinearGraph:
-    """A graph of specs for all tensors whose shapes are in proportion.
+    """A graph of specs for all tensors with proportional shapes.
 
     Args:
-        leaving: for each node the arcs that leave it, each once for every line of its step: (number of arc and line,
-            head, alpha_s, beta_s_per_scale, peak units).
-        local_units: bytes at each node of the tensor of scale 1.
-        priced: by that number the arc, and the price of its step as in `Line`.
+        leaving: for each node the arcs that leave it, once for each line of the step: (number of arc and line, head,
+            alpha_s, beta_s_per_scale, peak units).
+        local_units: bytes of the tensor of scale 1 at each node.
+        priced: the arc and the step's price as in `Line`, by the number in ``leaving``.
     """
 
     graph: SpecGraph
@@ -125,7 +125,7 @@ class LinearGraph:
         return self._sets[start, end]
 
     def remaining(self, end: int) -> list[tuple[float, float]]:
-        """The least sum of alpha_s, and the least of beta_s_per_scale, of the paths from each node to ``end``."""
+        """Return lower bounds on alpha_s and beta_s_per_scale of all paths from each node to ``end``."""
         weights, heads, tails, begin = self._by_tail
         out = np.full((len(self.leaving), 2), np.inf)
         out[end] = 0.0
@@ -137,7 +137,7 @@ class LinearGraph:
 
     @cached_property
     def _by_tail(self) -> tuple[Floats, Ints, Ints, Ints]:
-        """Weights and heads of all arcs in the order of their tails; the tails, and where each one's arcs begin."""
+        """Weights and heads of all arcs, sorted by tail; the distinct tails, and where the arcs of each begin."""
         arcs = [(tail, head, alpha, beta) for tail, out in enumerate(self.leaving) for _, head, alpha, beta, _ in out]
         tails, begin = np.unique(np.array([a[0] for a in arcs], dtype=np.int64), return_index=True)
         heads = np.array([a[1] for a in arcs], dtype=np.int64)
@@ -159,7 +159,7 @@ class _Search:
         return self.tensor.remaining(self.end)
 
     def ranges(self) -> Iterator[tuple[float, tuple[Line, ...]]]:
-        """(largest scale, envelope) of each range of sizes, from scale 1 on."""
+        """Yield (largest scale, envelope) of each range of sizes, starting at scale 1."""
         scale = 1
         while True:
             peak = self._allowed(scale)
@@ -169,7 +169,7 @@ class _Search:
                 yield math.inf, () if line is None else self._envelope(line, scale, math.inf, math.inf)
                 return
             far = self._cheapest(line.largest_scale, peak)
-            if far is not None and _no_dearer(line, far, line.largest_scale):
+            if far is not None and _costs_at_most(line, far, line.largest_scale):
                 limit = line.largest_scale
                 yield limit, (line,)
             else:
@@ -183,11 +183,11 @@ class _Search:
         return self.tensor.local_units[self.start] + self.tensor.local_units[self.end]
 
     def _allowed(self, scale: int) -> float:
-        """Units that a step may hold at ``scale``."""
+        """Return how many units a step may hold at ``scale``."""
         return self._ends() + NEGLIGIBLE_BYTES // scale
 
     def _limit(self, peak: float) -> float:
-        """The largest scale at which steps that hold ``peak`` units, or as near below as any does, are allowed."""
+        """Return the largest scale that allows the steps with at most ``peak`` units."""
         held = max((a[4] for arcs in self.tensor.leaving for a in arcs if a[4] <= peak), default=0)
         return self._largest_scale(held)
 
@@ -196,21 +196,21 @@ class _Search:
         return NEGLIGIBLE_BYTES // beyond if beyond > 0 else math.inf
 
     def _envelope(self, first: Line, low: float, high: float, peak: float) -> tuple[Line, ...]:
-        """The lines of which one is the lowest at each scale from ``low``, where ``first`` is, to ``high``."""
+        """Return the lower envelope from ``low``, where ``first`` is lowest, to ``high``."""
         last = self._cheapest(high, peak)
         assert last is not None
         return (first, *self._between(first, last, low, high, peak))
 
     def _between(self, first: Line, last: Line, low: float, high: float, peak: float) -> tuple[Line, ...]:
-        """The lines after ``first`` up to ``last``."""
-        if _no_dearer(first, last, high):
+        """Return the lines of the envelope after ``first``, up to and including ``last``."""
+        if _costs_at_most(first, last, high):
             return ()
         meet = (last.alpha_s - first.alpha_s) / (first.beta_s_per_scale - last.beta_s_per_scale)
         if not low < meet < high:
             return (last,)
         middle = self._cheapest(meet, peak)
         assert middle is not None
-        if _no_dearer(first, middle, meet):
+        if _costs_at_most(first, middle, meet):
             return (last,)
         return (
             *self._between(first, middle, low, meet, peak),
@@ -218,8 +218,10 @@ class _Search:
         )
 
     def _cheapest(self, scale: float, peak: float) -> Line | None:
-        """The cheapest path whose steps hold at most ``peak`` units, by the A* algorithm; at infinite scale by bytes,
-        then by latency."""
+        """Find the cheapest path whose steps hold at most ``peak`` units with A*.
+
+        At infinite scale paths compare by bytes, then by latency.
+        """
         remaining = self._remaining
         of_alpha, of_beta = (0.0, 1.0) if scale == math.inf else (1.0, scale)
         by_bytes = scale == math.inf
@@ -256,8 +258,8 @@ class _Search:
         )
 
 
-def _no_dearer(line: Line, other: Line, scale: float) -> bool:
-    """Whether ``line`` is as cheap as ``other`` at ``scale``, but for rounding."""
+def _costs_at_most(line: Line, other: Line, scale: float) -> bool:
+    """Whether ``line`` is at most as expensive as ``other`` at ``scale``, up to rounding."""
     pairs = [(line.beta_s_per_scale, other.beta_s_per_scale), (line.alpha_s, other.alpha_s)]
     if scale == math.inf:
         return all(a <= b * (1 + _ROUNDING) for a, b in pairs)
@@ -266,19 +268,20 @@ def _no_dearer(line: Line, other: Line, scale: float) -> bool:
 
 
 _ROUNDING = 1e-13
+"""Relative tolerance when costs of two lines are compared."""
 
 
 def pareto_set(
     src: ShardingSpec, dst: ShardingSpec, shape: Sequence[int], itemsize: int, mesh: Mesh, costs: object
 ) -> tuple[ParetoSet, int] | None:
-    """The set of Pareto for tensors like the one of ``shape``, and that tensor's scale in it.
+    """Return the Pareto set for tensors like the one of ``shape``, and that tensor's scale.
 
-    The scale counts how many times larger it is than the smallest tensor whose dims are as even: dims that the whole
-    mesh divides may differ between tensors that share a set, and so may ``itemsize``.
+    Tensors share a set if they differ only in ``itemsize`` and in the lengths of dims that the size of the mesh
+    divides. The scale is the size relative to the smallest of them.
 
     Returns:
-        None where ``costs`` are no ``LinearPricing`` by lines, or cannot be hashed, or a permute along several axes
-        takes the maximum of lines that cross.
+        None if ``costs`` are not affine ``LinearPricing``, cannot be hashed, or a permute along several axes would take
+        the maximum of lines that cross.
     """
     if not (isinstance(costs, LinearPricing) and costs.affine):
         return None
@@ -287,7 +290,7 @@ def pareto_set(
     start, end = graph.index[src], graph.index[dst]
     try:
         tensor = _linear_graph(graph, reduced, cast(Hashable, costs), overcut_by(graph, (start, end), shape))
-    except TypeError:  # costs that cannot be hashed
+    except TypeError:  # unhashable costs
         return None
     return None if tensor is None else (tensor.pareto_set(start, end), scale)
 
@@ -297,7 +300,7 @@ def _linear_graph(
     graph: SpecGraph, shape: tuple[int, ...], costs: LinearPricing, overcut_dims: tuple[int, ...]
 ) -> LinearGraph | None:
     keys, key_of_arc = graph.prices
-    offered = [_highest([costs.lines(kind, axis) for axis in axes]) for kind, axes in keys]
+    offered = [_slowest_axis([costs.lines(kind, axis) for axis in axes]) for kind, axes in keys]
     arcs = existing_arcs(graph, shape, overcut_dims)
     units = graph.local_bytes(shape, 1)
     before, after = units[graph.tail[arcs]], units[graph.head[arcs]]
@@ -318,10 +321,10 @@ def _linear_graph(
 Lines = tuple[tuple[float, float], ...]
 
 
-def _highest(along: Sequence[Lines]) -> Lines | None:
-    """The lines of a step whose lines along each of its axes are given: the most that it takes along any of them.
+def _slowest_axis(along: Sequence[Lines]) -> Lines | None:
+    """Return the maximum over the axes of a step, given its lines along each axis.
 
-    None where that is the least of no lines: it takes several axes of which each is the slowest for some sizes.
+    None if no axis is the slowest for all sizes, so that the maximum is not a minimum of lines.
     """
     if len(set(along)) == 1:
         return along[0]

@@ -1,7 +1,7 @@
-"""The cheapest redistribution between two specs, alone and for all pairs at once.
+"""The cheapest redistribution between two specs, or between all pairs of two lists of specs.
 
-A path is a walk in the graph of specs; its cost is the sum of its steps'. A path whose every step fits in the
-memory that the source and the target need is taken when there is one, else the cheapest of all.
+A path is a walk in the graph of specs, and its cost is the sum over its steps. Paths whose steps all fit in the memory
+of source plus target are preferred; only if there is none is the cheapest of all paths taken.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Path:
     """A redistribution.
 
     Args:
-        steps: in order.
+        steps: the steps in order.
         specs: the source, then the spec after each step.
-        seconds: the sum over the steps.
-        peak_bytes: the most that input and output of one step hold together on the fullest rank.
-        bound_bytes: the most that a step may hold where any path manages that: what source and target hold together,
-            and a negligible remainder.
+        seconds: sum over the steps.
+        peak_bytes: largest sum of a step's input and output on the fullest rank.
+        bound_bytes: what source and target hold together, plus ``NEGLIGIBLE_BYTES``. Paths that stay within it are
+            preferred.
     """
 
     steps: tuple[Step, ...]
@@ -47,19 +47,19 @@ class Path:
 def cheapest_path(
     src: ShardingSpec, dst: ShardingSpec, shape: Sequence[int], itemsize: int, mesh: Mesh, costs: CollectivePricing
 ) -> Path:
-    """The cheapest way from ``src`` to ``dst`` for a tensor of global ``shape``.
+    """Return the cheapest redistribution from ``src`` to ``dst`` of a tensor of global ``shape``.
 
-    Costs that are affine and say so (``LinearPricing``) are searched once for tensors of every size (``pareto_set``),
-    others by Dijkstra's algorithm for this one.
+    With affine costs (``LinearPricing``) one search serves all sizes (``pareto_set``); otherwise Dijkstra's algorithm
+    runs for this size.
 
-    No step holds more than source and target together (or ``NEGLIGIBLE_BYTES`` more), unless no path manages
-    that. Of equally cheap paths the one with the fewest steps is taken, then the first in the order of steps.
+    No step holds more than source and target together plus ``NEGLIGIBLE_BYTES``, unless every path does. Ties go to the
+    path with the fewest steps, then to the first in the order of steps.
 
     Args:
         itemsize: bytes of an element.
 
     Raises:
-        SpecError: no path exists: the target is partial where the source is not, or reduces otherwise.
+        SpecError: if no path exists: the target is partial where the source is not, or has another reduction.
     """
     found = pareto_set(src, dst, shape, itemsize, mesh, costs)
     if found is not None:
@@ -87,7 +87,7 @@ def all_pairs(
     mesh: Mesh,
     costs: CollectivePricing,
 ) -> Floats:
-    """Seconds of ``cheapest_path`` from each source to each target: (A, B), inf where there is no path."""
+    """Return the seconds of ``cheapest_path`` from each source to each target, shape (A, B); inf without a path."""
     rows = [i for i, s in enumerate(specs_src) if not unusual(s, mesh)]
     columns = [j for j, d in enumerate(specs_dst) if not unusual(d, mesh)]
     if len(rows) == len(specs_src) and len(columns) == len(specs_dst):
@@ -98,7 +98,7 @@ def all_pairs(
     sources, targets = [specs_src[i] for i in rows], [specs_dst[j] for j in columns]
     out[np.ix_(rows, columns)] = _seconds(sources, targets, shape, itemsize, mesh, costs)
     for i, j in zip(*np.nonzero(~common), strict=True):
-        # An unusual spec must not lend its neighbourhood to pairs that it does not belong to.
+        # The extra nodes around an unusual spec must not be open to other pairs.
         out[i, j] = _seconds([specs_src[i]], [specs_dst[j]], shape, itemsize, mesh, costs)[0, 0]
     return out
 
@@ -128,12 +128,12 @@ def unreachable(src: ShardingSpec, dst: ShardingSpec) -> SpecError:
     return SpecError(
         "No redistribution leads from one spec to the other.",
         found=f"{src} -> {dst}",
-        hint="a tensor cannot become partial, nor change its reduction; sums and maxima do not mix.",
+        hint="a tensor cannot become partial or change its reduction, and sums and maxima do not mix.",
     )
 
 
 def path_of(tensor: PricedGraph, start: int, arcs: Sequence[int]) -> Path:
-    """The path that takes ``arcs`` of ``tensor`` from node ``start``."""
+    """Return the path that follows ``arcs`` of ``tensor`` from node ``start``."""
     graph = tensor.graph
     steps = tuple(graph.steps[tensor.arcs[i]] for i in arcs)
     specs = (graph.nodes[start], *(graph.nodes[graph.head[tensor.arcs[i]]] for i in arcs))

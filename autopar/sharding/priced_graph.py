@@ -1,4 +1,4 @@
-"""The graph of specs with the bytes and seconds of one tensor, and shortest paths in it."""
+"""The graph of specs with bytes and seconds for one tensor, and shortest paths in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.spec_graph import SpecGraph, graph_for
 
 NEGLIGIBLE_BYTES = 1 << 20
-"""Temporary memory that no path takes an extra collective to avoid."""
+"""Temporary memory, in bytes, that is too small to be worth an extra collective."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,29 +26,29 @@ Bools = NDArray[np.bool_]
 
 
 class CollectivePricing(Protocol):
-    """What a step costs. An object that can be hashed must not change its prices: they are cached."""
+    """Prices of steps. Those of hashable objects are cached, so they must not change."""
 
     def seconds(self, kind: StepKind, nbytes: int, axis: int) -> float:
-        """Positive seconds of one step along mesh ``axis``.
+        """Return the seconds of one step along mesh ``axis``, a positive number.
 
         Args:
             kind: the step's kind.
-            nbytes: local bytes after an all_gather, before any other step; of the largest shard.
-            axis: the mesh axis; a permute along several costs the most that it costs along one of them.
+            nbytes: bytes of the largest shard, after an all_gather and before any other step.
+            axis: the mesh axis; a permute along several axes costs the maximum over them.
         """
         ...
 
 
 @dataclass(eq=False)
 class PricedGraph:
-    """A graph of specs with the bytes and seconds of one tensor; distances are computed when first asked for.
+    """A graph of specs with bytes and seconds for one tensor. Distances are computed on first use.
 
     Args:
-        local_bytes: at each node.
-        arcs: numbers of the arcs of ``graph`` that exist, sorted by head.
+        local_bytes: bytes at each node.
+        arcs: indices of the arcs of ``graph`` that exist, sorted by head.
         cost: seconds of each of ``arcs``.
-        peak: bytes of input and output of each of ``arcs``.
-        alike: for each dim a number that dims share when trading them changes no price.
+        peak: bytes of input plus output of each of ``arcs``.
+        alike: a number for each dim; dims with the same number can be swapped without changing any price.
     """
 
     graph: SpecGraph
@@ -60,18 +60,18 @@ class PricedGraph:
     _rows: dict[int, Floats] = field(init=False, default_factory=dict)
 
     def bound(self, start: int, end: int) -> float:
-        """Bytes that a step between the two may hold."""
+        """Return how many bytes a step on a path between the two nodes may hold."""
         return float(self.local_bytes[start] + self.local_bytes[end]) + NEGLIGIBLE_BYTES
 
     def seconds(self, starts: Ints, ends: Ints) -> Floats:
-        """Of the best path from each of ``starts`` to each of ``ends``: (A, B)."""
+        """Return the seconds of the best path from each of ``starts`` to each of ``ends``, shape (A, B)."""
         self._fill([int(s) for s in starts if int(s) not in self._rows])
         if not len(starts):
             return np.zeros((0, len(ends)))
         return np.stack([self._rows[int(s)][ends] for s in starts])
 
     def _fill(self, starts: Sequence[int]) -> None:
-        """Rows of ``starts``, computed for one of those that differ only by a trade of dims and copied to the rest."""
+        """Compute the rows of ``starts``: once for nodes that differ only by a swap of equal dims, then copied."""
         pairs = [self.graph.representative(s, self.alike) for s in starts]
         missing = sorted({r for r, _ in pairs} - self._rows.keys())
         if missing:
@@ -80,10 +80,10 @@ class PricedGraph:
             self._rows[start] = self._rows[representative][traded]
 
     def _distances(self, starts: Ints) -> Floats:
-        """Seconds of the best paths from ``starts`` to all nodes: (nodes, starts).
+        """Return the seconds of the best paths from ``starts`` to all nodes, shape (nodes, starts).
 
-        Bellman and Ford's relaxation, first along the arcs that fit in the tightest bound, then from there along
-        those that the next one lets in as well, and so on. A pair is read off at its own bound.
+        Bellman-Ford relaxation over increasing memory bounds: first along the arcs that fit in the tightest bound, then
+        also along those that the next bound admits, and so on. Each pair takes its value at its own bound.
         """
         levels = np.unique(self.peak)
         allowed = self.local_bytes[:, None] + self.local_bytes[starts][None, :] + NEGLIGIBLE_BYTES
@@ -101,7 +101,7 @@ class PricedGraph:
         return np.where(np.isinf(out), distance, out)
 
     def _relax(self, distance: Floats, usable: Bools, first: Bools) -> None:
-        """Relax along the arcs ``first``, then along ``usable`` ones from whatever became nearer, to the end."""
+        """Relax the arcs ``first``, then ``usable`` arcs from improved nodes, until nothing changes."""
         head, tail = self.graph.head[self.arcs], self.graph.tail[self.arcs]
         chosen = np.flatnonzero(first)
         while len(chosen):
@@ -118,14 +118,14 @@ class PricedGraph:
 
     @cached_property
     def leaving(self) -> list[list[int]]:
-        """Positions in ``arcs`` of those that leave each node."""
+        """For each node, the positions in ``arcs`` of those that leave it."""
         out: list[list[int]] = [[] for _ in self.graph.nodes]
         for i, t in enumerate(self.graph.tail[self.arcs]):
             out[t].append(i)
         return out
 
     def shortest(self, start: int, end: int, bound: float) -> list[int] | None:
-        """Arcs of the cheapest path whose steps hold at most ``bound`` bytes; None when there is none."""
+        """Return the arcs of the cheapest path whose steps hold at most ``bound`` bytes, or None."""
         heads = self.graph.head[self.arcs]
         queue: list[tuple[float, int, list[int], int]] = [(0.0, 0, [], start)]
         done: set[int] = set()
@@ -146,20 +146,20 @@ class PricedGraph:
 def priced_graph(
     ends: Sequence[ShardingSpec], shape: Sequence[int], itemsize: int, mesh: Mesh, costs: CollectivePricing
 ) -> PricedGraph:
-    """The graph between ``ends``. A dim is cut into more parts than it has elements only if one of them does that."""
+    """Return the graph between ``ends``. A dim may have more parts than elements only if one of them cuts it so."""
     graph = graph_for(len(shape), mesh, ends)
     return priced(graph, shape, itemsize, costs, overcut_by(graph, [graph.index[s] for s in ends], shape))
 
 
 def overcut_by(graph: SpecGraph, ends: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The dims that one of the nodes ``ends`` cuts into more parts than they have elements."""
+    """Return the dims that one of the nodes ``ends`` cuts into more parts than they have elements."""
     return tuple(int(d) for d in np.flatnonzero(graph.overcut(shape)[list(ends)].any(axis=0)))
 
 
 def proportion(shape: Sequence[int], itemsize: int, mesh: Mesh) -> tuple[tuple[int, ...], int]:
-    """A shape and a number of bytes: every spec of ``shape`` holds so many times the elements of the smaller shape.
+    """Reduce ``shape`` to a smaller one and a factor in bytes: local bytes of any spec are local elements times it.
 
-    A dim that the whole mesh divides only matters by its bytes: shapes that agree in the rest have all in common.
+    A dim that the size of the mesh divides shrinks to that size, since only its bytes matter.
     """
     size = mesh.size
     even = [n > 0 and n % size == 0 for n in shape]
@@ -168,7 +168,7 @@ def proportion(shape: Sequence[int], itemsize: int, mesh: Mesh) -> tuple[tuple[i
 
 
 def existing_arcs(graph: SpecGraph, shape: tuple[int, ...], overcut_dims: tuple[int, ...]) -> Ints:
-    """The arcs of ``graph`` that a tensor of ``shape`` has, of whose dims only ``overcut_dims`` may be overcut."""
+    """Return the arcs of ``graph`` that exist for a tensor of ``shape`` if only ``overcut_dims`` may be overcut."""
     over = graph.overcut(shape)
     over[:, list(overcut_dims)] = False
     usable = ~np.asarray(over.any(axis=1))
@@ -180,11 +180,11 @@ def existing_arcs(graph: SpecGraph, shape: tuple[int, ...], overcut_dims: tuple[
 def priced(
     graph: SpecGraph, shape: Sequence[int], itemsize: int, costs: CollectivePricing, overcut_dims: tuple[int, ...]
 ) -> PricedGraph:
-    """``graph`` for one tensor, of whose dims only ``overcut_dims`` are cut into more parts than they have elements."""
+    """Price ``graph`` for one tensor. Only ``overcut_dims`` may be cut into more parts than they have elements."""
     reduced, scale = proportion(shape, itemsize, graph.mesh)
     try:
         return _priced_cached(graph, reduced, scale, cast(Hashable, costs), overcut_dims)
-    except TypeError:  # costs that cannot be hashed
+    except TypeError:  # unhashable costs
         return _priced(graph, reduced, scale, costs, overcut_dims)
 
 
@@ -201,7 +201,7 @@ def _priced(
 
 
 def _costs(graph: SpecGraph, arcs: Ints, nbytes: Ints, costs: CollectivePricing) -> Floats:
-    """Seconds of each arc; each distinct (kind, axes, bytes) is priced once."""
+    """Return the seconds of each arc. Each distinct (kind, axes, bytes) is priced once."""
     keys, key_of_arc = graph.prices
     sizes, size_of_arc = np.unique(nbytes, return_inverse=True)
     codes, inverse = np.unique(key_of_arc[arcs] * len(sizes) + size_of_arc, return_inverse=True)

@@ -1,6 +1,6 @@
-"""One-step transforms between the specs of one tensor, each of them one collective or one local copy.
+"""The steps between specs of a tensor; each is one collective or one local copy.
 
-Only the innermost axis of a dim can be gathered, moved or appended in one step: an outer one has cut first, so
+Only the innermost axis of a dim can be gathered, moved or appended in one step: an outer axis has cut the dim first, so
 its ranks hold interleaved pieces.
 """
 
@@ -24,16 +24,16 @@ _LINEAR = frozenset({"sum", "avg"})
 
 @dataclass(frozen=True)
 class Step:
-    """One redistribution of one tensor.
+    """One step of a redistribution of one tensor.
 
     ============== ========================================================================================
-    all_gather     the innermost ``axis`` of ``dim`` goes
-    slice          ``axis``, so far unused, becomes the innermost of ``dim``: local
-    all_to_all     the innermost ``axis`` of ``dim`` becomes the innermost of ``to_dim``
-    all_reduce     the values partial over ``axis`` are reduced
-    reduce_scatter the same, and ``axis`` becomes the innermost of ``dim``
-    permute        ranks trade whole shards. With ``dim``: its axes take the order ``axes`` (S01 -> S10).
-                   Without: the two ``axes``, of equal size, trade places in the whole spec (S0S1 -> S1S0)
+    all_gather     removes the innermost ``axis`` of ``dim``
+    slice          makes ``axis``, so far unused, the innermost of ``dim``; local
+    all_to_all     moves the innermost ``axis`` of ``dim`` to the innermost of ``to_dim``
+    all_reduce     reduces the values that are partial over ``axis``
+    reduce_scatter the same, and makes ``axis`` the innermost of ``dim``
+    permute        ranks exchange whole shards. With ``dim``: its axes take the order ``axes`` (S01 -> S10).
+                   Without: the two ``axes``, of equal size, swap places in the whole spec (S0S1 -> S1S0)
     ============== ========================================================================================
 
     ``axis`` of a permute is the first of its ``axes``; other kinds leave ``axes`` empty.
@@ -47,10 +47,10 @@ class Step:
     axes: tuple[int, ...] = ()
 
     def apply(self, spec: ShardingSpec) -> ShardingSpec:
-        """The spec after this step.
+        """Return the spec after this step.
 
         Raises:
-            SpecError: the step cannot be taken from ``spec``.
+            SpecError: if the step cannot be taken from ``spec``.
         """
         self._require_dims(spec)
         dims, partial = list(spec.dims), spec.partial
@@ -71,29 +71,29 @@ class Step:
         return _spec(tuple(dims), partial)
 
     def fits(self, spec: ShardingSpec, shape: Sequence[int], mesh: Mesh) -> bool:
-        """Whether the step exists for a tensor of ``shape``: a permute needs both specs to cut at the same places."""
+        """Whether the step exists for a tensor of ``shape``: the specs around a permute must cut at the same places."""
         if self.kind != "permute" or self.dim < 0:
             return True
         old = [mesh.shape[a] for a in spec.dims[self.dim]]
         new = [mesh.shape[a] for a in self.axes]
-        ways = spec.ways(mesh) // ShardingSpec(_but(spec.dims, self.dim)).ways(mesh)
+        ways = spec.ways(mesh) // ShardingSpec(_uncut(spec.dims, self.dim)).ways(mesh)
         return old == new or shape[self.dim] % ways == 0
 
     def adjoint(self, spec: ShardingSpec) -> Step | None:
-        """The step that takes the cotangent of this step's result to that of ``spec``, which the step is taken from.
+        """Return the step that maps the cotangent of this step's result to that of its source, ``spec``.
 
-        The cotangent of a partial sum is replicated, as each addend counts in full; that of an average is divided by
-        the number of ranks besides. None where the cotangent stays as it is.
+        The cotangent of a partial sum is replicated, since each addend counts in full; that of an average is also
+        divided by the number of ranks. None if the cotangent stays as it is.
 
         Raises:
-            SpecError: the step reduces by maximum or minimum, which is not linear.
+            SpecError: if the step reduces by maximum or minimum, which is not linear.
         """
         after = self.apply(spec)
         if self.kind in ("all_reduce", "reduce_scatter") and self.reduction not in _LINEAR:
             raise SpecError(
-                f"The step {self} is not linear, so that it has no adjoint.",
+                f"The step {self} is not linear, so it has no adjoint.",
                 found=str(spec),
-                hint="sums and averages have one; differentiate through a maximum by its own rule.",
+                hint="only sums and averages have one; a maximum needs its own derivative.",
             )
         if self.kind == "all_gather":
             return Step("slice", self.axis, self.dim)
@@ -106,7 +106,7 @@ class Step:
         return None
 
     def moved_axes(self, spec: ShardingSpec) -> tuple[int, ...]:
-        """The mesh axes along which data moves."""
+        """Return the mesh axes along which data moves."""
         if self.kind != "permute":
             return (self.axis,)
         if self.dim < 0:
@@ -130,7 +130,7 @@ class Step:
         for dim in named:
             if not 0 <= dim < spec.ndim:
                 raise SpecError(
-                    f"The step {self} names dim {dim}, and the tensor has {spec.ndim} dims.",
+                    f"The step {self} names dim {dim}, but the tensor has {spec.ndim} dims.",
                     found=str(spec),
                     hint=f"dims count from 0 to {spec.ndim - 1}." if spec.ndim else "a scalar has no dim to cut.",
                 )
@@ -140,7 +140,7 @@ class Step:
             raise SpecError(
                 f"The step {self} cannot be taken from this spec.",
                 found=str(spec),
-                hint="only the innermost axis of a dim can be gathered or moved, and only an unused one sliced.",
+                hint="only the innermost axis of a dim can be gathered or moved, only an unused axis can be sliced.",
             )
 
     def __str__(self) -> str:
@@ -152,16 +152,20 @@ class Step:
 
 
 def reducible(spec: ShardingSpec) -> bool:
-    """Whether the partial axes may be reduced in any order. Sums and averages commute, a sum and a maximum do not,
-    and a spec does not say which of the two came first."""
+    """Whether the partial axes may be reduced in any order.
+
+    Sums and averages commute; a sum and a maximum do not, and a spec does not record which came first.
+    """
     kinds = {kind for _, kind in spec.partial}
     return len(kinds) <= 1 or kinds <= _LINEAR
 
 
 @lru_cache(maxsize=65536)
 def steps_from(spec: ShardingSpec, ndim: int, mesh: Mesh) -> tuple[tuple[Step, ShardingSpec], ...]:
-    """Every step that can be taken from ``spec`` and where it leads, in a fixed order; no two lead to one place
-    except where they are different collectives. A permute also needs ``Step.fits``."""
+    """Return every step that can be taken from ``spec`` with the spec after it, in a fixed order.
+
+    No two steps lead to the same spec unless they are different collectives. A permute also needs ``Step.fits``.
+    """
     spec.check(ndim, mesh)
     steps = [*_reductions(spec, ndim), *_gathers(spec), *_moves(spec, ndim), *_slices(spec, ndim, mesh)]
     found = [(s, s.apply(spec)) for s in steps]
@@ -205,10 +209,10 @@ def _permutes(spec: ShardingSpec, mesh: Mesh) -> Iterator[Step]:
             yield _step("permute", a, axes=(a, b))
 
 
-def _but(dims: tuple[tuple[int, ...], ...], dim: int) -> tuple[tuple[int, ...], ...]:
+def _uncut(dims: tuple[tuple[int, ...], ...], dim: int) -> tuple[tuple[int, ...], ...]:
     return (*dims[:dim], (), *dims[dim + 1 :])
 
 
-# A graph of specs has few specs and fewer distinct steps, and very many arcs.
+# Cached: a graph has few distinct specs and steps, but very many arcs.
 _spec = lru_cache(maxsize=65536)(ShardingSpec)
 _step = lru_cache(maxsize=65536)(Step)

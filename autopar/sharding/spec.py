@@ -1,9 +1,8 @@
-"""How one tensor lies on a mesh.
+"""The layout of one tensor on a mesh.
 
-A spec names, for each tensor dim, the mesh axes that cut it, outermost first, and the axes over which the
-tensor is partial, with the reduction that completes it. A dim of ``n`` elements that is cut by an axis of
-``k`` ranks is cut as ``torch.chunk`` does: every rank holds ``ceil(n / k)``, the last ones less or nothing;
-further axes cut what the first left.
+A spec names, for each tensor dim, the mesh axes that cut it, outermost first, and the axes over which the tensor is
+partial, with the reduction that completes it. An axis of ``k`` ranks cuts a dim of ``n`` elements like ``torch.chunk``:
+every rank holds ``ceil(n / k)``, the last ones fewer or none. Further axes cut the resulting shards.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class ShardingSpec:
 
     Args:
         dims: for each tensor dim the mesh axes that cut it, outermost first.
-        partial: pairs (mesh axis, reduction), by axis: the tensor is the reduction of the ranks' values.
+        partial: pairs (mesh axis, reduction), sorted by axis: the tensor is this reduction of the ranks' values.
 
     Raises:
-        SpecError: an axis is used twice.
+        SpecError: if an axis is used twice.
     """
 
     dims: tuple[tuple[int, ...], ...]
@@ -55,7 +54,7 @@ class ShardingSpec:
         return hash((self.dims, self.partial))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ShardingSpec, (self.dims, self.partial)  # without the hash: another process hashes otherwise
+        return ShardingSpec, (self.dims, self.partial)  # without the cached hash, which differs between processes
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -65,7 +64,7 @@ class ShardingSpec:
     @staticmethod
     @lru_cache(maxsize=65536)
     def of(dims: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, Reduction], ...] = ()) -> ShardingSpec:
-        """One object for all that are equal, which are then found faster wherever specs are keys."""
+        """Return a shared instance: equal specs are then one object, which makes look-ups by spec faster."""
         return ShardingSpec(dims, partial)
 
     @staticmethod
@@ -73,7 +72,7 @@ class ShardingSpec:
         """Read the text form; ``parse(str(spec)) == spec``.
 
         Raises:
-            SpecError: the text is no spec.
+            SpecError: if the text is not a spec.
         """
         return _parse(text.strip())
 
@@ -94,7 +93,7 @@ class ShardingSpec:
         return ShardingSpec(self.dims)
 
     def ways(self, mesh: Mesh) -> int:
-        """Into how many parts the mesh cuts the tensor."""
+        """Return the number of parts into which the mesh cuts the tensor."""
         n = 1
         for dim in self.dims:
             for a in dim:
@@ -102,13 +101,13 @@ class ShardingSpec:
         return n
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Shape of the shard at ``coordinate``; of the largest shard (that of rank 0) when it is omitted."""
+        """Return the shape of the shard at ``coordinate``, by default of the largest shard, that of rank 0."""
         if coordinate is None:
             return _largest(tuple(shape), self.dims, mesh)
         return tuple(length(n, axes, mesh, coordinate) for n, axes in zip(shape, self.dims, strict=True))
 
     def local_slices(self, shape: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> tuple[slice, ...]:
-        """The part of the whole tensor that the shard at ``coordinate`` holds."""
+        """Return the part of the global tensor that the shard at ``coordinate`` holds."""
         out = []
         for n, axes in zip(shape, self.dims, strict=True):
             start = offset(n, axes, mesh, coordinate)
@@ -120,20 +119,20 @@ class ShardingSpec:
         return all(n % _ways(axes, mesh) == 0 for n, axes in zip(shape, self.dims, strict=True))
 
     def check(self, ndim: int, mesh: Mesh, what: str = "tensor") -> ShardingSpec:
-        """Return self when it fits a tensor of ``ndim`` dims on ``mesh``.
+        """Return self if it fits a tensor of ``ndim`` dims on ``mesh``.
 
         Raises:
-            SpecError: another number of dims, or an axis that the mesh does not have.
+            SpecError: if the number of dims differs, or the mesh lacks an axis.
         """
         if self.ndim != ndim:
             raise SpecError(
-                f"The spec has {self.ndim} dims, and {what} has {ndim}.",
+                f"The spec has {self.ndim} dims, but {what} has {ndim}.",
                 found=str(self),
-                hint=f"one letter a dim: {ShardingSpec.replicated(ndim)} replicates it.",
+                hint=f"write one letter per dim: {ShardingSpec.replicated(ndim)} replicates it.",
             )
         if self.axes and max(self.axes) >= mesh.ndim:
             raise SpecError(
-                f"The spec of {what} names mesh axis {max(self.axes)}, and the mesh has axes 0 to {mesh.ndim - 1}.",
+                f"The spec of {what} names mesh axis {max(self.axes)}, but the mesh has axes 0 to {mesh.ndim - 1}.",
                 found=f"{self} on mesh {mesh}",
                 hint="write axes by their number, as in S0R.",
             )
@@ -148,14 +147,14 @@ class ShardingSpec:
 
 
 def chunk(n: int, ways: int, index: int) -> tuple[int, int]:
-    """(offset, length) of chunk ``index`` when ``n`` elements are cut ``ways`` ways as ``torch.chunk`` does."""
+    """Return (offset, length) of chunk ``index`` of ``n`` elements cut into ``ways`` parts like ``torch.chunk``."""
     size = -(-n // ways)
     start = min(index * size, n)
     return start, min(size, n - start)
 
 
 def length(n: int, axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int] | None = None) -> int:
-    """Elements of a dim of ``n`` that ``coordinate`` holds (rank 0 when omitted)."""
+    """Return how many elements of a dim of ``n`` ``coordinate`` holds (by default rank 0)."""
     for a in axes:
         n = chunk(n, mesh.shape[a], coordinate[a] if coordinate is not None else 0)[1]
     return n
@@ -167,7 +166,7 @@ def _largest(shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...], mesh: Me
 
 
 def offset(n: int, axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> int:
-    """Global index of the first element of a dim of ``n`` that ``coordinate`` holds."""
+    """Return the global index of the first element of a dim of ``n`` that ``coordinate`` holds."""
     start = 0
     for a in axes:
         o, n = chunk(n, mesh.shape[a], coordinate[a])
@@ -215,23 +214,23 @@ def _parse(text: str) -> ShardingSpec:
     while head != "-" and at < len(head):
         m = _DIM.match(head, at)
         if not m:
-            raise _unreadable(text)
+            raise _not_a_spec(text)
         dims.append(_axes_of(m[1]) if m[1] else ())
         at = m.end()
     if not head:
-        raise _unreadable(text)
+        raise _not_a_spec(text)
     partial: list[tuple[int, Reduction]] = []
     for part in tail:
         m = _PARTIAL.match(part)
         if not m:
-            raise _unreadable(text)
+            raise _not_a_spec(text)
         partial += [(a, cast(Reduction, m[1] or "sum")) for a in _axes_of(m[2])]
     return ShardingSpec(tuple(dims), tuple(partial))
 
 
-def _unreadable(text: str) -> SpecError:
+def _not_a_spec(text: str) -> SpecError:
     return SpecError(
-        "This is no sharding spec.",
+        "This is not a sharding spec.",
         found=f"{text!r:.200}",
-        hint="one R or S<axes> a dim, then partial axes: S01RR, S0R P1, S(1,10)R, - for a scalar.",
+        hint="write R or S<axes> per dim, then partial axes: S01RR, S0R P1, S(1,10)R; a scalar is -.",
     )

@@ -18,18 +18,18 @@ Dims = tuple[tuple[int, ...], ...]
 Partial = tuple[tuple[int, Reduction], ...]
 
 ALL_ORDERS_UP_TO_AXES = 3
-"""With more mesh axes than this, specs whose axes do not increase are nodes only as ends."""
+"""With more mesh axes than this, specs with non-increasing axes are nodes only if they are ends, to bound the graph."""
 
 
 @dataclass(frozen=True, eq=False)
 class SpecGraph:
-    """Specs of tensors of ``ndim`` dims on ``mesh`` and the steps between them.
+    """The specs of tensors of ``ndim`` dims on ``mesh``, and the steps between them.
 
     Args:
         nodes: the specs.
         tail, head: arc i leads from ``nodes[tail[i]]`` to ``nodes[head[i]]``; arcs are sorted by head.
         steps: the step of each arc.
-        symmetric: whether trading dims of a node always gives another node.
+        symmetric: whether swapping dims of a node always gives another node.
     """
 
     ndim: int
@@ -46,7 +46,7 @@ class SpecGraph:
 
     @cached_property
     def prices(self) -> tuple[list[tuple[StepKind, tuple[int, ...]]], NDArray[np.int64]]:
-        """The distinct (kind, mesh axes along which data moves), and for each arc which of them it is."""
+        """The distinct pairs (kind, mesh axes along which data moves), and the index of each arc's pair."""
         keys = [(s.kind, s.moved_axes(self.nodes[t])) for s, t in zip(self.steps, self.tail, strict=True)]
         number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         return list(number), np.array([number[k] for k in keys], dtype=np.int64)
@@ -57,13 +57,13 @@ class SpecGraph:
 
     @cached_property
     def cuts(self) -> tuple[list[tuple[int, ...]], NDArray[np.int64]]:
-        """The distinct tuples of axes that cut a dim, and which of them cuts dim d of node i: (nodes, ndim)."""
+        """The distinct tuples of axes that cut a dim, and the index of that of dim d of node i: (nodes, ndim)."""
         number = {axes: i for i, axes in enumerate(dict.fromkeys(chain.from_iterable(n.dims for n in self.nodes)))}
         table = [[number[axes] for axes in n.dims] for n in self.nodes]
         return list(number), np.array(table, dtype=np.int64).reshape(len(self.nodes), self.ndim)
 
     def local_bytes(self, shape: Sequence[int], itemsize: int) -> NDArray[np.int64]:
-        """Bytes of the largest shard at each node."""
+        """Return the bytes of the largest shard at each node."""
         distinct, table = self.cuts
         out = np.full(len(self.nodes), itemsize, dtype=np.int64)
         for d, n in enumerate(shape):
@@ -71,39 +71,41 @@ class SpecGraph:
         return out
 
     def overcut(self, shape: Sequence[int]) -> NDArray[np.bool_]:
-        """Whether node i cuts dim d into more parts than it has elements: (nodes, ndim)."""
+        """Return whether node i cuts dim d into more parts than it has elements: (nodes, ndim)."""
         distinct, table = self.cuts
         ways = np.array([ShardingSpec((axes,)).ways(self.mesh) for axes in distinct], dtype=np.int64)[table]
         return (ways > np.array(shape, dtype=np.int64)) & (ways > 1)
 
     def misfits(self, shape: Sequence[int]) -> NDArray[np.int64]:
-        """The arcs that do not exist for tensors of ``shape``."""
+        """Return the arcs that do not exist for tensors of ``shape``."""
         bad = [i for i in self._permutes if not self.steps[i].fits(self.nodes[self.tail[i]], shape, self.mesh)]
         return np.array(bad, dtype=np.int64)
 
     def representative(self, node: int, alike: tuple[int, ...]) -> tuple[int, NDArray[np.int64]]:
-        """The node that stands for all those that trading ``alike`` dims makes of ``node``, and what becomes of
-        every node by the trade that leads there."""
+        """Return the representative of all nodes that equal ``node`` up to a swap of ``alike`` dims.
+
+        The second result maps every node to its image under the swap that leads there.
+        """
         order = list(range(self.ndim))
         dims = self.nodes[node].dims
         for kind in set(alike) if self.symmetric else ():
             members = [d for d in order if alike[d] == kind]
             for d, source in zip(members, sorted(members, key=lambda m: dims[m]), strict=True):
                 order[d] = source
-        traded = self._traded(tuple(order))
+        traded = self._swapped(tuple(order))
         return int(traded[node]), traded
 
-    def _traded(self, order: tuple[int, ...]) -> NDArray[np.int64]:
-        if order not in self._trades:
+    def _swapped(self, order: tuple[int, ...]) -> NDArray[np.int64]:
+        if order not in self._swaps:
             index = self.index
             moved = (ShardingSpec(tuple(n.dims[d] for d in order), n.partial) for n in self.nodes)
             same = order == tuple(range(self.ndim))
             found = range(len(self.nodes)) if same else [index[spec] for spec in moved]
-            self._trades[order] = np.array(found, dtype=np.int64)
-        return self._trades[order]
+            self._swaps[order] = np.array(found, dtype=np.int64)
+        return self._swaps[order]
 
     @cached_property
-    def _trades(self) -> dict[tuple[int, ...], NDArray[np.int64]]:
+    def _swaps(self) -> dict[tuple[int, ...], NDArray[np.int64]]:
         return {}
 
     @cached_property
@@ -112,11 +114,11 @@ class SpecGraph:
 
 
 def graph_for(ndim: int, mesh: Mesh, ends: Sequence[ShardingSpec]) -> SpecGraph:
-    """The graph in which redistributions between any two of ``ends`` are sought.
+    """Return the graph in which to search redistributions between any two of ``ends``.
 
-    Its nodes are all specs over the mesh's axes that are as partial as an end or less. On meshes of many axes only
-    increasing orders are there, and what leads to the ``unusual`` ends. What one pair of ends can reach does not
-    depend on the other ends, so that a pair costs the same alone and among others.
+    Its nodes are all specs over the mesh's axes that are at most as partial as an end. On meshes of many axes only
+    increasing orders are included, and the specs that lead to ``unusual`` ends. What a pair of ends can reach does not
+    depend on the other ends, so a pair costs the same alone and among others.
     """
     for spec in ends:
         spec.check(ndim, mesh)
@@ -127,7 +129,7 @@ def graph_for(ndim: int, mesh: Mesh, ends: Sequence[ShardingSpec]) -> SpecGraph:
 
 
 def unusual(spec: ShardingSpec, mesh: Mesh) -> bool:
-    """Whether the spec is a node only of the graphs that it is an end of."""
+    """Whether the spec is a node only in graphs that have it as an end."""
     return mesh.ndim > ALL_ORDERS_UP_TO_AXES and any(list(d) != sorted(d) for d in spec.dims)
 
 
@@ -159,7 +161,7 @@ def _nodes(ndim: int, mesh: Mesh, partials: tuple[Partial, ...], odd: tuple[Dims
 
 
 def _cuts(dims: Dims, axes: list[int], increasing_only: bool) -> Iterator[Dims]:
-    """Every way to give each of ``axes`` a place in some dim, or none."""
+    """Yield every way to give each of ``axes`` a place in some dim, or none."""
     if not axes:
         yield dims
         return
@@ -171,7 +173,7 @@ def _cuts(dims: Dims, axes: list[int], increasing_only: bool) -> Iterator[Dims]:
 
 @lru_cache(maxsize=1024)
 def _less_partial(partial: Partial, mesh: Mesh) -> frozenset[Partial]:
-    """What reductions, and permutes between axes of equal size, can make of ``partial``."""
+    """Return everything that reductions and permutes between axes of equal size can make of ``partial``."""
     found: set[Partial] = set()
     for subset in chain.from_iterable(combinations(partial, size) for size in range(len(partial) + 1)):
         places = [[a for a in range(mesh.ndim) if mesh.shape[a] == mesh.shape[axis]] for axis, _ in subset]
@@ -182,5 +184,5 @@ def _less_partial(partial: Partial, mesh: Mesh) -> frozenset[Partial]:
 
 
 def _prefixes(dims: Dims) -> Iterator[Dims]:
-    """Every spec on the way to ``dims`` when its cuts are made one by one."""
+    """Yield every spec on the way to ``dims`` when its cuts are made one by one."""
     return product(*([axes[:n] for n in range(len(axes) + 1)] for axes in dims))

@@ -1,4 +1,4 @@
-"""One way to run one op on a mesh."""
+"""A strategy: one way to run one op on a mesh."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from autopar.sharding.spec import ShardingSpec
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Specs that an op's operands must have and that its results then have.
+    """The specs that an op's operands must have, and those that its results then have.
 
     Args:
         inputs: one spec for each entry of ``Node.inputs``.
-        outputs: one spec for each result; None where the result is absent.
-        axes: what each mesh axis does: ``""`` replicates the work, a factor's name divides it, ``"P0"`` passes
-            the partial sums of the first set of operands in which the op is linear.
-        work: share of the whole op's work that one rank does.
+        outputs: one spec for each result; None if the result is absent.
+        axes: what each mesh axis does: ``""`` replicates the work, a factor's name divides it, and ``"P0"`` passes on
+            partial sums of the first set of operands in which the op is linear.
+        work: share of the op's total work that one rank does.
     """
 
     inputs: tuple[ShardingSpec, ...]

@@ -1,4 +1,4 @@
-"""What a local program calls: collectives that real and simulated ranks share, transfers, and the ranks themselves."""
+"""What a local program calls: collectives, transfers, and the ranks, real or simulated."""
 
 from autopar.spmd.buckets import (
     COLLECTIVES,

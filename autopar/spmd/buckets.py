@@ -1,8 +1,7 @@
 """Collectives that carry several tensors in one launch.
 
-The tensors lie one after the other in a flat buffer: of a reduction its parts are the results, and of a gather, where
-each rank's tensors come together, they are copied out. Shards that are short are padded, as a collective of one tensor
-does.
+The tensors are packed into a flat buffer. After a reduction the results are views of its parts; after a gather, which
+groups tensors by rank, they are copied out. Short shards are padded as in a collective of one tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def all_gather_bucket(
     """Undo the innermost cut, by ``axis``, of a dim of each of ``tensors``.
 
     Args:
-        lengths: of that dim after the step, the same on all ranks of the group.
+        lengths: length of that dim of each tensor after the step, the same on all ranks of the group.
     """
     size = rank.mesh.shape[axis]
     padded = [_padded(x, dim, -(-n // size)) for x, dim, n in zip(tensors, dims, lengths, strict=True)]
@@ -62,10 +61,10 @@ def all_gather_bucket(
 def bucket_call(
     steps: Sequence[Step], specs: Sequence[ShardingSpec], shapes: Sequence[Sequence[int]], mesh: Mesh
 ) -> tuple[Callable[..., Pending], dict[str, Any]]:
-    """As ``step_call``, for several tensors; kind, axis and reduction of their steps are the same.
+    """Return the call as ``step_call`` does, for several tensors whose steps share kind, axis and reduction.
 
     Args:
-        specs, shapes: of each tensor, its spec before the step and its global shape.
+        specs, shapes: spec before the step, and global shape, of each tensor.
     """
     first, dims = steps[0], [step.dim for step in steps]
     if first.kind == "all_reduce":
@@ -77,7 +76,7 @@ def bucket_call(
 
 
 def _parts(flat: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Views of a flat tensor."""
+    """Return the parts of a flat tensor as views."""
     sizes = [torch.Size(s).numel() for s in shapes]
     return tuple(part.view(s) for part, s in zip(torch.split(flat, sizes), shapes, strict=True))
 
@@ -98,4 +97,4 @@ def _unpack_gathered(
 
 
 COLLECTIVES = collectives.COLLECTIVES | {all_reduce_bucket, reduce_scatter_bucket, all_gather_bucket, shift}
-"""All functions that exchange data between ranks, of one tensor or of several."""
+"""All functions that exchange data between ranks, with one tensor or several."""

@@ -1,8 +1,8 @@
 """The functions that a local program calls to redistribute its tensors.
 
-A collective launches and returns a ``Pending``; ``wait`` completes it. Around the exchange itself stand a packing
-and an unpacking that are the same on real and simulated ranks: the wire carries contiguous buffers of equal size,
-a shard that is shorter than its neighbours' is padded for it and trimmed after.
+A collective launches and returns a ``Pending``, which ``wait`` completes. Packing and unpacking around the exchange are
+the same on real and simulated ranks: the wire carries contiguous buffers of equal size, for which a shorter shard is
+padded, and trimmed afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CARRIED_AS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-"""Dtypes that gloo or NCCL cannot send, and those of the same size whose bits it sends unread."""
+"""Dtypes that gloo or NCCL cannot send, and the dtypes of the same size that carry their bits."""
 
 REDUCED_AS = {
     torch.bool: torch.int32,
@@ -47,18 +47,18 @@ REDUCED_AS = {
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
 }
-"""Dtypes that gloo or NCCL cannot reduce, and those that hold their values."""
+"""Dtypes that gloo or NCCL cannot reduce, and the dtypes in which they are reduced."""
 
 KEEPS_SENT = frozenset({"all_gather", "reduce_scatter", "all_to_all", "permute"})
-"""Collectives whose backend keeps what is sent alive until it is waited for; an all-reduce works in place on a copy."""
+"""Collectives whose backend keeps the sent buffer alive until the wait. An all-reduce works in place on a copy."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way: what ``exchange`` gives for ``buffer`` on ``rank`` is still to be unpacked.
+    """A collective in flight: the result of ``exchange`` of ``buffer`` on ``rank`` is still to be unpacked.
 
     Args:
-        sent: of a simulated rank, what a real one keeps alive until it has waited.
+        sent: for a simulated rank, the buffer that a real one keeps alive until the wait.
     """
 
     rank: Rank
@@ -73,7 +73,7 @@ def all_gather(rank: Rank, x: Tensor, dim: int, axis: int, length: int) -> Pendi
 
     Args:
         x: this rank's shard.
-        length: of ``dim`` after the step, the same on all ranks of the group.
+        length: length of ``dim`` after the step, the same on all ranks of the group.
     """
     size = rank.mesh.shape[axis]
     buffer = _carried(_padded(x, dim, -(-length // size))).contiguous()
@@ -88,7 +88,7 @@ def all_to_all(rank: Rank, x: Tensor, gather_dim: int, scatter_dim: int, axis: i
 
     Args:
         x: this rank's shard.
-        length: of ``gather_dim`` after the step, the same on all ranks of the group.
+        length: length of ``gather_dim`` after the step, the same on all ranks of the group.
     """
     size = rank.mesh.shape[axis]
     mine = chunk(x.shape[scatter_dim], size, rank.coordinate[axis])[1]
@@ -100,7 +100,7 @@ def all_to_all(rank: Rank, x: Tensor, gather_dim: int, scatter_dim: int, axis: i
 
 
 def all_reduce(rank: Rank, x: Tensor, axis: int, reduction: Reduction = "sum", *, in_place: bool = False) -> Pending:
-    """Reduce ``x`` over the ranks along ``axis``; booleans sum as in torch: any. ``in_place`` may overwrite ``x``."""
+    """Reduce ``x`` over the ranks along ``axis``. A sum of booleans is any. ``in_place`` may overwrite ``x``."""
     buffer = _reducible(x, reduction).contiguous()
     divisor = rank.mesh.shape[axis] if reduction == "avg" else 1
     unpack = partial(_unpack_reduced, dtype=x.dtype, divisor=divisor)
@@ -120,11 +120,11 @@ def reduce_scatter(rank: Rank, x: Tensor, dim: int, axis: int, reduction: Reduct
 
 
 def permute(rank: Rank, x: Tensor, axes: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> Pending:
-    """Trade shards: what was cut by ``axes`` is then cut by the same axes in another ``order``.
+    """Exchange shards, so that a dim cut by ``axes`` is then cut by the same axes in another ``order``.
 
     Args:
         x: this rank's shard.
-        shape: of the shard that this rank holds after the step.
+        shape: shape of this rank's shard after the step.
     """
     buffer = _carried(x).contiguous()
     wire_shape = (*shape, 2) if x.is_complex() else tuple(shape)
@@ -133,7 +133,7 @@ def permute(rank: Rank, x: Tensor, axes: Sequence[int], order: Sequence[int], sh
 
 
 def wait(pending: Pending) -> Any:
-    """The contiguous result of a collective; of one of several tensors, a tuple."""
+    """Return the contiguous result of a collective; a tuple if it carries several tensors."""
     if pending.sent is not None:
         object.__setattr__(pending, "sent", None)
     return pending.unpack(pending.rank.finish(pending.buffer))
@@ -146,23 +146,23 @@ def slice_shard(rank: Rank, x: Tensor, dim: int, axis: int) -> Tensor:
 
 
 def length(rank: Rank, n: int, axes: Sequence[int]) -> int:
-    """Elements that this rank holds of a dim of ``n`` cut by ``axes``."""
+    """Return how many elements this rank holds of a dim of ``n`` cut by ``axes``."""
     return sharding.length(n, axes, rank.mesh, rank.coordinate)
 
 
 def offset(rank: Rank, n: int, axes: Sequence[int]) -> int:
-    """Global index of the first element that this rank holds of a dim of ``n`` cut by ``axes``."""
+    """Return the global index of the first element that this rank holds of a dim of ``n`` cut by ``axes``."""
     return sharding.offset(n, axes, rank.mesh, rank.coordinate)
 
 
 def choice(rank: Rank, values: Sequence[int], axis: int) -> int:
-    """One of ``values``, by this rank's place along ``axis``."""
+    """Return one of ``values``, by this rank's coordinate along ``axis``."""
     return values[rank.coordinate[axis]]
 
 
 @lru_cache(maxsize=1024)
 def permutation(mesh: Mesh, axes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """For each rank, whose shard it needs when axes that cut in the sequence ``axes`` are to cut in ``order``."""
+    """Return for each rank the rank whose shard it needs, if axes in the order ``axes`` are to cut in ``order``."""
     out = []
     for rank in range(mesh.size):
         coordinate = mesh.coordinate(rank)
@@ -179,9 +179,9 @@ def permutation(mesh: Mesh, axes: tuple[int, ...], order: tuple[int, ...]) -> tu
 def step_call(
     step: Step, spec: ShardingSpec, global_shape: Sequence[int], mesh: Mesh
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function of this module that takes ``step`` from ``spec``, and its arguments after rank and tensor.
+    """Return the function of this module that takes ``step`` from ``spec``, and its arguments after rank and tensor.
 
-    Where ranks differ in an argument, it is (or contains) a ``LocalLength``, to be resolved by ``length``.
+    An argument that differs between ranks is (or contains) a ``LocalLength``, which ``length`` resolves.
     """
     if step.kind == "slice":
         return slice_shard, {"dim": step.dim, "axis": step.axis}
@@ -201,7 +201,7 @@ def step_call(
 
 
 def resolve(rank: Rank, arg: Any) -> Any:
-    """``arg`` with each ``LocalLength`` in it replaced by this rank's."""
+    """Replace each ``LocalLength`` in ``arg`` by this rank's length."""
     if isinstance(arg, LocalLength):
         return length(rank, arg.n, arg.axes)
     if isinstance(arg, tuple):
@@ -210,7 +210,7 @@ def resolve(rank: Rank, arg: Any) -> Any:
 
 
 def apply_step(rank: Rank, x: Tensor, step: Step, spec: ShardingSpec, global_shape: Sequence[int]) -> Tensor:
-    """Take ``step`` from ``spec`` with the shard ``x``, and wait for it."""
+    """Apply ``step`` to the shard ``x`` with spec ``spec``, and wait for the result."""
     function, kwargs = step_call(step, spec, global_shape, rank.mesh)
     result = function(rank, x, **{k: resolve(rank, v) for k, v in kwargs.items()})
     taken: Tensor = wait(result) if isinstance(result, Pending) else result
@@ -223,13 +223,13 @@ def simulate(
     calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     meters: Sequence[Any] = (),
 ) -> list[Pending]:
-    """Launch a collective on every simulated rank of a mesh and exchange what they send.
+    """Launch a collective on every simulated rank of a mesh and exchange the buffers.
 
     Args:
         ranks: all ranks of the mesh, in order.
-        calls: for each rank, positional (after the rank) and keyword arguments.
-        meters: one for each rank, where memory is counted: contexts that see what is made in them, with a method
-            ``hold`` that is told of the rest.
+        calls: positional arguments (after the rank) and keyword arguments of each rank.
+        meters: memory counters, one per rank: contexts that count the tensors created inside, with a method ``hold``
+            for other tensors.
     """
     launched = []
     for i, (rank, (args, kwargs)) in enumerate(zip(ranks, calls, strict=True)):
@@ -255,7 +255,7 @@ def simulate(
 def simulate_step(
     ranks: Sequence[Rank], shards: Sequence[Tensor], step: Step, spec: ShardingSpec, global_shape: Sequence[int]
 ) -> list[Tensor]:
-    """``apply_step`` on all simulated ranks of a mesh at once."""
+    """Run ``apply_step`` on all simulated ranks of a mesh at once."""
     function, kwargs = step_call(step, spec, global_shape, ranks[0].mesh)
     calls = [((x,), {k: resolve(rank, v) for k, v in kwargs.items()}) for rank, x in zip(ranks, shards, strict=True)]
     if step.kind == "slice":
@@ -264,7 +264,7 @@ def simulate_step(
 
 
 def _exchanged(sent: list[Tensor], exchange: Exchange) -> list[Tensor]:
-    """What each rank of one group receives."""
+    """Return what each rank of one group receives."""
     if exchange.kind == "all_gather":
         return [torch.cat(sent) for _ in sent]
     if exchange.kind == "all_to_all":
@@ -277,7 +277,7 @@ def _exchanged(sent: list[Tensor], exchange: Exchange) -> list[Tensor]:
 
 
 def _reduced(sent: list[Tensor], reduction: str) -> Tensor:
-    """Halves are added in single precision, so that the result does not hang on the number of ranks."""
+    """Reduce the buffers. Half precision is summed in float32: the result does not depend on the number of ranks."""
     half = sent[0].dtype in (torch.float16, torch.bfloat16)
     total = sent[0].float() if half else sent[0]
     for x in sent[1:]:
@@ -298,7 +298,7 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _rows(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """``x``, in ``dtype`` where one is given, cut ``size`` ways along ``dim``, the parts stacked along a new dim 0."""
+    """Cut ``x`` into ``size`` parts along ``dim``, stacked along a new dim 0, optionally cast to ``dtype``."""
     part = -(-x.shape[dim] // size)
     stacked = x.is_contiguous() and part * size == x.shape[dim] and 1 in (size, math.prod(x.shape[:dim]))
     if (not stacked or dtype not in (None, x.dtype)) and kernels.enabled(x, integers=True):
@@ -310,7 +310,7 @@ def _rows(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> T
 
 
 def _joined(rows: Tensor, dim: int, length: int) -> Tensor:
-    """The parts along dim 0 joined along ``dim`` of a part and trimmed to ``length``."""
+    """Join the parts along dim 0 along ``dim`` of a part, and trim the result to ``length``."""
     size, part = rows.shape[0], rows.shape[dim + 1]
     joined = rows.is_contiguous() and part * size == length and 1 in (size, math.prod(rows.shape[1 : dim + 1]))
     if not joined and kernels.enabled(rows, integers=True):
@@ -323,7 +323,7 @@ def _joined(rows: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _carried(x: Tensor) -> Tensor:
-    """``x`` in a dtype that every backend sends; complex numbers get a last dim of two."""
+    """Return ``x`` in a dtype that every backend can send. Complex numbers get a last dim of two."""
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
     return x.view(CARRIED_AS[x.dtype]) if x.dtype in CARRIED_AS else x
@@ -341,12 +341,12 @@ def _reducible(x: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _reducible_elements(x: Tensor, reduction: Reduction) -> Tensor:
-    """``x`` before it is converted to a dtype that backends reduce; complex numbers get a last dim of two."""
+    """Return ``x`` before its cast to a dtype that backends can reduce. Complex numbers get a last dim of two."""
     if x.is_complex() and reduction in ("sum", "avg"):
         return torch.view_as_real(x.resolve_conj())
     if x.is_complex() or (reduction == "avg" and not x.is_floating_point()):
         raise SpecError(
-            f"No {reduction} is defined for {x.dtype}.",
+            f"The reduction {reduction} is not defined for {x.dtype}.",
             found=f"a tensor of shape {tuple(x.shape)}",
             hint="sum it, or convert it to a floating-point dtype first.",
         )
@@ -387,5 +387,5 @@ COLLECTIVES = frozenset({all_gather, all_to_all, all_reduce, reduce_scatter, per
 
 
 def device(rank: Rank) -> torch.device:
-    """Where the rank's tensors live."""
+    """Return the device of the rank's tensors."""
     return rank.device

@@ -1,4 +1,4 @@
-"""Custom ops that change their arguments, in programs in which no tensor changes."""
+"""Call custom ops that mutate their arguments from programs without mutation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def on_copies(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``op`` on copies of the arguments that it changes.
+    """Call ``op`` on copies of the arguments that it mutates.
 
     Returns:
-        What the op returns, then the copies as it has changed them: one alone, or several as a tuple.
+        The op's results followed by the mutated copies, as a tuple if there are several.
     """
     given, changed = [*args], []
     for at, argument in enumerate(op._schema.arguments):

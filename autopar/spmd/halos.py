@@ -1,4 +1,4 @@
-"""Exchange of the rows that windows along a cut dim read of the neighbours' shards."""
+"""Exchange the rows of the neighbours' shards that windows along a cut dim read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autopar.spmd.ranks import Exchange, Rank
 
 
 def shift(rank: Rank, x: Tensor, dim: int, axis: int, rows: int, towards: int) -> Pending:
-    """Send the last ``rows`` of ``dim`` to the next rank along ``axis`` (``towards=1``), or the first to the one
-    before (``-1``), in a ring."""
+    """Send the last ``rows`` of ``dim`` to the next rank along ``axis`` in a ring (``towards=1``), or the first to the
+    previous rank (``-1``)."""
     start = x.shape[dim] - rows if towards > 0 else 0
     buffer = _carried(x.narrow(dim, start, rows)).contiguous()
     sources = []
@@ -38,8 +38,11 @@ def window(
     n: int,
     fill: float,
 ) -> Tensor:
-    """This rank's window, in one copy: its own rows ``x`` between those of its neighbours, padded beyond the dim's
-    ends; ``x`` itself where that is all of it."""
+    """Return this rank's window in one copy: its own rows ``x`` between those of its neighbours, padded beyond the
+    ends.
+
+    Returns ``x`` itself if the window is exactly that.
+    """
     at, ways = rank.coordinate[axis], rank.mesh.shape[axis]
     own_start = at * -(-n // ways)
     start, stop = windows[at]
@@ -60,5 +63,5 @@ def window(
 
 
 def _lowest(x: Tensor) -> float:
-    """Below every number, of integers too."""
+    """Return a value below all others, for integers too."""
     return -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min

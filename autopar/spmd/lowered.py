@@ -1,4 +1,4 @@
-"""A local program as torch.fx graphs: what lowering makes and the runtime and the simulation run."""
+"""A local program as torch.fx graphs, which lowering builds and the runtime and the simulation run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Lowered:
     Args:
         inputs: meaning and spec of each forward input after ``rank``.
         results: meaning and spec of each result of the forward: outputs and mutations.
-        saved: names of the tensors that the forward keeps for the backward.
+        saved: names of the tensors that the forward saves for the backward.
         tangents: meaning and spec of each tangent, in order.
         gradients: meaning and spec of each result of the backward.
-        accumulators: where gradients add up over micro-batches, meaning and spec of each accumulator, which the
-            backward takes after the tangents.
-        accumulate: the backward of all micro-batches but the last: it returns ``accumulated``.
-        accumulated: meaning and spec of each result of ``accumulate``: gradients of inputs, then the
-            accumulators' new values, in their order.
+        accumulators: with gradient accumulation, meaning and spec of each accumulator, which the backward takes after
+            the tangents.
+        accumulate: the backward of all micro-batches but the last, which returns ``accumulated``.
+        accumulated: meaning and spec of each result of ``accumulate``: gradients of inputs, then the new values of the
+            accumulators, in order.
     """
 
     forward: fx.GraphModule

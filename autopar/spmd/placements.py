@@ -1,4 +1,4 @@
-"""Sharding specs as DTensor placements, one for each mesh axis, and back."""
+"""Convert sharding specs to DTensor placements, one for each mesh axis, and back."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autopar.sharding.spec import REDUCTIONS, Reduction, ShardingSpec
 
 
 def to_placements(spec: ShardingSpec, mesh: Mesh, shape: Sequence[int] | None = None) -> tuple[Placement, ...]:
-    """The placements that give every rank exactly the shard that ``spec`` gives it.
+    """Return the placements that give every rank exactly the shard that ``spec`` gives it.
 
-    DTensor cuts a dim by mesh axes in increasing order. Any other order needs a strided shard, which is the same
-    only where the shards are even.
+    DTensor cuts a dim by mesh axes in increasing order. Any other order needs a strided shard, which is equivalent only
+    for even shards.
 
     Args:
-        shape: of the whole tensor; needed only for a dim whose axes do not increase.
+        shape: global shape, needed only if the axes of a dim do not increase.
 
     Raises:
-        SpecError: no placements say this.
+        SpecError: if no placements express the spec.
     """
     out: list[Placement] = [Replicate() for _ in mesh.shape]
     for axis, reduction in spec.partial:
@@ -37,10 +37,10 @@ def to_placements(spec: ShardingSpec, mesh: Mesh, shape: Sequence[int] | None = 
 
 
 def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> ShardingSpec:
-    """The spec that ``placements`` of a tensor of ``ndim`` dims on ``mesh`` mean.
+    """Return the spec of a tensor of ``ndim`` dims on ``mesh`` with these ``placements``.
 
     Raises:
-        SpecError: a placement that no spec says: another reduction, or a strided shard of another origin.
+        SpecError: if no spec expresses them: another reduction, or a strided shard of another origin.
     """
     dims: list[tuple[int, ...]] = [()] * ndim
     partial: list[tuple[int, Reduction]] = []
@@ -52,18 +52,18 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> S
         elif type(placement) is Partial and placement.reduce_op in REDUCTIONS:
             partial.append((axis, next(r for r in REDUCTIONS if r == placement.reduce_op)))
         elif not isinstance(placement, Replicate):
-            raise _unsayable(placements)
+            raise _inexpressible(placements)
     return ShardingSpec(tuple(dims), tuple(partial)).check(ndim, mesh)
 
 
 def _inserted(
     axes: tuple[int, ...], axis: int, factor: int, mesh: Mesh, placements: Sequence[Placement]
 ) -> tuple[int, ...]:
-    """``axis`` put behind as many of the later ``axes`` as cut ``factor`` ways."""
+    """Insert ``axis`` after those leading ``axes`` that together cut into ``factor`` parts."""
     for position in range(len(axes) + 1):
         if _ways(axes[:position], mesh) == factor:
             return (*axes[:position], axis, *axes[position:])
-    raise _unsayable(placements)
+    raise _inexpressible(placements)
 
 
 def _ways(axes: Sequence[int], mesh: Mesh) -> int:
@@ -74,15 +74,15 @@ def _require_even(spec: ShardingSpec, dim: int, mesh: Mesh, shape: Sequence[int]
     if shape is None or shape[dim] % _ways(spec.dims[dim], mesh):
         size = "an unknown size" if shape is None else f"size {shape[dim]}"
         raise SpecError(
-            "DTensor cuts a dim by mesh axes in increasing order; another order has placements only for even shards.",
+            "DTensor cuts a dim by mesh axes in increasing order; other orders need even shards.",
             found=f"{spec} on mesh {mesh}, dim {dim} of {size}",
-            hint="order the axes, as in S01, or choose a size that the mesh divides.",
+            hint="use increasing axes, as in S01, or a size that the mesh divides.",
         )
 
 
-def _unsayable(placements: Sequence[Placement]) -> SpecError:
+def _inexpressible(placements: Sequence[Placement]) -> SpecError:
     return SpecError(
-        "No sharding spec says these DTensor placements.",
+        "No sharding spec expresses these DTensor placements.",
         found=", ".join(map(str, placements)),
         hint="use Shard, Replicate and Partial with sum, avg, max or min.",
     )

@@ -1,12 +1,12 @@
-"""A matrix product taken apart beside the gather of an operand, or the scatter of its sum: each part hides a message.
+"""Matrix products decomposed to overlap with the gather of an operand or the scatter of their sum.
 
 On a ring of k ranks a product has k parts, one for each rank's block. While a rank multiplies one block it passes
-another on, so that of k - 1 messages only what takes longer than a part is waited for (Wang et al., "Overlap
-communication with dependent computation via decomposition in large deep learning models", ASPLOS 2023). GPUs that
-reach each other's memory do the same by torch's symmetric-memory ops, in which copy engines carry the blocks.
+another on, so each of the k - 1 messages is hidden by a part, as far as it is not longer (Wang et al., "Overlap
+communication with dependent computation via decomposition in large deep learning models", ASPLOS 2023). GPUs with
+access to each other's memory do the same with torch's symmetric-memory ops, in which copy engines carry the blocks.
 
-What a ring does is written as a generator, which yields what to send and what to wait for: a process of a job does
-these by itself, and simulated ranks step by step together.
+A ring is written as a generator, which yields what to send and what to wait for. A process of a job runs it by itself,
+simulated ranks run theirs together step by step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.spmd.ranks import Exchange, Rank
 
 @dataclass(frozen=True)
 class Send:
-    """Pass ``block`` on along the ring."""
+    """A request to pass ``block`` along the ring."""
 
     block: Tensor
     exchange: Exchange
@@ -36,7 +36,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Wait for what a ``Send`` has begun to bring."""
+    """A request to wait for what a ``Send`` started to receive."""
 
     started: Tensor
     shape: tuple[int, ...]
@@ -57,11 +57,11 @@ def gather_product(
     length: int,
     keep: bool = False,
 ) -> Any:
-    """``contract(x, w)`` where operand ``operand`` is this rank's shard of ``dim``, whose innermost cut is ``axis``.
+    """Return ``contract(x, w)`` where operand ``operand`` is this rank's shard of ``dim``, cut innermost by ``axis``.
 
     Args:
-        length: of ``dim`` when it is gathered, the same on all ranks of the group.
-        keep: return (product, gathered operand).
+        length: length of ``dim`` after the gather, the same on all ranks of the group.
+        keep: whether to return (product, gathered operand).
     """
     group = rank.symmetric(axis)
     if group and operand == 0 and length % rank.mesh.shape[axis] == 0:
@@ -73,7 +73,7 @@ def gather_product(
 
 
 def product_scatter(rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand: int, dim: int, axis: int) -> Tensor:
-    """This rank's chunk of the sum over ``axis`` of ``contract(x, w)``, cut where ``dim`` of an operand comes out."""
+    """Return this rank's chunk of the sum over ``axis`` of ``contract(x, w)``, cut along the operand's ``dim``."""
     group = rank.symmetric(axis)
     if group and operand == 0 and x.shape[dim] % rank.mesh.shape[axis] == 0:
         matrix = _as_matrix(equation, w)
@@ -89,7 +89,7 @@ def simulate_product(
     calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     meters: Sequence[Any] = (),
 ) -> list[Any]:
-    """Run one of these functions on every simulated rank of a mesh, step by step; as ``spmd.simulate``."""
+    """Run one of these functions on every simulated rank of a mesh, step by step, like ``spmd.simulate``."""
     rings = [PRODUCTS[function](rank, *args, **kwargs) for rank, (args, kwargs) in zip(ranks, calls, strict=True)]
     replies: list[Any] = [None] * len(rings)
     while True:
@@ -110,7 +110,7 @@ def simulate_product(
 
 
 def _replies(requests: Sequence[Send | Receive]) -> list[Tensor]:
-    """What each rank gets for what it asks: the block of its neighbour, or what it was sent before."""
+    """Answer each rank's request: with the block of its neighbour, or with what it has received before."""
     found = []
     for request in requests:
         if isinstance(request, Receive):
@@ -143,13 +143,13 @@ def _gathering(
         start, size = chunk(length, ways, (here + step) % ways)
         coming = None
         if step < ways - 1:
-            shape = _with(block.shape, dim, chunk(length, ways, (here + step + 1) % ways)[1])
+            shape = _with_length(block.shape, dim, chunk(length, ways, (here + step + 1) % ways)[1])
             coming = yield Send(block, _hop(rank, axis, 1, shape))
         if keep:
-            gathered = block.new_empty(_with(block.shape, dim, length)) if gathered is None else gathered
+            gathered = block.new_empty(_with_length(block.shape, dim, length)) if gathered is None else gathered
             gathered.narrow(dim, start, size).copy_(block)
         part = _contract(block, other, equation, operand)
-        product = part.new_empty(_with(part.shape, out_dim, length)) if product is None else product
+        product = part.new_empty(_with_length(part.shape, out_dim, length)) if product is None else product
         product.narrow(out_dim, start, size).copy_(part)
         del part
         if coming is not None:
@@ -162,12 +162,12 @@ def _scattering(rank: Rank, x: Tensor, w: Tensor, equation: str, operand: int, d
     ways, here = rank.mesh.shape[axis], rank.coordinate[axis]
     cut, other = (x, w) if operand == 0 else (w, x)
     length, out_dim = cut.shape[dim], _out_dim(equation, operand, dim)
-    # A sum starts behind the rank that will own it, and goes all the way round.
+    # A partial sum starts next to the rank that will own it, and goes all the way round.
     owners = [(here - 1 - step) % ways for step in range(ways)]
     total = _contract(cut.narrow(dim, *chunk(length, ways, owners[0])), other, equation, operand)
     for owner in owners[1:]:
         start, size = chunk(length, ways, owner)
-        shape = _with(total.shape, out_dim, size)
+        shape = _with_length(total.shape, out_dim, size)
         coming = yield Send(total, _hop(rank, axis, -1, shape))
         own = _contract(cut.narrow(dim, start, size), other, equation, operand)
         total = yield Receive(coming, shape)
@@ -178,11 +178,11 @@ def _scattering(rank: Rank, x: Tensor, w: Tensor, equation: str, operand: int, d
 
 
 PRODUCTS: Mapping[Callable[..., Any], Callable[..., Ring]] = {gather_product: _gathering, product_scatter: _scattering}
-"""What each function does on a ring."""
+"""The ring of each function."""
 
 
 def _run(rank: Rank, ring: Ring) -> Any:
-    """Take the steps of a ring on a process of a job."""
+    """Run a ring on a process of a job."""
     reply: Any = None
     while True:
         try:
@@ -206,7 +206,7 @@ def _out_dim(equation: str, operand: int, dim: int) -> int:
 
 
 def _as_matrix(equation: str, w: Tensor) -> Tensor | None:
-    """``w`` as the matrix B of ``A @ B``, where the contraction is that of the last dim of A with a matrix."""
+    """Return ``w`` as the matrix B of ``A @ B`` if the contraction is of that form, else None."""
     inputs, out = equation.split("->")
     first, second = inputs.split(",")
     if first[:-1] != out[:-1] or len(second) != 2 or set(second) != {first[-1], out[-1]}:
@@ -214,12 +214,12 @@ def _as_matrix(equation: str, w: Tensor) -> Tensor | None:
     return w if second[0] == first[-1] else w.t()
 
 
-def _with(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 def _hop(rank: Rank, axis: int, away: int, shape: tuple[int, ...]) -> Exchange:
-    """Every rank receives from the one ``away`` along ``axis``."""
+    """Return the exchange in which every rank receives from the one ``away`` along ``axis``."""
     return Exchange("permute", -1, "sum", _neighbours(rank.mesh, axis, away), shape)
 
 

@@ -1,4 +1,4 @@
-"""Who runs a local program: a process of a job, or one of several simulated ranks of this process."""
+"""The ranks that run a local program: a process of a job, or one of several simulated ranks in this process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Exchange:
         kind: all_gather concatenates along dim 0, reduce_scatter and all_to_all chunk it evenly.
         axis: the mesh axis whose groups exchange; for a permute the whole mesh exchanges.
         reduction: sum, max or min.
-        sources: of a permute: for each rank of the mesh the rank whose buffer it receives.
-        shape: of a permute: shape of what this rank receives.
-        in_place: of an all_reduce: what is sent is nobody else's, and is overwritten by what is received.
+        sources: for a permute, the rank of the mesh whose buffer each rank receives.
+        shape: for a permute, the shape of what this rank receives.
+        in_place: for an all_reduce, whether the result may overwrite the sent buffer.
     """
 
     kind: ExchangeKind
@@ -42,7 +42,7 @@ class Exchange:
 
 
 class Rank(Protocol):
-    """What a local program knows about where it runs."""
+    """What a local program knows about the rank that runs it."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -54,15 +54,15 @@ class Rank(Protocol):
     def device(self) -> torch.device: ...
 
     def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
-        """Start a collective on ``buffer``; ``finish`` returns what it receives."""
+        """Start a collective on ``buffer``. ``finish`` returns what it receives."""
         ...
 
     def finish(self, received: Tensor) -> Tensor:
-        """Wait for what ``launch`` started."""
+        """Wait for what ``launch`` started, and return it."""
         ...
 
     def symmetric(self, axis: int) -> str:
-        """The name of the group along ``axis`` where its ranks reach each other's memory; else empty."""
+        """Return the name of the group along ``axis`` if its ranks have access to each other's memory, else ""."""
         ...
 
 
@@ -85,7 +85,7 @@ class LocalRank:
 
 
 def local_ranks(mesh: Mesh) -> tuple[LocalRank, ...]:
-    """One simulated rank for each place of ``mesh``, in order."""
+    """Return one simulated rank for each position of ``mesh``, in order."""
     return tuple(LocalRank(mesh, mesh.coordinate(r)) for r in range(mesh.size))
 
 
@@ -93,10 +93,10 @@ def local_ranks(mesh: Mesh) -> tuple[LocalRank, ...]:
 class ProcessRank:
     """This process, a member of a torch ``DeviceMesh``.
 
-    Every process of the job must create it at the same time: it may make process groups.
+    Every process of the job must create it at the same time, since it may create process groups.
 
     Raises:
-        MeshError: this process is not in the mesh, or ranks do not increase along its axes.
+        MeshError: if this process is not in the mesh, or ranks do not increase along its axes.
     """
 
     device_mesh: DeviceMesh
@@ -112,9 +112,9 @@ class ProcessRank:
         coordinate = device_mesh.get_coordinate()
         if coordinate is None or ranks.flatten().tolist() != sorted(ranks.flatten().tolist()):
             raise MeshError(
-                "A DeviceMesh must hold this process, and its ranks must increase in row-major order.",
+                "A DeviceMesh must contain this process, and its ranks must increase in row-major order.",
                 found=f"rank {torch.distributed.get_rank()}, mesh {ranks.tolist()}",
-                hint="make it with torch.distributed.device_mesh.init_device_mesh.",
+                hint="create it with torch.distributed.device_mesh.init_device_mesh.",
             )
         groups = tuple(_torch.group_name(_torch.in_order(device_mesh.get_group(a))) for a in range(ranks.ndim))
         object.__setattr__(self, "mesh", Mesh(tuple(ranks.shape), tuple(names) if names else ()))
@@ -152,7 +152,7 @@ class ProcessRank:
 
 @dataclass(frozen=True, eq=False)
 class StartingRank:
-    """``rank`` at the start of a program: before each collective begins, ``ready`` is called."""
+    """``rank`` at the start of a program: calls ``ready`` before each collective."""
 
     rank: ProcessRank
     ready: Callable[[], None]
@@ -175,5 +175,5 @@ class StartingRank:
         return self.rank.finish(received)
 
     def symmetric(self, axis: int) -> str:
-        self.ready()  # who asks goes on with a collective of its own
+        self.ready()  # the caller goes on with a collective of its own
         return self.rank.symmetric(axis)

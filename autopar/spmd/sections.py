@@ -13,7 +13,7 @@ from autopar import _torch
 
 
 class _Open(threading.local):
-    """The range that this thread is in: autograd runs backwards in threads of its own."""
+    """The open range of this thread. Autograd runs backwards in threads of its own."""
 
     range: record_function | None = None
     begun: list[tuple[str, float]] | None = None
@@ -23,7 +23,7 @@ _open = _Open()
 
 
 def section(module: str) -> None:
-    """What runs from here on belongs to ``module``, for a profiler that is running; the last section is ``""``."""
+    """Begin the range of ``module`` if a profiler is running. ``""`` ends the last one."""
     if _open.begun is not None:
         _open.begun.append((module, time.perf_counter()))
     if _open.range is not None:
@@ -36,7 +36,7 @@ def section(module: str) -> None:
 
 @contextlib.contextmanager
 def timed(begun: list[tuple[str, float]]) -> Iterator[None]:
-    """In this thread, write down when each section begins; the end is one of ``""``."""
+    """Record when each section of this thread begins. The end is recorded as a section ``""``."""
     _open.begun = begun
     try:
         yield

@@ -1,10 +1,10 @@
-"""Copies between a device and its host's memory, beside what the device computes.
+"""Copies between a device and host memory, concurrent with the device's computation.
 
-A copy is launched and returns a ``Transfer``; ``arrived`` makes the compute stream wait for it. A transfer keeps what
-it reads and what it writes alive, and the caller drops it after ``arrived``: the memory then goes back to the stream
-that it was taken from, which has waited for the copy, so no allocation hangs on when a copy happens to be done.
+Launching a copy returns a ``Transfer``, and ``arrived`` makes the compute stream wait for it. A transfer keeps its
+source and target alive, and the caller drops it after ``arrived``. The memory then returns to the stream that allocated
+it, which has waited for the copy, so no allocation depends on when a copy happens to finish.
 
-On a CPU, whose memory is the host's already, a transfer is a plain copy: the same programs run, on other tensors.
+On a CPU, whose memory is host memory, a transfer is a plain copy, so that the same programs run.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ _ON_HOST: ContextVar[bool] = ContextVar("autopar_on_host", default=False)
 
 @dataclass(frozen=True, eq=False)
 class HostTensor:
-    """A tensor in the host's memory. A type of its own, so that it is never taken for one on the device: programs do
-    not compute with it, and who counts the device's bytes does not count it."""
+    """A tensor in host memory.
+
+    It has its own type so that it is never mistaken for a device tensor: programs do not compute with it, and it does
+    not count as device memory.
+    """
 
     tensor: Tensor
 
 
 @dataclass(eq=False)
 class Transfer(Generic[Held]):
-    """A copy under way.
+    """A copy in flight.
 
     Args:
         source: what is copied.
-        result: where to; not to be read before ``arrived``.
-        done: reached on the host stream when the copy is.
+        result: the target, which must not be read before ``arrived``.
+        done: event on the host stream after the copy.
     """
 
     source: Tensor | HostTensor
@@ -49,18 +52,18 @@ class Transfer(Generic[Held]):
     done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """The device's current stream goes on when the copy is done; the process does not stand still."""
+        """Make the device's current stream wait for the copy. The process does not block."""
         if self.done is not None:
             torch.cuda.current_stream().wait_event(self.done)
             self.done = None
 
     def __del__(self) -> None:
-        """What was launched and, after an error, never waited for must not write into memory that others were given."""
+        """Wait, so that a copy that was abandoned after an error does not write into memory that was reused."""
         self.wait()
 
 
 class Recorder(Protocol):
-    """Who writes down what transfers a program starts and waits for, where that is all it is run for."""
+    """Records the transfers that a program starts and waits for, when it runs only to be traced."""
 
     def offload(self, x: Tensor) -> Transfer[HostTensor]: ...
     def fetch(self, held: HostTensor, device: torch.device) -> Transfer[Tensor]: ...
@@ -70,46 +73,46 @@ RECORDER: ContextVar[Recorder | None] = ContextVar("autopar_recorder", default=N
 
 
 def offload(rank: Rank, x: Tensor, into: HostTensor | None = None) -> Transfer[HostTensor]:
-    """Start to copy ``x`` to pinned memory of the host, with its strides where it is dense.
+    """Start to copy ``x`` to pinned host memory, with the same strides if it is dense.
 
     Args:
-        into: what of the host's memory to write again, of the shape and dtype of ``x``.
+        into: host tensor to reuse, with the shape and dtype of ``x``.
     """
     if (recorder := RECORDER.get()) is not None:
         return recorder.offload(x)
     with host_memory():
-        if not _is_apart(x.device):
+        if not _has_own_memory(x.device):
             return Transfer(x, HostTensor(into.tensor.copy_(x) if into else x.clone()))
         host = into.tensor if into else _pinned_like(x)
-        return Transfer(x, HostTensor(host), _copied_beside(x, host, x.device))
+        return Transfer(x, HostTensor(host), _copy_on_host_stream(x, host, x.device))
 
 
 def fetch(rank: Rank, held: HostTensor) -> Transfer[Tensor]:
-    """Start to copy back to the rank's device what ``offload`` copied away."""
+    """Start to copy a tensor that was offloaded back to the rank's device."""
     if (recorder := RECORDER.get()) is not None:
         return recorder.fetch(held, rank.device)
-    if not _is_apart(rank.device):
+    if not _has_own_memory(rank.device):
         return Transfer(held, held.tensor.clone())
-    # Taken from the compute stream's memory, of which the copy must wait for earlier readers.
+    # Allocated on the compute stream, whose earlier readers of that memory the copy must wait for.
     result = torch.empty_like(held.tensor, device=rank.device)
-    return Transfer(held, result, _copied_beside(held.tensor, result, rank.device))
+    return Transfer(held, result, _copy_on_host_stream(held.tensor, result, rank.device))
 
 
 def arrived(transfer: Transfer[Held]) -> Held:
-    """The copy, once it is done."""
+    """Wait for the copy and return it."""
     transfer.wait()
     result: Held = transfer.result
     return result
 
 
 def allocating_on_host() -> bool:
-    """Whether ``host_memory`` is on, also on a CPU that plays the device: who counts the device's bytes asks."""
+    """Whether ``host_memory`` is active. Memory counters ask, also if a CPU plays the device."""
     return _ON_HOST.get()
 
 
 @contextmanager
 def host_memory() -> Iterator[None]:
-    """While what is made lies in the host's memory, or is a view of what does."""
+    """Mark that tensors created inside lie in host memory or are views of host tensors."""
     token = _ON_HOST.set(True)
     try:
         yield
@@ -117,8 +120,8 @@ def host_memory() -> Iterator[None]:
         _ON_HOST.reset(token)
 
 
-def _is_apart(device: torch.device) -> bool:
-    """Whether a device's memory is not the host's."""
+def _has_own_memory(device: torch.device) -> bool:
+    """Whether a device has its own memory."""
     return device.type == "cuda"
 
 
@@ -131,8 +134,8 @@ def _host_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _copied_beside(source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event:
-    """Copy on the host stream, after what the current stream has been given so far."""
+def _copy_on_host_stream(source: Tensor, target: Tensor, device: torch.device) -> torch.cuda.Event:
+    """Copy on the host stream, after everything that the current stream has been given so far."""
     stream = _host_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

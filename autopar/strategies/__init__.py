@@ -1,4 +1,4 @@
-"""Sharding rules, one line an op, and the strategies that they give on a mesh."""
+"""Sharding rules, one line per op, and the strategies that they give on a mesh."""
 
 from autopar.strategies import rules  # noqa: F401  registers every rule
 from autopar.strategies.combine import Combine, Gathered, Operand

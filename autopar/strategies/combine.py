@@ -1,7 +1,7 @@
-"""Ops that need a word of the other ranks: a summary of each rank's shard, gathered, and then the op itself.
+"""Ops that need data of other ranks: each rank summarizes its shard, the summaries are gathered, then the op runs.
 
-Where a factor that the notation writes ``{d}`` is cut, a rank runs ``summary`` on its shards, all ranks along the axes
-that cut ``d`` gather what it gives, and ``finish`` makes the op's results of the shards and what was gathered.
+If a factor that the notation writes as ``{d}`` is cut, each rank runs ``summary`` on its shards, the ranks along the
+axes that cut ``d`` gather the summaries, and ``finish`` computes the op's results from the shards and the summaries.
 """
 
 from __future__ import annotations
@@ -19,41 +19,37 @@ from autopar.sharding.spec import length
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands in a call for the shard of the operand at ``position`` in ``Node.inputs``."""
+    """A placeholder in a call: the shard of the operand at ``position`` in ``Node.inputs``."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Stands in a call for a result of the summaries, those of all ranks stacked in dim 0."""
+    """A placeholder in a call: result ``index`` of the summaries, stacked over the ranks in dim 0."""
 
     index: int = 0
 
 
 Call: TypeAlias = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""Op, args and kwargs, in which operands are ``Operand`` and ``Gathered``."""
+"""Op, args and kwargs, with ``Operand`` and ``Gathered`` for tensors."""
 
 
 @dataclass(frozen=True)
 class Combine:
-    """How one strategy of an op is run.
+    """How to run one strategy of an op with summaries.
 
     Args:
-        summary: what a rank tells of its shards.
-        told: shape and dtype of each result of ``summary`` on the fullest rank.
-        axes: the ranks along which hear it; stacked in row-major order.
-        finish: the op, given what was gathered.
+        summary: the call that summarizes a rank's shards.
+        summaries: shape and dtype of each result of ``summary`` on the fullest rank.
+        axes: mesh axes along which summaries are gathered; ranks are stacked in row-major order.
+        finish: the call that computes the op's results from the gathered summaries.
     """
 
     summary: Call
-    told: tuple[TensorMeta, ...]
+    summaries: tuple[TensorMeta, ...]
     axes: tuple[int, ...]
     finish: Call
-
-    @property
-    def told_bytes(self) -> int:
-        return sum(t.numel * t.itemsize for t in self.told)
 
 
 def ways(axes: Sequence[int], mesh: Mesh) -> int:
@@ -61,7 +57,7 @@ def ways(axes: Sequence[int], mesh: Mesh) -> int:
 
 
 def counts(cuts: Sequence[tuple[int, tuple[int, ...]]], axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """Elements that each rank along ``axes`` has of dims with these lengths and cuts, in row-major order."""
+    """Return how many elements of dims with these lengths and cuts each rank along ``axes`` holds, row-major."""
     found = []
     for place in itertools.product(*(range(mesh.shape[a]) for a in axes)):
         at = dict(zip(axes, place, strict=True))

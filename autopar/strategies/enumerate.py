@@ -1,7 +1,7 @@
-"""From an op's rule to its strategies on a mesh.
+"""Enumerate the strategies of an op on a mesh from its rule.
 
-Each mesh axis independently replicates the work, takes one factor of the rule, or passes partial sums through one
-of the sets of operands in which the op is linear.
+Each mesh axis independently replicates the work, takes one factor of the rule, or passes partial sums through one of
+the sets of operands in which the op is linear.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Cuts = Mapping[str, tuple[int, ...]]
 
 
 def strategies(node: Node, metas: Metas, mesh: Mesh) -> tuple[Strategy, ...]:
-    """Every way to run ``node`` on ``mesh``; the replicated one is first, and the only one without a rule.
+    """Return every strategy of ``node`` on ``mesh``, the replicated one first; without a rule it is the only one.
 
     Args:
         metas: global shape and dtype of each of ``node.inputs``.
 
     Raises:
-        RuleError: the op's rule does not fit these shapes.
+        RuleError: if the op's rule does not fit these shapes.
     """
     key = (node.op, node.signature, tuple(metas), node.outputs, mesh.shape)
     if key not in _cache:
@@ -45,7 +45,7 @@ def strategies(node: Node, metas: Metas, mesh: Mesh) -> tuple[Strategy, ...]:
 
 
 def bound(node: Node, metas: Metas) -> Bound | None:
-    """The op's rule fitted to the node's shapes, None without a rule."""
+    """Return the op's rule bound to the node's shapes, or None without a rule."""
     key = (node.op, node.signature, tuple(metas), node.outputs)
     if key not in _bounds:
         rule = find_rule(node)
@@ -54,7 +54,7 @@ def bound(node: Node, metas: Metas) -> Bound | None:
 
 
 def flops(node: Node, metas: Metas) -> float:
-    """Floating-point operations of the whole op by its rule, a multiply-add counting as two; 0 when it has none."""
+    """Return the FLOPs of the whole op by its rule, a multiply-add counting as two; 0 if the rule states none."""
     rule = find_rule(node)
     if rule is None or rule.flops is None:
         return 0.0
@@ -65,7 +65,7 @@ def flops(node: Node, metas: Metas) -> float:
 
 
 def missing_rule(node: Node, metas: Metas = ()) -> str:
-    """The line that would give ``node``'s op a rule, each dim marked as never cut, to be edited."""
+    """Return a template line that registers a rule for ``node``'s op, with every dim marked as never cut."""
     letters = (f"d{i}" for i in itertools.count())
 
     def term(meta: TensorMeta) -> str:
@@ -103,13 +103,13 @@ def _sliding(fitted: Bound, axes: Sequence[str]) -> bool:
 
 
 def halos(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
-    """The rows that the strategy's op reads of its neighbours' shards; None where it cannot have them."""
+    """Return the rows that the strategy's op reads of its neighbours' shards, or None if it cannot get them."""
     find = find_windows(node)
     return () if find is None else find(node, strategy, metas, mesh)
 
 
 def combine(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
-    """What the ranks tell each other before the strategy's op can be finished; None where each is on its own."""
+    """Return the summaries that ranks exchange to run the strategy, or None if it needs none."""
     find = find_combining(node)
     return None if find is None else find(node, strategy, metas, mesh)
 
@@ -123,7 +123,7 @@ def _choices(fitted: Bound, linear: LinearSets, ways: int) -> tuple[str, ...]:
 def _strategy(
     fitted: Bound, axes: Sequence[str], linear: LinearSets, even: set[str], reduction: Reduction, mesh: Mesh
 ) -> Strategy | None:
-    """The strategy in which mesh axis ``i`` does ``axes[i]``, or None where shapes forbid it."""
+    """Return the strategy in which mesh axis ``i`` does ``axes[i]``, or None if the shapes forbid it."""
     cuts = {f: tuple(i for i, a in enumerate(axes) if a == f) for f in axes if f in fitted.sizes}
     lengths = ((n, f, at) for f, at in cuts.items() for n in (fitted.sizes[f], *fitted.tied.get(f, ())))
     if not all(_fits(n, at, mesh, f in even) for n, f, at in lengths):
@@ -156,7 +156,7 @@ def _strategy(
 
 
 def _sums(fitted: Bound, index: int, factor: str) -> bool:
-    """Whether result ``index`` is partial where ``factor`` is cut."""
+    """Whether result ``index`` is partial if ``factor`` is cut."""
     dims, whole = fitted.outputs[index], fitted.whole[index]
     if dims is None or factor in whole or (factor.startswith(".") and "..." in whole):
         return False
@@ -166,7 +166,7 @@ def _sums(fitted: Bound, index: int, factor: str) -> bool:
 def _spec(
     dims: Sequence[tuple[str, ...]], fitted: Bound, cuts: Cuts, partial: Mapping[int, Reduction], mesh: Mesh
 ) -> ShardingSpec | None:
-    """The spec of a tensor under these cuts, or None where a group is cut behind an uncut factor."""
+    """Return the spec of a tensor under these cuts, or None if a group is cut behind an uncut factor."""
     spec = []
     for factors in dims:
         at: tuple[int, ...] = ()
@@ -182,7 +182,7 @@ def _spec(
 
 
 def _fits(n: int, axes: Sequence[int], mesh: Mesh, even: bool) -> bool:
-    """Whether cutting ``n`` elements by ``axes`` leaves no rank empty, and all alike where ``even``."""
+    """Whether cutting ``n`` elements by ``axes`` leaves no rank empty, and with ``even`` gives all ranks the same."""
     if n % math.prod(mesh.shape[a] for a in axes) == 0:
         return True
     return not even and _least(n, tuple(mesh.shape[a] for a in axes)) > 0
@@ -190,7 +190,7 @@ def _fits(n: int, axes: Sequence[int], mesh: Mesh, even: bool) -> bool:
 
 @lru_cache(maxsize=65536)
 def _least(n: int, ways: tuple[int, ...]) -> int:
-    """Elements on the rank that has the fewest, when ``n`` are cut by each of ``ways`` in turn."""
+    """Return the fewest elements on a rank when ``n`` elements are cut into each of ``ways`` parts in turn."""
     if not ways:
         return n
     size = -(-n // ways[0])
@@ -208,10 +208,10 @@ def _equation(rule: Rule, node: Node, metas: Metas) -> Equation:
 
 
 def _linear(rule: Rule, node: Node, metas: Metas) -> LinearSets:
-    """The rule's linear sets, without those that name an operand which is absent, or that a cast would break.
+    """Return the rule's linear sets, without those that name an absent operand or that a dtype breaks.
 
-    Truth values have no sum, the sum of truncated parts is not the truncated sum, and numbers of eight bits are scaled
-    to what they hold.
+    Booleans have no sum, the sum of truncated parts is not the truncated sum, and 8-bit floats are scaled to the range
+    of their values.
     """
     sets = rule.linear if isinstance(rule.linear, tuple) else rule.linear(node, metas)
     results = [o for o in node.outputs if o is not None]
@@ -228,7 +228,7 @@ def _linear(rule: Rule, node: Node, metas: Metas) -> LinearSets:
 
 
 def _is_real(meta: TensorMeta) -> bool:
-    """Whether the dtype has fractions."""
+    """Whether the dtype can hold fractions."""
     return meta.dtype.startswith(("float", "bfloat", "complex"))
 
 

@@ -1,4 +1,4 @@
-"""From an op and the strategy chosen for it to the call that each rank makes."""
+"""Turn an op and its chosen strategy into the call that each rank makes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autopar.strategies.registry import LocalArg, LocalCall, Metas, Rule, find_l
 
 
 def localize(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    """The (op, args, kwargs) that a rank runs on its shards; tensors stay where they are, as ``Value``.
+    """Return the (op, args, kwargs) that a rank runs on its shards. Tensors stay in place as ``Value``.
 
-    Arguments that are shapes or offsets become local: plain integers where all ranks agree, ``LocalLength`` and
-    ``LocalOffset`` elsewhere.
+    Shapes and offsets in the arguments become local: integers if all ranks agree, otherwise ``LocalLength`` and
+    ``LocalOffset``.
     """
     lower = find_lowering(node)
     if lower is not None:
@@ -26,7 +26,7 @@ def localize(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalC
 
 
 def local_shapes(node: Node, strategy: Strategy, mesh: Mesh, rule: Rule) -> LocalCall:
-    """The call with each of the rule's ``shape_args`` replaced by the local shape of its result."""
+    """Return the call with each of the rule's ``shape_args`` replaced by the local shape of its result."""
     args: list[LocalArg] = list(node.args)
     kwargs: dict[str, LocalArg] = dict(node.kwargs)
     for place, index in rule.shape_args.items():
@@ -47,7 +47,7 @@ def local_shape(shape: Sequence[int], spec: ShardingSpec, mesh: Mesh) -> tuple[i
 
 
 def local_length(n: int, axes: Sequence[int], mesh: Mesh) -> int | LocalLength:
-    """A rank's share of ``n`` elements: an integer where all ranks have the same."""
+    """Return a rank's share of ``n`` elements: an integer if all ranks hold the same."""
     ways = 1
     for a in axes:
         ways *= mesh.shape[a]
@@ -55,12 +55,12 @@ def local_length(n: int, axes: Sequence[int], mesh: Mesh) -> int | LocalLength:
 
 
 def local_offset(n: int, axes: Sequence[int]) -> int | LocalOffset:
-    """Where a rank's share of ``n`` elements begins: 0 where nothing is cut."""
+    """Return where a rank's share of ``n`` elements begins: 0 if nothing is cut."""
     return LocalOffset(n, tuple(axes)) if axes else 0
 
 
 def operand(node: Node, position: int) -> int | None:
-    """Index in ``node.inputs`` of the tensor at argument ``position``; None where it is absent."""
+    """Return the index in ``node.inputs`` of the tensor at argument ``position``, or None if it is absent."""
     if position >= len(node.args) or not isinstance(node.args[position], Value):
         return None
     return sum(1 for arg in node.args[:position] for _ in values_in(arg))

@@ -1,21 +1,21 @@
-"""The language of sharding rules: a named factor for each dim of each operand and result.
+"""The notation of sharding rules: a named factor for each dim of each operand and result.
 
 ``"m k, k n -> m n"`` describes matrix multiplication. Terms are separated by commas; the dims of a term are
 
 =============  =====================================================================================
 ``name``       a factor; a mesh axis may cut it
 ``[name]``     a factor that is never cut
-``{name}``     a factor whose ranks have to hear of each other where it is cut: see ``strategies.combine``
+``{name}``     a factor that may be cut, but whose ranks then exchange summaries: see ``strategies.combine``
 ``(a b)``      one dim that is the row-major product of several factors; a factor of it can be cut evenly
-               when those before it have been cut down to one element
+               if those before it have been cut down to one element
 ``1``          a dim of one element
 ``...``        any number of leading dims, aligned from the right, broadcast; ``[...]`` is never cut
-``name'``      a dim of another length that goes along with factor ``name``: both are cut, or neither
+``name'``      a dim of another length that is tied to factor ``name``: both are cut, or neither
 =============  =====================================================================================
 
-``-`` is a scalar, ``name=4`` states a size that no dim shows by itself. A factor that no output term has is a
-reduction: cutting it leaves the output partial. An output term may end in ``/ a b``: it does not depend on those
-factors, so it is whole, not partial, where they are cut. A factor that only outputs have is made by the op.
+``-`` is a scalar, and ``name=4`` states a size that no dim shows by itself. A factor without an output term is a
+reduction: cutting it leaves the output partial. An output term may end in ``/ a b``: it does not depend on these
+factors, so it is whole and not partial if they are cut. A factor that only outputs have is created by the op.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from autopar.errors import RuleError
 from autopar.ir import TensorMeta
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*'?(?:=\d+)?|1(?!\w)|[\[\]{}()/])")
-_HINT = 'write one term an operand, as in "m k, k n -> m n".'
+_HINT = 'write one term per operand, as in "m k, k n -> m n".'
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dim of a term: its factors in row-major order, none for a dim of one element."""
+    """One dim of a term: its factors in row-major order, () for a dim of one element."""
 
     factors: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One operand or result: ``ellipsis`` is the position of ``...`` among ``dims``, if any.
+    """One operand or result. ``ellipsis`` is the position of ``...`` among ``dims``, if any.
 
-    ``independent`` holds the factors after ``/``: the result is whole where they are cut.
+    ``independent`` holds the factors after ``/``: the result is whole if they are cut.
     """
 
     dims: tuple[Dim, ...]
@@ -57,9 +57,9 @@ class Equation:
     """A parsed rule.
 
     Args:
-        fixed: the factors that are never cut.
+        fixed: factors that are never cut.
         stated: sizes given by ``name=4``.
-        combined: the factors whose ranks tell each other summaries where they are cut.
+        combined: factors whose ranks exchange summaries if they are cut.
     """
 
     text: str
@@ -72,16 +72,16 @@ class Equation:
 
 @dataclass(frozen=True)
 class Bound:
-    """An equation fitted to shapes.
+    """An equation bound to shapes.
 
     Args:
-        sizes: elements of each factor, in order of appearance.
-        inputs: for each operand, for each dim, the factors that cut it; none where it broadcasts.
-        outputs: likewise for each result; None where it is absent.
-        whole: for each result, the factors it lacks and is yet not partial over.
+        sizes: size of each factor, in order of appearance.
+        inputs: for each dim of each operand, its factors; () if the dim broadcasts.
+        outputs: the same for each result; None if it is absent.
+        whole: for each result, the factors that it lacks without being partial over them.
         cuttable: the factors that a mesh axis may take, in order of appearance.
-        tied: the other lengths that are cut with a factor.
-        combined: the factors whose ranks tell each other summaries where they are cut.
+        tied: the lengths of the other dims that are cut together with a factor.
+        combined: the factors whose ranks exchange summaries if they are cut.
     """
 
     sizes: Mapping[str, int]
@@ -95,14 +95,14 @@ class Bound:
 
 @lru_cache(maxsize=65536)
 def parse(text: str) -> Equation:
-    """Read a rule's notation.
+    """Parse a rule's notation.
 
     Raises:
-        RuleError: the text is no rule.
+        RuleError: if the text is not a rule.
     """
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
-        raise RuleError("A rule has one arrow between operands and results.", found=repr(text), hint=_HINT)
+        raise RuleError("A rule needs exactly one arrow, between operands and results.", found=repr(text), hint=_HINT)
     reader = _Reader(text)
     inputs = tuple(map(reader.term, left.split(","))) if left.strip() else ()
     outputs = tuple(map(reader.term, right.split(","))) if right.strip() else ()
@@ -113,7 +113,7 @@ def parse(text: str) -> Equation:
 
 
 class _Reader:
-    """Reads terms one by one and gathers what holds for the whole rule: fixed factors and stated sizes."""
+    """Reads terms one by one, and collects what holds for the whole rule: fixed factors and stated sizes."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -159,7 +159,7 @@ class _Reader:
             self.expect(tokens, closing)
         name, _, size = token.partition("=")
         if not name.removesuffix("'").isidentifier() or re.fullmatch(r"P\d+", name):
-            raise self.error(f"{token or 'the end'!r} stands where a factor's name should.")
+            raise self.error(f"{token or 'the end'!r} is not a factor's name.")
         if closing:
             (self.fixed if bracketed else self.combined).add(name)
         if size and self.stated.setdefault(name, int(size)) != int(size):
@@ -169,7 +169,7 @@ class _Reader:
     def expect(self, tokens: list[str], *wanted: str) -> None:
         for token in wanted:
             if not tokens or tokens.pop(0) != token:
-                raise self.error(f"A {token!r} is missing.")
+                raise self.error(f"{token!r} is missing.")
 
     def tokens(self, text: str) -> Iterator[str]:
         at, text = 0, text.rstrip()
@@ -181,7 +181,7 @@ class _Reader:
             at = match.end()
 
     def error(self, what: str) -> RuleError:
-        return RuleError(f"This is no sharding rule: {what}", found=repr(self.text), hint=_HINT)
+        return RuleError(f"This is not a sharding rule. {what}", found=repr(self.text), hint=_HINT)
 
 
 def _check_names(equation: Equation) -> None:
@@ -189,23 +189,23 @@ def _check_names(equation: Equation) -> None:
         names = [f for d in term.dims for f in d.factors]
         if len(set(names)) != len(names):
             raise RuleError(
-                "A factor stands at most once in a term.", found=repr(equation.text), hint="give each dim its own name."
+                "A factor occurs twice in a term.", found=repr(equation.text), hint="give each dim its own name."
             )
 
 
 @lru_cache(maxsize=65536)
 def bind(equation: Equation, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]) -> Bound:
-    """Fit an equation to the shapes of a node's operands and results.
+    """Bind an equation to the shapes of a node's operands and results.
 
     Raises:
-        RuleError: another number of operands, results or dims, or factors of contradicting sizes.
+        RuleError: if the number of operands, results or dims differs, or sizes of a factor contradict each other.
     """
     for what, terms, metas in (("operands", equation.inputs, inputs), ("results", equation.outputs, outputs)):
         if len(terms) != len(metas):
             raise RuleError(
-                f"The rule has {len(terms)} {what}, and the op has {len(metas)}.",
+                f"The rule has {len(terms)} {what}, but the op has {len(metas)}.",
                 found=f"{equation.text!r} for {_shapes(inputs)} -> {_shapes(outputs)}",
-                hint="write one term for each tensor, absent ones left out of the operands.",
+                hint="write one term for each tensor, and none for absent operands.",
             )
     pairs = [*zip(equation.inputs, inputs, strict=True), *zip(equation.outputs, outputs, strict=True)]
     fitted = [None if meta is None else _dims(term, meta.shape, equation) for term, meta in pairs]
@@ -219,7 +219,7 @@ def bind(equation: Equation, inputs: tuple[TensorMeta, ...], outputs: tuple[Tens
         raise RuleError(
             f"The rule does not fit the shapes: {misfit}",
             found=f"{equation.text!r} for {_shapes(inputs)} -> {_shapes(outputs)}",
-            hint="equal names need equal sizes; a dim of one element broadcasts.",
+            hint="dims with the same factor need the same size; a dim of one element broadcasts.",
         ) from None
     cut = [
         None if f is None else tuple(() if n == 1 else tuple(map(_leader, d)) for d, n in zip(f, s, strict=True))
@@ -255,21 +255,21 @@ def _shapes(metas: Sequence[TensorMeta | None]) -> str:
 
 
 def _dims(term: Term, shape: tuple[int, ...], equation: Equation) -> tuple[tuple[str, ...], ...]:
-    """The factors of each dim, with ``...`` written out as factors ``.2 .1 .0``, counted from the right."""
+    """Return the factors of each dim, with ``...`` expanded to factors ``.2 .1 .0``, counted from the right."""
     dims = [d.factors for d in term.dims]
     extra = len(shape) - len(dims)
     if (extra and term.ellipsis is None) or extra < 0:
         raise RuleError(
-            f"A term of {len(dims)} dims stands for a tensor of {len(shape)}.",
+            f"A term of {len(dims)} dims describes a tensor of {len(shape)}.",
             found=f"{equation.text!r}, shape {list(shape)}",
-            hint="write one factor a dim, or '...' for any number of them.",
+            hint="write one factor per dim, or '...' for any number of dims.",
         )
     at = term.ellipsis if term.ellipsis is not None else 0
     return (*dims[:at], *((f".{i}",) for i in reversed(range(extra))), *dims[at:])
 
 
 def _sizes(sizes: dict[str, int], uses: Sequence[tuple[tuple[str, ...], int]]) -> dict[str, int]:
-    """Sizes of all factors in order of appearance: plain dims first, then groups with one unknown."""
+    """Return the sizes of all factors in order of appearance, solving plain dims, then groups with one unknown."""
     stated = dict(sizes)
     known: dict[str, int] = {f: stated.get(f, 0) for factors, _ in uses for f in factors}
     groups = []
@@ -283,7 +283,7 @@ def _sizes(sizes: dict[str, int], uses: Sequence[tuple[tuple[str, ...], int]]) -
             if known[factors[0]] not in (0, 1, n):
                 raise _MisfitError(f"factor {factors[0]!r} has {known[factors[0]]} and {n} elements.")
             known[factors[0]] = n
-    # Each round solves at least one group, or none can be solved any more.
+    # Each round solves at least one group, unless no further one can be solved.
     for _ in groups:
         for factors, n in groups:
             unknown = [f for f in factors if not known[f]]
@@ -292,5 +292,7 @@ def _sizes(sizes: dict[str, int], uses: Sequence[tuple[tuple[str, ...], int]]) -
                 known[unknown[0]] = n // rest
     for factors, n in groups:
         if n > 1 and math.prod(known[f] for f in factors) != n:
-            raise _MisfitError(f"({' '.join(factors)}) has {n} elements and its factors {[known[f] for f in factors]}.")
+            raise _MisfitError(
+                f"({' '.join(factors)}) has {n} elements, but its factors have {[known[f] for f in factors]}."
+            )
     return {f: n or 1 for f, n in known.items()}

@@ -1,4 +1,4 @@
-"""The one table of sharding rules, by op."""
+"""The table of sharding rules by op."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LocalArg: TypeAlias = Union[Any, LocalChoice, LocalLength, LocalOffset]
 """An ``ir.Arg`` in which ``LocalChoice``, ``LocalLength`` and ``LocalOffset`` may stand for integers."""
 
 LocalCall: TypeAlias = tuple[str, tuple[LocalArg, ...], tuple[tuple[str, LocalArg], ...]]
-"""What a rank runs: op, args and kwargs, in the form that ``ir.Node`` has them."""
+"""What a rank runs: op, args and kwargs, in the form of ``ir.Node``."""
 
 Metas: TypeAlias = Sequence[TensorMeta]
 LinearSets: TypeAlias = tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ Combining: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], Union[Combine, No
 
 
 class OpName:
-    """An op's name, written as torch writes it: ``aten.sum.dim_IntList``."""
+    """Builds an op's name from attributes, as torch writes it: ``aten.sum.dim_IntList``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -57,15 +57,15 @@ class Rule:
     """How one op may be sharded.
 
     Args:
-        op: ``aten.mm``, or with its overload, ``aten.sum.dim_IntList``, which wins.
-        notation: the rule's text, or what writes it for a node whose dims depend on its arguments.
-        linear: sets of operand positions (in ``Node.inputs``) that may be partial sums together, all other
-            operands being whole; every result is then a partial sum.
-        reduction: how results are completed where a factor is cut that they lack.
-        shape_args: arguments (by position or name) that are the shape of a result, by the result's index.
-        flops: ``"product"`` for twice the product of all factors' sizes, or a formula; 0 when omitted.
-        elementwise: each element of the result depends on the operands' elements at the same place alone.
-        even: factors are cut only where they divide evenly.
+        op: ``aten.mm``, or with the overload, ``aten.sum.dim_IntList``, which takes precedence.
+        notation: the rule's text, or a function that writes it if dims depend on the node's arguments.
+        linear: sets of operand positions (in ``Node.inputs``) that may be partial sums together while all other
+            operands are whole; every result is then a partial sum.
+        reduction: the reduction that completes a result if a factor that it lacks is cut.
+        shape_args: maps arguments (by position or name) that are the shape of a result to the result's index.
+        flops: ``"product"`` for twice the product of all factors' sizes, or a function; 0 if omitted.
+        elementwise: whether each element of the result depends only on the operands' elements at the same place.
+        even: whether factors are cut only if they divide evenly.
     """
 
     op: str
@@ -97,23 +97,23 @@ def rule(
     even: bool = False,
     override: bool = False,
 ) -> Rule:
-    """Register how ``op`` may be sharded; the arguments are those of ``Rule``.
+    """Register how ``op`` may be sharded. The arguments are those of ``Rule``.
 
     Raises:
-        RuleError: the notation cannot be read, or the op has a rule and ``override`` is not set.
+        RuleError: if the notation cannot be parsed, or the op has a rule and ``override`` is not set.
     """
     name = op_name(op)
     if isinstance(notation, str):
         parse(notation)
     if reduction not in REDUCTIONS or (reduction != "sum" and linear):
         raise RuleError(
-            f"The rule of {name} has no such reduction.",
+            f"The rule of {name} has an invalid reduction.",
             found=f"reduction={reduction!r}, linear={linear!r}",
-            hint=f"use one of {', '.join(REDUCTIONS)}; only sums are linear.",
+            hint=f"use one of {', '.join(REDUCTIONS)}; linear is only for sums.",
         )
     if name in _rules and not override:
         raise RuleError(
-            f"{name} has a sharding rule already.",
+            f"{name} already has a sharding rule.",
             found=repr(_rules[name].notation),
             hint="pass override=True to replace it.",
         )
@@ -124,17 +124,17 @@ def rule(
 
 
 def lowering(op: object, *, override: bool = False) -> Callable[[Lowering], Lowering]:
-    """Decorator: the function says what a rank runs for ``op``, where local shapes alone cannot say it.
+    """Decorate a function that returns the call of a rank for ``op``, if more than shapes have to be localized.
 
     Raises:
-        RuleError: the op has a lowering and ``override`` is not set.
+        RuleError: if the op has a lowering and ``override`` is not set.
     """
     name = op_name(op)
 
     def register(function: Lowering) -> Lowering:
         if name in _lowerings and not override:
             raise RuleError(
-                f"{name} has a lowering already.",
+                f"{name} already has a lowering.",
                 found=repr(_lowerings[name]),
                 hint="pass override=True to replace it.",
             )
@@ -145,9 +145,9 @@ def lowering(op: object, *, override: bool = False) -> Callable[[Lowering], Lowe
 
 
 def windows(op: object) -> Callable[[Windows], Windows]:
-    """Decorator: the function says which rows each rank reads along a dim that is cut with a factor ``name'``.
+    """Decorate a function that returns the rows each rank reads along a cut dim that ``name'`` is tied to.
 
-    It gives nothing where the neighbours' shards do not have them: there is no such strategy then.
+    It returns None if the neighbours' shards do not hold them; the strategy is then dropped.
     """
 
     def register(function: Windows) -> Windows:
@@ -158,7 +158,7 @@ def windows(op: object) -> Callable[[Windows], Windows]:
 
 
 def combining(*ops: object) -> Callable[[Combining], Combining]:
-    """Decorator: the function says how the ops run where a factor ``{name}`` is cut; None where none is."""
+    """Decorate a function that returns how the ops run if a factor ``{name}`` is cut, None if none is."""
 
     def register(function: Combining) -> Combining:
         for op in ops:
@@ -169,33 +169,35 @@ def combining(*ops: object) -> Callable[[Combining], Combining]:
 
 
 def register_rule(op: object, notation: Notation, **options: Any) -> None:
-    """Say how a custom op may be sharded, with a named factor for each dim.
+    """Register how a custom op may be sharded, with a named factor for each dim.
 
-    ``register_rule(torch.ops.mylib.flash, "b h q d, b h [k] d, b h [k] d -> b h q d")``. The op is a name, a torch
-    op or one of its overloads; options are those of ``rule``. ``docs`` of ``notation`` give the language.
+    ``register_rule(torch.ops.mylib.flash, "b h q d, b h [k] d, b h [k] d -> b h q d")``. The op is a name, a torch op
+    or one of its overloads; options are those of ``rule``. ``strategies.notation`` documents the notation.
 
     Raises:
-        RuleError: the notation cannot be read, or the op has a rule and ``override=True`` is not passed.
+        RuleError: if the notation cannot be parsed, or the op has a rule and ``override=True`` is not passed.
     """
     rule(op, notation, **options)
 
 
 def op_name(op: object) -> str:
-    """``namespace.name`` or ``namespace.name.overload`` of a torch op, a custom op, or a name.
+    """Return ``namespace.name`` or ``namespace.name.overload`` of a torch op, a custom op, or a name.
 
     Raises:
-        RuleError: the object names no op.
+        RuleError: if the object does not name an op.
     """
     text = str(op)
     custom = re.fullmatch(r"<CustomOpDef\((.+)\)>", text)
     name = (custom[1] if custom else text).replace("::", ".").removeprefix("torch.ops.")
     if name != "placeholder" and not re.fullmatch(r"\w+(\.\w+){1,2}", name):
-        raise RuleError("This names no op.", found=text, hint='pass torch.ops.mylib.flash, or its name, "mylib.flash".')
+        raise RuleError(
+            "This does not name an op.", found=text, hint='pass torch.ops.mylib.flash, or its name, "mylib.flash".'
+        )
     return name
 
 
 def find_rule(node: Node) -> Rule | None:
-    """The rule of a node's op; that of the overload wins over that of the op."""
+    """Return the rule of a node's op. That of the overload takes precedence."""
     return _rules.get(node.op) or _rules.get(node.packet)
 
 
@@ -212,7 +214,7 @@ def find_combining(node: Node) -> Combining | None:
 
 
 def registered() -> Mapping[str, Rule]:
-    """Every rule, by op."""
+    """Return all rules by op."""
     return dict(_rules)
 
 
@@ -222,7 +224,7 @@ def on_change(function: Callable[[], None]) -> None:
 
 
 def remove(op: object) -> None:
-    """Forget the rule and the lowering of ``op``, if any."""
+    """Remove everything that is registered for ``op``."""
     _rules.pop(op_name(op), None)
     _lowerings.pop(op_name(op), None)
     _windows.pop(op_name(op), None)

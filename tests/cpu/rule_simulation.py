@@ -126,7 +126,7 @@ def summaries(told: Combine, shards: list[Any], mesh: Mesh) -> dict[tuple[int, .
         operands = Operands(iter(own), own, [])
         local = [_local(a, operands, mesh, rank) for a in args]
         said[rank] = _results(find_op(op)(*local, **{k: _local(v, operands, mesh, rank) for k, v in kwargs}))
-        for result, expected in zip(said[rank], told.told, strict=True):
+        for result, expected in zip(said[rank], told.summaries, strict=True):
             assert result is not None
             assert all(n <= most for n, most in zip(result.shape, expected.shape, strict=True)), "more is told"
             assert meta(result).dtype == expected.dtype

@@ -102,7 +102,7 @@ def test_a_batch_that_is_longer_than_its_longest_sequence_is_an_error_of_the_ste
     """On one device the result would be shorter, which no program can have."""
     made = model(nn.GRU(WIDTH, 3), padded)
     plan = autopar.plan(made, batch(), mesh=(2,), time_limit=5)
-    with pytest.raises(RuntimeError, match=r"longest sequence.*3 steps.*total_length"):
+    with pytest.raises(RuntimeError, match=r"longest packed sequence.*3 steps.*total_length"):
         autopar.simulate(made, batch(LENGTHS.clamp(max=2)), plan=plan)
 
 

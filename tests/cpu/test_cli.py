@@ -207,10 +207,10 @@ def test_an_interrupt_gives_the_best_plan_so_far(tmp_path):
         (["plan", "nosuch.json", "--mesh", "2"], "config cannot be read"),
         (["plan", "nosuch:thing", "--mesh", "2"], "was not found"),
         (["plan", f"{__name__}:no_pair", "--mesh", "2"], "must return the model and its inputs"),
-        (["plan", f"{__name__}:small", "--mesh", "2xfour"], "--mesh is no shape"),
-        (["plan", "gpt2", "--mesh", "2", "--batch", "2x2048"], "no positions for so many tokens"),
+        (["plan", f"{__name__}:small", "--mesh", "2xfour"], "--mesh is not a mesh shape"),
+        (["plan", "gpt2", "--mesh", "2", "--batch", "2x2048"], "more tokens per sample than the model has positions"),
         (["plan", f"{__name__}:small", "--mesh", "2", "--cluster", "nosuch"], "No cluster has this name"),
-        (["plan", f"{__name__}:small", "--mesh", "2", "--constraint", "x"], "--constraint is no pair"),
+        (["plan", f"{__name__}:small", "--mesh", "2", "--constraint", "x"], "--constraint is not a GLOB=SPEC pair"),
         (["plan", f"{__name__}:small", "--output", "nosuchfolder/plan.json"], "file cannot be written"),
         (["plan", f"{__name__}:small", "--optimizer", "nosuch"], "optimizer is not known"),
         (["plan", f"{__name__}:small", "--mesh", "2", "--search", "nosuch"], "There is no search"),
@@ -232,7 +232,7 @@ def test_meshes_and_constraints_are_read_as_they_are_written():
     assert mesh_of("dp=2,tp=4") == {"dp": 2, "tp": 4}
     assert constraints_of(["a.*=S0R", "b=R"]) == {"a.*": "S0R", "b": "R"}
     for text in ("2,tp=4", "two", "dp=x", ""):
-        with pytest.raises(AutoparError, match="--mesh is no shape"):
+        with pytest.raises(AutoparError, match="--mesh is not a mesh shape"):
             mesh_of(text)
 
 

@@ -284,7 +284,7 @@ def test_what_was_under_way_when_a_compiled_program_failed_is_not_kept(monkeypat
     monkeypatch.setattr(spmd, "arrived", lambda transfer: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(RANK, [torch.ones(3)])
-    assert not transfers._UNDER_WAY.transfers
+    assert not transfers._IN_FLIGHT.transfers
 
 
 def test_an_emitted_file_with_transfers_of_its_own_runs_as_it_is(tmp_path) -> None:

@@ -191,9 +191,9 @@ class LateCopies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done = 0
         self.queue: list[Callable[[], object]] = []
-        monkeypatch.setattr(transfers, "_is_apart", lambda device: True)
+        monkeypatch.setattr(transfers, "_has_own_memory", lambda device: True)
         monkeypatch.setattr(transfers, "_pinned_like", self.unset)
-        monkeypatch.setattr(transfers, "_copied_beside", self.launch)
+        monkeypatch.setattr(transfers, "_copy_on_host_stream", self.launch)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
 
     def unset(self, x: Tensor) -> Tensor:

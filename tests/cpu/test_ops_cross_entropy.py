@@ -95,16 +95,16 @@ def test_an_index_that_no_class_has_is_an_error_on_any_mesh(spec: str, wrong: in
     assert autopar.simulate(Words(), (ids, labels), plan=plan).outputs.isfinite()
     for tensor in (ids, labels):
         kept, tensor[1, 1] = tensor[1, 1].clone(), wrong
-        with pytest.raises(IndexError, match=f"{wrong} is out of bounds: there are 12"):
+        with pytest.raises(IndexError, match=f"{wrong} is out of bounds for size 12"):
             autopar.simulate(Words(), (ids, labels), plan=plan)
         tensor[1, 1] = kept
 
 
 def test_a_loss_in_chunks_refuses_them_too() -> None:
     x, table, target = torch.randn(3, 4), torch.randn(300, 4), torch.tensor([1, -100, 300])
-    with pytest.raises(IndexError, match="300 is out of bounds: there are 300"):
+    with pytest.raises(IndexError, match="300 is out of bounds for size 300"):
         OPS.linear_nll(x, table, None, target, ignore_index=-100)
     told = torch.randn(2, 2, 3)
     OPS.linear_nll_of_parts(told, target, ignore_index=-100, vocabulary=301)
-    with pytest.raises(IndexError, match="there are 300"):
+    with pytest.raises(IndexError, match="for size 300"):
         OPS.linear_nll_of_parts(told, target, ignore_index=-100, vocabulary=300)

@@ -224,7 +224,8 @@ def test_files_that_cannot_be_written_or_read_are_named_errors(plan, tmp_path):
             write(tmp_path / "nosuch" / "file")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "list.json").write_text("[1, 2]")
-    for name, said in {"bytes": "cannot be read", "list.json": "no autopar plan", "nosuch": "cannot be read"}.items():
+    messages = {"bytes": "cannot be read", "list.json": "not an autopar plan", "nosuch": "cannot be read"}
+    for name, said in messages.items():
         with pytest.raises(PlanError, match=said):
             Plan.load(tmp_path / name)
 

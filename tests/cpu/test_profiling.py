@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Cluster, Mesh
 from autopar.profiling import Effort, fit_line, join, profile_cluster
 from autopar.profiling.group import run_under_torchrun
-from autopar.profiling.kernels import KERNELS, rotation, runs, taken_apart
+from autopar.profiling.kernels import KERNELS, rotation, runs, separated
 from autopar.profiling.timing import Allowance, Stopwatch
 
 SIZES = [64.0 * 4**k for k in range(11)]
@@ -95,7 +95,7 @@ def test_one_process_measures_its_kernels_and_keeps_the_figures_of_the_nearest_l
 def test_a_process_that_a_launcher_started_launches_no_others(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(AutoparError, match="cannot be launched"):
+    with pytest.raises(AutoparError, match="cannot launch processes"):
         run_under_torchrun(2, ["profile"])
 
 
@@ -137,7 +137,7 @@ def test_fat_and_thin_shapes_are_relieved_of_each_others_part():
         flops, nbytes = (amount, other) if r.kernel.unit == "flops" else (other, amount)
         seconds = 1e-6 + flops * arithmetic + nbytes * traffic
         found.setdefault((r.kernel.kind, "float32", r.kernel.unit), []).append((amount, seconds, 0.0))
-    made = taken_apart(found, planned)
+    made = separated(found, planned)
     flops, seconds, _ = made["matmul", "float32", "flops"][-1]
     assert seconds == pytest.approx(flops * arithmetic, rel=0.05)
     nbytes, seconds, _ = made["matmul:traffic", "float32", "bytes"][-1]

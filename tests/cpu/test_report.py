@@ -89,7 +89,7 @@ def test_a_budget_far_above_is_not_drawn_and_a_missing_bound_is_no_gap(plan):
 def test_a_plan_without_facts_or_collectives_has_a_report_too(plan):
     text = page(dataclasses.replace(plan, facts=None))
     assert Reader(text).sections[0] == "mesh"
-    assert "saved by format 1" in text
+    assert "saved in format 1" in text
     alone = autopar.plan(nn.Linear(4, 4), torch.zeros(2, 4), mesh=(1,), cluster="dgx-h100")
     assert "no rank sends anything" in page(alone)
 

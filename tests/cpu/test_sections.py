@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar import spmd
-from autopar.codegen.emit import _folded
+from autopar.codegen.emit import _wrapped_assignment
 
 
 @pytest.fixture(autouse=True)
@@ -62,5 +62,5 @@ def test_a_long_name_alone_is_assigned_what_it_is_given() -> None:
     """In brackets and with a comma behind it, it would be unpacked."""
     name = "d_" + "encoder_layer3_intermediate_" * 4 + "weight"
     scope = {"x": 1}
-    exec("def f():\n" + "\n".join(_folded(name, "x + " * 30 + "x")) + f"\n    return {name}", scope)
+    exec("def f():\n" + "\n".join(_wrapped_assignment(name, "x + " * 30 + "x")) + f"\n    return {name}", scope)
     assert scope["f"]() == 31

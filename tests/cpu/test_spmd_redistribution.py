@@ -213,12 +213,12 @@ def test_complex_numbers_have_sums_and_averages_but_no_maximum():
         spec, step = ShardingSpec(((),), ((0, kind),)), Step("all_reduce", 0, reduction=kind)
         expected = (addends[0] + addends[1]) / divisor
         assert_shards(walk(addends, [spec], [step], (2,), mesh), [expected, expected], kind)
-    with pytest.raises(SpecError, match="No max is defined"):
+    with pytest.raises(SpecError, match="The reduction max is not defined"):
         spmd.all_reduce(LocalRank(mesh, (0,)), addends[0], 0, "max")
 
 
 def test_integers_have_no_average():
-    with pytest.raises(SpecError, match="No avg is defined"):
+    with pytest.raises(SpecError, match="The reduction avg is not defined"):
         spmd.all_reduce(LocalRank(Mesh((2,)), (0,)), torch.arange(3), 0, "avg")
 
 

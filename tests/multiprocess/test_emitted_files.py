@@ -146,7 +146,7 @@ def test_constants_of_few_values_are_in_the_file_and_others_are_asked_for(tmp_pa
     torch.save({name: x}, tmp_path / "batch.pt")
     files = [f"--{kind}={tmp_path / f'{kind}.pt'}" for kind in ("state", "batch", "out")]
     asked = torchrun(script, 2, *files)
-    assert "The buffer table is in no file" in asked.stderr
+    assert "The buffer table is in none of the given files" in asked.stderr
     assert "--nproc-per-node 2 step.py" in script.read_text()
     torch.save({**model.state_dict(), **dict(model.named_buffers())}, tmp_path / "state.pt")
     ran = torchrun(script, 2, *files)
@@ -173,4 +173,4 @@ def test_a_job_of_another_size_is_told_what_the_file_needs(tmp_path):
     script = autopar.plan(model, inputs, mesh=(2,), cluster="cpu-2").emit(tmp_path / "step.py")
     ran = torchrun(script, 1)
     assert ran.returncode != 0
-    assert "This program is for 2 processes, and the job has 1" in ran.stderr
+    assert "This program is for 2 processes, but the job has 1" in ran.stderr

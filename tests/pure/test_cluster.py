@@ -131,7 +131,7 @@ def test_processes_on_one_machine_share_it(processes):
 def test_a_count_that_differs_from_the_mesh_is_an_error():
     with pytest.raises(MeshError, match="has 32 devices, the mesh 8 ranks") as caught:
         Cluster.load("dgx-h100:32").sized(8)
-    assert caught.value.hint == 'write cluster="dgx-h100:8", or a mesh of 32 ranks.'
+    assert caught.value.hint == 'use cluster="dgx-h100:8", or a mesh of 32 ranks.'
 
 
 def test_an_unknown_name_shows_the_nearest_and_all():

@@ -72,7 +72,7 @@ def test_pooling_keeps_what_already_rises_and_the_mean_of_logarithms(pairs):
     ],
 )
 def test_points_that_are_no_curve_are_refused(amounts, seconds):
-    with pytest.raises(MeshError, match="a right pair of lines"):
+    with pytest.raises(MeshError, match="valid lines are: bytes"):
         Curve(amounts, seconds)
 
 
@@ -113,11 +113,11 @@ def test_a_broken_measurement_names_the_key_and_shows_a_right_line(right, wrong,
     [{"overlap": 1.5}, {"call_s": -1.0}, {"call_s": math.nan}],
 )
 def test_figures_made_in_code_are_checked(wrong):
-    with pytest.raises(MeshError, match="overlap lies between 0 and 1"):
+    with pytest.raises(MeshError, match="overlap must lie between 0 and 1"):
         Measured(**wrong)
     with pytest.raises(MeshError, match="at least two ranks"):
         replace(ALL_REDUCE, ranks_per_node=1)
-    with pytest.raises(MeshError, match="over flops or bytes"):
+    with pytest.raises(MeshError, match="flops or bytes as unit"):
         replace(MATMUL, unit="rows")
 
 

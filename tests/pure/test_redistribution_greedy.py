@@ -72,7 +72,7 @@ def test_what_has_no_path_is_an_error_and_so_is_an_unknown_method():
     mesh = Mesh((2, 4))
     with pytest.raises(SpecError, match="No redistribution leads"):
         greedy_path(parse("RRR"), parse("RRR P0"), SHAPE, 4, mesh, uniform(mesh))
-    with pytest.raises(SpecError, match="no method"):
+    with pytest.raises(SpecError, match="no such redistribution method"):
         find_path(parse("RRR"), parse("S0RR"), SHAPE, 4, mesh, uniform(mesh), method="fastest")
 
 

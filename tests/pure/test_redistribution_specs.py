@@ -134,24 +134,24 @@ def test_an_axis_that_is_used_twice_is_refused(text):
 
 @pytest.mark.parametrize("text", ["", "Q", "S", "SR", "S0X", "R0", "s0r", "S0 R", "RR Q0", "RR P", "RR Pmean0", "S(1R"])
 def test_what_is_no_spec_is_refused_with_examples(text):
-    with pytest.raises(SpecError, match="no sharding spec") as error:
+    with pytest.raises(SpecError, match="not a sharding spec") as error:
         parse(text)
     shown(error, repr(text), "S01RR, S0R P1")
 
 
 def test_a_spec_for_another_number_of_dims_is_refused():
     mesh = Mesh((2, 4))
-    with pytest.raises(SpecError, match=r"has 3 dims, and lm_head\.weight has 2") as error:
+    with pytest.raises(SpecError, match=r"has 3 dims, but lm_head\.weight has 2") as error:
         parse("S0RR").check(2, mesh, "lm_head.weight")
     shown(error, "S0RR", "RR replicates it")
     with pytest.raises(SpecError, match="3 dims") as error:
         cheapest_path(parse("S0RR"), parse("RR"), (8, 8), 4, mesh, uniform(mesh))
-    shown(error, "one letter a dim")
+    shown(error, "write one letter per dim")
 
 
 def test_an_axis_that_the_mesh_does_not_have_is_refused():
     mesh = Mesh((2, 4))
-    with pytest.raises(SpecError, match="mesh axis 2, and the mesh has axes 0 to 1") as error:
+    with pytest.raises(SpecError, match="mesh axis 2, but the mesh has axes 0 to 1") as error:
         cheapest_path(parse("RR"), parse("S2R"), (8, 8), 4, mesh, uniform(mesh))
     shown(error, "S2R on mesh (2, 4)", "S0R")
 

@@ -249,7 +249,7 @@ def test_ops_are_named_as_torch_prints_them() -> None:
     assert op_name("aten.mm") == "aten.mm"
     assert op_name("mylib::flash") == "mylib.flash"
     assert op_name("<CustomOpDef(mylib::flash)>") == "mylib.flash"
-    with pytest.raises(RuleError, match="names no op"):
+    with pytest.raises(RuleError, match="does not name an op"):
         op_name(42)
 
 

@@ -179,7 +179,7 @@ BAD_FORMULAS = (
 
 @pytest.mark.parametrize("text", BAD_FORMULAS)
 def test_a_text_that_is_no_arithmetic_is_no_formula(text) -> None:
-    with pytest.raises(PlanError, match="no formula"):
+    with pytest.raises(PlanError, match="not a formula"):
         read_formula(text, ["batch"])
 
 

@@ -313,7 +313,7 @@ class Prices:
                     seconds = costs.seconds("permute", rows * of_row, h.axis)
                     found.append(Sent("permute", h.operand, h.axis, rows * of_row, seconds))
         summary = combine(node, option, tuple(metas), self.mesh)
-        for meta in summary.told if summary else ():
+        for meta in summary.summaries if summary else ():
             nbytes, costs = meta.numel * meta.itemsize, self.collectives.of(meta.dtype)
             for axis in reversed(summary.axes if summary else ()):
                 nbytes *= self.mesh.shape[axis]

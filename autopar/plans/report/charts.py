@@ -1,4 +1,4 @@
-"""Memory over time, and the streams over time, as drawings that a keyboard can walk through."""
+"""Charts of memory and of the streams over time, which can be explored with the keyboard."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.report.markup import tag
 from autopar.plans.table import seconds, size
 
-WIDTH = 1000.0
-HEIGHT = 260.0
-MOST_POINTS = 500
-MOST_BLOCKS = 1500
+WIDTH, HEIGHT = 1000.0, 260.0
+"""Size of a chart in SVG units."""
 
+MOST_POINTS = 500
+"""About how many points the memory chart keeps."""
+
+MOST_BLOCKS = 1500
+"""Blocks shorter than the step time over this are joined with their neighbours."""
 MOST_EMPTY = 4
-"""The line of a budget that is so many times the peak is not drawn."""
+"""A budget of more than this many times the peak is not drawn, since the rest would be a stripe."""
 
 TAIL = 0.03
-"""The optimizer's step, which the simulated step does not time, has this share of the drawing's width."""
+"""Share of the chart's width for the optimizer step, which the simulation does not time."""
 
 
 class Point(NamedTuple):
-    """What is held from a moment on, by kind."""
+    """Bytes held from a moment on, by kind."""
 
     at_s: float
     held: dict[str, int]
 
 
 def memory_points(plan: PlanRecord) -> list[Point]:
-    """Bytes by kind over the seconds of the step, thinned so that every peak stays."""
+    """Return bytes by kind over the seconds of the step, thinned in a way that keeps every peak."""
     facts = plan.facts
     assert facts is not None
     times = _times(plan, facts)
@@ -53,7 +56,7 @@ def memory_points(plan: PlanRecord) -> list[Point]:
 
 
 def _times(plan: PlanRecord, facts: Facts) -> list[float]:
-    """When each op of the program begins; one more for the optimizer's step."""
+    """Return the start of each op of the program, and of the optimizer step."""
     begun = [0.0] * (len(plan.program.ops) + 1)
     for at, stream, start, _ in facts.intervals:
         if at >= 0 and stream == "compute":
@@ -63,7 +66,7 @@ def _times(plan: PlanRecord, facts: Facts) -> list[float]:
 
 
 def memory_chart(plan: PlanRecord) -> str:
-    """Stacked by kind, those that never change at the bottom, with the budget as a line."""
+    """Draw memory stacked by kind, with those that never change at the bottom and the budget as a line."""
     points = memory_points(plan)
     kinds = [k for k in points[0].held if any(p.held[k] for p in points)]
     top = highest(plan) * 1.05 or 1.0
@@ -102,7 +105,7 @@ def memory_chart(plan: PlanRecord) -> str:
 
 
 def highest(plan: PlanRecord) -> float:
-    """What the axis of bytes goes up to: the budget, unless what is held would be but a stripe below it."""
+    """Return the top of the byte axis: the budget, unless it dwarfs the peak."""
     return max(plan.peak_memory, plan.budget if plan.budget <= MOST_EMPTY * plan.peak_memory else 0)
 
 
@@ -111,14 +114,14 @@ def _y(held: float, top: float) -> float:
 
 
 def _area(x: Sequence[float], ends: Sequence[float], low: Sequence[float], high: Sequence[float], top: float) -> str:
-    """Steps along ``high``, and back along ``low``."""
+    """Return the outline: steps along ``high``, and back along ``low``."""
     up = " ".join(f"{a:.1f},{_y(h, top):.1f} {b:.1f},{_y(h, top):.1f}" for a, b, h in zip(x, ends, high, strict=True))
     back = [f"{b:.1f},{_y(v, top):.1f} {a:.1f},{_y(v, top):.1f}" for a, b, v in zip(x, ends, low, strict=True)]
     return f"M{up} {' '.join(reversed(back))}Z"
 
 
 class Block(NamedTuple):
-    """What one stream does without a pause, of one sort."""
+    """Work of one sort that a stream does without a pause."""
 
     start_s: float
     end_s: float
@@ -127,7 +130,7 @@ class Block(NamedTuple):
 
 
 def stream_blocks(plan: PlanRecord) -> dict[str, list[Block]]:
-    """Intervals by stream; those too short to see are joined with their neighbours of the same sort."""
+    """Return blocks by stream. Those too short to see are joined with neighbours of the same sort."""
     facts = plan.facts
     assert facts is not None
     found: dict[str, list[Block]] = {}
@@ -180,15 +183,16 @@ def _joined(blocks: Sequence[Block], short: float) -> Iterator[Block]:
 
 
 def _named(block: Block, count: int) -> Block:
-    said = f"{count} short ones of {block.sort}: {seconds(block.end_s - block.start_s)}"
+    said = f"{count} short intervals of {block.sort}: {seconds(block.end_s - block.start_s)}"
     return block if count == 1 else block._replace(text=said)
 
 
 LANE = 34
+"""Height of a stream's lane in SVG units."""
 
 
 def timeline_chart(plan: PlanRecord) -> str:
-    """One lane a stream, on one scale of time."""
+    """Draw one lane per stream, on a common time scale."""
     lanes = stream_blocks(plan)
     order = sorted(lanes, key=lambda s: (s != "compute", s == "host", s))
     scale = WIDTH / (plan.step_time or 1.0)
@@ -216,7 +220,7 @@ def timeline_chart(plan: PlanRecord) -> str:
         class_="timeline",
         tabindex=0,
         role="img",
-        aria_label="what each stream does; arrow keys go from op to op",
+        aria_label="what each stream does; arrow keys move from op to op",
     )
     legend = [tag("li", tag("i", class_=f"key b {sort}"), escape(sort)) for sort in sorts]
     scroller = tag("div", svg, class_="scroll")

@@ -1,4 +1,4 @@
-"""Specs as pictures: a rectangle with the cuts of a tensor, the part of rank 0 filled."""
+"""Draw specs: a rectangle with the cuts of a tensor, in which the shard of rank 0 is filled."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autopar.sharding import ShardingSpec
 
 WIDTH, HEIGHT = 44, 26
 MOST_LINES = 12
-"""More cuts than this along a side are drawn as so many."""
+"""Largest number of parts drawn along a side."""
 
 
 def picture(spec: ShardingSpec, mesh: Mesh, shape: Sequence[int] = ()) -> str:
-    """The last dim from left to right, all others from top to bottom; a partial sum is hatched."""
+    """Draw the last dim from left to right and all others from top to bottom. A partial sum is hatched."""
     parts = [math.prod(mesh.shape[a] for a in axes) for axes in spec.dims]
     across = parts[-1] if parts else 1
     down = math.prod(parts[:-1]) if len(parts) > 1 else 1
@@ -43,7 +43,7 @@ def picture(spec: ShardingSpec, mesh: Mesh, shape: Sequence[int] = ()) -> str:
 
 
 def describe(spec: ShardingSpec, mesh: Mesh, shape: Sequence[int] = ()) -> str:
-    """The spec in words, with the local shape where the global one is known."""
+    """Describe the spec in words, with the local shape if the global one is known."""
     said = [
         f"dim {dim} cut by axis {' and '.join(mesh.names[a] for a in axes)} into "
         f"{math.prod(mesh.shape[a] for a in axes)}"

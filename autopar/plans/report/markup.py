@@ -1,4 +1,4 @@
-"""HTML and SVG as text; every number carries the formula that it comes from."""
+"""Build HTML and SVG text, in which every number carries its formula."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def tag(name: str, *content: str, **attributes: object) -> str:
-    """An element; ``content`` is markup, attribute values are text, and a trailing ``_`` of a name is dropped."""
+    """Return an element. ``content`` is markup, attribute values are text; a trailing ``_`` of a name is dropped."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
@@ -17,12 +17,12 @@ def tag(name: str, *content: str, **attributes: object) -> str:
 
 
 def number(text: str, formula: str, *, focus: bool = True) -> str:
-    """A figure with its formula, which shows when it is pointed at or has the keyboard's focus."""
+    """Return a number with its formula, which shows on hover or keyboard focus."""
     return tag("span", escape(text), class_="n", data_f=formula, tabindex=0 if focus else None)
 
 
 def rows(head: Iterable[str], body: Iterable[Iterable[str]], caption: str) -> str:
-    """A table of markup that scrolls by itself where the screen is narrow."""
+    """Return a table of markup cells that scrolls sideways on narrow screens."""
     top = tag("thead", tag("tr", *(tag("th", h, scope="col") for h in head)))
     lines = (tag("tr", *(tag("td", cell) for cell in line)) for line in body)
     return tag(

@@ -1,4 +1,4 @@
-"""The mesh over the nodes of the cluster: which ranks share a node, and which form a group of each axis."""
+"""Draw the mesh on the nodes of the cluster: which ranks share a node, and which form a group of each axis."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.report.markup import number, tag
 
 NODES, DEVICES = 8, 16
-"""So many nodes, and devices of a node, are drawn; the others are counted."""
+"""Most nodes, and most devices of a node, that are drawn; the rest is counted."""
 
 
 def mesh_figure(plan: PlanRecord) -> str:
-    """Each node as a box of its devices. A button for each axis marks the group of rank 0 along it."""
+    """Draw each node as a box of its devices. A button for each axis highlights the group of rank 0 along it."""
     mesh = plan.mesh
     per_node = plan.facts.devices_per_node if plan.facts else mesh.size
     nodes = -(-mesh.size // per_node)
     boxes = [_node(plan, n, per_node) for n in range(min(nodes, NODES))]
     if nodes > NODES:
-        boxes.append(tag("p", f"… and {nodes - NODES:,} nodes more", class_="more"))
+        boxes.append(tag("p", f"… and {nodes - NODES:,} more nodes", class_="more"))
     buttons = [
         tag(
             "button",
@@ -30,7 +30,9 @@ def mesh_figure(plan: PlanRecord) -> str:
         )
         for axis, (name, size) in enumerate(zip(mesh.names, mesh.shape, strict=True))
     ]
-    said = tag("p", f"{mesh.size:,} devices on {nodes:,} node{'s' * (nodes > 1)}. Mark the group of rank 0 along: ")
+    said = tag(
+        "p", f"{mesh.size:,} devices on {nodes:,} node{'s' * (nodes > 1)}. Highlight the group of rank 0 along: "
+    )
     return said + tag("div", *buttons, class_="axes") + tag("div", *boxes, class_="nodes") + _links(plan)
 
 
@@ -46,14 +48,16 @@ def _node(plan: PlanRecord, node: int, per_node: int) -> str:
 
 
 def _links(plan: PlanRecord) -> str:
-    """What a rank reaches along each axis."""
+    """List the bandwidth of a rank along each axis."""
     if plan.facts is None:
         return ""
     lines = []
     for axis in plan.facts.axes:
-        inside = f"{axis.ranks_per_node} ranks a node at {axis.intra_bytes_per_s / 1e9:,.0f} GB/s"
-        across = f"{axis.nodes} nodes at {axis.inter_bytes_per_s / 1e9:,.0f} GB/s a rank"
+        inside = f"{axis.ranks_per_node} ranks per node at {axis.intra_bytes_per_s / 1e9:,.0f} GB/s"
+        across = f"{axis.nodes} nodes at {axis.inter_bytes_per_s / 1e9:,.0f} GB/s per rank"
         parts = [inside] * (axis.ranks_per_node > 1) + [across] * (axis.nodes > 1)
-        rates = "what a rank sends in one direction while all groups of the axis do: link bandwidth x efficiency"
+        rates = (
+            "what a rank sends in one direction while all groups of the axis communicate: link bandwidth x efficiency"
+        )
         lines.append(tag("li", f"axis {escape(axis.name)}: ", number(", ".join(parts) or "one rank", rates)))
     return tag("ul", *lines)

@@ -1,4 +1,4 @@
-"""The page: its sections, and the numbers with their formulas."""
+"""The page of a report: its sections, and the numbers with their formulas."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SECTIONS = {
     "memory": "Memory over time",
     "timeline": "Timeline",
     "collectives": "Collectives",
-    "baselines": "Beside known ways",
+    "baselines": "Baselines",
     "planning": "Planning",
 }
 
 
 def page(plan: PlanRecord) -> str:
-    """The whole file; style and script are inside, and nothing is fetched."""
+    """Return the whole file, with style and script inside so that nothing is fetched."""
     body = {
         "mesh": mesh_figure(plan),
         "model": model_tree(plan) if plan.facts else _no_facts(),
@@ -43,8 +43,8 @@ def page(plan: PlanRecord) -> str:
     parts = [section(name, SECTIONS[name], content) for name, content in body.items()]
     foot = tag(
         "footer",
-        f"Predictions of autopar's cost models for plan {plan.digest}; point at a number, or tab to "
-        "it, to see where it comes from.",
+        f"Predictions of autopar's cost models for plan {plan.digest}; hover over a number, or tab to "
+        "it, to see how it was computed.",
     )
     return "\n".join(
         [
@@ -69,31 +69,37 @@ def _resource(name: str) -> str:
 
 
 def _no_facts() -> str:
-    return tag("p", "This plan was saved by format 1, which does not hold what is drawn here: plan again.")
+    return tag("p", "This plan was saved in format 1, which lacks the data for this section: plan again.")
 
 
 def _cards(plan: PlanRecord) -> str:
-    """The headline figures."""
+    """Return the headline figures."""
     f = plan.facts
     bound = f"({seconds(plan.objective)} - {seconds(plan.lower_bound)}) / {seconds(plan.objective)}"
     gap = f"{plan.gap:.2%}" if plan.lower_bound > 0 else "unknown"
     kinds = " + ".join(f"{k} {size(v)}" for k, v in plan.memory.items())
-    summed = "sum of the chosen options' seconds in the integer program, less what hides behind computation"
+    summed = "sum of the chosen options' seconds in the integer program, minus what overlaps with computation"
     cards = [
-        ("step time", seconds(plan.step_time), f"streams simulated: {_busy(plan)}; without the optimizer's step"),
-        ("peak memory", size(plan.peak_memory), f"largest sum of live bytes at any moment, fullest device: {kinds}"),
+        ("step time", seconds(plan.step_time), f"simulated streams: {_busy(plan)}; without the optimizer step"),
+        (
+            "peak memory",
+            size(plan.peak_memory),
+            f"largest sum of live bytes at any moment on the fullest device: {kinds}",
+        ),
         ("plan cost", seconds(plan.objective), summed),
         ("gap", gap, f"(cost - bound) / cost = {bound}: no plan can cost less than the bound"),
     ]
     if plan.host_memory:
-        cards.append(("host memory", size(plan.host_memory), "offloaded activations and optimizer state of a device"))
+        cards.append(("host memory", size(plan.host_memory), "offloaded activations and optimizer state of one device"))
     if f and f.flops:
         peak = f"{f.peak_flops_per_s / 1e12:,.0f} TFLOP/s in {f.dtype}"
         could = f"{seconds(plan.step_time)} x {plan.mesh.size:,} devices x {peak}"
         cards.append(("MFU", f"{plan.mfu:.1%}", f"{f.flops:.4g} FLOPs of the step / ({could})"))
     if f and plan.throughput:
         kind, amount = ("tokens", f.tokens) if f.tokens else ("samples", f.samples)
-        cards.append((f"{kind} a second", f"{plan.throughput:,.0f}", f"{amount:,} {kind} / {seconds(plan.step_time)}"))
+        cards.append(
+            (f"{kind} per second", f"{plan.throughput:,.0f}", f"{amount:,} {kind} / {seconds(plan.step_time)}")
+        )
     return tag("dl", *(tag("div", tag("dt", k), tag("dd", number(v, how))) for k, v, how in cards), class_="cards")
 
 
@@ -107,7 +113,7 @@ def _busy(plan: PlanRecord) -> str:
 
 
 def _collectives(plan: PlanRecord) -> str:
-    """One table an axis."""
+    """Return one table per axis."""
     if not plan.collectives:
         return tag("p", "None: no rank sends anything.")
     tables = []
@@ -131,7 +137,7 @@ def _collective(plan: PlanRecord, axis: int, kind: str, phase: str, found: list[
         escape(kind),
         phase,
         number(f"{len(found):,}", "launches in a step"),
-        number(size(sent), "sum of the messages: gathered size of an all-gather, local size of any other"),
+        number(size(sent), "sum of all messages: gathered size of an all-gather, local size of any other"),
         number(seconds(took), how),
         number(f"{sent / took / 1e9:.3g} GB/s" if took else "", "bytes / time"),
         number(algorithm, "the fastest of the library's algorithms for the largest message of this kind"),
@@ -139,9 +145,9 @@ def _collective(plan: PlanRecord, axis: int, kind: str, phase: str, found: list[
 
 
 def _baselines(plan: PlanRecord) -> str:
-    """The plan first, then the known ways that were completed for the same model, mesh and prices."""
+    """List the plan first, then the baselines for the same model, mesh and prices."""
     if not plan.baselines:
-        return tag("p", "No known way was worth measuring; plan with compare=True to see all.")
+        return tag("p", "No baseline was simulated; plan with compare=True to see all of them.")
     slowest = max([plan.step_time, *(b.step_time for b in plan.baselines)]) or 1.0
     own = [
         _bar(plan.step_time / slowest, "this plan"),
@@ -151,14 +157,16 @@ def _baselines(plan: PlanRecord) -> str:
     ]
     ordered = sorted(plan.baselines, key=lambda b: b.step_time)
     body = [own, *(_baseline(plan, b, slowest) for b in ordered)]
-    return rows(["way", "step time", "peak memory", "against the plan"], body, "the same model, mesh and prices")
+    return rows(
+        ["way", "step time", "peak memory", "relative to the plan"], body, "for the same model, mesh and prices"
+    )
 
 
 def _baseline(plan: PlanRecord, b: BaselineRecord, slowest: float) -> list[str]:
     ratio = b.step_time / plan.step_time if plan.step_time else 1.0
     how = f"{seconds(b.step_time)} / {seconds(plan.step_time)}"
     verdict = number(f"{ratio:.2f} ×", how) + ("" if b.fits else " " + tag("em", "over the budget"))
-    cost = f"simulated as the plan was; its cost in the integer program is {seconds(b.objective)}"
+    cost = f"simulated like the plan; its cost in the integer program is {seconds(b.objective)}"
     return [
         _bar(b.step_time / slowest, b.name),
         number(seconds(b.step_time), cost),
@@ -179,6 +187,6 @@ def _planning(plan: PlanRecord) -> str:
     notes = "".join(tag("li", escape(n)) for n in plan.notices)
     return (
         rows(["stage", "took"], body, "where planning spent its time")
-        + tag("p", escape(f"solver: {plan.solver.get('method', '')}. Asked for: {asked}."))
+        + tag("p", escape(f"solver: {plan.solver.get('method', '')}. Options: {asked}."))
         + (tag("ul", notes) if notes else "")
     )

@@ -1,4 +1,4 @@
-"""The model as a tree that folds: modules with the specs of their weights and outputs as cut rectangles."""
+"""Draw the model as a collapsible tree of modules, with pictures of the specs of weights and outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.plans.table import seconds, size
 
 @dataclass
 class Module:
-    """A module of the model, or several that are alike, with what is inside."""
+    """A module of the model, or several equal ones, with its children."""
 
     name: str
     path: str
@@ -24,13 +24,13 @@ class Module:
     copies: list[str] = field(default_factory=list)
 
     def each(self) -> Iterator[Layer]:
-        """Its own layer and those inside, of all copies."""
+        """Yield its own layer and those of its descendants, summed over all copies."""
         yield from () if self.own is None else (self.own,)
         for child in self.inside.values():
             yield from child.each()
 
     def absorb(self, other: Module) -> None:
-        """Count a module that is alike in."""
+        """Merge an equal module into this one."""
         self.copies += other.copies
         self.count(other)
 
@@ -41,13 +41,13 @@ class Module:
             mine.count(its)
 
     def kind(self) -> tuple[object, ...]:
-        """Equal for modules that are alike but for their number."""
+        """A key that is equal for modules that differ only in their number."""
         own = self.own.alike()[1:] if self.own else ()
         return (*own, *((c.name, c.kind(), len(c.copies)) for c in self.inside.values()))
 
 
 def model_tree(plan: PlanRecord) -> str:
-    """Every module; layers that are alike are one, with their numbers."""
+    """Draw every module. Equal layers are merged and list their numbers."""
     root = Module(plan.model, "")
     for path, layer in layers(plan).items():
         at = root
@@ -59,7 +59,7 @@ def model_tree(plan: PlanRecord) -> str:
 
 
 def _fold(module: Module) -> None:
-    """Put numbered children that are alike into one."""
+    """Merge equal numbered children."""
     for child in module.inside.values():
         _fold(child)
     kept: dict[object, Module] = {}
@@ -73,7 +73,7 @@ def _fold(module: Module) -> None:
 
 
 def numbers(copies: list[str]) -> str:
-    """``0-4, 7``."""
+    """Return a text such as ``0–4, 7``."""
     found: list[list[int]] = []
     for n in map(int, copies):
         if found and n == found[-1][-1] + 1:
@@ -94,7 +94,7 @@ def _drawn(plan: PlanRecord, module: Module, *, opened: bool = False) -> str:
 
 
 def _pictures(plan: PlanRecord, module: Module) -> str:
-    """Of its weights, an arrow, and of its output."""
+    """Draw its weights, an arrow, and its output."""
     if module.own is None:
         return ""
     drawn = [_weight_picture(plan, module, attribute) for attribute in module.own.weights]
@@ -113,7 +113,7 @@ def _figures(module: Module) -> str:
     found = list(module.each())
     compute, sent = sum(layer.compute_s for layer in found), sum(layer.communication_s for layer in found)
     weights, held = sum(layer.weight_bytes for layer in found), sum(layer.held_bytes for layer in found)
-    each = "of all of them, " if len(module.copies) > 1 else ""
+    each = "all copies together, " if len(module.copies) > 1 else ""
     time = f"{each}forward and backward: {seconds(compute)} of ops + {seconds(sent)} of collectives"
     memory = f"{each}on a device: {size(weights)} of parameters + {size(held)} kept for the backward"
     texts = number(seconds(compute + sent), time), number(size(weights + held), memory)
@@ -121,7 +121,7 @@ def _figures(module: Module) -> str:
 
 
 def _details(plan: PlanRecord, module: Module) -> str:
-    """Its own weights, output, what is kept, and collectives."""
+    """List its own weights, output, what is kept, and collectives."""
     own = module.own
     if own is None:
         return ""
@@ -140,7 +140,7 @@ def _details(plan: PlanRecord, module: Module) -> str:
                 number(size(held), f"local shape {local} x bytes of {dtype} = {held:,} B"),
             ]
         )
-    listed = rows(["weight", "whole", "spec", "a device"], body, "weights") if body else ""
+    listed = rows(["weight", "global", "spec", "per device"], body, "weights") if body else ""
     notes = []
     if own.activation:
         notes.append(f"output {own.activation}")

@@ -1,4 +1,4 @@
-"""Every rule that autopar has of its own, by kind of op."""
+"""The rules that come with autopar, by kind of op."""
 
 from autopar.strategies.rules import (
     attention,

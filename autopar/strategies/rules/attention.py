@@ -1,6 +1,6 @@
-"""Scaled-dot-product attention: autopar's own, and each of torch's kernels.
+"""Scaled-dot-product attention: autopar's own op, and each of torch's kernels.
 
-``g`` groups of keys and values, each read by ``q`` query heads; the keys' sequence is whole.
+There are ``g`` groups of keys and values, each read by ``q`` query heads. The keys' sequence is never cut.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GRADIENT: LinearSets = ((0,),)
 
 @dataclass(frozen=True)
 class _Letters:
-    """Terms of attention: query heads, key heads, and the queries' sequence.
+    """Factors of attention: query heads, key heads, and the queries' sequence.
 
-    Under a causal mask the last queries read the most keys, so that cutting them would not divide the work.
+    Under a causal mask the last queries read the most keys, so cutting the queries would not divide the work evenly.
     """
 
     heads: str
@@ -44,7 +44,7 @@ class _Letters:
         return [f"{rows} [e]", rows]
 
     def of_role(self, role: str, meta: TensorMeta, other: str) -> str:
-        """The term of an operand or result of torch's kernels; ``other`` names the dims of what is never cut."""
+        """Return the term of an operand or result of torch's kernels; ``other`` prefixes uncut dims."""
         if role in "qkv":
             return self.operands()["qkv".index(role)]
         if role == "m" and meta.numel:
@@ -83,11 +83,12 @@ def _attention_backward(node: Node, metas: Metas) -> str:
 
 
 BACKWARD = 2.5
-"""Five products where the forward has two (Dao, "FlashAttention-2", 2023, section 4.1)."""
+"""FLOPs of the backward over those of the forward: five products against two (Dao, "FlashAttention-2", 2023,
+section 4.1)."""
 
 
 def _products(q: TensorMeta, k: TensorMeta, v: TensorMeta) -> float:
-    """FLOPs of the forward: q k^T and p v. As everyone counts them, what a causal mask hides is not left out."""
+    """Return the FLOPs of the forward, q k^T and p v. By convention, what a causal mask hides is counted too."""
     b, h, s, d = q.shape
     t, e = k.shape[2], v.shape[3]
     return 2.0 * b * h * s * t * (d + e)
@@ -106,7 +107,7 @@ rule(autopar.attention_backward, _attention_backward, linear=GRADIENT, flops=_at
 
 
 def _lower_attention(queries: int) -> Lowering:
-    """Dropout numbers the probabilities [b, h, s, t] by their place in the global tensor."""
+    """Return a lowering with the shard's offset: dropout numbers the probabilities [b, h, s, t] by global position."""
 
     def lower(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
         shape, cuts = metas[queries].shape[:3], strategy.inputs[queries].dims[:3]
@@ -121,7 +122,7 @@ lowering(autopar.attention)(_lower_attention(queries=0))
 lowering(autopar.attention_backward)(_lower_attention(queries=1))
 
 
-# torch's own, where a program was captured with them.
+# torch's own kernels, for programs that were captured with them.
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,12 @@ class _Variant:
     """One of torch's kernels, forward or backward.
 
     Args:
-        takes: what each argument is: ``q``, ``k``, ``v``, a mask ``m``, the result ``y`` or its gradient, the logarithm
-            of the sums ``l``, probabilities ``p``, or ``.`` for what is none of these.
-        gives: the same of the results.
-        dropout: position of the argument that says how much; causality comes after it.
-        rows: whether the queries' sequence may be cut. Kernels for GPUs are told its length, and pad ``l``.
+        takes: role of each argument: ``q``, ``k``, ``v``, a mask ``m``, the result ``y`` or its gradient, the logsumexp
+            ``l``, probabilities ``p``, or ``.`` for anything else.
+        gives: role of each result.
+        dropout: position of the dropout probability.
+        rows: whether the queries' sequence may be cut. Kernels for GPUs take its length as an argument and pad ``l``.
+        causal: distance from the dropout argument to the one for causality.
     """
 
     takes: str
@@ -162,8 +164,8 @@ def _variant(node: Node) -> _Variant:
     return VARIANTS[node.packet.removeprefix("aten._scaled_dot_product_")]
 
 
-def _torchs_own(node: Node, metas: Metas) -> str:
-    """Dropout is not by global position in these kernels, so that where there is some all is whole."""
+def _torch_attention(node: Node, metas: Metas) -> str:
+    """Write the rule. These kernels do not draw dropout by global position, so with dropout nothing is cut."""
     kind = _variant(node)
     if arg(node, kind.dropout, 0.0, "dropout_p"):
         return replicated(node, metas)
@@ -177,12 +179,12 @@ def _torchs_own(node: Node, metas: Metas) -> str:
             terms.append(letters.of_role(role, metas[len(terms)], f"x{i}_"))
     results = enumerate(node.outputs)
     gives = [letters.of_role((kind.gives + "." * 9)[i], m or TensorMeta((), "int64"), f"y{i}_") for i, m in results]
-    alike = f" / b {letters.groups}"  # counters and states of generators
+    alike = f" / b {letters.groups}"  # counters and generator states do not depend on them
     gives = [g + alike if i >= len(kind.gives) else g for i, g in enumerate(gives)]
     return f"{', '.join(terms)} -> {', '.join(gives)}"
 
 
-def _torchs_flops(node: Node, metas: Metas) -> float:
+def _torch_attention_flops(node: Node, metas: Metas) -> float:
     first = _variant(node).takes.index("q")
     return (BACKWARD if first else 1.0) * _products(*metas[first : first + 3])
 
@@ -190,7 +192,7 @@ def _torchs_flops(node: Node, metas: Metas) -> float:
 for _name in VARIANTS:
     rule(
         f"aten._scaled_dot_product_{_name}",
-        _torchs_own,
+        _torch_attention,
         linear=GRADIENT if "backward" in _name else (),
-        flops=_torchs_flops,
+        flops=_torch_attention_flops,
     )

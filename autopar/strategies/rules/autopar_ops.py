@@ -1,4 +1,4 @@
-"""autopar's own ops, which know the global position of the shard that they work on."""
+"""autopar's own ops, which take the global position of the shard that they work on."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from autopar.strategies.registry import (
     lowering,
     rule,
 )
-from autopar.strategies.rules.combined import TOLD, cutting, local_counts, result, torch_dtype, with_operands
+from autopar.strategies.rules.combined import GATHERED, cutting, local_counts, result, torch_dtype, with_operands
 
 BILINEAR: LinearSets = ((0,), (1,))
 FIRST: LinearSets = ((0,),)
 
 
 def replace_kwargs(node: Node, **values: LocalArg) -> LocalCall:
-    """The call with keyword arguments replaced."""
+    """Return the call with keyword arguments replaced."""
     kwargs = {**dict(node.kwargs), **values}
     return node.op, node.args, tuple(kwargs.items())
 
@@ -47,7 +47,7 @@ def _meta(meta: TensorMeta | None) -> TensorMeta:
 
 
 def _contraction(node: Node, metas: Metas) -> str:
-    """``"bsk,nk->bsn"`` as notation."""
+    """Convert an equation such as ``"bsk,nk->bsn"`` to the notation."""
     equation = next(a for a in (*node.args, *(a for _, a in node.kwargs)) if isinstance(a, str))
     left, right = equation.replace(" ", "").split("->")
     return f"{', '.join(' '.join(t) or '-' for t in left.split(','))} -> {' '.join(right) or '-'}"
@@ -79,7 +79,7 @@ def _lower_uniform(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> 
     return replace_kwargs(node, shape=local_shape(shape, spec, mesh), offset=_offsets(shape, spec))
 
 
-# A vocabulary whose rows are cut: rows that a rank does not hold count as zeros.
+# If the rows of a vocabulary are cut, rows that a rank does not hold count as zeros.
 
 rule(autopar.lookup, "v d, ... -> ... d", linear=FIRST)
 rule(autopar.lookup_backward, "... d, ... -> v d", linear=FIRST)
@@ -97,13 +97,13 @@ def _lower_lookup_backward(node: Node, strategy: Strategy, metas: Metas, mesh: M
     return replace_kwargs(node, rows=local_length(rows, axes, mesh), offset=local_offset(rows, axes))
 
 
-# Cross entropy over a vocabulary that is cut: the maximum ``m`` and the sum of exponentials are reduced on the way.
+# Cross entropy over a cut vocabulary reduces the maximum ``m`` and the sum of exponentials on the way.
 
 rule(autopar.sumexp, "... v, ... -> ...")
 
 
 def _weighted(metas: Metas, plain: int) -> str:
-    """Of classes that have weights, the share of each row's target and what the others have."""
+    """Return the terms for class weights: the share of each row's target, and the shares of the other classes."""
     return ", ..., v" if len(metas) > plain else ""
 
 
@@ -126,8 +126,8 @@ def _lower_rows(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Loc
     return replace_kwargs(node, offset=local_offset(metas[2].shape[0], strategy.inputs[2].dims[0]))
 
 
-# The same with the product that makes the logits. Its summed dim is never cut: logits would be partial sums, and to
-# exchange them is to make them all.
+# The same, fused with the product that computes the logits. Its summed dim is never cut: the logits would be partial
+# sums, and exchanging them would materialize all of them.
 
 
 def _linear_nll(node: Node, metas: Metas) -> str:
@@ -141,7 +141,7 @@ def _linear_nll_backward(node: Node, metas: Metas) -> str:
 
 
 def _products(node: Node, metas: Metas) -> float:
-    """The logits again, and a product for each gradient."""
+    """Return the FLOPs of recomputing the logits, and of a product for each gradient."""
     gradients = sum(made is not None for made in node.outputs[:2])
     return 2.0 * (1 + gradients) * metas[1].numel * metas[2].shape[0]
 
@@ -152,18 +152,18 @@ lowering(autopar.linear_nll_backward)(_lower_rows)
 
 
 @combining(autopar.linear_nll)
-def _told_of_classes(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+def _combine_linear_nll(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
     classes, axes = metas[1].shape[0], strategy.inputs[1].dims[0]
     if not axes:
         return None
     ignored = ("ignore_index", node.kwarg("ignore_index"))
     smoothed = tuple((name, value) for name, value in node.kwargs if name in ("own", "each"))
     shape = strategy.inputs[0].local_shape(metas[0].shape, mesh)
-    told = TensorMeta((2, *shape[:-1]), "float64" if metas[0].dtype == "float64" else "float32")
+    meta = TensorMeta((2, *shape[:-1]), "float64" if metas[0].dtype == "float64" else "float32")
     args = with_operands(node.args)
     summary = ("autopar.linear_nll_part.default", args, (ignored, ("offset", local_offset(classes, axes)), *smoothed))
     finish = ("autopar.linear_nll_of_parts.default", (Gathered(), args[3]), (ignored, ("vocabulary", classes)))
-    return Combine(summary, (told,), axes, finish)
+    return Combine(summary, (meta,), axes, finish)
 
 
 # Connectionist temporal classification: frames and labels of a sample belong together.
@@ -171,12 +171,12 @@ def _told_of_classes(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -
 rule(autopar.ctc, "[t] n [c], n [s], n, n -> n, [t] n [c]")
 
 
-# Batch normalisation: the statistics, of which ranks tell each other those of their parts, and what follows from them,
-# where every dim may be cut.
+# Batch normalization. For the statistics ranks exchange the moments of their parts; in the ops that apply them every
+# dim may be cut.
 
 
 def _channels(tensors: int, results: str) -> Notation:
-    """``tensors`` operands of shape [n, c, ...], then vectors of channels."""
+    """Return a rule for ``tensors`` operands of shape [n, c, ...], followed by vectors of channels."""
 
     def notation(node: Node, metas: Metas) -> str:
         x = " ".join(["n", "c", *(f"s{i}" for i in range(len(metas[0].shape) - 2))])
@@ -188,8 +188,8 @@ def _channels(tensors: int, results: str) -> Notation:
 def _batch_var_mean(node: Node, metas: Metas) -> str:
     inside = ["n", *(f"s{i}" for i in range(len(metas[0].shape) - 2))]
     first, *space = (f"{{{name}}}" for name in inside)
-    told = f"c / {' '.join(inside)}"
-    return f"{first} c {' '.join(space)} -> {told}, {told}"
+    statistics = f"c / {' '.join(inside)}"
+    return f"{first} c {' '.join(space)} -> {statistics}, {statistics}"
 
 
 rule(autopar.batch_var_mean, _batch_var_mean)
@@ -199,15 +199,15 @@ rule(autopar.batch_norm_backward_input, _channels(2, "{x}"))
 
 
 @combining(autopar.batch_var_mean)
-def _told_of_batch(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
+def _combine_batch_var_mean(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
     dims = [d for d in range(len(metas[0].shape)) if d != 1]
     axes, spec = cutting(strategy, dims), strategy.outputs[0]
     if not axes or spec is None:
         return None
     meta = result(node)
-    told = TensorMeta((2, *spec.local_shape(meta.shape, mesh)), meta.dtype)
+    moments = TensorMeta((2, *spec.local_shape(meta.shape, mesh)), meta.dtype)
     args = (
-        TOLD,
+        GATHERED,
         local_counts(strategy, metas, dims, mesh),
         0.0,
         False,
@@ -215,4 +215,4 @@ def _told_of_batch(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> 
         torch_dtype(meta.dtype),
     )
     finish = ("autopar.var_mean_of_moments.default", args, ())
-    return Combine(("autopar.batch_moments.default", (Operand(0),), ()), (told,), axes, finish)
+    return Combine(("autopar.batch_moments.default", (Operand(0),), ()), (moments,), axes, finish)

@@ -1,4 +1,4 @@
-"""Products of matrices. ``m`` and ``n`` are rows and columns of the result, ``k`` is summed, ``b`` a batch."""
+"""Matrix products. ``m`` and ``n`` are rows and columns of the result, ``k`` is summed, ``b`` is a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ rule(aten.outer, "m, n -> m n", linear=BILINEAR, flops="product")
 
 
 def _linear_layer(node: Node, metas: Metas) -> str:
-    # With a bias each rank would add it once, so that the sum over k cannot be delayed.
+    # Each rank would add the bias once, so with a bias the sum over k cannot be deferred.
     return "... k, n k -> ... n" if len(metas) == 2 else "... [k], n [k], n -> ... n"
 
 
@@ -46,7 +46,7 @@ rule(aten.matmul, _matmul, linear=BILINEAR, flops="product")
 
 
 def _plus_product(op: object, operands: str, product: str) -> None:
-    """What is added would be added by every rank: k stays whole, and sums pass only together with it."""
+    """Register ``added + product``. Every rank would add ``added``, so k is never cut; both are partial together."""
     dims = product.split()
 
     def notation(node: Node, metas: Metas) -> str:
@@ -61,11 +61,11 @@ _plus_product(aten.baddbmm, "b m [k], b [k] n", "b m n")
 _plus_product(aten.addmv, "m [k], [k]", "m")
 
 
-# Products of eight-bit numbers, scaled as a whole or by rows and columns, whose units come in sixteens.
+# Products of 8-bit floats with one scale or a scale per row and column. The kernel needs multiples of sixteen.
 
 
 def _scaled(node: Node, metas: Metas) -> str:
-    result, more = node.outputs[0], metas[4:]  # a bias, which each rank would add, and the scale of the result
+    result, more = node.outputs[0], metas[4:]  # a bias, which each rank would add, and a scale of the result
     once = bool(more) or (result is not None and result.itemsize == 1)
     (_, wide), n = metas[0].shape, _sixteens("n", metas[1].shape[1])
     k = "[k]" if once else _sixteens("k", wide)
@@ -84,10 +84,10 @@ def _scale(meta: TensorMeta, dims: str) -> str:
 rule(aten._scaled_mm, _scaled, flops=lambda node, metas: 2.0 * metas[0].numel * metas[1].shape[-1])
 
 
-# Products by group: rows ``t`` belong to experts ``e`` by ``ends``, the cumulative counts. A rank that has some of the
-# experts gives their rows, and zeros for the others.
+# Grouped products: ``ends``, the cumulative counts, assigns rows ``t`` to experts ``e``. A rank with some of the
+# experts computes their rows, and zeros for the others.
 
-ALIGNMENT_BYTES = 16  # of rows, which the kernel demands of shards too
+ALIGNMENT_BYTES = 16  # of rows; the kernel demands it of shards too
 
 
 def _aligned(name: str, meta: TensorMeta) -> str:
@@ -107,7 +107,7 @@ def _grouped(node: Node, metas: Metas) -> str:
 
 
 def _grouped_flops(node: Node, metas: Metas) -> float:
-    """Each row meets the matrix of one expert alone."""
+    """Return the FLOPs: each row is multiplied by the matrix of one expert."""
     return 2.0 * metas[0].numel * metas[1].shape[-1]
 
 
@@ -129,7 +129,7 @@ rule(
 
 
 def _first(experts: TensorMeta, spec: ShardingSpec | None) -> LocalArg | None:
-    """The rank's first expert; None where it has all."""
+    """Return the rank's first expert, or None if it has all."""
     return local_offset(experts.shape[0], spec.dims[0]) if spec is not None and spec.dims[0] else None
 
 
@@ -160,20 +160,20 @@ def _lower_fallback(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) ->
     return f"autopar.grouped_mm_part{backward}.default", (*operands, first), ()
 
 
-# Products of rows each of which names its experts ``r``: rows ``t`` can be cut too, since what each gives depends on no
-# other. A rank that has some of the experts ``e`` gives zeros for the rows of others.
+# Products of rows that each name their experts ``r``. Rows ``t`` can be cut too, since no row depends on another. A
+# rank with some of the experts ``e`` computes zeros for the rows of the others.
 
 
-def _aligned_where_it_is(name: str, meta: TensorMeta, length: int) -> str:
-    """The kernel is not taken for rows that are not aligned, so those may be cut anywhere."""
+def _keeping_alignment(name: str, meta: TensorMeta, length: int) -> str:
+    """Return a factor that keeps alignment. Unaligned rows do not use the kernel, so they may be cut anywhere."""
     return name if length * meta.itemsize % ALIGNMENT_BYTES else _aligned(name, meta)
 
 
 def _expert_terms(rows: TensorMeta, ids: TensorMeta, k: int, n: int, node: Node) -> tuple[str, ...]:
-    """Of the rows, the matrices, the ids and the products."""
+    """Return the terms of the rows, the matrices, the ids and the products."""
     lead = names(len(rows.shape) - 1, "t")
     each = [*lead, "r"][: len(ids.shape)]
-    of_k, of_n = _aligned_where_it_is("k", rows, k), _aligned_where_it_is("n", rows, n)
+    of_k, of_n = _keeping_alignment("k", rows, k), _keeping_alignment("n", rows, n)
     matrix = f"e {of_n} {of_k}" if node.kwarg("transposed") else f"e {of_k} {of_n}"
     return " ".join([*lead, of_k]), matrix, " ".join(each) or "-", " ".join([*each, of_n])
 

@@ -1,7 +1,7 @@
-"""Convolution. ``n`` samples, ``i`` and ``o`` channels in and out, of each of ``g`` groups.
+"""Convolution. ``n`` is samples, ``i`` and ``o`` are input and output channels, in each of ``g`` groups.
 
-``h0``, ``h1`` and ``h2`` are the dims of space. Where one is cut, the kernel reads rows of the neighbours' shards:
-operands come with halos, dim after dim.
+``h0``, ``h1`` and ``h2`` are spatial dims. If one is cut, the kernel reads rows of the neighbours' shards: operands
+come with halos, one dim after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _space(ndim: int, end: str = "") -> str:
 
 
 def _terms(ndim: int, groups: int, transposed: bool, i: str = "i") -> tuple[str, str, str, str]:
-    """x, weight, result and bias. With groups, only whole groups are cut: channels within one are whole."""
+    """Return the terms of x, weight, result and bias. Only groups as a whole are cut, not the channels within one."""
     if groups == 1:
         ins, outs = i, "o"
         weight = f"{ins} {outs}" if transposed else f"{outs} {ins}"
@@ -42,7 +42,7 @@ def _terms(ndim: int, groups: int, transposed: bool, i: str = "i") -> tuple[str,
 
 def _convolution(node: Node, metas: Metas) -> str:
     biased = len(metas) == 3
-    # Each rank would add the bias once, so that the sum over i cannot be delayed.
+    # Each rank would add the bias once, so the sum over i cannot be deferred.
     x, weight, y, bias = _terms(len(metas[0].shape), int_arg(node, 8), bool(node.args[6]), "[i]" if biased else "i")
     return f"{x}, {weight}, {bias} -> {y}" if biased else f"{x}, {weight} -> {y}"
 
@@ -53,12 +53,12 @@ def _convolution_sums(node: Node, metas: Metas) -> LinearSets:
 
 def _convolution_backward(node: Node, metas: Metas) -> str:
     x, weight, y, bias = _terms(len(metas[0].shape), int_arg(node, 9), bool(node.args[7]))
-    # The gradient of the bias does not depend on x: where i is cut, every rank has it whole.
+    # The gradient of the bias does not depend on x: if i is cut, every rank has it whole.
     return f"{y}, {x}, {weight} -> {x}, {weight}, {bias} / i"
 
 
 def _convolution_flops(node: Node, metas: Metas) -> float:
-    """2 x samples x positions x elements of the weight, each position being of the smaller, strided side."""
+    """Return 2 x samples x positions x elements of the weight. Positions are those of the smaller, strided side."""
     result = node.outputs[0]
     assert result is not None
     side = metas[0].shape if node.args[6] else result.shape
@@ -66,7 +66,7 @@ def _convolution_flops(node: Node, metas: Metas) -> float:
 
 
 def _convolution_backward_flops(node: Node, metas: Metas) -> float:
-    """As the forward, for each of the gradients of x and of the weight that is asked for."""
+    """Return the FLOPs of the forward for each requested gradient, of x and of the weight."""
     side = metas[1].shape if node.args[7] else metas[0].shape
     asked = cast(tuple[bool, ...], node.args[10])
     return 2.0 * side[0] * math.prod(side[2:]) * metas[2].numel * sum(asked[:2])
@@ -76,7 +76,7 @@ rule(aten.convolution, _convolution, linear=_convolution_sums, flops=_convolutio
 rule(aten.convolution_backward, _convolution_backward, linear=((0,),), flops=_convolution_backward_flops)
 
 
-SPACE = 2  # the first dim of space
+SPACE = 2  # the first spatial dim
 
 
 def _slide(node: Node, weight: TensorMeta, dim: int, *, backward: bool) -> Slide:
@@ -86,14 +86,14 @@ def _slide(node: Node, weight: TensorMeta, dim: int, *, backward: bool) -> Slide
 
 
 def _each(node: Node, position: int, n: int) -> tuple[int, ...]:
-    """An argument for each dim of space; one integer is for all."""
+    """Return an argument's value for each spatial dim; one integer applies to all."""
     given = ints_arg(node, position)
     return given if len(given) == n else given * n
 
 
 @dataclass(frozen=True)
 class _Along:
-    """One dim of space that is cut by ``axis``: the windows of x or of the gradient, and each rank's own rows."""
+    """A spatial dim that ``axis`` cuts, with each rank's own rows of the input ``x`` and the output ``y``."""
 
     dim: int
     axis: int
@@ -102,7 +102,7 @@ class _Along:
     y: tuple[Window, ...]
 
     def rows(self, windows: Sequence[Window], own: Sequence[Window]) -> tuple[LocalChoice, LocalChoice]:
-        """Where ``own`` begin in ``windows``, and how many they are."""
+        """Return where ``own`` rows begin in ``windows``, and their number."""
         starts = tuple(o[0] - w[0] for o, w in zip(own, windows, strict=True))
         return LocalChoice(starts, self.axis), LocalChoice(tuple(b - a for a, b in own), self.axis)
 
@@ -110,7 +110,7 @@ class _Along:
 def _along(
     node: Node, spec: ShardingSpec, x: TensorMeta, y: TensorMeta, weight: TensorMeta, mesh: Mesh, *, backward: bool
 ) -> list[_Along] | None:
-    """Every dim of space that is cut; None where such cuts are not listed."""
+    """Return every cut spatial dim, or None if these cuts are not allowed."""
     cuts = space_cuts(spec, x.shape, SPACE)
     return (
         None
@@ -142,13 +142,13 @@ def _backward_along(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) ->
     return _along(node, strategy.inputs[1], metas[1], metas[0], metas[2], mesh, backward=True)
 
 
-def _read(c: _Along, *, transposed: bool) -> list[Window]:
-    """Rows of x of which each rank's own results come."""
+def _read_rows(c: _Along, *, transposed: bool) -> list[Window]:
+    """Return the rows of x that each rank's own results are computed from."""
     return [c.slide.made_from(rows) if transposed else c.slide.read_for(rows) for rows in c.y]
 
 
-def _gone_into(c: _Along, *, transposed: bool) -> list[Window]:
-    """Rows of the result into which each rank's own rows of x go, and its own."""
+def _contributed_rows(c: _Along, *, transposed: bool) -> list[Window]:
+    """Return the rows of the result that each rank's own rows of x contribute to, joined with its own rows."""
     into = [c.slide.read_for(rows) if transposed else c.slide.made_from(rows) for rows in c.x]
     return [(min(a, o), max(b, e)) for (a, b), (o, e) in zip(into, c.y, strict=True)]
 
@@ -164,7 +164,7 @@ def _convolution_windows(node: Node, strategy: Strategy, metas: Metas, mesh: Mes
     if along is None:
         return None
     n = metas[0].shape
-    return _all([halo(0, c.dim, c.axis, n[c.dim], _read(c, transposed=transposed), mesh) for c in along])
+    return _all([halo(0, c.dim, c.axis, n[c.dim], _read_rows(c, transposed=transposed), mesh) for c in along])
 
 
 @windows(aten.convolution_backward)
@@ -174,15 +174,15 @@ def _convolution_backward_windows(node: Node, strategy: Strategy, metas: Metas, 
         return None
     found = []
     for c in along:
-        of_grad = _gone_into(c, transposed=transposed)
+        of_grad = _contributed_rows(c, transposed=transposed)
         found.append(halo(0, c.dim, c.axis, metas[0].shape[c.dim], of_grad, mesh))
         if not transposed:
-            found.append(halo(1, c.dim, c.axis, metas[1].shape[c.dim], _read(c, transposed=False), mesh))
+            found.append(halo(1, c.dim, c.axis, metas[1].shape[c.dim], _read_rows(c, transposed=False), mesh))
     return _all(found)
 
 
 def _without_padding(given: Sequence[int], along: Sequence[_Along]) -> tuple[int, ...]:
-    """Where a dim is cut, the halo brings the padding."""
+    """Set the padding of cut dims to 0, since their halos contain it."""
     cut = {c.dim - SPACE for c in along}
     return tuple(0 if i in cut else n for i, n in enumerate(given))
 
@@ -201,7 +201,7 @@ def _lower_convolution(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh)
     padding = _without_padding(_each(node, 4, n), along) if along else padding
     if not (transposed and along):
         return node.op, (*node.args[:4], padding, dilation, transposed, output_padding, local), node.kwargs
-    made = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in _read(c, transposed=True)] for c in along]
+    made = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in _read_rows(c, transposed=True)] for c in along]
     first, size = _own(along, made, [c.y for c in along])
     kwargs: dict[str, LocalArg] = {
         "stride": _each(node, 3, n),
@@ -228,14 +228,14 @@ def _lower_convolution_backward(node: Node, strategy: Strategy, metas: Metas, me
 
 
 def _lower_part_backward(node: Node, along: list[_Along], n: int, groups: LocalArg, sizes: LocalArg) -> LocalCall:
-    """The op needs to know, for each dim that is cut, where the rank's rows are in its window of the gradient."""
+    """Return the call of the backward, with the position of the rank's rows in its window of the gradient."""
     transposed = bool(node.args[7])
-    windows_ = [_gone_into(c, transposed=transposed) for c in along]
+    windows_ = [_contributed_rows(c, transposed=transposed) for c in along]
     made_first, made_size = _own(along, windows_, [c.y for c in along])
     if transposed:
         into = [[c.slide.read_for(rows) for rows in c.x] for c in along]
         first, size = _own(along, windows_, into)
-    else:  # rows of x from which all rows of the gradient's window come
+    else:  # the rows of x that all rows of the gradient's window are computed from
         reached = [[(c.slide.read_for((a, a + 1))[0], b) for a, b in w] for c, w in zip(along, windows_, strict=True)]
         first, size = _own(along, reached, [c.x for c in along])
     kwargs: dict[str, LocalArg] = {

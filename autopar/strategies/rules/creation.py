@@ -1,6 +1,6 @@
-"""Tensors made from nothing but a shape, and the program's inputs: any part can be made alone.
+"""Tensors created from a shape alone, and the program's inputs: each shard can be created independently.
 
-Random numbers are the exception: a generator gives each rank another stream, so they are made whole.
+Random numbers are the exception: the generator of each rank would give another stream, so they are never cut.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ for _op in (
 
 
 def _of_shape(node: Node, metas: Metas) -> str:
-    """The operand gives dtype and device alone: its dims follow the result's where sizes agree, in order."""
+    """Write the rule. The operand only gives dtype and device, so its dims follow the result's where sizes agree."""
     shape = list(metas[0].shape)
     result = node.outputs[0]
     assert result is not None
@@ -60,7 +60,7 @@ rule(aten.new_empty_strided, _of_shape)
 
 @lowering(aten.new_empty_strided)
 def _lower_new_empty_strided(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    """Strides speak of the whole tensor; a shard has its own."""
+    """Return a call without the strides, which are those of the global tensor."""
     result, spec = node.outputs[0], strategy.outputs[0]
     assert result is not None
     assert spec is not None

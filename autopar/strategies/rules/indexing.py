@@ -1,7 +1,7 @@
-"""Reading and writing at indices. Index dims may be cut, and all others, that which is indexed too.
+"""Reading and writing at indices. Index dims and all other dims may be cut, the indexed dim included.
 
-Of an indexed dim that is cut each rank reads what it has, and zeros for the rest, so that the result is a sum; and it
-writes what goes to its part.
+If the indexed dim is cut, each rank reads the elements that it holds, and zeros for the rest, so the result is a
+partial sum; and it writes only the elements of its part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _by_frequency(node: Node) -> bool:
 
 
 def _embedding_backward(node: Node, metas: Metas) -> str:
-    # Divided by how often each index occurs, a rank would have to see all of them.
+    # A division by how often each index occurs needs all indices on every rank.
     index = "[...]" if _by_frequency(node) else "..."
     return f"{index} d, {index} -> [v] d"
 
@@ -30,7 +30,7 @@ rule(aten.embedding_dense_backward, _embedding_backward, linear=((0,),))
 
 
 def _embedding_bag(node: Node, metas: Metas) -> str:
-    """Bags whose rows are not added but compared: columns are cut, rows whole."""
+    """Write the rule: only columns are cut. Rows are whole, since a bag may take the maximum over them."""
     operands = ["[v] d", *(f"[{side}{i}]" for i, side in enumerate("ios"[: len(metas) - 1]))]
     rest = (m or metas[1] for m in node.outputs[1:])
     places = (f"[bag{i}] d" if len(m.shape) == 2 else f"[n{i}] / d" for i, m in enumerate(rest))
@@ -46,13 +46,13 @@ rule(aten._embedding_bag, _embedding_bag)
 rule(aten._embedding_bag_backward, _embedding_bag_backward, linear=((0,),))
 
 
-def _same(left: tuple[int, ...], right: tuple[int, ...], dim: int) -> list[int]:
-    """Dims besides ``dim`` in which the index does not reach the end of the tensor: those are whole."""
+def _shorter_dims(left: tuple[int, ...], right: tuple[int, ...], dim: int) -> list[int]:
+    """Return the dims besides ``dim`` in which the index is shorter than the tensor. They are never cut."""
     return [i for i in range(len(left)) if i != dim and left[i] != right[i]]
 
 
-def _truth(x: TensorMeta) -> bool:
-    """Truth values have no sum."""
+def _is_bool(x: TensorMeta) -> bool:
+    """Whether the values are booleans, which have no sum."""
     return x.dtype == "bool"
 
 
@@ -61,9 +61,9 @@ def _gather(node: Node, metas: Metas) -> str:
     if not x:
         return "-, - -> -"
     dim = dim_arg(node, 1, len(x))
-    short = _same(x, index, dim)
+    short = _shorter_dims(x, index, dim)
     dims = names(len(x))
-    whole = [dim, *short] if _truth(metas[0]) else short
+    whole = [dim, *short] if _is_bool(metas[0]) else short
     read = term([f"x{i}" if i == dim or i in short else d for i, d in enumerate(dims)], whole)
     indexed = term(["j" if i == dim else f"j{i}" if i in short else d for i, d in enumerate(dims)], short)
     return f"{read}, {indexed} -> {indexed}"
@@ -73,12 +73,12 @@ rule(aten.gather, _gather, linear=((0,),))
 
 
 def _scatter(node: Node, metas: Metas) -> str:
-    """Self, index and, where values are a tensor, source."""
+    """Write the rule for self, index and, if the values are a tensor, source."""
     x = metas[0].shape
     dims = names(len(x))
     dim = dim_arg(node, 1, len(x)) if x else 0
     others = [m.shape for m in metas[1:]]
-    short = sorted({i for o in others for i in _same(x, o, dim)})
+    short = sorted({i for o in others for i in _shorter_dims(x, o, dim)})
     whole = [dim, *short] if x else []
     written = term([f"x{i}" if i in whole else d for i, d in enumerate(dims)], short)
     rest = (term([f"{s}{i}" if i in whole else d for i, d in enumerate(dims)], whole) for s in "js"[: len(others)])
@@ -100,7 +100,7 @@ def _index_select(node: Node, metas: Metas) -> str:
     dim = dim_arg(node, 1, len(dims))
     index = "j" if metas[1].shape else "-"
     after = [*dims[:dim], "j" if metas[1].shape else "1", *dims[dim + 1 :]]
-    whole = [] if metas[1].shape and not _truth(metas[0]) else [dim]
+    whole = [] if metas[1].shape and not _is_bool(metas[0]) else [dim]
     return f"{term(dims, whole)}, {index} -> {term(after)}" if dims else "-, [one] -> -"
 
 
@@ -123,7 +123,7 @@ rule(aten.index_fill.int_Scalar, replicated)
 
 
 def _take(node: Node, metas: Metas) -> str:
-    """Indices count elements of the whole tensor."""
+    """Write the rule. Indices count elements of the global tensor, so it is never cut."""
     shape = metas[0].shape
     return f"{term(names(len(shape), 'x'), range(len(shape)))}, ... -> ..."
 
@@ -132,22 +132,22 @@ rule(aten.take, _take, linear=((0,),))
 
 
 def _indexed(node: Node) -> tuple[int, ...]:
-    """The dims of the first operand that are indexed by tensors."""
+    """Return the dims of the first operand that tensors index."""
     indices = node.args[1]
     assert isinstance(indices, tuple)
     return tuple(i for i, index in enumerate(indices) if isinstance(index, Value))
 
 
-def _parted(node: Node, metas: Metas) -> int:
-    """The indexed dim that may be cut: the longest."""
+def _cuttable_dim(node: Node, metas: Metas) -> int:
+    """Return the indexed dim that may be cut, the longest."""
     return max(_indexed(node), key=lambda i: metas[0].shape[i], default=-1)
 
 
 def _index_terms(node: Node, metas: Metas, indices: Metas, index: str) -> tuple[str, list[str], str] | None:
-    """Terms of x, of each index tensor and of what the indices pick; None for masks, whose counts vary.
+    """Return the terms of x, of each index tensor and of the picked elements; None for masks, whose counts vary.
 
-    Index tensors broadcast among themselves; their dims stand where the first one was if they are next to each
-    other, else in front.
+    Index tensors broadcast with each other. Their dims take the place of the first indexed dim if the indexed dims are
+    adjacent, else they come first.
     """
     if any(m.dtype in ("bool", "uint8") for m in indices):
         return None
@@ -159,7 +159,7 @@ def _index_terms(node: Node, metas: Metas, indices: Metas, index: str) -> tuple[
     adjacent = not at or at == tuple(range(at[0], at[0] + len(at)))
     front = at[0] if at and adjacent else 0
     terms = [" ".join(picked[width - len(m.shape) :]) or "-" for m in indices]
-    whole = [i for i in at if i != _parted(node, metas) or _truth(metas[0])]
+    whole = [i for i in at if i != _cuttable_dim(node, metas) or _is_bool(metas[0])]
     return term(x, whole), terms, " ".join([*kept[:front], *picked, *kept[front:]]) or "-"
 
 
@@ -188,16 +188,16 @@ rule(aten.index_put, _index_put, linear=_index_put_sums)
 rule(aten._unsafe_index_put, _index_put, linear=_index_put_sums)
 
 
-# What a rank runs where the dim that is indexed is cut.
+# What a rank runs if the indexed dim is cut.
 
 
 def _offset(x: TensorMeta, strategy: Strategy, dim: int) -> LocalArg | None:
-    """Where the rank's part of the indexed dim begins; None where it is whole."""
+    """Return where the rank's part of the indexed dim begins, or None if the dim is whole."""
     return local_offset(x.shape[dim], strategy.inputs[0].dims[dim]) if strategy.inputs[0].dims[dim] else None
 
 
 def _cut_dim(node: Node, strategy: Strategy, metas: Metas) -> tuple[int, LocalArg | None]:
-    """The dim that the op's second argument names, and where the rank's part of it begins."""
+    """Return the dim that the op's second argument names, and where the rank's part of it begins."""
     if not metas[0].shape:
         return 0, None
     dim = dim_arg(node, 1, len(metas[0].shape))
@@ -224,7 +224,7 @@ def _lower_index_select(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh
 @lowering(aten.index.Tensor)
 @lowering(aten._unsafe_index.Tensor)
 def _lower_index(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    at = _parted(node, metas)
+    at = _cuttable_dim(node, metas)
     offset = _offset(metas[0], strategy, at) if at >= 0 else None
     if offset is None:
         return node.op, node.args, node.kwargs
@@ -234,7 +234,7 @@ def _lower_index(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Lo
 @lowering(aten.index_put)
 @lowering(aten._unsafe_index_put)
 def _lower_index_put(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    at = _parted(node, metas)
+    at = _cuttable_dim(node, metas)
     offset = _offset(metas[0], strategy, at) if at >= 0 else None
     if offset is None:
         return node.op, node.args, node.kwargs

@@ -1,4 +1,4 @@
-"""Interpolation of images: samples, channels and dims of space are cut, these with rows of the neighbours."""
+"""Interpolation of images. Samples, channels and spatial dims may be cut, the latter with halos."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KINDS = {
     "upsample_bicubic": "cubic",
 }
 SLACK = 2e-3
-"""Of a place, by which rounding could move it to the next row."""
+"""Tolerance, in rows, within which rounding could move a position to the next row."""
 
 
 @dataclass(frozen=True)
 class _Resize:
-    """What an op does: from lengths ``n`` to lengths ``out``; scales are 0 where none is given."""
+    """An interpolation from lengths ``n`` to lengths ``out``. A scale that is not given is 0."""
 
     kind: str
     align: bool
@@ -61,7 +61,7 @@ def _of(node: Node, metas: Metas) -> _Resize:
 
 @lru_cache(maxsize=4096)
 def _reach(kind: str, align: bool, scale: float, n: int, out: int) -> tuple[Window, ...]:
-    """For each row of the result, the rows of x from which it may come."""
+    """Return, for each row of the result, the rows of x that it may depend on."""
     found = []
     for row in range(out):
         if kind.startswith("nearest"):
@@ -77,7 +77,7 @@ def _reach(kind: str, align: bool, scale: float, n: int, out: int) -> tuple[Wind
 
 
 def _windows_along(resize: _Resize, i: int, ways: int, *, backward: bool) -> list[Window] | None:
-    """Rows that each rank needs: of x for its own of the result, or of the gradient for its own of x."""
+    """Return the rows that each rank needs: of x for its result rows, or of the gradient for its rows of x."""
     n, out = resize.n[i], resize.out[i]
     reach = _reach(resize.kind, resize.align, resize.scales[i], n, out)
     if not backward:
@@ -152,7 +152,7 @@ for _kind in ("nearest1d", "linear1d", "nearest2d", "bilinear2d", "bicubic2d", "
             lowering(_op)(_lower)
 
 
-# What a capture has: autopar's own op, since torch's is taken apart when it is differentiated.
+# Captured programs hold autopar's own op, since torch decomposes its op when it is differentiated.
 
 
 def _captured(node: Node, metas: Metas) -> str:

@@ -1,4 +1,4 @@
-"""Decompositions and solutions of matrices: a matrix is whole, batches of them and right-hand sides are cut."""
+"""Matrix decompositions and solvers. Batch dims and right-hand sides may be cut, matrices are whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ rule(aten.cholesky_solve, f"... [i] r, {SQUARE} -> ... [i] r", linear=((0,),))
 
 
 def _pseudo_inverse(node: Node, metas: Metas) -> str:
-    """Tolerances are of each matrix, or of all."""
+    """Write the rule. A tolerance applies to each matrix, or to all of them."""
     tolerances = ("..." if m.shape else "-" for m in metas[1:])
     return f"{', '.join([SQUARE, *tolerances])} -> ... [j] [i]"
 
@@ -37,7 +37,7 @@ rule(aten._pdist_backward, replicated, linear=((0,),))
 
 
 def _solved(node: Node, metas: Metas) -> str:
-    """``A x = B`` with ``r`` right-hand sides, or one; what else is returned is of A alone."""
+    """Write the rule of ``A x = B`` with ``r`` right-hand sides, or one. The other results depend only on A."""
     if len(metas[1].shape) == len(metas[0].shape) - 1:
         return f"{SQUARE}, ... [i] -> ... [j], {SQUARE}, ... [pivot], ..."
     sides = ("[i] r", "[j] r") if node.kwarg("left", True) else ("r [j]", "r [i]")
@@ -64,7 +64,7 @@ rule(aten.linalg_lu_solve, _lu_solved, linear=((2,),))
 rule(aten.trace, replicated, linear=((0,),))
 
 
-# Weights as a direction and a length: each row or column by itself.
+# Weight normalization: a direction and a length for each row or column.
 
 
 def _weight_norm(node: Node, metas: Metas) -> str:

@@ -1,4 +1,4 @@
-"""Losses and their gradients. ``reduction`` is 0 (none), 1 (mean) or 2 (sum); what is averaged is never cut."""
+"""Losses and their gradients. ``reduction`` is 0 (none), 1 (mean) or 2 (sum). Averaged dims are never cut."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from autopar.strategies.rules.terms import int_arg, replicated
 NONE, MEAN = 0, 1
 
 
-def _compared(position: int) -> Notation:
-    """Loss of each element, then reduced as the argument at ``position`` says."""
+def _elementwise_loss(position: int) -> Notation:
+    """Return the rule of an elementwise loss. The argument at ``position`` is its reduction."""
 
     def notation(node: Node, metas: Metas) -> str:
         reduction = int_arg(node, position, MEAN, "reduction")
@@ -20,8 +20,8 @@ def _compared(position: int) -> Notation:
     return notation
 
 
-def _compared_backward(position: int) -> Notation:
-    """The gradient of the reduced loss broadcasts; that of a mean is divided by the count, which must be global."""
+def _elementwise_loss_backward(position: int) -> Notation:
+    """Return the rule of a loss's gradient. A mean's is divided by the count, which must be global, so it is whole."""
 
     def notation(node: Node, metas: Metas) -> str:
         operand = "[...]" if int_arg(node, position, MEAN, "reduction") == MEAN else "..."
@@ -31,23 +31,23 @@ def _compared_backward(position: int) -> Notation:
 
 
 for _op in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
-    rule(_op, _compared(2))
+    rule(_op, _elementwise_loss(2))
 for _op in (
     aten.mse_loss_backward,
     aten.smooth_l1_loss_backward,
     aten.huber_loss_backward,
     aten.soft_margin_loss_backward,
 ):
-    rule(_op, _compared_backward(3), linear=((0,),))
+    rule(_op, _elementwise_loss_backward(3), linear=((0,),))
 
 
-rule(aten.binary_cross_entropy, _compared(3))
-rule(aten.binary_cross_entropy_backward, _compared_backward(4), linear=((0,),))
-rule(aten.binary_cross_entropy_with_logits, _compared(4))
+rule(aten.binary_cross_entropy, _elementwise_loss(3))
+rule(aten.binary_cross_entropy_backward, _elementwise_loss_backward(4), linear=((0,),))
+rule(aten.binary_cross_entropy_with_logits, _elementwise_loss(4))
 
 
 def _nll(node: Node, metas: Metas) -> str:
-    """``n`` samples, of classes ``c``; a loss of images has dims of space after those."""
+    """Write the rule for ``n`` samples and classes ``c``. Images have spatial dims after these."""
     x = metas[0].shape
     if len(x) == 1:
         return replicated(node, metas)
@@ -60,7 +60,7 @@ def _nll(node: Node, metas: Metas) -> str:
 
 
 def _nll_backward(node: Node, metas: Metas) -> str:
-    """The weight of all samples is an operand, so that even a mean's gradient may be cut."""
+    """Write the rule. The total weight of the samples is an operand, so even the gradient of a mean may be cut."""
     x = metas[1].shape
     if len(x) == 1:
         return replicated(node, metas)

@@ -1,6 +1,6 @@
-"""Layer, RMS and group normalisation, and their gradients. Operands that are absent have no term.
+"""Layer, RMS and group normalization, and their gradients. Absent operands have no term.
 
-What is normalised may be cut: ranks then tell each other the moments of their parts, and in the gradient two sums.
+Normalized dims may be cut: ranks then exchange the moments of their parts, and two sums for the gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from autopar.sharding.strategy import Strategy
 from autopar.strategies.combine import Combine, Operand
 from autopar.strategies.localize import local_length, operand
 from autopar.strategies.registry import LocalArg, LocalCall, Metas, Notation, aten, combining, lowering, rule
-from autopar.strategies.rules.combined import TOLD, cutting, kept, local_counts, result, torch_dtype, wide
+from autopar.strategies.rules.combined import GATHERED, cutting, kept, local_counts, result, torch_dtype, wide
 from autopar.strategies.rules.terms import arg, int_arg, ints_arg
 
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 def _normalized(node: Node, position: int) -> tuple[str, str, str]:
-    """The dims that are normalised, as dims of one element, and the statistics' independence of them."""
+    """Return the normalized dims, the same as dims of one element, and the suffix that makes statistics whole."""
     dims = [f"d{i}" for i in range(len(ints_arg(node, position, "normalized_shape")))]
     return " ".join(f"{{{d}}}" for d in dims), " ".join("1" for _ in dims), f"/ {' '.join(dims)}"
 
@@ -67,14 +67,14 @@ def _group_norm_backward(node: Node, metas: Metas) -> str:
 
 
 def _channels(node: Node, x: TensorMeta, groups_at: int) -> tuple[str, str]:
-    """Channels and samples. Channels within a group are cut where there is one group alone."""
+    """Return the terms of channels and of x. Channels within a group are cut only if there is a single group."""
     groups = int_arg(node, groups_at)
     channels = f"(g={groups} {'{q}' if groups == 1 else '[q]'})"
     return channels, f"n {channels} {' '.join(f'{{s{i}}}' for i in range(len(x.shape) - 2))}"
 
 
 def _inside(node: Node, x: TensorMeta, groups_at: int) -> list[str]:
-    """The factors over which a group's statistics are taken."""
+    """Return the factors that a group's statistics are taken over."""
     return ["q"] * (int_arg(node, groups_at) == 1) + [f"s{i}" for i in range(len(x.shape) - 2)]
 
 
@@ -93,7 +93,7 @@ def _lower_group_norm_backward(node: Node, strategy: Strategy, metas: Metas, mes
 
 
 def _local_counts(node: Node, strategy: Strategy, mesh: Mesh, *, x: int, counts: int) -> LocalCall:
-    """The arguments N, C, HxW, groups, from position ``counts`` on, made local."""
+    """Make the arguments N, C, HxW and groups, from position ``counts`` on, local."""
     assert isinstance(node.args[x], Value)
     samples, channels = strategy.inputs[x].dims[:2]
     n, c, pixels, groups = (int_arg(node, counts + i) for i in range(4))
@@ -106,7 +106,7 @@ def _local_counts(node: Node, strategy: Strategy, mesh: Mesh, *, x: int, counts:
     return node.op, (*node.args[:counts], *local, *node.args[counts + 4 :]), node.kwargs
 
 
-# Where what is normalised is cut.
+# What ranks run if normalized dims are cut.
 
 
 def _dtype(node: Node, index: int) -> str:
@@ -123,7 +123,7 @@ def _vector(node: Node, position: int) -> Operand | None:
     return None if at is None else Operand(at)
 
 
-def _told(strategy: Strategy, metas: Metas, dims: Sequence[int], mesh: Mesh, x: int = 0) -> tuple[TensorMeta]:
+def _summaries(strategy: Strategy, metas: Metas, dims: Sequence[int], mesh: Mesh, x: int = 0) -> tuple[TensorMeta]:
     return (TensorMeta((2, *kept(strategy, metas[x], dims, mesh, operand=x)), wide(metas[x].dtype)),)
 
 
@@ -134,8 +134,8 @@ def _combined_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> 
     if not axes:
         return None
     eps = arg(node, 4 if layer else 3, None, "eps")
-    finish: tuple[Any, ...] = (Operand(0), TOLD, _vector(node, 2), *([_vector(node, 3)] if layer else []))
-    # Without an epsilon RMS norm takes the dtype's own.
+    finish: tuple[Any, ...] = (Operand(0), GATHERED, _vector(node, 2), *([_vector(node, 3)] if layer else []))
+    # Without an epsilon, RMS norm uses that of the dtype.
     options = (
         ("counts", local_counts(strategy, metas, dims, mesh)),
         *([] if layer else [("dtype", _dtype(node, 1))]),
@@ -143,7 +143,7 @@ def _combined_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> 
     )
     op = f"autopar.{'layer' if layer else 'rms'}_norm_of_moments.default"
     summary = ("autopar.moments.default", (Operand(0), tuple(dims)), ())
-    return Combine(summary, _told(strategy, metas, dims, mesh), axes, (op, finish, options))
+    return Combine(summary, _summaries(strategy, metas, dims, mesh), axes, (op, finish, options))
 
 
 @combining(aten.native_layer_norm_backward, aten._fused_rms_norm_backward)
@@ -158,17 +158,17 @@ def _combined_norm_backward(node: Node, strategy: Strategy, metas: Metas, mesh: 
     options = (("count", count), ("own", tuple(range(dims[0]))), ("mask", node.args[7 if layer else 5]))
     op = f"autopar.{'layer' if layer else 'rms'}_norm_backward_of_sums.default"
     summary = ("autopar.norm_sums.default", (*first, tuple(dims)), ())
-    return Combine(summary, _told(strategy, metas, dims, mesh, 1), axes, (op, (*first, TOLD), options))
+    return Combine(summary, _summaries(strategy, metas, dims, mesh, 1), axes, (op, (*first, GATHERED), options))
 
 
-def _group_told(strategy: Strategy, metas: Metas, groups: LocalArg, x: int, mesh: Mesh) -> tuple[TensorMeta]:
+def _group_summaries(strategy: Strategy, metas: Metas, groups: LocalArg, x: int, mesh: Mesh) -> tuple[TensorMeta]:
     samples, channels = strategy.inputs[x].local_shape(metas[x].shape, mesh)[:2]
     of = groups if isinstance(groups, int) else channels  # on the fullest rank, at most
     return (TensorMeta((2, samples, of, 1, 1), wide(metas[x].dtype)),)
 
 
 def _cut_inside(node: Node, strategy: Strategy, groups: int, x: int) -> list[int]:
-    """The dims of x over which statistics are taken that may be cut."""
+    """Return the dims of x that statistics are taken over and that may be cut."""
     assert isinstance(node.args[x], Value)
     return [*([1] if groups == 1 else []), *range(2, len(strategy.inputs[x].dims))]
 
@@ -184,10 +184,10 @@ def _combined_group_norm(node: Node, strategy: Strategy, metas: Metas, mesh: Mes
     counted = local_counts(strategy, metas, dims, mesh)
     each = 1 if groups == 1 else metas[0].shape[1] // groups
     options = (("groups", own), ("counts", tuple(n * each for n in counted)), ("eps", node.args[7]))
-    finish = (Operand(0), TOLD, _vector(node, 1), _vector(node, 2))
+    finish = (Operand(0), GATHERED, _vector(node, 1), _vector(node, 2))
     summary = ("autopar.group_moments.default", (Operand(0), own), ())
-    told = _group_told(strategy, metas, own, 0, mesh)
-    return Combine(summary, told, axes, ("autopar.group_norm_of_moments.default", finish, options))
+    summaries = _group_summaries(strategy, metas, own, 0, mesh)
+    return Combine(summary, summaries, axes, ("autopar.group_norm_of_moments.default", finish, options))
 
 
 @combining(aten.native_group_norm_backward)
@@ -200,27 +200,27 @@ def _combined_group_norm_backward(node: Node, strategy: Strategy, metas: Metas, 
     first = (*map(Operand, range(4)), _vector(node, 4))
     count = math.prod(metas[1].shape[1:]) // groups
     options = (("groups", own), ("count", count), ("mask", node.args[9]))
-    finish = ("autopar.group_norm_backward_of_sums.default", (*first, TOLD), options)
+    finish = ("autopar.group_norm_backward_of_sums.default", (*first, GATHERED), options)
     summary = ("autopar.group_norm_sums.default", (*first, own), ())
-    return Combine(summary, _group_told(strategy, metas, own, 1, mesh), axes, finish)
+    return Combine(summary, _group_summaries(strategy, metas, own, 1, mesh), axes, finish)
 
 
-# Batch normalisation in one op sees all samples of a channel, unless its statistics are given.
+# Batch normalization in one op needs all samples of a channel, unless its statistics are given.
 
 
 def _vectors(metas: Sequence[TensorMeta | None], name: str) -> list[str]:
-    """Vectors of channels; those that are saved for training can be empty."""
+    """Return the terms of vectors of channels. Those saved for training can be empty."""
     return [f"[{name}{i}]" if meta is not None and meta.numel == 0 else "c" for i, meta in enumerate(metas)]
 
 
 def _samples(ndim: int, training: bool) -> str:
-    """Samples and space are whole while statistics are taken from them."""
+    """Return the term of x. In training, samples and spatial dims are whole, since statistics are taken over them."""
     space = [f"s{i}" for i in range(ndim - 2)]
     return " ".join(["[n]", "c", *(f"[{s}]" for s in space)] if training else ["n", "c", *space])
 
 
 def _batch_norm(training: int | None) -> Notation:
-    """``training`` is the position of that argument."""
+    """Return the rule. ``training`` is the position of that argument."""
 
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)

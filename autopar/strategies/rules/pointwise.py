@@ -1,11 +1,11 @@
-"""Ops whose result at each place depends on the operands at that place alone: one broadcasting rule for all."""
+"""Elementwise ops: one broadcasting rule for all."""
 
 from __future__ import annotations
 
 from autopar.ir import Node, Value
 from autopar.strategies.registry import Linear, LinearSets, Metas, aten, rule
 
-# Linear in the first operand: in the only one, in the numerator, in the gradient.
+# Linear in the first operand: the only one, the numerator, or the gradient.
 FIRST = """
     alias clone conj _conj _conj_physical resolve_conj resolve_neg detach lift_fresh_copy neg positive real imag
     deg2rad rad2deg div.Scalar div.Tensor true_divide.Tensor true_divide.Scalar mul.Scalar
@@ -14,7 +14,7 @@ FIRST = """
     logit_backward native_dropout_backward _prelu_kernel_backward zero ldexp.Tensor
 """
 
-# Linear in each operand while the other is whole.
+# Linear in each operand if the other is whole.
 BILINEAR = "mul.Tensor"
 
 # Linear in both operands together.
@@ -38,7 +38,7 @@ NONLINEAR = """
 
 
 def broadcast(node: Node, metas: Metas) -> str:
-    """All operands and results share their dims, aligned from the right."""
+    """Write the rule in which all operands and results share their dims, aligned from the right."""
     return f"{', '.join(['...'] * len(metas))} -> {', '.join(['...'] * len(node.outputs))}"
 
 
@@ -48,7 +48,7 @@ def _pointwise(ops: str, linear: Linear = ()) -> None:
 
 
 def _where_sums(node: Node, metas: Metas) -> LinearSets:
-    """Linear in what is chosen from, together; a number that is chosen must be zero, or every rank would add it."""
+    """Return the linear sets: both choices together. A number must be zero, or every rank would add it."""
     chosen = node.args[1:]
     if any(not isinstance(a, Value) and a != 0 for a in chosen):
         return ()
@@ -62,7 +62,10 @@ def _masked_fill_sums(node: Node, metas: Metas) -> LinearSets:
 
 
 def _cast_sums(node: Node, metas: Metas) -> LinearSets:
-    """One number, as a loss is, is added up before it is rounded: two bytes less are no faster, and less accurate."""
+    """Return no linear set for a scalar such as a loss: it is summed before it is rounded.
+
+    Sending two bytes less would be no faster, and less accurate.
+    """
     made = node.outputs[0]
     return () if made is not None and made.numel == 1 and made.dtype in ("float16", "bfloat16") else ((0,),)
 
@@ -79,7 +82,7 @@ _pointwise("masked_fill", _masked_fill_sums)
 
 
 def _log_sigmoid_backward(node: Node, metas: Metas) -> str:
-    # On some devices the buffer is empty.
+    # The buffer is empty on some devices.
     return "..., ..., [none] -> ..." if metas[2].numel == 0 else "..., ..., ... -> ..."
 
 

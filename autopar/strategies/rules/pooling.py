@@ -1,6 +1,6 @@
-"""Pooling of images and volumes: samples, channels and dims of space are cut.
+"""Pooling of images and volumes. Samples, channels and spatial dims may be cut.
 
-Where a dim of space is cut, the window reads rows of the neighbours' shards, and padding beyond the ends.
+If a spatial dim is cut, windows read rows of the neighbours' shards, and padding beyond the ends.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LINEAR: LinearSets = ((0,),)
 
 @dataclass(frozen=True)
 class _Pool:
-    """One op of a kind of pooling in ``n`` dims, by where its arguments are.
+    """A pooling op in ``n`` dims, described by the positions of its arguments.
 
     Args:
-        at: position of the kernel; stride and padding come after it.
-        ceil: of ``ceil_mode``.
-        counts: of whether padding counts, of an average.
-        dilation: of a maximum.
+        at: position of the kernel; stride and padding follow it.
+        ceil: position of ``ceil_mode``.
+        counts: position of ``count_include_pad``, for an average.
+        dilation: position of the dilation, for a maximum.
     """
 
     n: int
@@ -41,7 +41,7 @@ class _Pool:
         return given if len(given) == self.n else given * self.n
 
     def geometry(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Kernel, stride and padding."""
+        """Return kernel, stride and padding."""
         kernel = self.numbers(node, self.at, (1,))
         return kernel, self.numbers(node, self.at + 1, kernel), self.numbers(node, self.at + 2, (0,))
 
@@ -52,11 +52,11 @@ class _Pool:
         return bool(arg(node, self.ceil, False))
 
     def includes(self, node: Node) -> bool:
-        """Whether padding counts."""
+        """Whether padding counts in an average."""
         return self.counts is None or bool(arg(node, self.counts, True))
 
     def counts_all(self, node: Node) -> bool:
-        """Whether an average is over as many elements in every window."""
+        """Whether every window averages over the same number of elements."""
         divisor = self.counts is not None and arg(node, self.counts + 1) is not None
         return divisor or not (self.ceils(node) or (any(self.geometry(node)[2]) and not self.includes(node)))
 
@@ -65,12 +65,12 @@ class _Pool:
         return Slide(stride[i], padding[i], self.dilations(node)[i] * (kernel[i] - 1))
 
     def terms(self, node: Node) -> tuple[str, str]:
-        """Of x and of the result."""
+        """Return the terms of x and of the result."""
         dims = [f"h{i}" for i in range(self.n)]
         return f"... {' '.join(dims)}", f"... {' '.join(d + APOSTROPHE for d in dims)}"
 
     def along(self, node: Node, strategy: Strategy, x: TensorMeta, operand: int) -> tuple[tuple[int, int], ...] | None:
-        """The dims of space that are cut, and by which axis."""
+        """Return the cut spatial dims, each with its axis."""
         return space_cuts(strategy.inputs[operand], x.shape, len(x.shape) - self.n)
 
 
@@ -94,7 +94,7 @@ def _forward(kind: _Pool, fill: float) -> Callable[[Node, Strategy, Metas, Mesh]
 
 
 def _backward(kind: _Pool, operands: Sequence[int]) -> Callable[[Node, Strategy, Metas, Mesh], tuple[Halo, ...] | None]:
-    """``operands``: that come from the result, of which each rank needs what its own rows of x went into."""
+    """Return the windows of ``operands``, which are shaped like the result: the rows that a rank's own x went into."""
 
     def found(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Halo, ...] | None:
         cuts = kind.along(node, strategy, metas[1], 1)
@@ -102,15 +102,15 @@ def _backward(kind: _Pool, operands: Sequence[int]) -> Callable[[Node, Strategy,
             return None
         made = []
         for dim, axis in cuts:
-            into = _into(kind, node, metas, dim, axis, mesh)
+            into = _contributed_rows(kind, node, metas, dim, axis, mesh)
             made += [halo(i, dim, axis, metas[i].shape[dim], into, mesh) for i in operands]
         return _all(made)
 
     return found
 
 
-def _into(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> list[Window]:
-    """Rows of the result into which each rank's own rows of x go."""
+def _contributed_rows(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> list[Window]:
+    """Return the rows of the result that each rank's own rows of x contribute to."""
     shape = metas[1].shape
     slide = kind.slide(node, dim - len(shape) + kind.n)
     return [slide.made_from(rows) for rows in own_rows(shape[dim], mesh.shape[axis])]
@@ -122,7 +122,7 @@ def _all(found: Sequence[Halo | None]) -> tuple[Halo, ...] | None:
 
 
 def _padding(kind: _Pool, node: Node, shape: Sequence[int], cuts: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Where a dim is cut, the halo brings the padding."""
+    """Return the padding, 0 for cut dims, since their halos contain it."""
     cut = {dim - len(shape) + kind.n for dim, _ in cuts}
     return tuple(0 if i in cut else p for i, p in enumerate(kind.geometry(node)[2]))
 
@@ -130,7 +130,7 @@ def _padding(kind: _Pool, node: Node, shape: Sequence[int], cuts: Sequence[tuple
 def _starts(
     n: int, shape: Sequence[int], cuts: Sequence[tuple[int, int]], rows: Callable[[int, int], Sequence[Window]]
 ) -> tuple[int | LocalChoice, ...]:
-    """Where the rank's rows of each dim of space begin."""
+    """Return where the rank's rows of each spatial dim begin."""
     starts: list[int | LocalChoice] = [0] * n
     for dim, axis in cuts:
         starts[dim - len(shape) + n] = LocalChoice(tuple(start for start, _ in rows(dim, axis)), axis)
@@ -228,7 +228,7 @@ def _average(n: int) -> None:
             return node.op, node.args, node.kwargs
         kernel, stride, _ = kind_back.geometry(node)
         firsts = tuple(LocalChoice(_first(kind_back, node, metas, dim, axis, mesh), axis) for dim, axis in cuts)
-        rows = [_into(kind_back, node, metas, dim, axis, mesh) for dim, axis in cuts]
+        rows = [_contributed_rows(kind_back, node, metas, dim, axis, mesh) for dim, axis in cuts]
         none: dict[str, LocalArg] = {"pads": (), "starts": (), "whole": ()}
         kwargs: dict[str, LocalArg] = {
             "kernel": kernel,
@@ -247,7 +247,7 @@ def _average(n: int) -> None:
 def _counting(
     kind: _Pool, node: Node, x: TensorMeta, cuts: Sequence[tuple[int, int]], rows: Sequence[Sequence[Window]]
 ) -> dict[str, LocalArg]:
-    """Where windows of cut dims lie on the whole image, by the rank's rows of the result for each of ``cuts``."""
+    """Return where windows of cut dims lie on the global image, given each rank's rows of the result for each cut."""
     padding, space = kind.geometry(node)[2], len(x.shape) - kind.n
     return {
         "pads": tuple(padding[dim - space] for dim, _ in cuts),
@@ -259,10 +259,10 @@ def _counting(
 
 
 def _first(kind: _Pool, node: Node, metas: Metas, dim: int, axis: int, mesh: Mesh) -> tuple[int, ...]:
-    """Where each rank's own rows of x are among those from which its window of the gradient comes."""
+    """Return where each rank's own rows of x begin among the rows that its window of the gradient depends on."""
     shape = metas[1].shape
     slide = kind.slide(node, dim - len(shape) + kind.n)
-    into = _into(kind, node, metas, dim, axis, mesh)
+    into = _contributed_rows(kind, node, metas, dim, axis, mesh)
     own = own_rows(shape[dim], mesh.shape[axis])
     return tuple(o - slide.read_for((a, b))[0] for (o, _), (a, b) in zip(own, into, strict=True))
 

@@ -1,8 +1,7 @@
 """Reductions, scans and softmax.
 
-A sum or a maximum over a cut dim is partial. A mean is not: ranks may hold different counts, so the dims that are
-averaged stay whole, as do those of a median. Where a dim is ``{d}``, ranks tell each other of their parts: how, is in
-``combined``.
+A sum or a maximum over a cut dim is partial. A mean is not, since ranks may hold different counts: averaged dims stay
+whole, as do those of a median. If a dim is written ``{d}``, ranks exchange summaries; see ``combined``.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from autopar.strategies.rules.terms import arg, dim_arg, dims_arg, names, term
 
 
 def _reduced(ndim: int, dims: Sequence[int], keep: bool, *, cut: str, results: int = 1) -> str:
-    """``cut``: how a dim that is reduced is written."""
+    """Write the rule of a reduction. ``cut`` is the format of a reduced dim."""
     before = names(ndim)
     after = ["1" if i in dims else d for i, d in enumerate(before) if keep or i not in dims]
-    told = f" / {' '.join(before[i] for i in dims)}" if cut == TOLD and dims else ""
+    whole = f" / {' '.join(before[i] for i in dims)}" if cut == COMBINED and dims else ""
     operand = " ".join(cut.format(d) if i in dims else d for i, d in enumerate(before)) or "-"
-    return f"{operand} -> {', '.join([(' '.join(after) or '-') + told] * results)}"
+    return f"{operand} -> {', '.join([(' '.join(after) or '-') + whole] * results)}"
 
 
-PARTIAL, WHOLE, TOLD = "{}", "[{}]", "{{{}}}"
-"""What becomes of a dim that is reduced: cut, the result then being partial; never cut; or cut where ranks tell."""
+PARTIAL, WHOLE, COMBINED = "{}", "[{}]", "{{{}}}"
+"""How a reduced dim is written: may be cut and leaves the result partial; never cut; or cut with summaries."""
 
 
 def _over(dims_at: int | None, keep_at: int | None, cut: str, *, results: int = 1) -> Notation:
-    """Reduction over the dims in argument ``dims_at``; all of them where it is None or absent."""
+    """Return the rule of a reduction over the dims in argument ``dims_at``, or over all if it is None or absent."""
 
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)
@@ -41,7 +40,7 @@ def _over(dims_at: int | None, keep_at: int | None, cut: str, *, results: int = 
 
 
 def _extremes(node: Node, metas: Metas) -> str:
-    """The least and the greatest over one dim, or over all: what is cut would need two reductions in one op."""
+    """Write the rule of aminmax. Reduced dims are never cut: one op would need two reductions."""
     ndim, dim = len(metas[0].shape), node.kwarg("dim")
     dims = range(ndim) if dim is None else [int(cast(int, dim)) % max(ndim, 1)]
     return _reduced(ndim, dims, bool(node.kwarg("keepdim", False)), cut=WHOLE, results=2)
@@ -58,43 +57,43 @@ rule(aten.amax, _over(1, 2, PARTIAL), reduction="max")
 rule(aten.amin, _over(1, 2, PARTIAL), reduction="min")
 rule(aten.max.default, _over(None, None, PARTIAL), reduction="max")
 rule(aten.min.default, _over(None, None, PARTIAL), reduction="min")
-rule(aten.max.dim, _over(1, 2, TOLD, results=2))
-rule(aten.min.dim, _over(1, 2, TOLD, results=2))
+rule(aten.max.dim, _over(1, 2, COMBINED, results=2))
+rule(aten.min.dim, _over(1, 2, COMBINED, results=2))
 rule(aten.aminmax, _extremes)
 rule(aten.max.other, "..., ... -> ...", elementwise=True)
 rule(aten.min.other, "..., ... -> ...", elementwise=True)
-rule(aten.argmax, _over(1, 2, TOLD))
-rule(aten.argmin, _over(1, 2, TOLD))
+rule(aten.argmax, _over(1, 2, COMBINED))
+rule(aten.argmin, _over(1, 2, COMBINED))
 
-rule(aten.any.default, _over(None, None, TOLD))
-rule(aten.any.dim, _over(1, 2, TOLD))
-rule(aten.any.dims, _over(1, 2, TOLD))
-rule(aten.all.default, _over(None, None, TOLD))
-rule(aten.all.dim, _over(1, 2, TOLD))
-rule(aten.all.dims, _over(1, 2, TOLD))
-rule(aten.prod.default, _over(None, None, TOLD))
-rule(aten.prod.dim_int, _over(1, 2, TOLD))
+rule(aten.any.default, _over(None, None, COMBINED))
+rule(aten.any.dim, _over(1, 2, COMBINED))
+rule(aten.any.dims, _over(1, 2, COMBINED))
+rule(aten.all.default, _over(None, None, COMBINED))
+rule(aten.all.dim, _over(1, 2, COMBINED))
+rule(aten.all.dims, _over(1, 2, COMBINED))
+rule(aten.prod.default, _over(None, None, COMBINED))
+rule(aten.prod.dim_int, _over(1, 2, COMBINED))
 
 
 def _moments(results: int) -> Notation:
-    """Variances: ``correction`` and ``keepdim`` are keyword arguments of the newest overload."""
-    return _over(1, 3, TOLD, results=results)
+    """Return the rule of variances. ``correction`` and ``keepdim`` are keyword arguments of the newest overload."""
+    return _over(1, 3, COMBINED, results=results)
 
 
 rule(aten.var.correction, _moments(1))
 rule(aten.std.correction, _moments(1))
 rule(aten.var_mean.correction, _moments(2))
 rule(aten.std_mean.correction, _moments(2))
-rule(aten.logsumexp, _over(1, 2, TOLD))
-rule(aten.linalg_vector_norm, _over(2, 3, TOLD))
-rule(aten.norm.ScalarOpt_dim, _over(2, 3, TOLD))
+rule(aten.logsumexp, _over(1, 2, COMBINED))
+rule(aten.linalg_vector_norm, _over(2, 3, COMBINED))
+rule(aten.norm.ScalarOpt_dim, _over(2, 3, COMBINED))
 rule(aten.median.default, _over(None, None, WHOLE))
 rule(aten.median.dim, _over(1, 2, WHOLE, results=2))
 rule(aten.nanmedian.dim, _over(1, 2, WHOLE, results=2))
 
 
 def _one_of(dim_at: int) -> Notation:
-    """A value and its position along one dim, the last where none is named."""
+    """Return the rule of a value and its position along one dim, by default the last."""
 
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)
@@ -108,8 +107,8 @@ rule(aten.kthvalue, _one_of(2))
 rule(aten.mode, _one_of(1))
 
 
-def _along(position: int, cut: str = TOLD, *, results: int = 1, default: int = 0, name: str = "dim") -> Notation:
-    """All operands and results have the same dims; ``cut`` says what becomes of the one that is an argument."""
+def _along(position: int, cut: str = COMBINED, *, results: int = 1, default: int = 0, name: str = "dim") -> Notation:
+    """Return the rule of ops along one dim. All tensors have the same dims; ``cut`` is the format of that dim."""
 
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)
@@ -137,7 +136,7 @@ _each([aten.argsort.default], _along(1, WHOLE, default=-1))
 
 
 def _halved(node: Node, metas: Metas) -> str:
-    """Gated linear unit: the result has half of a dim; its gradient has the whole again."""
+    """Write the rule of GLU and its gradient. The result has half of a dim of the operand."""
     shape = metas[-1].shape
     dim = dim_arg(node, len(metas), len(shape), -1)
     whole, half = ([*names(dim), p, *names(len(shape), "d")[dim + 1 :]] for p in ("whole", "half"))

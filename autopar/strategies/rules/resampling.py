@@ -1,4 +1,4 @@
-"""Adaptive pooling and sampling of images: samples and channels are cut, space is whole."""
+"""Adaptive pooling and sampling of images. Samples and channels may be cut, spatial dims are whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _pooled(n: int, *, results: int = 1) -> str:
 
 
 def _unpooled(n: int, *, indices: bool = False) -> str:
-    """Gradient of pooling: of the result, x itself, and where the maxima were."""
+    """Write the rule of pooling's gradient. The operands are the result's gradient, x, and indices of the maxima."""
     y, x = f"... {_space('y', n)}", f"... {_space('x', n)}"
     return f"{y}, {x}, {y} -> {x}" if indices else f"{y}, {x} -> {x}"
 

@@ -1,4 +1,4 @@
-"""Writing terms of the notation from shapes and arguments."""
+"""Write terms of the notation from shapes and arguments."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from autopar.strategies.registry import Metas
 
 
 def names(ndim: int, prefix: str = "d") -> list[str]:
-    """A factor for each of ``ndim`` dims: ``d0 d1 d2``."""
+    """Return a factor for each of ``ndim`` dims: ``d0 d1 d2``."""
     return [f"{prefix}{i}" for i in range(ndim)]
 
 
 def term(dims: Iterable[str], fixed: Container[int] = ()) -> str:
-    """The dims as one term, those at positions in ``fixed`` in brackets."""
+    """Join the dims to a term, with brackets around the positions in ``fixed``."""
     return " ".join(f"[{d}]" if i in fixed else d for i, d in enumerate(dims)) or "-"
 
 
 def replicated(node: Node, metas: Metas) -> str:
-    """No dim of any operand or result is ever cut."""
+    """Write the rule in which no dim of any operand or result is ever cut."""
     sides = ((metas, "x"), (node.outputs, "y"))
     return " -> ".join(", ".join(_whole(m, f"{s}{i}_") for i, m in enumerate(side)) for side, s in sides)
 
@@ -31,7 +31,7 @@ def _whole(meta: TensorMeta | None, prefix: str) -> str:
 
 
 def arg(node: Node, position: int, default: Arg = None, name: str = "") -> Arg:
-    """The argument at ``position``, or the keyword argument ``name``, or ``default``."""
+    """Return the argument at ``position``, or the keyword argument ``name``, or ``default``."""
     if position < len(node.args):
         return node.args[position]
     return node.kwarg(name, default) if name else default
@@ -42,7 +42,7 @@ def int_arg(node: Node, position: int, default: int = 0, name: str = "") -> int:
 
 
 def ints_arg(node: Node, position: int, name: str = "") -> tuple[int, ...]:
-    """A list of integers; one integer is a list of one, an absent list is empty."""
+    """Return a list of integers. A single integer becomes a list, an absent list is empty."""
     value = arg(node, position, (), name)
     if value is None:
         return ()
@@ -50,12 +50,12 @@ def ints_arg(node: Node, position: int, name: str = "") -> tuple[int, ...]:
 
 
 def dim_arg(node: Node, position: int, ndim: int, default: int = 0, name: str = "dim") -> int:
-    """A dim, counted from the front."""
+    """Return a dim, counted from the front."""
     return wrap(int_arg(node, position, default, name), ndim)
 
 
 def dims_arg(node: Node, position: int, ndim: int, name: str = "dim") -> tuple[int, ...]:
-    """A list of dims, counted from the front; all of them where it is absent or empty."""
+    """Return a list of dims, counted from the front; all dims if it is absent or empty."""
     dims = ints_arg(node, position, name)
     return tuple(wrap(d, ndim) for d in dims) if dims else tuple(range(ndim))
 

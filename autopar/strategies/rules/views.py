@@ -1,4 +1,4 @@
-"""Ops that move elements, all linear in all operands together; Fourier transforms, which are so too."""
+"""Ops that move elements, and Fourier transforms. All are linear in all operands together."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def _result(node: Node) -> TensorMeta:
 
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
-    """The notation of a view: runs of dims with equal products, split into common factors.
+    """Write the rule of a view: runs of dims with equal products are split into common factors.
 
-    A run of several dims on both sides shares only the common divisor of its first dims, as a first factor.
+    A run of several dims on both sides shares only one factor, the greatest common divisor of its first dims.
     """
     left, right = ([n for n in shape if n != 1] for shape in (before, after))
     terms: tuple[list[str], list[str]] = ([], [])
@@ -48,7 +48,7 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> str:
 
 
 def _next_run(left: list[int], right: list[int]) -> tuple[list[int], list[int]]:
-    """Take the shortest leading runs with equal products off both sides."""
+    """Remove the shortest leading runs with equal products from both sides, and return them."""
     ins, outs = [left.pop(0)], [right.pop(0)]
     while math.prod(ins) != math.prod(outs):
         side, source = (ins, left) if math.prod(ins) < math.prod(outs) else (outs, right)
@@ -85,7 +85,7 @@ def _reshape(node: Node, metas: Metas) -> str:
 
 
 def _lower_reshape(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    # Local strides can differ from the traced ones, so that a view need not be possible.
+    # Local strides can differ from the traced ones, so a view may be impossible.
     spec = strategy.outputs[0]
     assert spec is not None
     return "aten.reshape.default", (node.args[0], local_shape(_result(node).shape, spec, mesh)), ()
@@ -141,16 +141,16 @@ _view(aten.transpose.int, _transpose)
 _view(aten.t, _t)
 _view(aten.unsqueeze, _unsqueeze)
 _view(aten.squeeze, _squeeze)
-lowering(aten.squeeze)(_lower_reshape)  # a dim that is cut down to one element must stay
+lowering(aten.squeeze)(_lower_reshape)  # a dim that is cut to one element must stay
 _view(aten.expand, "... -> ...", arg1=0)
 _view(aten.broadcast_to, "... -> ...", arg1=0)
 
 
-# Taking parts: a dim that is not taken whole is never cut.
+# Slices: a dim that is not taken whole is never cut.
 
 
 def _kept(node: Node, metas: Metas, fixed: Sequence[int], results: int = 1) -> str:
-    """Same dims before and after, those in ``fixed`` never cut (their length may change)."""
+    """Write the rule of ops that keep the dims. Those in ``fixed`` are never cut (their length may change)."""
     dims = names(len(metas[0].shape))
     after = [f"e{i}" if i in fixed else d for i, d in enumerate(dims)]
     return f"{term(dims, fixed)} -> {', '.join([term(after, fixed)] * results)}"
@@ -208,7 +208,7 @@ _view(aten.diagonal, _diagonal)
 _view(aten.unfold, _unfold)
 
 
-# Gradients of taking parts: the result's shape is an argument.
+# Gradients of slices: the result's shape is an argument.
 
 
 def _slice_backward(node: Node, metas: Metas) -> str:
@@ -250,7 +250,7 @@ _view(aten.diagonal_backward, _diagonal_backward, arg1=0)
 _view(aten.unfold_backward, _unfold_backward, arg1=0)
 
 
-# Writing parts.
+# Writing slices.
 
 
 def _slice_scatter(node: Node, metas: Metas) -> str:
@@ -319,7 +319,7 @@ def _pad_sums(node: Node, metas: Metas) -> LinearSets:
 
 
 def _repeat(node: Node, metas: Metas) -> str:
-    """A dim that is repeated, and one of a single element, is whole: its count would have to be cut with it."""
+    """Write the rule. A repeated dim is whole, even one of a single element: its count would have to be cut with it."""
     counts = ints_arg(node, 1, "repeats")
     dims = names(len(counts))
     before = dims[len(counts) - len(metas[0].shape) :]
@@ -340,7 +340,7 @@ rule(aten.constant_pad_nd, _pad, linear=_pad_sums)
 
 
 def _windows(node: Node, metas: Metas) -> str:
-    """Padding by reflection or copies, and its gradient: the last dims are whole."""
+    """Write the rule of padding by reflection or replication, and of its gradient. The padded dims are whole."""
     shape = metas[0].shape
     last = len(ints_arg(node, 1 if len(metas) == 1 else 2, "padding")) // 2
     kept = names(len(shape) - last)
@@ -369,13 +369,13 @@ _view(aten.pixel_unshuffle, _pixel_unshuffle)
 
 
 for _op in (aten.as_strided, aten.as_strided_scatter):
-    rule(_op, replicated)  # strides speak of the whole storage
+    rule(_op, replicated)  # strides refer to the global storage
 
 _view(aten.view_as_real, "... -> ... [parts]")
 _view(aten.view_as_complex, "... [parts] -> ...")
 
 
-# Fourier transforms: linear, and the transformed dims are whole.
+# Fourier transforms are linear; the transformed dims are whole.
 
 
 def _transformed(node: Node, metas: Metas) -> str:
