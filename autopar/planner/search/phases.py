@@ -58,7 +58,8 @@ class Free:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         began = now()
         seeds = tuple(b.choice for b in search.baselines)
-        free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds)
+        gap = state.wanted_gap(search)
+        free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
         if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
             free = _arranged(search, free)
         state = replace(state, free=free, free_s=now() - began, bound=free.solution.lower_bound, trace=state.trace)

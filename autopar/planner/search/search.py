@@ -188,6 +188,7 @@ def _planned(
 
 def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> SearchState:
     """Run each phase that applies, until the work is used up or what is left to gain is worth less than the search."""
+    started = time.perf_counter()
     for phase in phases:
         if not phase.applies(search, state):
             continue
@@ -201,8 +202,10 @@ def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> S
             continue
         state = phase.run(search, state, until)
         cost = state.cost if math.isfinite(state.cost) else None
-        record = SearchRecord(phase.name, now() - search.began, cost, state.bound)
+        record = SearchRecord(phase.name, now() - search.began, time.perf_counter() - started, cost, state.bound)
         state = replace(state, trace=(*state.trace, record))
+        if cost:
+            search.report(f"{phase.name}: {cost * 1e3:.4g} ms, gap {1 - state.bound / cost:.2%}")
     return state
 
 

@@ -162,10 +162,11 @@ class SearchState:
     def wanted_gap(self, search: Search) -> float:
         """The relative gap at which it pays to end: that which was asked, or that at which a run of
         ``options.training_steps`` steps would gain less than the search has cost."""
-        spent_s = now() - search.began
-        if not math.isfinite(self.cost):
+        known = [r.cost for r in (self.best, self.free) if r is not None] + [b.objective for b in search.baselines]
+        step_s = self.cost if math.isfinite(self.cost) else min(known, default=0.0)
+        if not step_s:
             return search.options.gap
-        return max(search.options.gap, spent_s / (search.options.training_steps * self.cost))
+        return max(search.options.gap, (now() - search.began) / (search.options.training_steps * step_s))
 
     def is_done(self, search: Search) -> bool:
         """Whether what is left to gain is worth less than the search."""
