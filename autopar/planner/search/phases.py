@@ -16,7 +16,7 @@ from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.search import settings
-from autopar.planner.search.candidates import BaselineCandidate, Candidate
+from autopar.planner.search.candidates import Candidate
 from autopar.planner.search.rounds import (
     constrained,
     fold_or_give_up,
@@ -135,10 +135,10 @@ class KnownShardings:
         return state.joint is not None and not (search.one_device and state.best is not None)
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        assert state.joint is not None and state.free is not None
+        assert state.joint is not None
         enough = min(until, now() + settings.KNOWN_TIMES * state.free_s)
-        tried: set[Choice | tuple[object, ...]] = set()
-        for choice in (state.free.solution.choice, *(b.choice for b in self._lean_first(search))):
+        tried: set[tuple[object, ...]] = set()
+        for choice in self._lean_first(search, state):
             if now() > (until if state.best is None else enough) or state.is_done(search):
                 break
             if search.objective.seconds(choice) >= state.cost:
@@ -149,11 +149,15 @@ class KnownShardings:
                 state = state.with_plan(search, self._kept(search, state, still, until))
         return state
 
-    def _lean_first(self, search: Search) -> Sequence[BaselineCandidate]:
-        if self.only_free:
-            return ()
-        lean = settings.LEAN * min((b.estimated_peak_bytes for b in search.baselines), default=0.0)
-        return sorted(search.baselines, key=lambda b: max(b.estimated_peak_bytes, lean))
+    def _lean_first(self, search: Search, state: SearchState) -> Sequence[Choice]:
+        """The known shardings: the cheapest of those that hold little first, then by what they hold. What holds
+        much has much to recompute and offload, which takes long to plan and costs more."""
+        assert state.free is not None
+        known = [(float(state.free.memory.peak_bytes), state.free.cost, state.free.solution.choice)]
+        if not self.only_free:
+            known += [(b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines]
+        lean = settings.LEAN * min(peak for peak, _, _ in known)
+        return [choice for _, _, choice in sorted(known, key=lambda k: (max(k[0], lean), k[1]))]
 
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> Result | None:
         """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""
@@ -206,7 +210,7 @@ class Joint:
         if sum_of_least(constrained(search, state, objective, active, search.budget)) > search.budget:
             return state
         exposed = 0
-        seeds = _choices(state.best, objective)
+        seeds: tuple[Choice, ...] = ()
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
             began = now()
             if began >= until or state.is_done(search):
