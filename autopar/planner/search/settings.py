@@ -19,8 +19,9 @@ these seconds. An error names the budget that it finds, and a search with that b
 JOINT_ROUNDS, PER_OPTION_ROUNDS = 12, 40
 """Rounds of the joint problem at most: with margins for all options, and with margins for one option each."""
 
-ROUND_SHARE = 0.5
-"""Share of the phase's work for one round: a plan that fits is worth more than the proof of one that does not."""
+ROUND_SHARE = 0.8
+"""Share of the work left for one round. The linear program of blocks cannot be cut short: at half of 15 s, that of an
+80-layer model found nothing, in 12 s a choice within .3 % of its bound."""
 
 REPAIR_ROUNDS, KNOWN_ROUNDS = 2, 4
 """Rounds with fixed shardings: to repair one choice, and for a known way to train."""
