@@ -146,7 +146,7 @@ class KnownShardings:
             still = tuple(sharded_as(search.objective.decisions, choice, state.joint.decisions))
             if still not in tried:
                 tried.add(still)
-                state = state.with_plan(search, self._kept(search, state, still, until))
+                state = self._kept(search, state, still, until)
         return state
 
     def _lean_first(self, search: Search, state: SearchState) -> Sequence[Choice]:
@@ -159,7 +159,7 @@ class KnownShardings:
         lean = settings.LEAN * min(peak for peak, _, _ in known)
         return [choice for _, _, choice in sorted(known, key=lambda k: (max(k[0], lean), k[1]))]
 
-    def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> Result | None:
+    def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""
         assert state.joint is not None
         for margin in (settings.MARGIN * search.budget, 0.0):
@@ -177,9 +177,10 @@ class KnownShardings:
                 equalize=True,
                 method=self.name,
             )
+            state = replace(state, points=state.points | active.margins.keys()).with_plan(search, found)
             if found is not None or now() > until:
-                return found
-        return None
+                break
+        return state
 
 
 @dataclass(frozen=True)
@@ -191,16 +192,19 @@ class Joint:
         per_option: whether margins are set aside for single options, and the weights of paths are tried anew. That
             takes more rounds, and bars less.
         share: of the work that is left.
+        least_gap: the relative gap of a plan that is left as it is.
     """
 
     per_option: bool = False
-    share: float = 0.8
+    share: float = 0.9
+    least_gap: float = 0.0
     name: str = "joint"
 
     def applies(self, search: Search, state: SearchState) -> bool:
         if state.joint is None or state.is_done(search):
             return False
-        return state.best is not None or not self.per_option
+        wide = state.cost - state.bound > self.least_gap * state.cost if math.isfinite(state.cost) else True
+        return wide and (state.best is not None or not self.per_option)
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         objective = state.joint

@@ -58,7 +58,7 @@ JOINT: tuple[Phase, ...] = (
     Joint(),
     Exact(),
     SmallestPeak(),
-    Joint(per_option=True),
+    Joint(per_option=True, least_gap=5e-3),
 )
 TWO_STAGE: tuple[Phase, ...] = (
     Free(),

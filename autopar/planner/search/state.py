@@ -11,6 +11,7 @@ from functools import cached_property
 from autopar.ir import Graph
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.memory.live_ranges import ProgramPoint
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
@@ -126,6 +127,7 @@ class SearchState:
         free_s: work that it took.
         joint: the objective over decisions with reruns.
         hideable_s, hiding_parts: seconds of the forward beside which transfers of the host hide, in so many parts.
+        points: program points at which choices of the joint problem were found to hold more than the budget.
         usage_prices, basis: what the limit cost in the last solve, and where its linear program of blocks ended.
         trace: a record for each phase.
     """
@@ -139,6 +141,7 @@ class SearchState:
     joint: Objective | None = None
     hideable_s: float = math.inf
     hiding_parts: int = 1
+    points: frozenset[ProgramPoint] = frozenset()
     usage_prices: UsagePrices = field(default_factory=UsagePrices)
     basis: Basis | None = None
     trace: tuple[SearchRecord, ...] = ()
@@ -178,8 +181,10 @@ def _rank(result: Result) -> tuple[float, int]:
 
 
 def first_constraints(state: SearchState, search: Search, objective: Objective) -> ActiveSet:
-    """Memory constraints at the points where the free optimum is over the budget."""
+    """Memory constraints at the points where the free optimum is over the budget, and where other choices were."""
     active = ActiveSet(objective.decisions, search.options)
     if state.free is not None:
         active.add_peaks_of(state.free.program, state.free.memory.timeline, search.budget, objective.depth)
+    if objective is state.joint:
+        active.add_points(state.points)
     return active
