@@ -17,6 +17,7 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import Candidate
+from autopar.planner.search.keeping import layer_boundaries
 from autopar.planner.search.rounds import (
     constrained,
     fold_or_give_up,
@@ -162,6 +163,7 @@ class KnownShardings:
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""
         assert state.joint is not None
+        boundaries = layer_boundaries(state.joint.decisions, max(state.joint.depth, 2))
         for margin in (settings.MARGIN * search.budget, 0.0):
             active = first_constraints(state, search, state.joint)
             if margin:
@@ -176,6 +178,7 @@ class KnownShardings:
                 gap=settings.REPAIR_GAP if self.only_free else settings.KNOWN_GAP,
                 equalize=True,
                 method=self.name,
+                boundaries=boundaries if margin else (),
             )
             state = replace(state, points=state.points | active.margins.keys()).with_plan(search, found)
             if found is not None or now() > until:
@@ -213,7 +216,7 @@ class Joint:
         active = first_constraints(state, search, objective)
         if sum_of_least(constrained(search, state, objective, active, search.budget)) > search.budget:
             return state
-        exposed = 0
+        exposed, boundaries = 0, frozenset[int]()
         seeds: tuple[Choice, ...] = ()
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
             began = now()
@@ -224,12 +227,21 @@ class Joint:
             reweigh = max(settings.REPAIR_GAP, gap) if self.per_option else None
             try:
                 found, state = solve_round(
-                    search, state, objective, active, search.budget, one, seeds=seeds, gap=gap, reweigh=reweigh
+                    search,
+                    state,
+                    objective,
+                    active,
+                    search.budget,
+                    one,
+                    seeds=seeds,
+                    gap=gap,
+                    reweigh=reweigh,
+                    boundaries=boundaries,
                 )
             except (InfeasibleError, SolverError):
                 break
             least_s = found.solution.lower_bound
-            if not any(active.margins.values()) and not active.option_margins:
+            if not any(active.margins.values()) and not active.option_margins and not boundaries:
                 state = replace(state, bound=max(state.bound, least_s))
             over = found.memory.peak_bytes - search.budget
             state = state.with_plan(search, found)
@@ -244,6 +256,12 @@ class Joint:
             tighter = active.separate(
                 found.solution.choice, found.program, found.memory.timeline, search.budget, per_option=self.per_option
             )
+            if not boundaries and max(active.margins.values()) > settings.MARGIN * search.budget:
+                # More than a layer is recomputed at once, which no constraint sees.
+                boundaries = layer_boundaries(objective.decisions, max(objective.depth, 2))
+                active = _same_points(active)
+                search.report("layers recomputed one by one")
+                continue
             if found.cost < state.cost:
                 state = state.with_plan(search, self._repaired(search, state, active, found, until))
             # Constraints only become tighter, so no later round finds what costs less than this one's bound.
@@ -272,6 +290,13 @@ class Joint:
             method=f"{found.solution.method}; repaired",
             folding=fold_or_give_up,
         )
+
+
+def _same_points(active: ActiveSet) -> ActiveSet:
+    """The same constraints without margins."""
+    emptied = active.emptied()
+    emptied.add_points(active.margins)
+    return emptied
 
 
 FEW_ROUNDS_SHARE = 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +40,11 @@ MOST_UNREPEATED = 3_000
 
 
 def constrained(
-    search: Search, state: SearchState, objective: Objective, active: ActiveSet | None, limit: float
+    search: Search,
+    state: SearchState,
+    objective: Objective,
+    active: ActiveSet | None,
+    limit: float,
 ) -> Problem:
     """The problem with memory constraints, without the redistributed operands that they do not see."""
     used = active.usages() if active else ()
@@ -48,6 +52,17 @@ def constrained(
         host = search.prices.cluster.host
         used += host_usages(objective.decisions, host, state.hideable_s, HOST_TIME, limit, state.hiding_parts)
     return objective.problem(used, limit)
+
+
+def without_recomputing(objective: Objective, problem: Problem, boundaries: Collection[int]) -> Problem:
+    """The problem in which the values of some hold variables are not recomputed."""
+    if not boundaries:
+        return problem
+    costs = list(problem.costs)
+    for i in boundaries:
+        recomputed = np.array([action == "recompute" for action in objective.decisions.variables[i].actions])
+        costs[i] = np.where(recomputed, math.inf, costs[i])
+    return replace(problem, costs=tuple(costs), trusted=True)
 
 
 def solve_round(
@@ -61,6 +76,7 @@ def solve_round(
     seeds: Sequence[Choice] = (),
     gap: float = 0.0,
     reweigh: float | None = None,
+    boundaries: Collection[int] = (),
 ) -> tuple[Result, SearchState]:
     """The best choice under ``limit`` bytes, scheduled and measured, and the state with what the solve leaves.
 
@@ -69,6 +85,7 @@ def solve_round(
         gap: relative gap at which the solve ends, where that is more than was asked.
         reweigh: the gap down to which weights of the paths are tried; None for those that the objective has, where
             there are constraints.
+        boundaries: hold variables of values that are not to be recomputed.
 
     Raises:
         InfeasibleError, SolverError: the constraints allow nothing, or nothing was found in time.
@@ -78,7 +95,7 @@ def solve_round(
     built = time.perf_counter()
     search.report("solve")
     solution, state = _solve(
-        search, state, objective, problem, active, until, seeds, max(gap, search.options.gap), reweigh
+        search, state, objective, problem, active, until, seeds, max(gap, search.options.gap), reweigh, boundaries
     )
     solved = time.perf_counter()
     graph, mesh = search.graph, objective.decisions.mesh
@@ -103,6 +120,7 @@ def _solve(
     seeds: Sequence[Choice],
     gap: float,
     reweigh: float | None,
+    boundaries: Collection[int],
 ) -> tuple[Solution, SearchState]:
     prices_of_memory, basis = state.usage_prices, state.basis
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
@@ -113,6 +131,7 @@ def _solve(
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
         nonlocal prices_of_memory, basis
         begin = (*best, *(seeds if active else seeds[:MOST_SEEDS]))
+        problem = without_recomputing(objective, problem, boundaries)
         if active:
             problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
         left_s = (until - now()) * (1.0 if most == 1 else SOLVE_SHARE)
@@ -162,17 +181,20 @@ def solve_with_shardings(
     gap: float,
     equalize: bool,
     method: str,
+    boundaries: Collection[int] = (),
     folding: Folding = fold,
 ) -> Result | None:
     """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds.
 
     Args:
+        boundaries: hold variables of values that are not to be recomputed.
         equalize: whether the largest margin is set aside at all points, for fewer rounds.
     """
     objective = state.joint
     assert objective is not None
     for _ in range(rounds):
-        problem = active.extend(constrained(search, state, objective, active, search.budget))
+        problem = constrained(search, state, objective, active, search.budget)
+        problem = active.extend(without_recomputing(objective, problem, boundaries))
         choice = solve_open(problem, still, max(until - now(), LEAST_S), search.options.solver, gap, folding)
         if choice is None:
             return None
