@@ -22,7 +22,7 @@ AGES_S = 1e9
 STEADY_S = 0.2
 """Before so much has gone nothing is said of the pace."""
 
-WORK_SHARE = 0.5
+WORK_SHARE = 0.75
 """Counted seconds of work that a search may take for a second of its time limit."""
 
 SLOWEST = 2.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 TRAINING_STEPS = 10_000
 """Optimizer steps of the run that a plan is for, where the user does not say: about what fine-tuning takes."""
 
-EMITTING_TIMES, EMITTING_SHARE = 4.0, 0.2
+EMITTING_TIMES, EMITTING_SHARE = 4.0, 0.1
 """Work kept back for scheduling, measuring and emitting the plan: times the work of listing and pricing the decisions,
 and at most this share of the limit."""
 
