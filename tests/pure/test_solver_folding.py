@@ -19,7 +19,8 @@ from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Prices, Relaxation
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.dual.dual import Dual
-from autopar.solver.pipeline import _solve_flat
+from autopar.solver.integer import highs
+from autopar.solver.phases import FLAT, State, run_phases
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.minimum_cut import least_crossing
@@ -73,7 +74,7 @@ def optimum(problem: Problem) -> float:
 def flat_optimum(problem: Problem) -> float:
     """The optimum of a deep chain without limits: what is found when every node is looked at on its own."""
     incumbent = Incumbent(problem, 30.0, 0.0, None)
-    _solve_flat(incumbent, "auto", (), {}, [])
+    run_phases(FLAT, State(incumbent, "highs" if highs.is_installed() else "cbc"))
     assert incumbent.proven()
     return incumbent.objective
 

@@ -18,10 +18,10 @@ from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.powers import Power, contract, min_plus_square
 from autopar.solver.blocks.relaxation import Relaxation
 from autopar.solver.blocks.repetition import find_runs
-from autopar.solver.dual.ordering import narrow_order
 from autopar.solver.reduce.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.ordering import narrow_order
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver_folding import chain
 
