@@ -103,14 +103,13 @@ class _Folding:
         self.tied = tied
         self.warm = () if incumbent.choice is None else (tied.project(incumbent.choice),)
         self.bounds: Bounds | None = None
-        self.contracted = False
         size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
 
     def contract_at_once(self) -> None:
         """The optimum, where nothing is priced and blocks are narrow."""
         self.bounds = Bounds(self.parts, UsagePrices())
         deadline = self.incumbent.seconds() + self.incumbent.seconds_left()
-        self.contracted = self.bounds.contract(self.incumbent, deadline, AT_ONCE)
+        self.bounds.contract(self.incumbent, deadline, AT_ONCE)
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice and a better bound, each in half of the time; where there is no limit a bound comes first, so
@@ -133,15 +132,8 @@ class _Folding:
             self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
         if not self.incumbent.proven():
             self.bounds.raise_bound(self.incumbent, deadline, FINE)
-        if not self.incumbent.proven() and not self.bounds.coupled:
-            self.bounds.begin_coupled(self.incumbent, 0.5 * (self.incumbent.seconds() + deadline))
-            self.bounds.raise_bound(self.incumbent, deadline, FINE)
         if not self.incumbent.proven():
-            self.bounds.prune(self.incumbent, deadline)
-        if not self.incumbent.proven() and self.bounds.contract(self.incumbent, deadline):
-            self.contracted = True
-        if exact and not self.incumbent.proven() and not self.contracted:
-            self.bounds.solve_pieces(self.incumbent, deadline, self._bound_of)
+            self.bounds.contract(self.incumbent, deadline)
 
     def _tied_choice(self, seconds: float, *, exact: bool, aim: float | None = None) -> Incumbent | None:
         """The best choice in which blocks are alike, or one that costs no more than ``aim``; None where none is better
@@ -180,6 +172,3 @@ class _Folding:
             return None
         core = self.bounds.relaxation.core(self.tied)
         return core if core.problem.edges else None
-
-    def _bound_of(self, problem: Problem, seconds: float) -> float:
-        return self.solve_part(Part(problem, seconds, 0.1 * self.incumbent.gap, exact=True)).bound()
