@@ -132,7 +132,7 @@ def test_warm_start_is_never_lost() -> None:
 
 
 def test_a_problem_too_large_for_the_ilp_still_improves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.pipeline.MAX_FLOWS", 10)
+    monkeypatch.setattr("autopar.solver.phases.LIMITED_FLOWS", 10)
     monkeypatch.setattr("autopar.solver.dual.neighbourhood.MAX_PART_PAIRS", 300)
     problem = hard_problem(30, 5, limit_share=0.5)
     solution = solve(problem, time_limit=2.0)
