@@ -42,7 +42,7 @@ class PlanOptions(TypedDict, total=False):
         backend: ``"eager"``, the default, or ``"inductor"``, which compiles forward and backward at their first call,
             collectives included.
         time_limit: seconds that the search may take, 60 by default. The call keeps it to within two seconds.
-        training_steps: optimizer steps of the run that the plan is for, 10,000 by default. The search ends when what
+        training_steps: optimizer steps of the run that the plan is for, 30,000 by default. The search ends when what
             it may still gain over the run is less than the seconds that it has taken.
         accumulation_steps: number of backwards in one optimizer step, 1 by default. The gradients add up and appear
             with the last backward; the plan decides whether each is reduced at once or all are at the end.
