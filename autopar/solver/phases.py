@@ -40,19 +40,7 @@ from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.greedy import greedy_choice
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import absorb_separable, drop_forbidden, reduce
-
-MAX_FLOWS = 400_000
-LIMITED_FLOWS = 30_000
-FLOWS_A_SECOND = 40_000
-"""Flows of an integer program, at most and for each second that is left: its first relaxation alone takes that long.
-With a limit the cuts at the root take longer: programs of 74, 77 and 102 thousand flows had none done that told
-anything after 24, 7 and 33 s; those of 6 to 10 thousand took 1 to 11 s."""
-
-WORK = 1.5e8
-"""Element operations that looking for dominated options may take: some tenths of a second."""
-
-EACH = 3e5
-"""Of them one product of two matrices, as long as message passing has not told which options are superfluous."""
+from autopar.solver.settings import PROGRAMS
 
 
 @dataclass
@@ -203,7 +191,7 @@ class Reduce:
         else:
             state.use(self.name)
             latest = state.until(self.share)
-            reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > latest, EACH))
+            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds() > latest, PROGRAMS.each))
         if not state.limited and incumbent.choice is not None and state.pushes is None:
             # Where time is short, a first choice made better is all that there will be.
             late = state.until(self.searching_share)
@@ -342,7 +330,7 @@ class Messages:
                 return
             if not state.exact and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
                 return
-            reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds_left() < 0))
+            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds_left() < 0))
             if graph.size()[1] > 0.9 * before[1]:
                 break
 
@@ -361,7 +349,7 @@ class Prove:
         graph, incumbent = state.graph, state.incumbent
         if incumbent.choice is not None and graph.nodes():
             bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times))
-            reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds_left() < 0))
+            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds_left() < 0))
         state.size.update(_sizes("reduced_", graph))
         if not graph.nodes():
             _finish(state)
@@ -372,9 +360,8 @@ class Prove:
         if state.done or incumbent.seconds_left() < 0 or (is_slow(graph) and incumbent.refused()):
             state.done = True
             return
-        most = min(
-            LIMITED_FLOWS if len(graph.limits) else MAX_FLOWS, FLOWS_A_SECOND * max(incumbent.seconds_left(), 0.0)
-        )
+        largest = PROGRAMS.most_limited_flows if len(graph.limits) else PROGRAMS.most_flows
+        most = min(largest, PROGRAMS.flows_a_second * max(incumbent.seconds_left(), 0.0))
         if not is_small(graph, int(most)):
             return
         state.done = True

@@ -11,15 +11,7 @@ from autopar.solver.dual.search import Search
 from autopar.solver.problem import Edge, Problem, Solution, Usage
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
-
-MAX_PART_PAIRS = 40_000
-"""Pairs of options of a part: its integer program then takes some tenths of a second."""
-
-PART_SECONDS = 2.0
-PATIENCE, LEAST_PARTS = 0.5, 50
-"""Share of the time, and parts, without a better choice after which it ends."""
-
-SEED = 0
+from autopar.solver.settings import PARTS
 
 SolvePart = Callable[[Problem, float, Sequence[int]], Solution]
 
@@ -35,18 +27,18 @@ def improve_parts(graph: Graph, incumbent: Incumbent, solve_part: SolvePart) -> 
     search = Search(graph, graph.project(incumbent.choice))
     if not search.feasible():
         return
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(PARTS.seed)
     nodes = graph.nodes()
     began = found_s = incumbent.seconds()
     count = found = 0
     while incumbent.seconds_left() > 0 and not incumbent.proven():
         now = incumbent.seconds()
-        if count - found > LEAST_PARTS and now - found_s > PATIENCE * (now - began):
+        if count - found > PARTS.least and now - found_s > PARTS.patience * (now - began):
             break
         count += 1
         order = random.permutation(nodes).tolist()
         part = _random_part(graph, order) if count % 2 else _connected_part(graph, order[0], random)
-        if not _improve_part(graph, search, part, min(PART_SECONDS, incumbent.seconds_left()), solve_part):
+        if not _improve_part(graph, search, part, min(PARTS.seconds, incumbent.seconds_left()), solve_part):
             continue
         if incumbent.offer(graph.expand(search.choice), "solving parts"):
             found, found_s = count, incumbent.seconds()
@@ -59,7 +51,7 @@ def _random_part(graph: Graph, order: Sequence[int]) -> list[int]:
     for node in order:
         pairs += len(graph.costs[node])
         pairs += sum(matrix.size for other, matrix in graph.neighbours[node].items() if other in part)
-        if pairs > MAX_PART_PAIRS:
+        if pairs > PARTS.most_pairs:
             break
         part.add(node)
     return sorted(part)
@@ -73,7 +65,7 @@ def _connected_part(graph: Graph, centre: int, random: np.random.Generator) -> l
         node = frontier.pop(int(random.integers(len(frontier))))
         pairs += len(graph.costs[node])
         pairs += sum(matrix.size for other, matrix in graph.neighbours[node].items() if other in part)
-        if pairs > MAX_PART_PAIRS:
+        if pairs > PARTS.most_pairs:
             break
         part.add(node)
         frontier = sorted({*frontier, *graph.neighbours[node]} - part)

@@ -10,10 +10,7 @@ from autopar.solver.priced.network import Network, Pair
 from autopar.solver.priced.sweeps import Sweeps
 from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.ordering import narrow_order
-
-LEAVING, MOVING = 3e4, 3e5
-"""Most elements of a table over a node that leaves and its neighbours: of those that leave under every price, and of
-those that leave in a move."""
+from autopar.solver.settings import PRICES
 
 
 class Core:
@@ -26,7 +23,7 @@ class Core:
         slots: dict[Pair, int] = dict(
             zip(zip(*network.ends.tolist(), strict=True), network.edge_at.tolist(), strict=True)
         )
-        made = plan(self._sizes, range(len(self._sizes)), slots, len(network.tables), LEAVING)
+        made = plan(self._sizes, range(len(self._sizes)), slots, len(network.tables), PRICES.leaving)
         self._leaves = Program(network.sizes, network.first, made, network.tables)
         self.nodes: IndexArray = np.array(made.left, dtype=np.int64)
         self._slots = made.slots
@@ -64,7 +61,7 @@ class Core:
         """Another way to move: it fixes other hubs, the more so the larger ``spread`` is."""
         luck = np.exp(spread * self._random.standard_normal(len(self._sizes))) * np.sqrt(self.network.sizes)
         fixed: set[int] = set()
-        most = MOVING
+        most = PRICES.moving
         while True:
             made = plan(
                 self._sizes,

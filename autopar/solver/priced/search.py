@@ -18,19 +18,7 @@ from autopar.solver.priced.network import Network
 from autopar.solver.problem import Array, IndexArray, UsagePrices
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
-
-SEED = 0
-FIRST_SHARPNESS = 40.0
-FIRST_PRICES = (30.0, 1000.0, 30000.0)
-REPAIRS, DEARER, DEARER_YET = 4, 0.04, 4.0
-MOST_OVER = 0.5
-STEP, LEAST_STEP, SHORTER = 0.7, 0.05, 0.8
-PATIENCE = 4
-FASTER, FASTEST = 1.15, 5.0
-LEAST_PRICE = 1e-5
-POLISHING, POLISHING_STALLED = 0.5, 1.5
-STALLED = 0.01
-PROGRAMS, EACH = 8, 4
+from autopar.solver.settings import PRICES
 
 
 class PricedSearch:
@@ -39,7 +27,7 @@ class PricedSearch:
     def __init__(self, graph: Graph, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
         self.network = Network(graph)
-        self._random = np.random.default_rng(SEED)
+        self._random = np.random.default_rng(PRICES.seed)
         self.core = Core(self.network, self._random)
         self.core.add_program(0.5)
         self.best: IndexArray | None = None
@@ -106,9 +94,9 @@ class PricedSearch:
     def _repair(self, choice: IndexArray, prices: Array) -> IndexArray | None:
         """A choice within the limit near one that is not: times over it get dearer until nothing is."""
         total, raised = float(prices.sum()), prices
-        for count in range(REPAIRS):
+        for count in range(PRICES.repairs):
             over = np.maximum(self.network.excess(choice), 0.0)
-            raised = raised + total * DEARER * DEARER_YET**count * over / over.sum()
+            raised = raised + total * PRICES.dearer * 4.0**count * over / over.sum()
             self._price(raised)
             choice = self.core.move(choice, rounds=2)
             if (self.network.used(choice) <= self.network.limits).all():
@@ -156,7 +144,7 @@ class PricedSearch:
         scale = self.network.value(free, self.network.cost) or 1.0
         weights = self._first_weights()
         self.offer(free)
-        for factor in FIRST_PRICES if self.best is None else ():
+        for factor in PRICES.first_factors if self.best is None else ():
             prices = factor * scale * weights
             _, found = self._round(prices, choice, None)
             if not self.offer(found):
@@ -169,7 +157,7 @@ class PricedSearch:
 
     def _first_weights(self) -> Array:
         least = self.network.least_excess()
-        weights: Array = np.exp(FIRST_SHARPNESS * (least - least.max(initial=-np.inf)))
+        weights: Array = np.exp(PRICES.sharpness * (least - least.max(initial=-np.inf)))
         return weights / weights.sum() if len(weights) else weights
 
     def run(self, enough: Callable[[], bool], trace: Callable[[str], None] | None = None) -> None:
@@ -179,7 +167,7 @@ class PricedSearch:
         prices, best_bound, best_prices = self.prices, -np.inf, self.prices
         if self.incumbent.objective - network.graph.offset < self.value and self.incumbent.choice is not None:
             self._adopt(network.project(self.incumbent.choice))
-        step, stalled, count = STEP, 0, 0
+        step, stalled, count = PRICES.step, 0, 0
         average: Array | None = None
         pace, sign = np.ones(len(prices)), np.zeros(len(prices))
         bounds: list[float] = []
@@ -192,18 +180,18 @@ class PricedSearch:
             bounds.append(best_bound)
             excess = network.excess(last)
             self._use(last, excess, prices)
-            slow = len(bounds) > 10 and bounds[-1] - bounds[-10] < STALLED * abs(bounds[-1])
-            self._polish_for(POLISHING_STALLED if slow else POLISHING, best_prices, enough)
-            if core.programs() < PROGRAMS and count % EACH == 0:
+            slow = len(bounds) > 10 and bounds[-1] - bounds[-10] < 0.01 * abs(bounds[-1])
+            self._polish_for(PRICES.polishing[slow], best_prices, enough)
+            if core.programs() < PRICES.programs and count % 4 == 0:
                 core.add_program(self._random.uniform(0.3, 1.2))
             average = excess if average is None else 0.5 * (average + excess)
-            pace = np.where(np.sign(average) == sign, np.minimum(pace * FASTER, FASTEST), 1.0)
+            pace = np.where(np.sign(average) == sign, np.minimum(pace * PRICES.faster, PRICES.fastest), 1.0)
             sign = np.sign(average)
             prices = prices * np.exp(step * np.clip(average * pace, -0.5, 1.0))
-            if stalled >= PATIENCE:
-                step, stalled = max(step * SHORTER, LEAST_STEP), 0
+            if stalled >= PRICES.patience:
+                step, stalled = max(step * PRICES.shorter, PRICES.least_step), 0
                 prices, pace = np.sqrt(prices * best_prices), np.ones(len(prices))
-            prices = np.maximum(prices, LEAST_PRICE * prices.sum() / max(len(prices), 1))
+            prices = np.maximum(prices, PRICES.least_price * prices.sum() / max(len(prices), 1))
             if trace is not None:
                 trace(f"{count} bound {bound:.6g} ({best_bound:.6g}) over {excess.max():.4f} best {self.value:.6g}")
         self.prices = best_prices
@@ -213,7 +201,7 @@ class PricedSearch:
         began = self.incumbent.seconds()
         share = self._spent.get("repair", 0.0) / max(self._spent["messages"], 1e-9)
         over = float(excess.max(initial=-np.inf))
-        if not self.offer(found) and 0 < over < MOST_OVER and (share < 0.5 or self.best is None):
+        if not self.offer(found) and 0 < over < PRICES.most_over and (share < 0.5 or self.best is None):
             repaired = self._repair(found, prices)
             if repaired is not None:
                 self._spend(repaired, self.network.used(repaired), prices)
