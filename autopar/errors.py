@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -56,12 +57,19 @@ class Shortfall:
     """How much less a memory budget has than the smallest that was found to work, in bytes a device.
 
     Args:
+        by_kind: the least, by kind of memory.
+        mesh_shape: of the mesh on which that works.
         late: whether the search ended for lack of time, so that a smaller budget may work too.
     """
 
     budget_bytes: float
-    least_bytes: float
+    by_kind: Mapping[str, int]
+    mesh_shape: tuple[int, ...]
     late: bool
+
+    @property
+    def least_bytes(self) -> int:
+        return sum(self.by_kind.values())
 
 
 class InfeasibleError(AutoparError):

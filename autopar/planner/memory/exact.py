@@ -506,7 +506,7 @@ class _Sweep:
         for name, held in self.allocations.items():
             if held.first <= self.peak_event <= max(held.first, held.last):
                 while name not in nodes and "|" in name:  # a buffer is named after its op or tensor: ``mm|sent``
-                    name = name.rpartition("|")[0]  # noqa: PLW2901 - the name of its owner
+                    name = name.rpartition("|")[0]
                 add(held.kind, nodes.get(name, ""), held.nbytes)
         at = self.events[self.peak_event].at
         add("temporaries", ops[at].node if at < len(ops) else "", self.transient_bytes.get(self.peak_event, 0))

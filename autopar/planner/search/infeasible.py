@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from autopar.errors import InfeasibleError, Shortfall
 from autopar.ir import Graph, Node
 from autopar.planner.memory.exact import Peak, peak
-from autopar.planner.options import Options
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.search.state import Search, SearchState
 from autopar.program import Program
@@ -29,7 +28,8 @@ NAMES = {"optimizer": "optimizer state", "step": "temporaries of the optimizer"}
 
 def infeasible(search: Search, state: SearchState) -> InfeasibleError:
     """The error, with the smallest budget that was found to work."""
-    least, decisions, program = _leanest(search, state)
+    decisions, program = _leanest(search, state)
+    least = peak(program, decisions.graph, decisions.mesh, search.options)
     late = now() >= search.ends
     mesh = search.objective.decisions.mesh
     two_stage = search.options.search == "two-stage" and mesh.size > 1
@@ -37,32 +37,31 @@ def infeasible(search: Search, state: SearchState) -> InfeasibleError:
     error = InfeasibleError(
         f"No plan {'was found in time that ' if late else ''}fits the memory budget.",
         found=f"a budget of {_text(search.budget)} a device on mesh {mesh}; the least{' so far' if late else ''} is "
-        f"{peak_text(program, decisions, search.options)}",
-        hint=f"the smallest budget that works{' so far' if late else ''} is {_text(least)}: "
-        f"memory_budget={math.ceil(least)}; {more}"
+        f"{peak_text(least, decisions.graph)}",
+        hint=f"the smallest budget that works{' so far' if late else ''} is {_text(least.bytes)}: "
+        f"memory_budget={least.bytes}; {more}"
         + ('search="joint" also shards for the budget.' if two_stage else MORE_RANKS),
     )
-    error.shortfall = Shortfall(search.budget, least, late)
+    error.shortfall = Shortfall(search.budget, least.by_kind, mesh.shape, late)
     return error
 
 
-def _leanest(search: Search, state: SearchState) -> tuple[float, Decisions, Program]:
-    """The program of the smallest peak that was found, and that peak in bytes."""
+def _leanest(search: Search, state: SearchState) -> tuple[Decisions, Program]:
+    """The program of the smallest peak that was found."""
     found = min((r for r in (state.leanest, state.free) if r is not None), key=lambda r: r.memory.peak_bytes)
-    least, decisions, program = float(found.memory.peak_bytes), found.objective.decisions, found.program
+    least, decisions, program = found.memory.peak_bytes, found.objective.decisions, found.program
     for baseline in search.baselines:
         if baseline.estimated_peak_bytes <= least and baseline.peak_bytes < least:
             least, decisions, program = baseline.peak_bytes, baseline.stated.decisions, baseline.program
-    return least, decisions, program
+    return decisions, program
 
 
-def peak_text(program: Program, decisions: Decisions, options: Options) -> str:
+def peak_text(found: Peak, graph: Graph) -> str:
     """The peak of a program, when and in which layer it is, and what is held then: ``3.10 GiB, held in the backward of
     transformer.h.5.mlp: optimizer state 1.40 GiB, ...``."""
-    found = peak(program, decisions.graph, decisions.mesh, options)
     kinds = sorted(found.by_kind, key=lambda kind: -found.by_kind[kind])[:KINDS_NAMED]
-    held = ", ".join(_kind_text(found, kind, decisions.graph) for kind in kinds)
-    return f"{_text(found.bytes)}, held {_when(found, decisions.graph)}: {held}"
+    held = ", ".join(_kind_text(found, kind, graph) for kind in kinds)
+    return f"{_text(found.bytes)}, held {_when(found, graph)}: {held}"
 
 
 def _when(found: Peak, graph: Graph) -> str:
