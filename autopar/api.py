@@ -92,7 +92,7 @@ def plan(
         captured_s=captured_s,
         progress=progress,
     )
-    asked = Request(model, call, mesh, hardware, size, wanted, running=False, captured_s=captured_s, progress=progress)
+    asked = Request(model, call, mesh, hardware, wanted, False, capture.graph, captured_s, progress)
     return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)
 
 
@@ -187,9 +187,7 @@ def autoparallelize(
             progress=progress,
         )
         size = world_size()
-        asked = Request(
-            model, call, mesh, hardware, size, wanted, running=True, captured_s=captured_s, progress=progress
-        )
+        asked = Request(model, call, mesh, hardware, wanted, True, capture.graph, captured_s, progress)
 
         def planned() -> Plan:
             return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import nn
 from autopar import planner
 from autopar.arguments import as_mesh
 from autopar.errors import InfeasibleError, Shortfall
+from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.search.infeasible import MORE_RANKS
@@ -45,8 +47,8 @@ class Request:
 
     Args:
         mesh: None where the search chose it.
-        size: ranks of the job.
         running: whether the job runs already, so that its ranks are given.
+        graph: of the model with these inputs; None where it has to be captured again.
         captured_s: seconds that the capture took.
     """
 
@@ -54,9 +56,9 @@ class Request:
     call: Call
     mesh: MeshLike
     cluster: Cluster
-    size: int
     options: Options
     running: bool
+    graph: Graph | None
     captured_s: float
     progress: Callable[[str], None] | None = None
 
@@ -69,13 +71,15 @@ class Trial:
         text: the change, as it ends the sentence "It fits ...".
         divides: by how much it divides kinds of memory at best.
         kinds: which it divides; None if it divides all.
+        rewrite: of the captured graph.
     """
 
     text: str
     request: Request
     mesh: Mesh
-    divides: int
+    divides: float
     kinds: frozenset[str] | None = None
+    rewrite: Callable[[Graph], Graph] | None = None
 
     def may_fit(self, short: Shortfall) -> bool:
         """Whether the plan that holds the least would fit if those kinds were divided."""
@@ -91,7 +95,8 @@ class Trial:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the search has given them
-                graph = capture_model(r.model, r.call, r.options, self.mesh.size).graph
+                graph = r.graph or capture_model(r.model, r.call, r.options, self.mesh.size).graph
+                graph = graph if self.rewrite is None else self.rewrite(graph)
                 left = max(seconds - (time.monotonic() - began), LEAST_S)
                 options = dataclasses.replace(r.options, time_limit_s=left, compare=False)
                 planner.plan_forms(graph, self.mesh, r.cluster.sized(self.mesh.size), options)
@@ -115,9 +120,7 @@ def planned_or_remedied(search: Callable[[], Plan], request: Request) -> Plan:
 def with_remedies(error: InfeasibleError, request: Request) -> InfeasibleError:
     """``error`` with the changes of ``request`` that fit in its hint; ``error`` itself where there are none."""
     short = error.shortfall
-    if short is None or short.late:
-        return error
-    found = remedies(request, short)
+    found = [] if short is None or short.late else remedies(request, short)
     if not found:
         return error
     listed = found[0] if len(found) == 1 else f"{', '.join(found[:-1])}, or {found[-1]}"
@@ -152,7 +155,7 @@ def _at_largest(request: Request) -> Request:
     ranges = request.options.ranges
     if ranges is None:
         return request
-    return dataclasses.replace(request, call=resized(request.call, ranges, largest(ranges)))
+    return dataclasses.replace(request, call=resized(request.call, ranges, largest(ranges)), graph=None)
 
 
 def _trials(request: Request, short: Shortfall) -> Iterator[list[Trial]]:
@@ -165,6 +168,7 @@ def _trials(request: Request, short: Shortfall) -> Iterator[list[Trial]]:
     # In a range the batch is the user's to vary.
     divisors = [factor for factor in FACTORS if batch % factor == 0 and request.options.ranges is None]
     yield [_in_micro_batches(request, mesh, factor) for factor in divisors]
+    yield [_with_the_loss_alone(request, mesh)] if request.graph is not None and _returns_more(request.graph) else []
 
 
 def _may_use_bf16(request: Request) -> bool:
@@ -175,7 +179,7 @@ def _may_use_bf16(request: Request) -> bool:
 
 def _in_bf16(request: Request, mesh: Mesh) -> Trial:
     options = dataclasses.replace(request.options, mixed_precision="bf16")
-    changed = dataclasses.replace(request, options=options)
+    changed = dataclasses.replace(request, options=options, graph=None)
     return Trial('with mixed_precision="bf16"', changed, mesh, 2, OF_VALUES)
 
 
@@ -186,12 +190,36 @@ def _on_more_ranks(request: Request, mesh: Mesh, factor: int) -> Trial:
     text = f"on mesh {larger} with {larger.size} ranks"
     if request.running:
         text = f"in a job of {larger.size} ranks on mesh {larger}"
-    return Trial(text, dataclasses.replace(request, cluster=cluster), larger, factor)
+    graph = request.graph if request.options.batch == "global" else None
+    return Trial(text, dataclasses.replace(request, cluster=cluster, graph=graph), larger, factor)
 
 
 def _in_micro_batches(request: Request, mesh: Mesh, factor: int) -> Trial:
     rows = batch_of(request.call) // factor
     steps = factor * request.options.accumulation_steps
     options = dataclasses.replace(request.options, accumulation_steps=steps)
-    smaller = dataclasses.replace(request, options=options, call=with_batch(request.call, rows))
+    smaller = dataclasses.replace(request, options=options, call=with_batch(request.call, rows), graph=None)
     return Trial(f"with accumulation_steps={steps} and batches of {rows}", smaller, mesh, factor, OF_THE_BATCH)
+
+
+def _with_the_loss_alone(request: Request, mesh: Mesh) -> Trial:
+    """Logits that are not returned can be computed in chunks."""
+    return Trial("if forward returns only the loss", request, mesh, math.inf, OF_VALUES, loss_alone)
+
+
+def _returns_more(graph: Graph) -> bool:
+    """Whether the model returns a loss and something besides."""
+    returned = [o.name for o in graph.outputs if o.kind == "output"]
+    return graph.has_loss and graph.lone_scalar in returned and len(returned) > 1
+
+
+def loss_alone(graph: Graph) -> Graph:
+    """The graph of a model that returns only its loss."""
+    outputs = tuple(o for o in graph.outputs if o.kind != "output" or o.name == graph.lone_scalar)
+    read = {o.value.node for o in outputs}
+    nodes = []
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder" or node.name in read:
+            nodes.append(node)
+            read |= {value.node for value in node.inputs}
+    return dataclasses.replace(graph, nodes=tuple(reversed(nodes)), outputs=outputs)
