@@ -84,12 +84,17 @@ def _better_of(
         own = plan_graph(graph, mesh, cluster, options, progress, before={Reruns: OtherForm(in_other_form)})
     except InfeasibleError as error:
         if not found:
-            raise (refused or [error])[0] from None  # that of chunks names the smaller budget
+            raise min((*refused, error), key=_least_bytes) from None
         return found[0]
     best = min((own, *found), key=lambda p: (p.solution.objective, p.timeline.seconds))
     cost, bound = best.solution.objective, min(p.solution.lower_bound for p in (own, *found))
     proven = cost - bound <= options.gap * cost
     return replace(best, solution=replace(best.solution, lower_bound=bound, proven=proven))
+
+
+def _least_bytes(error: InfeasibleError) -> float:
+    """The smallest budget that an error names."""
+    return math.inf if error.shortfall is None else error.shortfall.least_bytes
 
 
 def as_planned(graph: Graph, digest: str, program: Program) -> Graph:
