@@ -6,7 +6,7 @@ Work is counted in seconds of a quiet processor (see ``solver.clock``), so that 
 from __future__ import annotations
 
 TRAINING_STEPS = 30_000
-"""Optimizer steps of the run that a plan is for, where the user does not say: a long fine-tuning, a short pretraining."""
+"""Optimizer steps of the run that a plan is for, unless the user says: a long fine-tuning, a short pretraining."""
 
 EMITTING_TIMES, EMITTING_SHARE = 4.0, 0.1
 """Work kept back for scheduling, measuring and emitting the plan: times the work of listing and pricing the decisions,
