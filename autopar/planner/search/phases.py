@@ -101,7 +101,8 @@ class Reruns:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.free is not None
         joint = Objective(search.with_reruns(), search.prices)
-        joint.start_from(search.objective, state.free.solution.choice)
+        ties = len(joint.decisions.variables) >= settings.TIES_LEAST
+        joint.start_from(search.objective, state.free.solution.choice if ties else None)
         return replace(state, joint=joint)
 
 
@@ -137,7 +138,7 @@ class KnownShardings:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.joint is not None
-        enough = min(until, now() + settings.KNOWN_TIMES * state.free_s)
+        enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
         tried: set[tuple[object, ...]] = set()
         for choice in self._lean_first(search, state):
             if now() > (until if state.best is None else enough) or state.is_done(search):

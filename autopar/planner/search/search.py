@@ -123,7 +123,7 @@ def plan_graph(
 
 
 def _phases(search: str, before: Mapping[type[Phase], Phase]) -> tuple[Phase, ...]:
-    kind, _, detail = search.partition(":")
+    kind, _, detail = str(search).partition(":")
     if kind not in SEARCHES:
         known = ", ".join(SEARCHES)
         raise AutoparError(f"There is no search={search!r}.", found=repr(search), hint=f"write one of {known}.")

@@ -12,7 +12,7 @@ EMITTING_TIMES, EMITTING_SHARE = 4.0, 0.1
 """Work kept back for scheduling, measuring and emitting the plan: times the work of listing and pricing the decisions,
 and at most this share of the limit."""
 
-SMALLEST_PEAK_SHARE, SMALLEST_PEAK_LEAST_S = 0.25, 1.5
+SMALLEST_PEAK_SHARE, SMALLEST_PEAK_LEAST_S = 0.25, 0.5
 """Work kept back for the smallest peak, which is searched where no plan is found: a share of the limit, and at least
 these seconds. An error names the budget that it finds, and a search with that budget has as much work for it."""
 
@@ -29,8 +29,9 @@ REPAIR_ROUNDS, KNOWN_ROUNDS = 2, 4
 KNOWN_GAP, REPAIR_GAP = 0.01, 1e-3
 """Relative gap at which a problem with fixed shardings is solved: another phase follows the first, none the second."""
 
-KNOWN_TIMES = 2.0
-"""Work for known shardings, times that of the free search: a first plan is there within three times the latter."""
+KNOWN_TIMES, KNOWN_LEAST_S = 2.0, 0.5
+"""Work for known shardings once a plan is found, times that of the free search, and seconds at least: so a first plan
+is there, and decent, within about three times the free search."""
 
 LEAN = 1.25
 """Times the least that a baseline holds: the cheapest of those up to there is tried first."""
@@ -45,6 +46,10 @@ that let them hide, at most so many times."""
 
 NEARLY_FITS = 1.1
 """Times the budget up to which a program is measured with its collectives arranged, which may hold a little less."""
+
+TIES_LEAST = 600
+"""Variables from which the paths that are nearly the longest get a little weight, which tells ties apart. It takes that
+much from the bound, and smaller problems are solved to the end."""
 
 EXACT_MOST = 2_000
 """Variables up to which keep, recompute and offload are also searched with exact memory on one device."""

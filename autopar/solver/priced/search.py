@@ -96,6 +96,8 @@ class PricedSearch:
         total, raised = float(prices.sum()), prices
         for count in range(PRICES.repairs):
             over = np.maximum(self.network.excess(choice), 0.0)
+            if not over.any():
+                return choice
             raised = raised + total * PRICES.dearer * 4.0**count * over / over.sum()
             self._price(raised)
             choice = self.core.move(choice, rounds=2)
