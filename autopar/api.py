@@ -35,6 +35,7 @@ from autopar.planning import (
 )
 from autopar.plans import Plan
 from autopar.precision import stored_dtype
+from autopar.remedies import Request, planned_or_remedied
 from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks, world_size
 from autopar.runtime.launch import ensure_process_group
 from autopar.runtime.module import ParallelModule
@@ -79,6 +80,7 @@ def plan(
     if progress is not None:
         progress("capture")
     capture = capture_model(model, call, wanted, size)
+    captured_s = time.perf_counter() - started
     mesh = mesh_of_shared(model, mesh)
     wanted = with_shared(model, capture, mesh, wanted, None)
     found = functools.partial(
@@ -87,10 +89,11 @@ def plan(
         cluster=hardware,
         size=size,
         options=wanted,
-        captured_s=time.perf_counter() - started,
+        captured_s=captured_s,
         progress=progress,
     )
-    return planned_over_range(found, model, call, capture, wanted, size)
+    asked = Request(model, call, mesh, hardware, wanted, False, capture.graph, captured_s, progress)
+    return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)
 
 
 def _check_module(model: object) -> None:
@@ -166,6 +169,7 @@ def autoparallelize(
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
     capture = on_all_ranks(lambda: capture_model(model, call, wanted, world_size()), lambda c: c.graph.digest)
+    captured_s = time.perf_counter() - started
     if given is not None:
         made = on_all_ranks(lambda: belonging(given, as_planned(capture, given), call))
         mesh = mesh_of_shared(model, mesh if mesh is not None else made.mesh)
@@ -179,12 +183,16 @@ def autoparallelize(
             cluster=hardware,
             size=world_size(),
             options=wanted,
-            captured_s=time.perf_counter() - started,
+            captured_s=captured_s,
             progress=progress,
         )
-        text = decided_on_rank_0(
-            lambda: as_shared(planned_over_range(found, model, call, capture, wanted, world_size()))
-        )
+        size = world_size()
+        asked = Request(model, call, mesh, hardware, wanted, True, capture.graph, captured_s, progress)
+
+        def planned() -> Plan:
+            return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)
+
+        text = decided_on_rank_0(lambda: as_shared(planned()))
         made = text if isinstance(text, Plan) else Plan.from_json(text)
     capture = as_planned(capture, made)
     made, local = on_all_ranks(lambda: with_emitted_source(made, capture, wanted))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 
 class AutoparError(Exception):
     """Base class of all deliberate errors. The message has three parts: what, ``found:`` and ``hint:``.
@@ -49,8 +52,33 @@ class ConstraintError(AutoparError):
     """A constraint matches nothing, cannot be met, or contradicts another."""
 
 
+@dataclass(frozen=True)
+class Shortfall:
+    """How much less a memory budget has than the smallest that was found to work, in bytes a device.
+
+    Args:
+        by_kind: the least, by kind of memory.
+        mesh_shape: of the mesh on which that works.
+        late: whether the search ended for lack of time, so that a smaller budget may work too.
+    """
+
+    budget_bytes: float
+    by_kind: Mapping[str, int]
+    mesh_shape: tuple[int, ...]
+    late: bool
+
+    @property
+    def least_bytes(self) -> int:
+        return sum(self.by_kind.values())
+
+
 class InfeasibleError(AutoparError):
-    """No plan fits the memory budget; the hint names the smallest budget that works."""
+    """No plan fits the memory budget; the hint names the smallest budget that would do.
+
+    ``shortfall`` is None where the solver raises the error. Pickling drops it.
+    """
+
+    shortfall: Shortfall | None = None
 
 
 class SolverError(AutoparError):

@@ -14,6 +14,7 @@ from autopar.arguments import as_bytes, as_constraints, as_optimizer, canonical_
 from autopar.errors import AutoparError
 from autopar.planner import Options
 from autopar.planner.ranges import as_ranges
+from autopar.planner.search.settings import TRAINING_STEPS
 from autopar.precision import as_precision
 from autopar.ranged import shapes_of
 from autopar.solver import solver_name
@@ -41,6 +42,8 @@ class PlanOptions(TypedDict, total=False):
         backend: ``"eager"``, the default, or ``"inductor"``, which compiles forward and backward at their first call,
             collectives included.
         time_limit: seconds that the search may take, 60 by default. The call keeps it to within two seconds.
+        training_steps: optimizer steps of the run that the plan is for, 30,000 by default. The search ends when what
+            it may still gain over the run is less than the seconds that it has taken.
         accumulation_steps: number of backwards in one optimizer step, 1 by default. The gradients add up and appear
             with the last backward; the plan decides whether each is reduced at once or all are at the end.
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
@@ -66,6 +69,7 @@ class PlanOptions(TypedDict, total=False):
     constraints: Mapping[str, str] | None
     backend: Literal["eager", "inductor"]
     time_limit: float
+    training_steps: float
     accumulation_steps: int
     dynamic_shapes: Any
     async_tensor_parallel: bool | Literal["auto", "always"]
@@ -85,7 +89,13 @@ _READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """Options that the planner takes under another name or in another form: that name, and what reads the user's value."""
 
 
-_DEFAULTS = {"memory_budget": None, "mixed_precision": None, "constraints": None, "dynamic_shapes": None}
+_DEFAULTS = {
+    "training_steps": TRAINING_STEPS,
+    "memory_budget": None,
+    "mixed_precision": None,
+    "constraints": None,
+    "dynamic_shapes": None,
+}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -127,7 +137,7 @@ def planner_options(model: nn.Module, call: Call, given: Mapping[str, Any]) -> O
             found=f"{unknown}={given[unknown]!r:.80}",
             hint=f"did you mean {near[0]}?" if near else f"the options are {every}.",
         )
-    read: dict[str, Any] = {"solver": solver_name("auto")}
+    read: dict[str, Any] = {"solver": solver_name("auto"), "training_steps": TRAINING_STEPS}
     for name, value in given.items():
         if name != "dynamic_shapes":
             field, reader = _READERS.get(name, (name, lambda same: same))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from autopar import kernels, planner
 from autopar.arguments import as_mesh
 from autopar.emission import emitted, lowered
-from autopar.errors import ConstraintError, MeshError, PlanError
+from autopar.errors import ConstraintError, InfeasibleError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.answers.make_plan import make_plan
@@ -46,7 +47,7 @@ def world_of(mesh: MeshLike, cluster: Cluster) -> int:
 def capture_model(
     model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False, trains: bool = True
 ) -> Capture:
-    whole = call if options.batch == "global" else _whole_batch(call, world)
+    whole = call if options.batch == "global" else with_batch(call, batch_of(call) * world)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     with computing_in(options.mixed_precision):
         tracer = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored, trains=trains)
@@ -63,17 +64,22 @@ def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {n: b.detach() for n, b in dense if n not in saved and not b.is_meta}
 
 
-def _whole_batch(call: Call, world: int) -> Call:
-    """The call with the batch of all ranks: dim 0 of every tensor that has it is ``world`` times as long."""
-    batch = next((t.shape[0] for t in call.tensors if t.ndim), -1)
+def batch_of(call: Call) -> int:
+    """Dim 0 of the first input that has one."""
+    return next((t.shape[0] for t in call.tensors if t.ndim), 1)
 
-    def grown(t: Tensor) -> Tensor:
-        if t.ndim and t.shape[0] == batch:
-            shape = (batch * world, *t.shape[1:])
+
+def with_batch(call: Call, batch: int) -> Call:
+    """The call with another batch: every tensor whose dim 0 is the batch has ``batch`` rows, without values."""
+    given = batch_of(call)
+
+    def resized_to(t: Tensor) -> Tensor:
+        if t.ndim and t.shape[0] == given:
+            shape = (batch, *t.shape[1:])
             return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
         return t
 
-    return Call(call.structure, tuple(map(grown, call.tensors)))
+    return Call(call.structure, tuple(map(resized_to, call.tensors)))
 
 
 def planned_over_range(
@@ -111,7 +117,15 @@ def planned_on_meshes(
             hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.',
         )
     each = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(meshes))
-    plans = [planned_on(capture, m, cluster, each, captured_s, progress) for m in meshes]
+    plans: list[Plan] = []
+    refused: list[InfeasibleError] = []
+    for m in meshes:
+        try:
+            plans.append(planned_on(capture, m, cluster, each, captured_s, progress))
+        except InfeasibleError as error:
+            refused.append(error)
+    if not plans:
+        raise min(refused, key=lambda error: error.shortfall.least_bytes if error.shortfall else math.inf)
     best = min(plans, key=lambda p: (p.step_time, p.peak_memory))
     tried = tuple((str(p.mesh), p.step_time) for p in plans) if len(plans) > 1 else ()
     return dataclasses.replace(best, candidates=tried)

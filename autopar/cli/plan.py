@@ -14,6 +14,7 @@ from autopar.cli import models
 from autopar.cli.progress import told
 from autopar.cost_models import optimizer_state_bytes
 from autopar.errors import AutoparError
+from autopar.plans.table import trace_table
 
 EXAMPLES = """\
 examples:
@@ -60,12 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
     )
     parser.add_argument("--solver", default="auto", help="highs, cbc, or another solver that PuLP knows (default auto)")
     parser.add_argument(
-        "--time-limit", type=_seconds, default=16.0, metavar="S", help="seconds for the solver (default 16)"
+        "--time-limit", type=_seconds, default=16.0, metavar="S", help="seconds for the solver (default 60)"
     )
     if report:
         parser.epilog = EXAMPLES
         parser.add_argument("--output", type=Path, metavar="FILE", help="save the plan as JSON")
         parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report that opens offline")
+        parser.add_argument("--progress", action="store_true", help="print what each phase of the search found")
         parser.add_argument("--source", action="store_true", help="also print the local program")
 
 
@@ -83,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable([f for f in (arguments.output, arguments.report) if f is not None])
     plan = planned(arguments)
     print(plan)
+    if arguments.progress:
+        print(f"\n{trace_table(plan)}")
     if arguments.source:
         print(f"\n{plan.source}")
     if arguments.output:

@@ -17,6 +17,14 @@ STAGES = {
     "build": "price: compute seconds and bytes of each strategy",
     "baselines": "baselines: complete the known ways to train in parallel",
     "solve": "solve: choose the best strategies",
+    "without a budget": "search: the best plan without a memory budget",
+    "baselines within the budget": "search: the cheapest known way to train that fits the budget",
+    "keep, recompute or offload": "search: list what can be recomputed or offloaded",
+    "checkpoint rules": "search: simple rules for what to keep",
+    "known shardings": "search: what to keep, recompute and offload with known shardings",
+    "joint": "search: shardings and what to keep, recompute and offload together",
+    "exact memory": "search: what to keep, recompute and offload with exact memory",
+    "smallest peak": "search: the plan of the smallest peak",
     "lower": "lower: write the program of every rank",
 }
 

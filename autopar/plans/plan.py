@@ -20,7 +20,7 @@ from autopar.plans.consistency import check_consistent
 from autopar.plans.differences import differences
 from autopar.plans.facts import facts_from
 from autopar.plans.record import READABLE, PlanRecord
-from autopar.plans.records import Action, Activation, BaselineRecord
+from autopar.plans.records import Action, Activation, BaselineRecord, SearchRecord
 from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from
 from autopar.plans.table import table
@@ -255,6 +255,7 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         notices=tuple(entries(data["notices"])),
         candidates=tuple((m, s) for m, s in map(entries, entries(data["candidates"]))),
         baselines=tuple(BaselineRecord(**b) for b in entries(data.get("baselines", []))),
+        trace=tuple(SearchRecord(**r) for r in entries(data.get("trace", []))),
         host_memory=data.get("host_memory", 0),
         facts=facts_from(data["facts"]) if data.get("facts") is not None else None,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.mesh import Mesh
 from autopar.plans.facts import Facts, facts_to
 from autopar.plans.formulas import read_formula
-from autopar.plans.records import Activation, BaselineRecord, Collective
+from autopar.plans.records import Activation, BaselineRecord, Collective, SearchRecord
 from autopar.plans.serial import program_to
 from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
@@ -47,6 +47,7 @@ class PlanRecord:
         candidates: other meshes that were planned, with their step times.
         baselines: known ways to train in parallel, completed, priced and simulated like this plan: those that might
             have been better, or all with ``compare=True``.
+        trace: what each phase of the search left.
         kernels: source of each Triton kernel that the program runs, by name.
         facts: the data behind the figures; None in plans of format 1.
     """
@@ -71,6 +72,7 @@ class PlanRecord:
     notices: tuple[str, ...] = ()
     candidates: tuple[tuple[str, float], ...] = ()
     baselines: tuple[BaselineRecord, ...] = ()
+    trace: tuple[SearchRecord, ...] = ()
     host_memory: int = 0
     facts: Facts | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
@@ -176,6 +178,7 @@ class PlanRecord:
             "notices": list(self.notices),
             "candidates": [list(c) for c in self.candidates],
             "baselines": [asdict(b) for b in self.baselines],
+            "trace": [asdict(r) for r in self.trace],
             "host_memory": self.host_memory,
             "facts": None if self.facts is None else facts_to(self.facts),
         }

@@ -48,6 +48,25 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class SearchRecord:
+    """What a phase of the search left.
+
+    Args:
+        phase: its name.
+        work: counted seconds of work since the search began; the same on every machine.
+        seconds: since then, on the wall.
+        cost: seconds of the cheapest plan so far; None where there is none.
+        bound: seconds that no plan can beat, as far as that is proven.
+    """
+
+    phase: str
+    work: float
+    seconds: float
+    cost: float | None
+    bound: float
+
+
+@dataclass(frozen=True)
 class BaselineRecord:
     """A known way to train in parallel, completed, priced and simulated like the plan itself.
 

@@ -29,6 +29,15 @@ def table(plan: PlanRecord, *, colour: bool = False) -> str:
     return "\n".join(_painted(lines) if colour else lines)
 
 
+def trace_table(plan: PlanRecord) -> str:
+    """Return what each phase of the search left: work and cost in seconds, and the gap to the bound at the time."""
+    rows = []
+    for r in plan.trace:
+        gap = "" if not r.cost else f"{max(1 - r.bound / r.cost, 0.0):.2%}"
+        rows.append([r.phase, f"{r.work:.1f} s", "" if r.cost is None else seconds(r.cost), seconds(r.bound), gap])
+    return "\n".join(_columns(["phase of the search", "work", "best cost", "bound", "gap"], rows))
+
+
 def _head(plan: PlanRecord) -> list[tuple[str, str]]:
     """Return the labelled lines above the tables."""
     kinds = ", ".join(f"{k} {size(v)}" for k, v in plan.memory.items())

@@ -130,11 +130,12 @@ class UsagePrices:
 
 @dataclass(frozen=True)
 class TraceEntry:
-    """The best objective and bound known ``seconds`` after the start."""
+    """The best objective and bound known after so many seconds of counted work, and the phase that found them."""
 
     seconds: float
     objective: float
     lower_bound: float
+    phase: str = ""
 
 
 @dataclass(frozen=True)

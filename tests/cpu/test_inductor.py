@@ -16,7 +16,7 @@ import autopar
 from autopar import codegen, spmd
 from autopar.codegen import transfers
 from autopar.codegen.decompositions import DECOMPOSITIONS
-from autopar.errors import PlanError
+from autopar.errors import AutoparError
 from autopar.mesh import Cluster
 from tests.cpu.test_offloading import RANK, LateCopies, everything_offloaded, executed
 from tests.models import ZOO
@@ -320,7 +320,7 @@ def test_a_compiled_model_takes_other_batches_and_steps() -> None:
 
 def test_an_unknown_backend_is_named() -> None:
     model, inputs = ZOO["mlp"].made(torch.float32)
-    with pytest.raises(PlanError, match="There is no backend 'tensorrt'") as raised:
+    with pytest.raises(AutoparError, match="There is no backend='tensorrt'") as raised:
         autopar.plan(model, inputs, mesh=(1,), backend="tensorrt")
     assert "inductor" in str(raised.value)
 

@@ -46,7 +46,7 @@ def cluster(device: str, ranks: int = 2) -> Cluster:
 def planned(name: str, device: str, dtype=torch.float32) -> planner.Planned:
     of = subject(name, dtype)
     options = planner.Options(
-        constraints=tensor_parallel(name, of, (2,)), aliases=canonical_names(of.model), time_limit_s=30, gap=0.05
+        constraints=tensor_parallel(name, of, (2,)), aliases=canonical_names(of.model), time_limit_s=30, gap=1e-3
     )
     return planner.plan_graph(of.capture.graph, Mesh((2,)), cluster(device), options, compare=False)
 

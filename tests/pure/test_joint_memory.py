@@ -26,10 +26,10 @@ from autopar.planner.pricing.transfers import (
 )
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
-from autopar.planner.search.random_plans import random_solution
 from autopar.program import LocalTensor, Op
 from autopar.sharding import ShardingSpec
 from autopar.solver import evaluate, peak_usage
+from tests.random_plans import random_solution
 
 from .memory_graphs import chain, tensor
 

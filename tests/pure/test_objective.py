@@ -19,9 +19,9 @@ from autopar.planner.problem.decide import decide
 from autopar.planner.problem.variables import Use, Variable, spec_made, spec_read
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import simulate_streams
-from autopar.planner.search.random_plans import random_solution
 from autopar.sharding.paths import cheapest_path
 from autopar.solver import Problem, Solution, evaluate, solve
+from tests.random_plans import random_solution
 
 LAYERS = 4
 

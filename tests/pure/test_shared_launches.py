@@ -10,10 +10,11 @@ import pytest
 from autopar.planner import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.schedule.schedule import schedule
-from autopar.planner.search.budget_rounds import BudgetRounds
 from autopar.planner.search.candidates import Candidate, baseline_candidates
+from autopar.planner.search.search import JOINT, run_phases
 from autopar.planner.search.shared_launches import LEAST_LAUNCHED, share_of_launches, sharing_launches
-from autopar.solver.clock import now
+from autopar.planner.search.state import SearchState
+from tests.pure.searches import search_for
 from tests.pure.test_objective import objective, whole
 
 SMALL = (4096, 128)
@@ -33,8 +34,9 @@ def data_parallel(asked: Objective) -> Candidate:
 
 
 def searched(asked: Objective, baseline: Candidate, budget: float) -> list[Candidate]:
-    rounds = BudgetRounds(asked.decisions.graph, asked, OPTIONS, budget, lambda _: None)
-    return sharing_launches(rounds, [baseline], now() + 60)
+    search = search_for(asked, OPTIONS, budget)
+    state = run_phases(search, SearchState(), JOINT)
+    return sharing_launches(search, state, [baseline])
 
 
 def test_with_its_share_of_launches_a_plan_costs_what_its_step_takes(asked: Objective, data_parallel: Candidate):

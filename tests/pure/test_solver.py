@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import Edge, Problem, Solution, Usage, brute_force, evaluate, minimum_limit, peak_usage, solve
 from autopar.solver.integer import highs as highs_backend
+from autopar.solver.settings import PartSettings, ProgramSettings
 from tests.pure.solver_problems import problems
 
 BACKENDS = ["cbc"] + ["highs"] * highs_backend.is_installed()
@@ -132,8 +133,8 @@ def test_warm_start_is_never_lost() -> None:
 
 
 def test_a_problem_too_large_for_the_ilp_still_improves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.pipeline.MAX_FLOWS", 10)
-    monkeypatch.setattr("autopar.solver.dual.neighbourhood.MAX_PART_PAIRS", 300)
+    monkeypatch.setattr("autopar.solver.phases.PROGRAMS", ProgramSettings(most_limited_flows=10))
+    monkeypatch.setattr("autopar.solver.dual.neighbourhood.PARTS", PartSettings(most_pairs=300))
     problem = hard_problem(30, 5, limit_share=0.5)
     solution = solve(problem, time_limit=2.0)
     assert "solving parts" in solution.method

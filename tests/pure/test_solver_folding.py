@@ -19,11 +19,13 @@ from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Prices, Relaxation
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.dual.dual import Dual
-from autopar.solver.pipeline import _solve_flat
+from autopar.solver.integer import highs
+from autopar.solver.phases import FLAT, State, run_phases
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.minimum_cut import least_crossing
 from autopar.solver.reduce.reductions import drop_forbidden
+from tests.pure.solver_pieces import priced_block, priced_ends
 
 
 def chain(
@@ -73,7 +75,7 @@ def optimum(problem: Problem) -> float:
 def flat_optimum(problem: Problem) -> float:
     """The optimum of a deep chain without limits: what is found when every node is looked at on its own."""
     incumbent = Incumbent(problem, 30.0, 0.0, None)
-    _solve_flat(incumbent, "auto", (), {}, [])
+    run_phases(FLAT, State(incumbent, "highs" if highs.is_installed() else "cbc"))
     assert incumbent.proven()
     return incumbent.objective
 
@@ -204,8 +206,8 @@ class TestBound:
             tuple(tuple(random.normal(size=2) for _ in block.outer) for block in parts.blocks),
         )
         bound = -usage_prices.total() * problem.limit
-        pieces = [(1, *relaxation.priced_ends(prices))]
-        pieces += [(b.count, *relaxation.priced_block(i, prices)) for i, b in enumerate(parts.blocks)]
+        pieces = [(1, *priced_ends(relaxation, prices))]
+        pieces += [(b.count, *priced_block(relaxation, i, prices)) for i, b in enumerate(parts.blocks)]
         for count, part, offset in pieces:
             bound += count * (optimum(part) + offset)
         assert bound <= optimum(problem) + 1e-6
@@ -219,8 +221,8 @@ class TestBound:
         prices = pieces.prices
         bound = 0.0
         for count, (part, offset) in (
-            (1, relaxation.priced_ends(prices)),
-            (relaxation.parts.blocks[0].count, relaxation.priced_block(0, prices)),
+            (1, priced_ends(relaxation, prices)),
+            (relaxation.parts.blocks[0].count, priced_block(relaxation, 0, prices)),
         ):
             bound += count * (optimum(part) + offset)
         assert bound <= flat_optimum(problem) + 1e-6
@@ -243,13 +245,12 @@ class TestBound:
         best = length - 1 - free - 2
         incumbent = Incumbent(problem, 60.0, 1e-3, None)
         bounds = Bounds(tied.parts, UsagePrices())
-        for stuck in (True, False):
-            bounds.raise_bound(incumbent, 60.0, 0.003)
-            assert incumbent.bound() <= best + 1e-6
-            if stuck:
-                bounds.begin_coupled(incumbent, 60.0)
-        last = [bounds.pieces.sweep(forward=count % 2 == 1) for count in range(600)][-1]
-        assert 0.3 * best <= last <= best + 1e-6
+        bounds.raise_bound(incumbent, 60.0, 0.003)
+        assert incumbent.bound() <= best + 1e-6
+        found = solve(problem, gap=1e-3)
+        assert found.proven
+        assert found.objective == pytest.approx(best)
+        assert 0.3 * best <= found.lower_bound <= best + 1e-6
 
 
 class TestCore:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 
 from autopar.solver import Edge, Problem, evaluate, solve
-from autopar.solver.dual.greedy import greedy_choice
+from autopar.solver.reduce.greedy import greedy_choice
 from tests.pure.solver_problems import problems
 
 

@@ -10,18 +10,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, UsagePrices, brute_force, evaluate, fold, solve
-from autopar.solver.blocks.bounds import Bounds
+from autopar.solver import Edge, Problem, UsagePrices, brute_force, evaluate, solve
 from autopar.solver.blocks.folding import foldable
 from autopar.solver.blocks.parts import take_apart
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.powers import Power, contract, min_plus_square
 from autopar.solver.blocks.relaxation import Relaxation
 from autopar.solver.blocks.repetition import find_runs
-from autopar.solver.dual.ordering import narrow_order
 from autopar.solver.reduce.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.reduce.graph import Graph
-from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.ordering import narrow_order
+from tests.pure.solver_pieces import priced_block, priced_ends
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver_folding import chain
 
@@ -188,8 +187,8 @@ class TestPieces:
             assert bound <= best + 1e-6
             last = bound
         # The prices that they ended with are prices like any others.
-        ends, ends_offset = relaxation.priced_ends(pieces.prices)
-        block, block_offset = relaxation.priced_block(0, pieces.prices)
+        ends, ends_offset = priced_ends(relaxation, pieces.prices)
+        block, block_offset = priced_block(relaxation, 0, pieces.prices)
         total = eliminated(ends) + ends_offset + relaxation.parts.blocks[0].count * (eliminated(block) + block_offset)
         assert last - 1e-6 <= total <= best + 1e-6
 
@@ -217,24 +216,17 @@ class TestPieces:
     @given(seeds)
     @example(190)  # where only the last copy takes an option in which no copy finds the one before
     @settings(max_examples=20, deadline=None)
-    def test_what_is_pruned_is_in_no_better_choice(self, seed: int) -> None:
+    def test_wide_blocks_are_solved_to_the_end(self, seed: int) -> None:
         random = np.random.default_rng(seed)
         problem = chain(random, int(random.integers(12, 30)), width=3, options=5, hub=bool(seed % 2))
-        tied = fold(problem)
-        assert tied is not None
         best = eliminated(problem)
         try:
-            bounds = Bounds(tied.parts, UsagePrices())
-            incumbent = Incumbent(problem, 60.0, 0.0, None)
-            choice = solve(tied.problem).choice
+            found = solve(problem, gap=0.0)
         except InfeasibleError:
+            assert best == math.inf
             return
-        incumbent.offer(tied.expand(choice), "equal blocks")
-        bounds.raise_bound(incumbent, 60.0, 0.01)
-        bounds.prune(incumbent, 60.0)
-        assert bounds.contract(incumbent, 60.0)
-        assert incumbent.objective == pytest.approx(best)
-        assert incumbent.bound() == pytest.approx(best)
+        assert found.objective == pytest.approx(best)
+        assert found.lower_bound == pytest.approx(best)
 
 
 class TestOrdering:

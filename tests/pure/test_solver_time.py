@@ -20,12 +20,13 @@ from autopar.errors import InfeasibleError, InputError, SolverError
 from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, peak_usage, smallest_choice, solve
 from autopar.solver import clock as solver_clock
 from autopar.solver.dual.dual import Dual
-from autopar.solver.dual.greedy import frugal_choice, greedy_choice
 from autopar.solver.dual.search import Search
 from autopar.solver.integer import highs
 from autopar.solver.integer.ilp import flow_count
+from autopar.solver.priced.search import PricedSearch
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import reduce
 from benchmarks.iopddl import main, read
 from benchmarks.iopddl_instances import generate
@@ -45,10 +46,8 @@ def instance(tmp_path: Path) -> Path:
 def test_whenever_time_ends_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
     """A clock that jumps far beyond the limit after so many looks: no stage goes on, none loses the warm start."""
     problem = hard_problem(40, 6, limit_share=0.6)
-    warm = greedy_choice(problem)
-    assert warm is not None
-    first = frugal_choice(problem, warm, 1.0, lambda: False)
-    assert first is not None
+    first = solve(problem, time_limit=1e-6).choice
+    assert evaluate(problem, first)[1]
     seen = 0
 
     def now() -> float:
@@ -109,15 +108,18 @@ def test_a_search_that_is_late_has_changed_little(monkeypatch: pytest.MonkeyPatc
 
 @given(problems(limited=True))
 @settings(max_examples=60, deadline=None)
-def test_a_frugal_choice_is_within_the_limit(problem: Problem) -> None:
-    first = greedy_choice(problem)
-    if first is None or not math.isfinite(problem.limit):
+def test_a_first_choice_by_prices_is_within_the_limit(problem: Problem) -> None:
+    try:
+        graph, best = Graph(problem), brute_force(problem).objective
+    except InfeasibleError:
         return
-    cost = evaluate(problem, first)[0]
-    found = frugal_choice(problem, first, cost, lambda: False)
-    if found is not None:
-        assert evaluate(problem, found)[1]
-        assert evaluate(problem, found)[0] >= brute_force(problem).objective
+    incumbent = Incumbent(problem, 60.0, 0.0, None)
+    search = PricedSearch(graph, incumbent)
+    search.first()
+    if incumbent.choice is not None:
+        assert evaluate(problem, incumbent.choice) == (incumbent.objective, True)
+        assert incumbent.objective >= best
+    assert incumbent.lower_bound <= best * (1 + 1e-9) + 1e-9
 
 
 def test_under_a_tight_limit_there_is_a_choice_without_any_time(instance: Path) -> None:

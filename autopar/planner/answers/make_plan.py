@@ -84,6 +84,7 @@ def make_plan(
         solver={"method": s.method, "proven": s.proven, "seconds": s.seconds, **s.size},
         notices=(*notices, *planned.notices),
         baselines=planned.baselines,
+        trace=planned.trace,
         host_memory=program.host_bytes + _state_on_host(program, graph, mesh, options),
         facts=gather_facts(planned, graph, mesh, cluster, replace(options, device=cluster.device.kind)),
         _explain=_explainer(planned, graph, mesh, cluster, options),

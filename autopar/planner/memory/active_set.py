@@ -10,7 +10,7 @@ the option that causes these bytes, since other options may hold less there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -112,6 +112,11 @@ class ActiveSet:
         over = _peaks(program, self.decisions.graph, timeline, budget)
         near_turn = [p for p in _peaks(program, self.decisions.graph, timeline, 0) if abs(p[0] - turn) < layer]
         for point, _ in (*over[:MAX_NEW_POINTS], *near_turn[:MAX_NEW_POINTS]):
+            self.margins.setdefault(point, 0.0)
+
+    def add_points(self, points: Iterable[ProgramPoint]) -> None:
+        """Add constraints at ``points``, without margins."""
+        for point in sorted(points):
             self.margins.setdefault(point, 0.0)
 
     def separate(

@@ -76,6 +76,39 @@ def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, st
     return replace(fullest, timeline=tuple(map(max, zip(*(p.timeline for p in found), strict=True))))
 
 
+@dataclass(frozen=True)
+class Peak:
+    """What is held at the peak of a program.
+
+    Args:
+        bytes: of the peak.
+        at: the op that runs then; None at the end of the step.
+        by_kind: bytes of each kind.
+        by_node: bytes of each kind by the node of the graph whose tensors they are, empty for what belongs to none.
+    """
+
+    bytes: int
+    at: Op | None
+    by_kind: Mapping[str, int]
+    by_node: Mapping[tuple[str, str], int]
+
+
+def peak(program: Program, graph: Graph, mesh: Mesh, options: Options) -> Peak:
+    """Return what is held at the peak of ``program``, over all micro-batches of a step and all ranks."""
+    programs = [(program, True)]
+    if options.accumulation_steps > 1:
+        programs.append((accumulation_program(program, graph), False))
+    walked: list[tuple[MemoryProfile, _Sweep]] = []
+    for each, steps in programs:
+        for coordinate in unequal_ranks(each, mesh):
+            sweep = _Sweep(each, graph, mesh, options, steps, at=coordinate)
+            walked.append((sweep.run(), sweep))
+    fullest, sweep = max(walked, key=lambda pair: pair[0].peak_bytes)
+    ops = sweep.program.ops
+    at = ops[fullest.peak_at] if fullest.peak_at < len(ops) else None
+    return Peak(fullest.peak_bytes, at, fullest.by_kind, sweep.by_node())
+
+
 def _combined(last: MemoryProfile, program: Program, before: MemoryProfile, other: Program) -> MemoryProfile:
     """Combine the profiles of the last micro-batch, which runs ``program``, and of those before, which run ``other``.
 
@@ -147,6 +180,7 @@ class _Sweep:
         storage: the allocation in which each tensor lies.
         transient_bytes: bytes that are held during one event only.
         fullest: if given, is filled with the bytes of each kind at the fullest event of each position.
+        peak_event: the event of the peak, once the sweep has run.
     """
 
     program: Program
@@ -161,6 +195,7 @@ class _Sweep:
     transient_bytes: dict[int, int] = field(default_factory=dict)
     known: dict[tuple[object, ...], tuple[tuple[Layout, ...], bool, int, int]] = field(default_factory=dict)
     fullest: dict[int, dict[str, int]] | None = None
+    peak_event: int = 0
 
     def run(self) -> MemoryProfile:
         tick("profiled op", len(self.program.ops))
@@ -447,7 +482,8 @@ class _Sweep:
                 timeline[event.at] = total
                 if self.fullest is not None or total > best[0]:
                     now = held | {"temporaries": held["temporaries"] + transient_bytes, "step": held["step"] + step}
-                    best = (total, event.at, now) if total > best[0] else best
+                    if total > best[0]:
+                        best, self.peak_event = (total, event.at, now), i
                     if self.fullest is not None and total > sum(self.fullest.get(event.at, {}).values()):
                         self.fullest[event.at] = now
             for allocation in freed.get(i, ()):
@@ -455,9 +491,38 @@ class _Sweep:
                 running -= allocation.nbytes
         return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
 
+    def by_node(self) -> dict[tuple[str, str], int]:
+        """Return the bytes that are held at the peak, by kind and node."""
+        found: dict[tuple[str, str], int] = {}
+
+        def add(kind: str, node: str, size: int) -> None:
+            if size:
+                found[kind, node] = found.get((kind, node), 0) + size
+
+        ops = self.program.ops
+        nodes = {name: op.node for op in ops for name in (op.name, *(t.name for t in op.writes))}
+        for kind, node, size in self._each_held_throughout():
+            add(kind, node, size)
+        for name, held in self.allocations.items():
+            if held.first <= self.peak_event <= max(held.first, held.last):
+                while name not in nodes and "|" in name:  # a buffer is named after its op or tensor: ``mm|sent``
+                    name = name.rpartition("|")[0]
+                add(held.kind, nodes.get(name, ""), held.nbytes)
+        at = self.events[self.peak_event].at
+        add("temporaries", ops[at].node if at < len(ops) else "", self.transient_bytes.get(self.peak_event, 0))
+        if self.steps and self.peak_event == len(self.events) - 1:
+            add("step", "", self._step())
+        return found
+
     def _held_throughout(self) -> dict[str, int]:
         """Return the bytes that are held throughout the step, by kind."""
         sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+        for kind, _, size in self._each_held_throughout():
+            sums[kind] += size
+        return sums
+
+    def _each_held_throughout(self) -> Iterator[tuple[str, str, int]]:
+        """Yield the kind, the node and the bytes of what is held throughout the step."""
         trained: list[int] = []
         for op, tensor in self._inputs():
             meaning = self.graph.input_of[op.node]
@@ -465,16 +530,15 @@ class _Sweep:
                 trained.append(math.prod(self._shape(tensor)))
             if meaning.kind == "parameter":
                 held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options, self.at)
-                sums["parameters"] += held.parameter
+                yield "parameters", op.node, held.parameter
                 on_host = meaning.name in self.program.offloaded_optimizer
                 moved = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options, self.at) if on_host else 0
-                sums["optimizer"] += held.optimizer - moved
+                yield "optimizer", op.node, held.optimizer - moved
             elif meaning.kind in ("buffer", "constant"):
-                sums["buffers"] += tensor.meta.bytes
+                yield "buffers", op.node, tensor.meta.bytes
             elif meaning.kind not in ("tangent", "accumulator"):
-                sums["inputs"] += self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
-        sums["optimizer"] += optimizer_table_bytes(self.options.optimizer, trained)
-        return sums
+                yield "inputs", op.node, self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
+        yield "optimizer", "", optimizer_table_bytes(self.options.optimizer, trained)
 
     def _step(self) -> int:
         """Return what the optimizer's step needs besides parameters, gradients and state.

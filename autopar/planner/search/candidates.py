@@ -149,14 +149,15 @@ class BaselineCandidate:
     objective: float
 
     @cached_property
-    def _program(self) -> Program:
+    def program(self) -> Program:
+        """Its program before the collectives are arranged."""
         return schedule(self.stated.decisions, self.choice, self.stated.prices)
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of its program before the collectives are arranged, which keeps to a budget that this fits."""
+        """Of ``program``; arranging the collectives keeps to a budget that this fits."""
         d = self.stated.decisions
-        return profile(self._program, d.graph, d.mesh, self.options).peak_bytes
+        return profile(self.program, d.graph, d.mesh, self.options).peak_bytes
 
     @cached_property
     def estimated_peak_bytes(self) -> float:
@@ -178,7 +179,7 @@ class BaselineCandidate:
 
     @cached_property
     def _tried(self) -> TriedArrangements:
-        return TriedArrangements.of(self._program, self.stated.prices, _arranged_by(self.options))
+        return TriedArrangements.of(self.program, self.stated.prices, _arranged_by(self.options))
 
     @property
     def least_s(self) -> float:
@@ -218,7 +219,7 @@ class BaselineCandidate:
     @cached_property
     def may_defer(self) -> bool:
         """Whether its step may become shorter than ``least_s`` by what is deferred."""
-        return may_defer(self._few or self._program, self.stated.decisions.graph)
+        return may_defer(self._few or self.program, self.stated.decisions.graph)
 
     @cached_property
     def _few(self) -> Program | None:
@@ -237,7 +238,7 @@ class BaselineCandidate:
         """Scheduled, timed and measured."""
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        return Candidate.of(self.name, d, solution, self._program, prices, options, self._tried)
+        return Candidate.of(self.name, d, solution, self.program, prices, options, self._tried)
 
 
 def settled(candidates: Sequence[Candidate], baselines: Sequence[Candidate], gap: float) -> Candidate:

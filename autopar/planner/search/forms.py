@@ -8,7 +8,9 @@ problems are solved apart. The bound of the pair is the smaller one.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir import Graph
@@ -16,10 +18,11 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.options import Options
-from autopar.planner.search.rounds import Progress
+from autopar.planner.search.phases import Reruns
 from autopar.planner.search.search import Planned, plan_graph
+from autopar.planner.search.state import Progress, Search, SearchState
 from autopar.program import Program
-from autopar.solver.clock import limited, now
+from autopar.solver.clock import WORK_SHARE, limited, now
 
 LEAST_S = 1.0
 
@@ -44,33 +47,54 @@ def plan_forms(
         return _better_of(graph, other, mesh, cluster, options, progress)
 
 
+@dataclass(frozen=True)
+class OtherForm:
+    """The plan of the other form, which one of this form has to beat.
+
+    Args:
+        plan: plans it within a time limit in seconds, and returns its cost in seconds, infinite where nothing fits.
+    """
+
+    plan: Callable[[float], float]
+    name: str = "logits in chunks"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return state.best is None
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        cost = self.plan(max((until - now()) / 2, LEAST_S) / WORK_SHARE)
+        return replace(state, cutoff=min(state.cutoff, cost))
+
+
 def _better_of(
     graph: Graph, other: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None
 ) -> Planned:
     found: list[Planned] = []
     refused: list[InfeasibleError] = []
 
-    def with_chunks(deadline: float) -> float:
-        if progress is not None:
-            progress("over the budget: logits in chunks")
-        half = replace(options, time_limit_s=max((deadline - now()) / 2, LEAST_S))
+    def in_other_form(seconds: float) -> float:
         try:
             with contextlib.suppress(ConstraintError):  # they may name what is in the other form alone
-                found.append(plan_graph(other, mesh, cluster, half, progress))
+                found.append(plan_graph(other, mesh, cluster, replace(options, time_limit_s=seconds), progress))
         except InfeasibleError as error:
             refused.append(error)
-        return deadline
+        return min((p.solution.objective for p in found), default=math.inf)
 
     try:
-        own = plan_graph(graph, mesh, cluster, options, progress, over_budget=with_chunks)
+        own = plan_graph(graph, mesh, cluster, options, progress, before={Reruns: OtherForm(in_other_form)})
     except InfeasibleError as error:
         if not found:
-            raise (refused or [error])[0] from None  # that of chunks names the smaller budget
+            raise min((*refused, error), key=_least_bytes) from None
         return found[0]
     best = min((own, *found), key=lambda p: (p.solution.objective, p.timeline.seconds))
     cost, bound = best.solution.objective, min(p.solution.lower_bound for p in (own, *found))
     proven = cost - bound <= options.gap * cost
     return replace(best, solution=replace(best.solution, lower_bound=bound, proven=proven))
+
+
+def _least_bytes(error: InfeasibleError) -> float:
+    """The smallest budget that an error names."""
+    return math.inf if error.shortfall is None else error.shortfall.least_bytes
 
 
 def as_planned(graph: Graph, digest: str, program: Program) -> Graph:

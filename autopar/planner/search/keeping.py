@@ -22,6 +22,16 @@ Choice = tuple[int, ...]
 Measure = Callable[[Sequence[int]], "tuple[Program, MemoryProfile]"]
 
 
+def layer_boundaries(decisions: Decisions, layers: int) -> frozenset[int]:
+    """The hold variables of what crosses the narrow places between ``layers`` of about equal bytes.
+
+    Where such a value is recomputed, so is all of the layer before it, and all layers before that, at once: each op
+    runs again when the first of its readers does. Constraints see every layer recomputed by itself.
+    """
+    kept = Keeping(decisions, (), {}).cuts(layers)
+    return frozenset(decisions.index[hold_key(value)] for value in kept)
+
+
 @dataclass(frozen=True)
 class Keeping:
     """Ways to hold values where every op has one strategy: the others are as in ``choice``.

@@ -1,186 +1,245 @@
-"""One round of the search: state the problem, solve it, schedule the solution, and measure what it holds."""
+"""One round of the search: state the problem, solve it, schedule the choice, and measure what it holds."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from autopar.ir import Graph
+import numpy as np
+
+from autopar.errors import SolverError
 from autopar.planner.memory.active_set import ActiveSet
-from autopar.planner.memory.exact import MemoryProfile, profile
-from autopar.planner.options import Options
+from autopar.planner.memory.exact import profile
 from autopar.planner.pricing.objective import MAX_SOLVES, Objective
-from autopar.planner.pricing.prices import Prices
-from autopar.planner.pricing.transfers import hides_transfers, host_usages
-from autopar.planner.problem.decide import Decisions
+from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds, host_usages
+from autopar.planner.problem.restricted import Folding, solve_sliced
 from autopar.planner.schedule.schedule import schedule
-from autopar.planner.schedule.timeline import simulate_streams
-from autopar.planner.search.candidates import BaselineCandidate
+from autopar.planner.search import settings
 from autopar.planner.search.fitting import fitted, scheduled
-from autopar.planner.search.random_plans import random_solution
-from autopar.program import Program
-from autopar.solver import Basis, Problem, Solution, TraceEntry, UsagePrices, solve
+from autopar.planner.search.state import Choice, Result, Search, SearchState
+from autopar.planner.search.two_stage import Open
+from autopar.solver import Problem, Solution, Tied, TraceEntry, fold, solve
 from autopar.solver.clock import now
 
 MOST_SEEDS = 2
-"""Known choices beside the best one, without a budget: which of them is cheaper hardly matters to what is found."""
+"""Known choices to begin with, beside the best one, without a budget: which of them is cheaper hardly matters."""
 
 SOLVE_SHARE = 0.6
-"""Of the time left, for each of several weightings."""
+"""Share of the work left for each of several weightings of the paths."""
 
 HOST_TIME = 10_000
-"""Of the rows by which transfers hide: beyond those of memory, so that prices of rows keep their times."""
+"""Index of the constraints by which transfers hide: beyond those of memory, so that usage prices keep their times."""
 
-Progress = Callable[[str], None]
+LEAST_S = 1.0
+"""Seconds that a problem with fixed shardings gets at least."""
 
-
-@dataclass
-class Result:
-    """``wished``: as it would run, and what it would hold, if its transfers did not have to give way to the budget."""
-
-    program: Program
-    solution: Solution
-    memory: MemoryProfile
-    timings: dict[str, float]
-    wished: tuple[Program, MemoryProfile] | None = None
+MOST_UNREPEATED = 3_000
+"""Nodes of a problem without repeated blocks up to which a choice is repaired: 5,414 took longer than a round."""
 
 
-@dataclass
-class Rounds:
-    """What all rounds share, and what each leaves for the next.
+def constrained(
+    search: Search,
+    state: SearchState,
+    objective: Objective,
+    active: ActiveSet | None,
+    limit: float,
+) -> Problem:
+    """The problem with memory constraints, without the redistributed operands that they do not see."""
+    used = active.usages() if active else ()
+    if active and math.isfinite(limit) and math.isfinite(state.hideable_s):
+        host = search.prices.cluster.host
+        used += host_usages(objective.decisions, host, state.hideable_s, HOST_TIME, limit, state.hiding_parts)
+    return objective.problem(used, limit)
+
+
+def without_recomputing(objective: Objective, problem: Problem, boundaries: Collection[int]) -> Problem:
+    """The problem in which the values of some hold variables are not recomputed."""
+    if not boundaries:
+        return problem
+    costs = list(problem.costs)
+    for i in boundaries:
+        recomputed = np.array([action == "recompute" for action in objective.decisions.variables[i].actions])
+        costs[i] = np.where(recomputed, math.inf, costs[i])
+    return replace(problem, costs=tuple(costs), trusted=True)
+
+
+def solve_round(
+    search: Search,
+    state: SearchState,
+    objective: Objective,
+    active: ActiveSet | None,
+    limit: float,
+    until: float,
+    *,
+    seeds: Sequence[Choice] = (),
+    gap: float = 0.0,
+    reweigh: float | None = None,
+    boundaries: Collection[int] = (),
+) -> tuple[Result, SearchState]:
+    """The best choice under ``limit`` bytes, scheduled and measured, and the state with what the solve leaves.
 
     Args:
         seeds: choices to begin with.
-        prices_of_memory: what the limit cost in the last round.
-        basis: where its linear program of blocks ended.
-        bound: on all plans, in seconds.
-        baselines: the baselines, the cheapest first.
-        hideable_s: beside which transfers of the host hide, in so many parts of the forward.
-        free: the optimum without a budget.
-        weighted_s: what the last choice costs under the weights for which it was found.
-        reweigh: the gap down to which weights are looked for under rows too; infinite where they are not.
+        gap: relative gap at which the solve ends, where that is more than was asked.
+        reweigh: the gap down to which weights of the paths are tried; None for those that the objective has, where
+            there are constraints.
+        boundaries: hold variables of values that are not to be recomputed.
+
+    Raises:
+        InfeasibleError, SolverError: the constraints allow nothing, or nothing was found in time.
     """
+    started = time.perf_counter()
+    problem = constrained(search, state, objective, active, limit)
+    built = time.perf_counter()
+    search.report("solve")
+    solution, state = _solve(
+        search, state, objective, problem, active, until, seeds, max(gap, search.options.gap), reweigh, boundaries
+    )
+    solved = time.perf_counter()
+    graph, mesh = search.graph, objective.decisions.mesh
+    program = schedule(objective.decisions, solution.choice, search.prices)
+    lowered = time.perf_counter()
+    early = program, profile(program, graph, mesh, search.options)
+    program, memory = fitted(*early, graph, mesh, search.options, limit)
+    ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
+    for stage, end in ends.items():
+        search.timings[stage] += end - started
+        started = end
+    return Result(objective, program, solution, memory, early), state
 
-    graph: Graph
-    objective: Objective
-    options: Options
-    budget: float
-    say: Progress
-    timings: dict[str, float] = field(default_factory=lambda: {"build": 0.0, "solve": 0.0, "lower": 0.0, "verify": 0.0})
-    seeds: tuple[tuple[int, ...], ...] = ()
-    prices_of_memory: UsagePrices = field(default_factory=UsagePrices)
-    basis: Basis | None = None
-    bound: float = 0.0
-    baselines: Sequence[BaselineCandidate] = ()
-    hideable_s: float = math.inf
-    hiding_parts: int = 1
-    free: Result | None = None
-    weighted_s: float = math.inf
-    reweigh: float = math.inf
-    _rows: ActiveSet | None = None
 
-    @property
-    def decisions(self) -> Decisions:
-        return self.objective.decisions
+def _solve(
+    search: Search,
+    state: SearchState,
+    objective: Objective,
+    asked: Problem,
+    active: ActiveSet | None,
+    until: float,
+    seeds: Sequence[Choice],
+    gap: float,
+    reweigh: float | None,
+    boundaries: Collection[int],
+) -> tuple[Solution, SearchState]:
+    prices_of_memory, basis = state.usage_prices, state.basis
+    # Each solve under constraints takes long, so there the weights that are best without them do at first.
+    once = active is not None and reweigh is None
+    known, most = ((), 1) if once else (tuple(seeds), MAX_SOLVES)
+    wanted = gap if reweigh is None else max(gap, reweigh)
 
-    @property
-    def prices(self) -> Prices:
-        return self.objective.prices
+    def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
+        nonlocal prices_of_memory, basis
+        begin = (*best, *(seeds if active else seeds[:MOST_SEEDS]))
+        problem = without_recomputing(objective, problem, boundaries)
+        if active:
+            problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
+        left_s = (until - now()) * (1.0 if most == 1 else SOLVE_SHARE)
+        found = solve(
+            problem,
+            time_limit=max(left_s, LEAST_S),
+            backend=search.options.solver,
+            gap=gap,
+            warm_starts=begin,
+            usage_prices=prices_of_memory,
+            basis=basis,
+            folding=objective.fold,
+            progress=lambda entry: _report_gap(search, entry),
+            refuses=refuses,
+        )
+        prices_of_memory, basis = found.usage_prices, found.basis
+        return replace(found, choice=active.restrict(found.choice)) if active else found
 
-    def first_rows(self) -> ActiveSet:
-        """Those for the moments at which the free optimum is over the budget."""
-        if self._rows is None or self._rows.decisions is not self.decisions:
-            self._rows = ActiveSet(self.decisions, self.options)
-        rows = self._rows.emptied()
-        if self.free is not None:
-            rows.add_peaks_of(self.free.program, self.free.memory.timeline, self.budget, self.objective.depth)
-        return rows
+    def refuses(choice: Sequence[int]) -> bool:
+        """Whether its program holds more than its constraints say: they change before a better choice is of use."""
+        if active is None or asked.limit != search.budget:
+            return False
+        _, memory = scheduled(
+            objective.decisions, active.restrict(choice), search.prices, search.options, search.budget
+        )
+        return memory.peak_bytes > search.budget
 
-    def once(
-        self, rows: ActiveSet | None, limit: float, deadline: float, warm: Sequence[int] | None, gap: float = 0.0
-    ) -> Result:
-        """``gap``: how good the choice has to be, where that is less than what is asked of a plan."""
-        start = time.perf_counter()
-        asked = self.problem(rows, limit)
-        built = time.perf_counter()
-        self.say("solve")
-        solution = self._choose(asked, rows, deadline, warm, max(gap, self.options.gap))
-        solved = time.perf_counter()
-        program = schedule(self.decisions, solution.choice, self.prices)
-        lowered = time.perf_counter()
-        wished = program, profile(program, self.graph, self.decisions.mesh, self.options)
-        program, memory = fitted(*wished, self.graph, self.decisions.mesh, self.options, limit)
-        ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
-        for stage, end in ends.items():
-            self.timings[stage] += end - start
-            start = end
-        return Result(program, solution, memory, self.timings, wished)
+    bound = state.bound if asked.limit <= search.budget else -math.inf
+    found = objective.minimize(asked, solve_from, wanted, known, most, lambda: now() > until, bound)
+    return found, replace(state, usage_prices=prices_of_memory, basis=basis)
 
-    def problem(self, rows: ActiveSet | None, limit: float) -> Problem:
-        used = rows.usages() if rows else ()
-        if rows and math.isfinite(limit) and math.isfinite(self.hideable_s):
-            host = self.prices.cluster.host
-            used += host_usages(self.decisions, host, self.hideable_s, HOST_TIME, limit, self.hiding_parts)
-        return self.objective.problem(used, limit)
 
-    def hides(self, choice: Sequence[int]) -> bool:
-        """Whether all that ``choice`` offloads can."""
-        host, parts = self.prices.cluster.host, self.hiding_parts
-        return math.isinf(self.hideable_s) or hides_transfers(self.decisions, choice, host, self.hideable_s, parts)
+def _report_gap(search: Search, found: TraceEntry) -> None:
+    if math.isfinite(found.objective) and found.objective > 0:
+        gap = 1 - max(found.lower_bound, 0.0) / found.objective
+        search.report(f"solve: {found.objective * 1e3:.4g} ms, gap {gap:.2%}")
 
-    def _choose(
-        self, asked: Problem, rows: ActiveSet | None, deadline: float, warm: Sequence[int] | None, gap: float
-    ) -> Solution:
-        kind, _, seed = self.options.search.partition(":")
-        if kind.startswith("random"):
-            return random_solution(asked, int(seed))
-        seeds = self.seeds if warm is None else (warm, *self.seeds)
 
-        def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
-            begin = (*best, *(seeds if rows else seeds[:MOST_SEEDS]))
-            if rows:
-                problem, begin = rows.extend(problem), tuple(map(rows.extend_choice, begin))
-            left_s = (deadline - now()) * (1.0 if most == 1 else SOLVE_SHARE)
-            found = solve(
-                problem,
-                time_limit=max(left_s, 1.0),
-                backend=self.options.solver,
-                gap=gap,
-                warm_starts=begin,
-                usage_prices=self.prices_of_memory,
-                basis=self.basis,
-                folding=self.objective.fold,
-                progress=self._say_gap,
-                refuses=refuses,
-            )
-            self.prices_of_memory, self.basis, self.weighted_s = found.usage_prices, found.basis, found.objective
-            return replace(found, choice=rows.restrict(found.choice)) if rows else found
+def solve_with_shardings(
+    search: Search,
+    state: SearchState,
+    still: Open,
+    active: ActiveSet,
+    until: float,
+    *,
+    rounds: int,
+    gap: float,
+    equalize: bool,
+    method: str,
+    boundaries: Collection[int] = (),
+    folding: Folding = fold,
+) -> Result | None:
+    """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds.
 
-        def refuses(choice: Sequence[int]) -> bool:
-            """Whether its program holds more than its rows say: they change before a better choice is of use."""
-            if rows is None or asked.limit != self.budget:
-                return False
-            _, memory = scheduled(self.decisions, rows.restrict(choice), self.prices, self.options, self.budget)
-            return memory.peak_bytes > self.budget
+    Args:
+        boundaries: hold variables of values that are not to be recomputed.
+        equalize: whether the largest margin is set aside at all points, for fewer rounds.
+    """
+    objective = state.joint
+    assert objective is not None
+    for _ in range(rounds):
+        problem = constrained(search, state, objective, active, search.budget)
+        problem = active.extend(without_recomputing(objective, problem, boundaries))
+        choice = solve_open(problem, still, max(until - now(), LEAST_S), search.options.solver, gap, folding)
+        if choice is None:
+            return None
+        found = search.measure(objective, active.restrict(choice), method, search.budget)
+        if found.memory.peak_bytes <= search.budget:
+            return found
+        own, timeline = found.solution.choice, found.memory.timeline
+        if now() > until or not active.separate(own, found.program, timeline, search.budget):
+            return None
+        if equalize:
+            active.equalise()
+    return None
 
-        # Under rows, each solve of which takes long, the weights that are best without them will do at first.
-        once = rows is not None and math.isinf(self.reweigh)
-        known, most = ((), 1) if once else (self.seeds, MAX_SOLVES)
-        wanted = gap if once or rows is None else max(gap, self.reweigh)
-        bound = self.bound if asked.limit <= self.budget else -math.inf
-        return self.objective.minimize(asked, solve_from, wanted, known, most, lambda: now() > deadline, bound)
 
-    def _say_gap(self, found: TraceEntry) -> None:
-        if math.isfinite(found.objective) and found.objective > 0:
-            gap = 1 - max(found.lower_bound, 0.0) / found.objective
-            self.say(f"solve: {found.objective * 1e3:.4g} ms, gap {gap:.2%}")
+def solve_open(
+    problem: Problem, still: Open, seconds: float, backend: str, gap: float, folding: Folding = fold
+) -> Choice | None:
+    """The best choice among options that are ``still`` open; None where there is none or time is out."""
+    every = [np.arange(len(c)) for c in problem.costs]
+    kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
+    kept += every[len(kept) :]
+    return solve_sliced(problem, kept, seconds, backend, gap, folding)
 
-    def of_choice(self, choice: Sequence[int], limit: float = 0.0, method: str = "smallest peak") -> Result:
-        program, memory = scheduled(self.decisions, choice, self.prices, self.options, limit)
-        solution = Solution(tuple(choice), self.objective.seconds(choice), self.bound, False, method=method)
-        return Result(program, solution, memory, self.timings)
 
-    def step_seconds(self, program: Program) -> float:
-        return simulate_streams(program, self.prices.overlap).seconds
+def fold_or_give_up(problem: Problem) -> Tied | None:
+    """Repeated blocks tied together; a large problem without such is not worth a repair.
+
+    Raises:
+        SolverError: nothing repeats.
+    """
+    tied = fold(problem)
+    if tied is None and len(problem.costs) > MOST_UNREPEATED:
+        raise SolverError("Nothing repeats.")
+    return tied
+
+
+def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Result) -> tuple[bool, SearchState]:
+    """Whether the transfers of a plan that fits leave the step waiting, and constraints that let them hide are new: for
+    copies to the host that find no time in the forward, and for what is fetched late since there is no room sooner."""
+    least = settings.EXPOSED_SHARE * result.cost
+    parts = FORWARD_PARTS if exposed_seconds(result.program) > least else 1
+    tighter = False
+    if result.early is not None:
+        early = replace(result, program=result.early[0], memory=result.early[1], early=None)
+        if result.step_s > early.step_s + least:
+            tighter = active.separate(result.solution.choice, early.program, early.memory.timeline, search.budget)
+    more = max(state.hiding_parts, parts)
+    return tighter or more > state.hiding_parts, replace(state, hiding_parts=more)

@@ -1,14 +1,14 @@
-"""The search: decide, price, choose within the budget, and take the best of that plan and the baselines."""
+"""The search: list and price the decisions, run the phases, and take the best of what they found and the baselines."""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.garbage import collected_later
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
@@ -20,8 +20,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import Decisions, decide
 from autopar.planner.schedule.timeline import Timeline
-from autopar.planner.search.budget_rounds import bounded
-from autopar.planner.search.budget_search import BudgetSearch
+from autopar.planner.search import settings
 from autopar.planner.search.candidates import (
     BaselineCandidate,
     Candidate,
@@ -30,18 +29,59 @@ from autopar.planner.search.candidates import (
     settled,
     undominated,
 )
-from autopar.planner.search.rounds import Progress
+from autopar.planner.search.infeasible import infeasible
+from autopar.planner.search.phases import (
+    Baselines,
+    Exact,
+    Free,
+    Joint,
+    KnownShardings,
+    Phase,
+    Reruns,
+    Rules,
+    SmallestPeak,
+)
 from autopar.planner.search.shared_launches import sharing_launches
-from autopar.plans.records import BaselineRecord
+from autopar.planner.search.state import Progress, Search, SearchState
+from autopar.plans.records import BaselineRecord, SearchRecord
 from autopar.program import Program
 from autopar.solver import Solution
-from autopar.solver.clock import keep_back, limited, now
+from autopar.solver.clock import WORK_SHARE, keep_back, limited, now
 from autopar.strategies import find_rule, missing_rule
+
+JOINT: tuple[Phase, ...] = (
+    Free(),
+    Baselines(),
+    Reruns(),
+    Rules(),
+    KnownShardings(),
+    Joint(),
+    Exact(),
+    SmallestPeak(),
+    Joint(per_option=True, least_gap=5e-3),
+)
+TWO_STAGE: tuple[Phase, ...] = (
+    Free(),
+    Baselines(),
+    Reruns(),
+    Rules(),
+    KnownShardings(only_free=True),
+    Exact(),
+    SmallestPeak(),
+)
+
+SEARCHES: dict[str, Callable[[str], tuple[Phase, ...]]] = {
+    "joint": lambda _: JOINT,
+    "two-stage": lambda _: TWO_STAGE,
+    "baseline": lambda _: (),
+}
+"""The phases of each kind of search, given its detail: ``options.search`` is ``KIND`` or ``KIND:DETAIL``."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned program and how good it is. Seconds and bytes. ``baselines`` is what it was compared with."""
+    """A planned program and how good it is. Seconds and bytes. ``baselines`` is what it was compared with,
+    ``trace`` what each phase of the search left."""
 
     program: Program
     decisions: Decisions
@@ -51,6 +91,7 @@ class Planned:
     timings: dict[str, float] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     baselines: tuple[BaselineRecord, ...] = ()
+    trace: tuple[SearchRecord, ...] = ()
 
 
 @collected_later()
@@ -62,26 +103,32 @@ def plan_graph(
     progress: Progress | None = None,
     *,
     compare: bool = True,
-    over_budget: Callable[[float], float] | None = None,
+    before: Mapping[type[Phase], Phase] | None = None,
 ) -> Planned:
     """Plan ``graph`` on ``mesh``; with ``compare`` beside those baselines that may be better, or, with
-    ``options.compare``, beside all. Where the free optimum is over the budget, ``over_budget`` is called with the
-    search's deadline, and gives the one that holds from then on.
+    ``options.compare``, beside all.
+
+    Args:
+        before: phases that are run before others, by the type of those.
 
     Raises:
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
         ConstraintError: a constraint names nothing or contradicts another.
+        AutoparError: ``options.search`` is no search.
     """
+    phases = _phases(options.search, before or {})
+    options = replace(options, device=cluster.device.kind)
     with limited(options.time_limit_s):
-        return _planned(
-            graph,
-            mesh,
-            cluster,
-            replace(options, device=cluster.device.kind),
-            progress or (lambda _: None),
-            compare=compare,
-            over_budget=over_budget or (lambda deadline: deadline),
-        )
+        return _planned(graph, mesh, cluster, options, progress or (lambda _: None), phases, compare=compare)
+
+
+def _phases(search: str, before: Mapping[type[Phase], Phase]) -> tuple[Phase, ...]:
+    kind, _, detail = str(search).partition(":")
+    if kind not in SEARCHES:
+        known = ", ".join(SEARCHES)
+        raise AutoparError(f"There is no search={search!r}.", found=repr(search), hint=f"write one of {known}.")
+    every = ((before.get(type(phase)), phase) for phase in SEARCHES[kind](detail))
+    return tuple(phase for pair in every for phase in pair if phase is not None)
 
 
 def _planned(
@@ -89,41 +136,43 @@ def _planned(
     mesh: Mesh,
     cluster: Cluster,
     options: Options,
-    say: Progress,
+    report: Progress,
+    phases: Sequence[Phase],
     *,
     compare: bool,
-    over_budget: Callable[[float], float],
 ) -> Planned:
     started, began = time.perf_counter(), now()
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     notices = warn_of_missing_rules(graph)
-    say("strategies")
-    recomputing = options.search.startswith("random+recompute")
-    decisions = decide(graph, mesh, options, forced, recompute=recomputing)
+    report("strategies")
+    decisions = decide(graph, mesh, options, forced)
     listed = time.perf_counter()
-    say("build")
+    report("build")
     objective = Objective(decisions, Prices(mesh, cluster, options.backend, options.decomposed))
-    search = _Search(
+    objective.problem()
+    built = time.perf_counter()
+    report("baselines")
+    work_s = WORK_SHARE * options.time_limit_s
+    emitting_s = min(settings.EMITTING_TIMES * (now() - began), settings.EMITTING_SHARE * work_s)
+    keep_back(emitting_s)
+    compared = _compared(objective, options) if compare else []
+    search = Search(
         graph,
         objective,
         options,
         budget_bytes(cluster, options),
-        say,
+        report,
         with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
-        over_budget=over_budget,
         began=began,
+        ends=began + work_s - emitting_s,
+        baselines=sorted(compared, key=lambda b: b.objective),
     )
-    objective.problem()
-    search.timings["build"] = time.perf_counter() - listed
-    say("baselines")
-    arranging_s = min(ARRANGING * (now() - began), ARRANGING_SHARE * options.time_limit_s)
-    keep_back(arranging_s)
-    priced = time.perf_counter()
-    compared = _rivals(objective, options) if compare else []
-    search.timings["baselines"] = time.perf_counter() - priced
-    best = search.best(compared, began + options.time_limit_s - arranging_s)
+    search.timings["build"] = built - listed
+    search.timings["baselines"] = time.perf_counter() - built
+    state = run_phases(search, SearchState(), phases)
+    best = compared[0].candidate if options.search.startswith("baseline") else choose(search, state)
     search.timings["strategies"] = listed - started
-    looked_at = [r for r in compared if options.compare or "candidate" in vars(r)]
+    looked_at = [b for b in search.baselines if options.compare or "candidate" in vars(b)]
     return Planned(
         best.program,
         best.decisions,
@@ -132,18 +181,37 @@ def _planned(
         best.timeline,
         search.timings,
         notices,
-        tuple(r.candidate.record(search.budget) for r in looked_at),
+        tuple(b.candidate.record(search.budget) for b in looked_at),
+        state.trace,
     )
+
+
+def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> SearchState:
+    """Run each phase that applies, until the work is used up or what is left to gain is worth less than the search."""
+    started = time.perf_counter()
+    for phase in phases:
+        if not phase.applies(search, state):
+            continue
+        search.report(phase.name)
+        if isinstance(phase, SmallestPeak):
+            until = now() + search.smallest_peak_s
+        else:
+            reserved = 0.0 if math.isfinite(state.cost) or state.free is None else search.smallest_peak_s
+            until = search.ends - reserved
+        if now() >= until and state.free is not None:
+            continue
+        state = phase.run(search, state, until)
+        cost = state.cost if math.isfinite(state.cost) else None
+        record = SearchRecord(phase.name, now() - search.began, time.perf_counter() - started, cost, state.bound)
+        state = replace(state, trace=(*state.trace, record))
+        if cost:
+            search.report(f"{phase.name}: {cost * 1e3:.4g} ms, gap {1 - state.bound / cost:.2%}")
+    return state
 
 
 HOPELESS = (1.02, 1.1)
 """A step takes hardly less than its cost, unless what the program waits for on several axes runs beside each other: of
 baselines that cost so many times our step, on one axis and on several, none is looked at."""
-
-ARRANGING = 4.0
-"""Times what it took to list and price the decisions: so long it may take to schedule, measure and emit a program."""
-ARRANGING_SHARE = 0.2
-"""Of the time limit, the most that is kept back for that."""
 
 ROUGH, SURE = (0.005, 0.03), (1e-4, 5e-4)
 """Where fewer layers tell that a baseline's step is longer than ours by more than this share, on one axis and on
@@ -155,7 +223,7 @@ LATE_S = 1.0
 """So long after the search's end known ways to train are still looked at, the cheapest first: one may be better."""
 
 
-def _rivals(objective: Objective, options: Options) -> list[BaselineCandidate]:
+def _compared(objective: Objective, options: Options) -> list[BaselineCandidate]:
     """What the plan is compared with; under constraints nothing, since they may exclude every baseline."""
     kind, _, name = options.search.partition(":")
     if kind == "baseline":
@@ -186,75 +254,75 @@ def warn_of_missing_rules(graph: Graph) -> tuple[str, ...]:
     return tuple(notices)
 
 
-@dataclass
-class _Search(BudgetSearch):
-    """The search, and the baselines that its plan is compared with."""
+def choose(search: Search, state: SearchState) -> Candidate:
+    """The search's own plan, or a baseline that fits and is better.
 
-    def best(self, compared: Sequence[BaselineCandidate], deadline: float) -> Candidate:
-        """The search's own plan, or a baseline that fits and is better.
+    Raises:
+        InfeasibleError: nothing fits the budget.
+    """
+    if state.best is None:
+        fitting = [b.candidate for b in search.baselines if b.objective <= state.cutoff and search.fits(b)][:1]
+        fitting += [c for c in _fitting(search, math.inf) if c not in fitting]
+        if not fitting:
+            raise infeasible(search, state)
+        best = settled(fitting, fitting, search.options.gap)
+        return _bounded(search, best, state.bound, "nothing was found that fits")
+    search.report("collectives")
+    started = time.perf_counter()
+    plan = state.best.with_bound(state.bound, search.options.gap)
+    own = Candidate.of("chosen", plan.objective.decisions, plan.solution, plan.program, search.prices, search.options)
+    search.timings["arrange"] = time.perf_counter() - started
+    fitting = list(_fitting(search, own.arranged_s, own.solution.objective))
+    candidates = [own, *fitting]
+    if not undominated(candidates, fitting, search.options.gap) and now() < search.ends:
+        candidates += sharing_launches(search, state, fitting)
+    best = settled(candidates, fitting, search.options.gap)
+    return own if best is own else _bounded(search, best, own.solution.lower_bound, own.solution.method)
 
-        Raises:
-            InfeasibleError: nothing fits the budget.
-        """
-        if self.options.search.startswith("baseline"):
-            return compared[0].candidate
-        self.baselines = sorted(compared, key=lambda r: r.objective)
-        self.seeds = tuple(r.choice for r in self.baselines)
-        result = self.run(deadline)
-        if result is None:
-            known = [r.candidate for r in self.baselines if r.name == self.baseline]  # whatever time it is
-            fitting = [*known, *(f for f in self._fitting(math.inf, deadline) if f not in known)]
-            return self._bounded(settled(fitting, fitting, self.options.gap), self.bound, "nothing was found that fits")
-        self.say("collectives")
-        started = time.perf_counter()
-        own = Candidate.of("chosen", self.decisions, result.solution, result.program, self.prices, self.options)
-        self.timings["arrange"] = time.perf_counter() - started
-        fitting = list(self._fitting(own.arranged_s, deadline, own.solution.objective))
-        candidates = [own, *fitting]
-        if not undominated(candidates, fitting, self.options.gap) and now() < deadline:
-            candidates += sharing_launches(self, fitting, deadline)
-        best = settled(candidates, fitting, self.options.gap)
-        return own if best is own else self._bounded(best, own.solution.lower_bound, own.solution.method)
 
-    def _fitting(self, step_s: float, deadline: float, cost: float = 0.0) -> Iterator[Candidate]:
-        """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that
-        cost no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate, and
-        whatever time it is the first of those that cost no more."""
-        if self.options.compare:
-            yield from (baseline.candidate for baseline in self.baselines if self.fits(baseline))
-            return
-        most_s = max(cost, HOPELESS[self.decisions.mesh.ndim > 1] * step_s)
-        # Where one is cheaper and taken for that, no other may have a shorter step: then near ones count too.
-        outdone = any((1 + self.options.gap) * r.objective < cost for r in self.baselines)
-        steps: dict[str, float] = {}
-        for baseline in self.baselines:
-            if baseline.objective > most_s or now() > deadline + LATE_S:
-                continue
-            if self._may_be_shorter(baseline, step_s, outdone):
-                steps[baseline.name] = baseline.least_s
-        known = False
-        may_win_s = max(step_s, min(steps.values(), default=0.0)) if outdone else step_s
-        for baseline in self.baselines:
-            seen, least_s = "candidate" in vars(baseline), steps.get(baseline.name, math.inf)
-            cheaper = baseline.objective <= cost
-            wins = least_s <= may_win_s or (
-                least_s <= (1 + UNSURE_SHARE) * may_win_s and (outdone or baseline.may_defer)
-            )
-            looked_at = (cheaper or wins) and now() < deadline + LATE_S
-            if (seen or looked_at or (cheaper and not known)) and self.fits(baseline):
-                known = True
-                yield baseline.candidate
+def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candidate]:
+    """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that cost
+    no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate, and whatever
+    time it is the first of those that cost no more."""
+    if search.options.compare:
+        yield from (baseline.candidate for baseline in search.baselines if search.fits(baseline))
+        return
+    several = search.objective.decisions.mesh.ndim > 1
+    most_s = max(cost, HOPELESS[several] * step_s)
+    # Where one is cheaper and taken for that, no other may have a shorter step: then near ones count too.
+    outdone = any((1 + search.options.gap) * r.objective < cost for r in search.baselines)
+    steps: dict[str, float] = {}
+    latest = search.ends + LATE_S
+    for baseline in search.baselines:
+        if baseline.objective > most_s or now() > latest:
+            continue
+        if _may_be_shorter(baseline, step_s, nearly=outdone, several=several):
+            steps[baseline.name] = baseline.least_s
+    known = False
+    may_win_s = max(step_s, min(steps.values(), default=0.0)) if outdone else step_s
+    for baseline in search.baselines:
+        seen, least_s = "candidate" in vars(baseline), steps.get(baseline.name, math.inf)
+        cheaper = baseline.objective <= cost
+        wins = least_s <= may_win_s or (least_s <= (1 + UNSURE_SHARE) * may_win_s and (outdone or baseline.may_defer))
+        looked_at = (cheaper or wins) and now() < latest
+        if (seen or looked_at or (cheaper and not known)) and search.fits(baseline):
+            known = True
+            yield baseline.candidate
 
-    def _may_be_shorter(self, baseline: BaselineCandidate, step_s: float, nearly: bool) -> bool:
-        """Whether its step may be shorter than ``step_s``, or with ``nearly`` about as long, by what fewer layers tell
-        of it."""
-        axes = self.decisions.mesh.ndim > 1
-        if baseline.estimated_s > (1 + ROUGH[axes]) * step_s:
-            return False
-        short = baseline.estimated_s <= (1 + SURE[axes]) * step_s
-        return nearly or short or not baseline.is_exact or baseline.may_defer
 
-    def _bounded(self, found: Candidate, bound: float, method: str) -> Candidate:
-        """A baseline as the chosen plan, with the search's bound."""
-        solution = bounded(found.solution, bound, self.options.gap)
-        return replace(found, solution=replace(solution, method=f"{method}; {solution.method}"))
+def _may_be_shorter(baseline: BaselineCandidate, step_s: float, *, nearly: bool, several: bool) -> bool:
+    """Whether its step may be shorter than ``step_s``, or with ``nearly`` about as long, as programs of fewer
+    layers show; ``several``: whether the mesh has several axes."""
+    if baseline.estimated_s > (1 + ROUGH[several]) * step_s:
+        return False
+    short = baseline.estimated_s <= (1 + SURE[several]) * step_s
+    return nearly or short or not baseline.is_exact or baseline.may_defer
+
+
+def _bounded(search: Search, found: Candidate, bound: float, method: str) -> Candidate:
+    """A baseline as the chosen plan, with the search's bound."""
+    cost = found.solution.objective
+    bound = min(bound, cost)
+    proven = cost - bound <= search.options.gap * cost
+    method = f"{method}; {found.solution.method}"
+    return replace(found, solution=replace(found.solution, lower_bound=bound, proven=proven, method=method))

@@ -14,38 +14,39 @@ from dataclasses import replace
 from autopar.planner.pricing.critical_paths import reduces
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
-from autopar.planner.search.budget_rounds import BudgetRounds
 from autopar.planner.search.candidates import Candidate
-from autopar.solver import UsagePrices
+from autopar.planner.search.phases import Joint
+from autopar.planner.search.rounds import solve_round
+from autopar.planner.search.state import Search, SearchState
 
 LEAST_LAUNCHED = 0.01
 """Share of a launch that counts at any rate: of equal steps the one of fewer reductions is taken."""
 
 
-def sharing_launches(rounds: BudgetRounds, baselines: Sequence[Candidate], deadline: float) -> list[Candidate]:
+def sharing_launches(search: Search, state: SearchState, baselines: Sequence[Candidate]) -> list[Candidate]:
     """The best plan where launches count as the baseline of the shortest step shares them, with its cost as of any
-    other; none where that shares none, or nothing that fits was found.
-
-    Args:
-        deadline: on ``clock.now``.
-    """
-    launched = share_of_launches(min(baselines, key=lambda b: b.timeline.seconds), rounds.prices)
+    other; none where that shares none, or nothing that fits was found."""
+    assert state.best is not None
+    launched = share_of_launches(min(baselines, key=lambda b: b.timeline.seconds), search.prices)
     if launched == 1.0:
         return []
-    d, prices = rounds.decisions, rounds.prices
-    objective = Objective(d, prices, launched)
-    objective.start_from(rounds.objective)
-    again = replace(
-        rounds, objective=objective, latest=deadline, bound=0.0, seeds=(), basis=None, prices_of_memory=UsagePrices()
-    )
-    found = again.once(None, math.inf, deadline, None) if rounds.free is None else None
-    if found is None or found.memory.peak_bytes > rounds.budget:
-        found = again.within_budget(deadline)
-    if found is None:
+    before = state.best.objective
+    objective = Objective(before.decisions, search.prices, launched)
+    objective.start_from(before)
+    again = SearchState(hideable_s=state.hideable_s, free=state.free, free_s=state.free_s)
+    if before is search.objective:
+        found, again = solve_round(search, again, objective, None, math.inf, search.ends)
+        again = again.with_plan(search, found)
+    else:
+        again = Joint().run(search, replace(again, joint=objective), search.ends)
+    if again.best is None:
         return []
-    cost, method = rounds.objective.seconds(found.solution.choice), f"{found.solution.method}; launches shared"
-    solution = replace(found.solution, objective=cost, method=method)
-    return [Candidate.of("launches shared", d, solution, found.program, prices, rounds.options)]
+    choice = again.best.solution.choice
+    method = f"{again.best.solution.method}; launches shared"
+    solution = replace(again.best.solution, objective=before.seconds(choice), method=method)
+    return [
+        Candidate.of("launches shared", before.decisions, solution, again.best.program, search.prices, search.options)
+    ]
 
 
 def share_of_launches(candidate: Candidate, prices: Prices) -> float:

@@ -3,155 +3,122 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_set import ActiveSet
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.transfers import hides_transfers
 from autopar.planner.search.candidates import seed
-from autopar.planner.search.descent import descended
-from autopar.planner.search.rounds import Result, Rounds
-from autopar.solver import Problem, peak_usage, smallest_choice
+from autopar.planner.search.rounds import constrained, solve_round
+from autopar.planner.search.state import Choice, Result, Search, SearchState
+from autopar.solver import UsagePrices, peak_usage, smallest_choice
 from autopar.solver.clock import now
 
-MOST_S = 20.0
-"""Seconds, at most, for each answer to how small the peak can be."""
-SHARE = 0.4
-LEAST_S = 0.5
-"""Of the time left, and at least, for each of these answers, and for the plan that follows from it."""
-GAP = 0.01
-"""How good each is."""
+MOST_S, LEAST_S, SHARE = 20.0, 0.5, 0.4
+"""Seconds of work at most and at least for one answer to how small the peak can be, and its share of the work left."""
+
+GAP, COST_GAP = 0.01, 0.3
+"""Relative gap of each of these answers, and of the cheapest choice near it."""
 
 NEARLY = 1.005
-"""Times the rows' smallest peak, within which the cheapest choice is taken: cheap ones hold little besides."""
+"""Times the smallest peak within which the cheapest choice is taken: cheap ones hold little besides."""
 
-TO_THE_BYTE_MOST, TO_THE_BYTE_ALONE_MOST, MOST_PASSES = 300, 2000, 4
-"""Variables up to which the smallest peak is looked for to the byte, on several devices and on one, in so many passes
-at most: of more they gain less than a thousandth, for seconds."""
+STEP = 0.01
+"""Share of the smallest peak so far by which the next should be smaller."""
+
+ROUNDS = 8
+"""Rounds in which nothing smaller is found, after which constraints are begun anew."""
+
+PASSES = 4
+"""Times that they are, as long as that finds a smaller peak: a margin may have been due to other options."""
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Rounds in which rows become tighter.
+def search_smallest_peak(
+    search: Search, state: SearchState, until: float, begin: Sequence[int] | None = None
+) -> Iterator[Result]:
+    """Plans of ever smaller peaks: the cheapest choice near the smallest peak that the constraints allow, then
+    constraints for what its program holds beyond the best so far, and again. The way depends on no budget.
 
     Args:
-        most: that find nothing smaller, or where they are not ``renewed`` by what is, of all.
-        smaller: share of the best peak by which the next one should be smaller; at 0 by a byte.
-        gap: how good the rows' smallest peak is.
-        cost_gap: how good the cheapest choice near that is.
+        begin: a choice that holds little; else that of the leanest baseline.
     """
-
-    most: int
-    renewed: bool
-    smaller: float
-    gap: float
-    cost_gap: float
-
-
-ROUGH = _Pass(8, renewed=True, smaller=0.01, gap=GAP, cost_gap=0.3)
-ROUGH_ALONE = _Pass(2, renewed=True, smaller=0.01, gap=GAP, cost_gap=0.0)
-EXACT = _Pass(12, renewed=True, smaller=0.0, gap=1e-6, cost_gap=0.3)
-
-
-def of_smallest_peak(
-    rounds: Rounds, rows: ActiveSet, deadline: float, begin: Sequence[int] | None
-) -> tuple[Result, ActiveSet]:
-    """From ``begin``, or else from the baseline of the smallest peak, on: the choice of the rows' smallest peak, then
-    rows for what its program holds beyond the best so far, and again, until one fits the budget, or the time is up. Of
-    small problems from the best so far on with rows anew, as long as that finds a smaller one: what has been set aside
-    for an option may have been due to others; and from there on by single decisions. The rows are the last ones."""
-    best: Result | None = None
-    known: Sequence[Sequence[int]] = () if begin is None else (begin,)
-    if begin is None and rounds.baselines:
-        known = seed(rounds.objective, rounds.options, min(rounds.baselines, key=lambda r: r.peak_bytes).name)
-    for choice in known:
-        best = rounds.of_choice(choice)
-    alone = rounds.decisions.mesh.size == 1
-    best, _ = _smaller(rounds, rows, best, deadline, ROUGH_ALONE if alone else ROUGH)
-    if len(rounds.decisions.variables) > (TO_THE_BYTE_ALONE_MOST if alone else TO_THE_BYTE_MOST):
-        return _from_anew(rounds, rows, best, deadline, replace(ROUGH, cost_gap=0.0))
-    if alone:  # there is little time, and this finds more in it
-        best = descended(rounds, rows, best, deadline)
-    best, rows = _from_anew(rounds, rows, best, deadline, EXACT)
-    return (best if alone else descended(rounds, rows, best, deadline)), rows
-
-
-def _from_anew(rounds: Rounds, rows: ActiveSet, best: Result, deadline: float, how: _Pass) -> tuple[Result, ActiveSet]:
-    """From ``best`` on with rows anew, as long as that finds a smaller one; and the last rows."""
-    for _ in range(MOST_PASSES):
-        if now() > deadline or best.memory.peak_bytes <= rounds.budget:
+    assert state.joint is not None
+    objective = Objective(state.joint.decisions, search.prices)
+    state = replace(state, joint=objective, usage_prices=UsagePrices(), basis=None, hiding_parts=1, bound=0.0)
+    best = _first(search, objective, begin)
+    if best is not None:
+        yield best
+    constraints = ActiveSet(objective.decisions, search.options)
+    for _ in range(PASSES):
+        before, idle = best, 0
+        while idle < ROUNDS and now() < until:
+            if best is not None:
+                _tighten(constraints, best, best)
+            found, state = _near_smallest(search, state, constraints, best, until)
+            if found is None:
+                break
+            idle += 1
+            if best is None or found.memory.peak_bytes < best.memory.peak_bytes:
+                best, idle = found, 0
+                yield best
+            if not _tighten(constraints, found, best):
+                break
+        if best is before or now() >= until:
             break
-        rows, before = rows.emptied(), best
-        best, least = _smaller(rounds, rows, best, deadline, how)
-        if best is before or least:
-            break
-    return best, rows
+        constraints = constraints.emptied()
 
 
-def _smaller(rounds: Rounds, rows: ActiveSet, best: Result | None, deadline: float, how: _Pass) -> tuple[Result, bool]:
-    """The smallest that is found from ``best`` on, which it is where none is smaller, and whether the rows say so."""
-    if best is None:
-        best = _near_smallest(rounds, rows, best, deadline, how)
-        assert best is not None
-    _tighten(rows, best, best, how)
-    left = how.most
-    while left and now() <= deadline and best.memory.peak_bytes > rounds.budget:
-        found = _near_smallest(rounds, rows, best, deadline, how)
-        if found is None:
-            return best, True
-        left -= 1
-        if found.memory.peak_bytes < best.memory.peak_bytes:
-            best, left = found, how.most if how.renewed else left
-        if not _tighten(rows, found, best, how):
-            break
-    return best, False
+def _first(search: Search, objective: Objective, begin: Sequence[int] | None) -> Result | None:
+    if begin is None and search.baselines:
+        leanest = min(search.baselines, key=lambda b: b.estimated_peak_bytes)
+        begin = next(iter(seed(objective, search.options, leanest.name)), None)
+    return None if begin is None else search.measure(objective, begin, "smallest peak")
 
 
-def _aim(best: Result, how: _Pass) -> float:
+def _aim(best: Result) -> float:
     """Bytes that the next peak should not be above."""
-    return min(best.memory.peak_bytes * (1 - how.smaller), best.memory.peak_bytes - 1)
+    return min(best.memory.peak_bytes * (1 - STEP), best.memory.peak_bytes - 1)
 
 
-def _tighten(rows: ActiveSet, found: Result, best: Result, how: _Pass) -> bool:
+def _tighten(constraints: ActiveSet, found: Result, best: Result) -> bool:
     timeline = found.memory.timeline
-    return rows.separate(found.solution.choice, found.program, timeline, _aim(best, how), per_option=True)
+    return constraints.separate(found.solution.choice, found.program, timeline, _aim(best), per_option=True)
 
 
-def _near_smallest(rounds: Rounds, rows: ActiveSet, best: Result | None, deadline: float, how: _Pass) -> Result | None:
-    """The cheapest choice whose rows are hardly higher than they have to be; None where these are too high, to the
-    byte."""
-    known = () if best is None else (best.solution.choice,)
-    # Rows of transfers need a limit that they are a share of; where the next peak is below that, they hide.
-    limit = math.inf if best is None or math.isinf(rounds.hideable_s) else _aim(best, how)
-    asked, choice = smallest_rows(rounds, rows, known, seconds_for(deadline), limit, how.gap)
-    least = peak_usage(asked, choice)
-    limit = least * NEARLY
-    if best is not None and not how.smaller:
-        if least > _aim(best, how):
-            return None
-        limit = min(limit, _aim(best, how))
+def _near_smallest(
+    search: Search, state: SearchState, constraints: ActiveSet, best: Result | None, until: float
+) -> tuple[Result | None, SearchState]:
+    """The cheapest choice whose constrained usage is hardly higher than it has to be; None where none hides."""
+    objective = state.joint
+    assert objective is not None
+    known: Sequence[Choice] = () if best is None else (best.solution.choice,)
+    # Transfers hide within a share of the limit; where the next peak is below that, they hide.
+    limit = math.inf if best is None or math.isinf(state.hideable_s) else _aim(best)
+    problem = constraints.extend(constrained(search, state, objective, constraints, limit))
+    seconds = min(max(SHARE * (until - now()), LEAST_S), MOST_S)
+    choice = smallest_choice(
+        problem,
+        seconds,
+        backend=search.options.solver,
+        known=[constraints.extend_choice(c) for c in known],
+        gap=GAP,
+    )
+    own = constraints.restrict(choice)
+    latest = now() + min(max(SHARE * (until - now()), LEAST_S), MOST_S)
     try:
-        latest = now() + seconds_for(deadline)
-        return rounds.once(rows, limit, latest, rows.restrict(choice), how.cost_gap)
+        return solve_round(
+            search,
+            state,
+            objective,
+            constraints,
+            peak_usage(problem, choice) * NEARLY,
+            latest,
+            seeds=(own,),
+            gap=COST_GAP,
+        )
     except (InfeasibleError, SolverError):
-        own = rows.restrict(choice)
-        return rounds.of_choice(own) if rounds.hides(own) else None
-
-
-def seconds_for(deadline: float) -> float:
-    """For one answer."""
-    return min(max(SHARE * (deadline - now()), LEAST_S), MOST_S)
-
-
-def smallest_rows(
-    rounds: Rounds,
-    rows: ActiveSet,
-    known: Sequence[Sequence[int]],
-    seconds: float,
-    limit: float = math.inf,
-    gap: float = GAP,
-) -> tuple[Problem, tuple[int, ...]]:
-    """The problem with ``rows``, and its choice of the smallest peak, states and all."""
-    asked = rows.extend(rounds.problem(rows, limit))
-    found = [rows.extend_choice(choice) for choice in known]
-    return asked, smallest_choice(asked, seconds, backend=rounds.options.solver, known=found, gap=gap)
+        host, parts = search.prices.cluster.host, state.hiding_parts
+        hides = math.isinf(state.hideable_s) or hides_transfers(objective.decisions, own, host, state.hideable_s, parts)
+        return (search.measure(objective, own, "smallest peak") if hides else None), state

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from autopar.errors import InfeasibleError
 from autopar.solver.blocks.bounds import AT_ONCE, Bounds
-from autopar.solver.blocks.mixture import Mixing, few_rows
 from autopar.solver.blocks.parts import Tied, take_apart, tie
 from autopar.solver.blocks.relaxation import Core
 from autopar.solver.blocks.repetition import Run, find_runs
@@ -29,12 +28,6 @@ LEAST_COPIES = 2 * MARGIN + 3
 
 SHARES = (0.4, 0.4, 0.6)
 """Of the time left, for each round of a better choice and a better bound; the first is by message passing alone."""
-
-PRICING_SHARE = 0.6
-"""Of the time, for the prices of the limit, where few rows have one."""
-
-TELLING_GAP = 0.02
-"""A choice further from the best under some prices says nothing about them: the time was too short to find it."""
 
 LEAST_SAVED = 0.2
 """Of the nodes, those that folding must save to be worth it."""
@@ -78,21 +71,16 @@ def fold(problem: Problem, known: Sequence[Run] | None = None) -> Tied | None:
     return tie(take_apart(problem, runs, MARGIN))
 
 
-def solve_folded(
-    incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int], seeds: Sequence[Sequence[int]] = ()
-) -> None:
-    """Better choices and bounds for the incumbent's problem, until it is proven or a share of the time is spent.
+def solve_folded(incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int]) -> None:
+    """Better choices and bounds for the incumbent's problem, which has no limit, until it is proven or a share of the
+    time is spent.
 
     Blocks that cannot choose alike say nothing about the whole: then nothing is found.
     """
-    folding = _Folding(incumbent, tied, solve_part, size, seeds)
+    folding = _Folding(incumbent, tied, solve_part, size)
     with contextlib.suppress(InfeasibleError):
-        priced = few_rows(incumbent.problem)
-        if priced:
-            folding.price_limit()
-        elif not len(incumbent.problem.usages):
-            folding.contract_at_once()
-        for turn, share in enumerate(SHARES[priced:], priced):
+        folding.contract_at_once()
+        for turn, share in enumerate(SHARES):
             if incumbent.proven() or incumbent.seconds_left() <= 0:
                 break
             folding.turn(share * incumbent.seconds_left(), exact=turn > 0)
@@ -107,9 +95,7 @@ class _Folding:
         tied: Tied,
         solve_part: SolvePart,
         size: dict[str, int],
-        seeds: Sequence[Sequence[int]],
     ) -> None:
-        self.seeds = seeds
         self.incumbent = incumbent
         self.parts = tied.parts
         self.solve_part = solve_part
@@ -117,33 +103,13 @@ class _Folding:
         self.tied = tied
         self.warm = () if incumbent.choice is None else (tied.project(incumbent.choice),)
         self.bounds: Bounds | None = None
-        self.contracted = False
         size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
 
     def contract_at_once(self) -> None:
         """The optimum, where nothing is priced and blocks are narrow."""
         self.bounds = Bounds(self.parts, UsagePrices())
         deadline = self.incumbent.seconds() + self.incumbent.seconds_left()
-        self.contracted = self.bounds.contract(self.incumbent, deadline, AT_ONCE)
-
-    def price_limit(self) -> None:
-        """Choices and a bound from the best prices of the limit."""
-        began, share = self.incumbent.seconds(), PRICING_SHARE * self.incumbent.seconds_left()
-
-        def left() -> float:
-            return began + share - self.incumbent.seconds()
-
-        def solve(problem: Problem, warm: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-            if left() <= 0:
-                return None
-            found = self.solve_part(Part(problem, left(), 0.25 * self.incumbent.gap, True, tuple(warm)))
-            return found.choice if relative_gap(found.objective, found.bound()) <= TELLING_GAP else None
-
-        prices = Mixing(self.incumbent, self.tied, solve, left).run(self.incumbent.usage_prices, self.seeds)
-        self.incumbent.usage_prices = prices
-        self.bounds = Bounds(self.parts, prices)
-        deadline = self.incumbent.seconds() + 0.5 * self.incumbent.seconds_left()
-        self.bounds.raise_bound(self.incumbent, deadline, FINE)
+        self.bounds.contract(self.incumbent, deadline, AT_ONCE)
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice and a better bound, each in half of the time; where there is no limit a bound comes first, so
@@ -166,15 +132,8 @@ class _Folding:
             self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
         if not self.incumbent.proven():
             self.bounds.raise_bound(self.incumbent, deadline, FINE)
-        if not self.incumbent.proven() and not self.bounds.coupled:
-            self.bounds.begin_coupled(self.incumbent, 0.5 * (self.incumbent.seconds() + deadline))
-            self.bounds.raise_bound(self.incumbent, deadline, FINE)
         if not self.incumbent.proven():
-            self.bounds.prune(self.incumbent, deadline)
-        if not self.incumbent.proven() and self.bounds.contract(self.incumbent, deadline):
-            self.contracted = True
-        if exact and not self.incumbent.proven() and not self.contracted:
-            self.bounds.solve_pieces(self.incumbent, deadline, self._bound_of)
+            self.bounds.contract(self.incumbent, deadline)
 
     def _tied_choice(self, seconds: float, *, exact: bool, aim: float | None = None) -> Incumbent | None:
         """The best choice in which blocks are alike, or one that costs no more than ``aim``; None where none is better
@@ -213,6 +172,3 @@ class _Folding:
             return None
         core = self.bounds.relaxation.core(self.tied)
         return core if core.problem.edges else None
-
-    def _bound_of(self, problem: Problem, seconds: float) -> float:
-        return self.solve_part(Part(problem, seconds, 0.1 * self.incumbent.gap, exact=True)).bound()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.blocks.relaxation import Coupled, Prices, Relaxation
+from autopar.solver.blocks.relaxation import Prices, Relaxation
 from autopar.solver.dual.dual import Dual, Pushes, SweepResult
 from autopar.solver.problem import Array
 
@@ -44,32 +44,21 @@ class _End(NamedTuple):
 
 
 class Pieces:
-    """The pieces under prices that change. ``duals``: of the ends, then of each block, for one copy; ``numbers``: of
-    their nodes in there.
+    """The pieces under prices that change. ``duals``: of the ends, then of each block, for one copy."""
 
-    Args:
-        start: the coupled pieces whose prices to begin with; none.
-    """
-
-    def __init__(self, relaxation: Relaxation, start: tuple[Coupled, Dual] | None = None) -> None:
+    def __init__(self, relaxation: Relaxation) -> None:
         self.relaxation = relaxation
         self.weights = [1, *(block.count for block in relaxation.parts.blocks)]
         self.graphs = [relaxation.ends, *relaxation.blocks]
         self.found: list[SweepResult] = []
-        if start is None:
-            self.prices = relaxation.no_prices()
-            self.duals = [Dual(graph) for graph in self.graphs]
-            self.numbers = [{node: node for node in graph.nodes()} for graph in self.graphs]
-        else:
-            self.prices = relaxation.prices_of(*start)
-            self.duals = [piece for _, piece in relaxation.duals(*start)]
-            self.numbers = [{node: i for i, node in enumerate(graph.nodes())} for graph in self.graphs]
+        self.prices = relaxation.no_prices()
+        self.duals = [Dual(graph) for graph in self.graphs]
 
     def messages(self) -> list[Pushes]:
         """What the nodes of each piece have handed to one another, for the options and in the numbers of its graph."""
         return [
-            {u: {v: dual.push[at][numbers[v]] for v in graph.neighbours[u]} for u, at in numbers.items()}
-            for dual, numbers, graph in zip(self.duals, self.numbers, self.graphs, strict=True)
+            {u: {v: dual.push[u][v] for v in graph.neighbours[u]} for u in graph.nodes()}
+            for dual, graph in zip(self.duals, self.graphs, strict=True)
         ]
 
     def sweep(self, *, forward: bool) -> float:
@@ -122,7 +111,7 @@ class Pieces:
         self.prices = Prices(tuple(seams), tuple(outer))
 
     def _end(self, piece: int, node: int, rate: float = 1.0) -> _End:
-        return _End(self.duals[piece], self.numbers[piece][node], self.graphs[piece].options[node], rate)
+        return _End(self.duals[piece], node, self.graphs[piece].options[node], rate)
 
 
 def _meet(plus: Sequence[_End], minus: Sequence[_End], size: int) -> Array:

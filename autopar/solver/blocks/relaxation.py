@@ -6,24 +6,24 @@ vector p on a seam's column and -p on its ghost, the prices of all copies cancel
     optimum >= min of (ends + p at the node before the run - p at the ghost behind it + m * q at outer nodes)
                + m * min of (block + p at the column - p at its ghost - q at ghosts of outer nodes)
 
-holds for any p and q. Message passing within the pieces, which trade prices, finds good ones (see ``pieces``);
-where it gets stuck, message passing over the ends and m times one block, whose column and ghost are tied, finds others.
+holds for any p and q. Message passing within the pieces, which trade prices, finds good ones (see
+``pieces``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.solver.blocks.parts import Parts, Tied
 from autopar.solver.blocks.powers import share_options
-from autopar.solver.dual.dual import Dual, Pushes
+from autopar.solver.dual.dual import Pushes
 from autopar.solver.problem import Array, Edge, IndexArray, Problem, UsagePrices
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
-from autopar.solver.reduce.reductions import drop_forbidden, reduce
+from autopar.solver.reduce.reductions import reduce
 from autopar.solver.reduce.usage import with_usages_priced
 
 WORK = 1e8
@@ -96,18 +96,6 @@ class Core:
         return zip(self.graphs, self.places, (self.tied.ends, *self.tied.blocks), strict=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Coupled:
-    """The parts in one graph, less ``offset``. ``places``: where the nodes of the ends and of each block went;
-    ``ties``: the node between a node and its ghost. What it costs is no bound: it leaves out what prices of seams take
-    from the ends."""
-
-    graph: Graph
-    offset: float
-    places: tuple[dict[int, int], ...]
-    ties: dict[tuple[int, int], int]
-
-
 class Relaxation:
     """The parts, their usages paid for, reduced as far as any prices allow."""
 
@@ -163,139 +151,8 @@ class Relaxation:
         problem = Problem(tuple(costs), tuple(edges), trusted=True)
         return Core(tied, problem, graphs, reduced, tuple(weights), places, offset)
 
-    def coupled(self) -> Coupled:
-        """The ends and each block once, with the weight of all its copies; ghosts are tied to the block's own columns
-        and to outer nodes."""
-        costs: list[Array] = []
-        edges: list[Edge] = []
-        offset = 0.0
-        places: list[dict[int, int]] = []
-        weights = [1, *(block.count for block in self.parts.blocks)]
-        for graph, weight in zip([self.ends, *self.blocks], weights, strict=True):
-            place = {node: len(costs) + i for i, node in enumerate(graph.nodes())}
-            costs += [weight * graph.costs[node] for node in graph.nodes()]
-            edges += [Edge(place[u], place[v], weight * graph.neighbours[u][v]) for u, v in graph.pairs()]
-            offset += weight * graph.offset
-            places.append(place)
-        ties: dict[tuple[int, int], int] = {}
-        for block, graph, place in zip(self.parts.blocks, self.blocks, places[1:], strict=True):
-            pairs = [(graph, column, place, ghost) for column, ghost, _, _ in block.seams]
-            pairs += [(self.ends, node, places[0], ghost) for ghost, node in block.outer]
-            for other, node, there, ghost in pairs:
-                # A node between the two: edges that the parts have between them stay edges of their own.
-                tie = ties[there[node], place[ghost]] = len(costs)
-                costs.append(np.zeros(len(other.options[node])))
-                edges.append(Edge(there[node], tie, _equal(other, node, other, node)))
-                edges.append(Edge(tie, place[ghost], _equal(other, node, graph, ghost)))
-        coupled = Graph(Problem(tuple(costs), tuple(edges)))
-        drop_forbidden(coupled)
-        return Coupled(coupled, offset, tuple(places), ties)
-
-    def prices_of(self, coupled: Coupled, dual: Dual) -> Prices:
-        """What message passing on the coupled problem pays for each tie."""
-        seams, outer = [], []
-        home = coupled.places[0]
-        for block, graph, place in zip(self.parts.blocks, self.blocks, coupled.places[1:], strict=True):
-            tied = _Messages(dual, graph, place, block.count)
-            seams.append(
-                tuple(
-                    -tied.spread(column, coupled.ties[place[column], place[ghost]])
-                    for column, ghost, _, _ in block.seams
-                )
-            )
-            outer.append(
-                tuple(tied.spread(ghost, coupled.ties[home[node], place[ghost]]) for ghost, node in block.outer)
-            )
-        return Prices(tuple(seams), tuple(outer))
-
-    def priced_ends(self, prices: Prices) -> tuple[Problem, float]:
-        """The ends under prices, as a problem with costs >= 0 and the constant that is missing from it."""
-        extra: dict[int, Array] = {}
-        for block, seams, outer in zip(self.parts.blocks, prices.seams, prices.outer, strict=True):
-            for (_, _, before, behind), price in zip(block.seams, seams, strict=True):
-                _add(extra, before, price)
-                _add(extra, behind, -price)
-            for (_, node), price in zip(block.outer, outer, strict=True):
-                _add(extra, node, block.count * price)
-        return _with_costs(self.ends, extra)
-
-    def priced_block(self, index: int, prices: Prices) -> tuple[Problem, float]:
-        """One block of a run under prices, and the missing constant."""
-        block = self.parts.blocks[index]
-        extra: dict[int, Array] = {}
-        for (column, ghost, _, _), price in zip(block.seams, prices.seams[index], strict=True):
-            _add(extra, column, price)
-            _add(extra, ghost, -price)
-        for (ghost, _), price in zip(block.outer, prices.outer[index], strict=True):
-            _add(extra, ghost, -price)
-        return _with_costs(self.blocks[index], extra)
-
-    def duals(self, coupled: Coupled, dual: Dual) -> Iterator[tuple[float, Dual]]:
-        """For the ends and each block under the prices of ``dual``: how often it counts, and its own ascent, which
-        begins where that of all of them is. The bound is the sum over their bounds."""
-        prices = self.prices_of(coupled, dual)
-        weights = [1, *(block.count for block in self.parts.blocks)]
-        pieces = [self.priced_ends(prices), *(self.priced_block(i, prices) for i in range(len(self.blocks)))]
-        graphs = [self.ends, *self.blocks]
-        for weight, (problem, offset), graph, place in zip(weights, pieces, graphs, coupled.places, strict=True):
-            messages = _Messages(dual, graph, place, weight)
-            piece = Graph(problem)
-            piece.offset += offset
-            yield weight, Dual(piece, start=_start(messages, piece))
-
-
-def _start(messages: _Messages, piece: Graph) -> dict[int, dict[int, Array]]:
-    """What nodes of a piece have handed to one another in the coupled problem."""
-    names = messages.graph.nodes()
-    return {
-        u: {v: messages.spread(names[u], messages.place[names[v]])[messages.graph.options[names[u]]] for v in around}
-        for u, around in enumerate(piece.neighbours)
-    }
-
-
-@dataclass(frozen=True)
-class _Messages:
-    """Messages at the nodes of one block within the coupled problem."""
-
-    dual: Dual
-    graph: Graph
-    place: Mapping[int, int]
-    copies: int
-
-    def spread(self, node: int, other: int) -> Array:
-        """What a node hands to another of the coupled problem, for each of its options and for one copy."""
-        at = self.place[node]
-        message = self.dual.push[at][other]
-        full = np.full(len(self.graph.problem.costs[node]), float(message.min()))
-        full[self.graph.options[node][self.dual.graph.options[at]]] = message
-        return full / self.copies
-
 
 def _reduced(problem: Problem, kept: set[int]) -> Graph:
     graph = Graph(problem, kept)
     reduce(graph, WorkBudget(WORK, each=EACH))
     return graph
-
-
-def _equal(one: Graph, u: int, other: Graph, v: int) -> Array:
-    return np.where(one.options[u][:, None] == other.options[v][None, :], 0.0, np.inf)
-
-
-def _add(extra: dict[int, Array], node: int, price: Array) -> None:
-    extra[node] = extra[node] + price if node in extra else price
-
-
-def _with_costs(graph: Graph, extra: dict[int, Array]) -> tuple[Problem, float]:
-    offset = graph.offset
-    nodes = graph.nodes()
-    place = {node: i for i, node in enumerate(nodes)}
-    costs = []
-    for node in nodes:
-        cost = graph.costs[node]
-        if node in extra:
-            cost = cost + extra[node][graph.options[node]]
-        least = float(cost.min())
-        offset += least
-        costs.append(cost - least)
-    edges = tuple(Edge(place[u], place[v], graph.neighbours[u][v]) for u, v in graph.pairs())
-    return Problem(tuple(costs), edges, trusted=True), offset

@@ -54,19 +54,19 @@ def ascend(
     """Sweep until the bound stalls, the gap closes or the clock (seconds since the start) reaches the deadline.
 
     Options that every better choice avoids are removed from the graph on the way, when they are many, and at the end.
-    With usages, prices move after every second sweep. With ``choice_only`` it also ends when the gap is small and no
+    Prices of usages stay as they are. With ``choice_only`` it also ends when the gap is small and no
     better choice was found for long. ``start``: messages to begin with, of all options.
     """
     left = {u: {v: handed[graph.options[u]] for v, handed in around.items()} for u, around in (start or {}).items()}
     dual = Dual(graph, prices, left)
-    best_prices, best = dual.prices.copy(), -math.inf
+    best = -math.inf
     superfluous = _Superfluous(graph)
-    boldness, stalled, found = 1.0, 0, 0
+    stalled, found = 0, 0
     for count in range(sweeps):
         looks = count % 8 == 1 or (count < 8 and count % 2 == 1)
         result = dual.sweep(
             forward=count % 2 == 1,
-            decode=looks or bool(len(graph.limits)),
+            decode=looks,
             late=lambda: incumbent.seconds() > deadline,
         )
         incumbent.raise_bound(result.lower_bound)
@@ -78,26 +78,19 @@ def ascend(
             break
         superfluous.note(result.marginals, incumbent.cutoff())
         progress = result.lower_bound - best
-        if progress > 0:
-            best, best_prices = result.lower_bound, dual.prices.copy()
+        best = max(best, result.lower_bound)
         span = incumbent.objective - best if incumbent.choice else abs(best)
         stalled = 0 if progress > STALL * abs(span) else stalled + 1
         if incumbent.proven() or incumbent.seconds() > deadline or stalled >= _patience(graph, superfluous):
             break
-        if len(graph.limits) and count % 2 == 1:
-            boldness = boldness if stalled < 6 else max(boldness * 0.8, 1e-3)
-            dual.step_prices(result.choice, boldness * max(span, 1e-3 * abs(best)))
         if count % 4 == 3 and superfluous.many():
             superfluous.remove(dual)
-    dual.prices = best_prices
     superfluous.remove(dual)
     return dual
 
 
 def _patience(graph: Graph, superfluous: _Superfluous) -> int:
     """Sweeps without progress after which it ends: few where an integer program would be quick."""
-    if len(graph.limits):
-        return 30
     return 6 if superfluous.pairs_left() <= FEW_PAIRS else 20
 
 

@@ -3,7 +3,7 @@
 Costs are shifted between nodes and edges so that the sum of their minima, a bound, rises. An edge's costs are
 ``matrix + left[a] + right[b]``; the shared matrix is never written. Sweeps go up and down an order of the nodes: a
 node collects from each edge to an earlier one its min-marginals, then hands its costs out to the edges to later ones.
-Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound, subgradient steps improve them.
+Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TypeAlias
 import numpy as np
 
 from autopar.solver.clock import tick
-from autopar.solver.dual.ordering import narrow_order
 from autopar.solver.problem import Array
 from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.ordering import narrow_order
 
 _BARRED = 1e30
 """Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
@@ -163,29 +163,6 @@ class Dual:
         for node in self.nodes:
             for row in self.graph.rows[node]:
                 self.theta[node] += (total[row.end] - total[row.start]) * row.amount
-
-    def usage(self, choice: dict[int, int]) -> Array:
-        """What a choice uses at each time."""
-        change = np.zeros(len(self.graph.limits) + 1)
-        for node in self.nodes:
-            for row in self.graph.rows[node]:
-                change[row.start] += row.amount[choice[node]]
-                change[row.end] -= row.amount[choice[node]]
-        return np.cumsum(change)[:-1]
-
-    def step_prices(self, choice: dict[int, int], distance: float) -> None:
-        """A subgradient step (Polyak 1969): times that ``choice`` overfills become dearer, others cheaper.
-
-        ``distance``: seconds that the bound is thought to be below the optimum.
-        """
-        limits = np.maximum(self.graph.limits, 1e-300)
-        excess = self.usage(choice) / limits - 1.0
-        excess = np.where((excess > 0) | (self.prices > 0), excess, 0.0)
-        norm = float(excess @ excess)
-        if norm > 0:
-            changed = np.maximum(self.prices + distance * excess / norm / limits, 0.0)
-            self._price_usages(changed - self.prices)
-            self.prices = changed
 
     def pair_bounds(self, u: int, v: int, lower_bound: float) -> Array:
         """Right after a sweep: a bound on every choice that takes options a of u and b of v."""

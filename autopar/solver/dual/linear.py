@@ -2,9 +2,7 @@
 
 A handful of nodes of thousands come out fractional, as in a knapsack: one row, one item cut. So what the linear program
 uses at all holds a choice close to its bound, and reduced costs tell which options no better choice takes (Dantzig,
-Fulkerson and Johnson 1954; restricting to the support: Berthold 2014). Where the program would be too large it is given
-only the most promising options of each node, by message passing: then it gives prices and choices, and message passing
-under these prices the bound.
+Fulkerson and Johnson 1954; restricting to the support: Berthold 2014).
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.solver.dual.ascent import ascend, search_from
-from autopar.solver.dual.dual import Dual
+from autopar.solver.dual.ascent import search_from
 from autopar.solver.dual.nearest import USED, Relaxed, prices_of, relax_nearest
 from autopar.solver.integer import highs
 from autopar.solver.integer.equations import Equations, coupled
-from autopar.solver.integer.ilp import IlpLimits, build, flow_count, is_slow, is_small, magnitude_of
+from autopar.solver.integer.ilp import IlpLimits, build, flow_count, is_slow, magnitude_of
 from autopar.solver.problem import Array, UsagePrices
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
@@ -28,7 +25,7 @@ from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import drop_forbidden, reduce
 
 MAX_FLOWS = 2_000_000
-"""Larger programs get the most promising options only, so that they have ``SOME_FLOWS``."""
+"""Larger programs are not solved."""
 
 MANY_FLOWS = 500_000
 """Flows from which on a program is solved from the nearest of its columns."""
@@ -36,15 +33,12 @@ MANY_FLOWS = 500_000
 NEAREST_SHARE = 0.5
 """Of the gap that was asked, how far its optimum may then be from the bound."""
 
-SOME_FLOWS = 60_000
 NEAR_FLOWS = 15_000
 """Flows of the integer program on what the linear one uses and what is nearest to it in reduced costs."""
 
 NEAR_SHARE = 0.3
 """Of the time left, for that program."""
 
-ROUNDS = 4
-SWEEPS = 60
 WORK = 1e8
 ROUNDING = 1e-15
 """Seconds: an option that is not used is further than one that is."""
@@ -56,23 +50,12 @@ def applies(graph: Graph, backend: str) -> bool:
 
 
 def relax(graph: Graph, incumbent: Incumbent, seconds: float) -> bool:
-    """Better choices, a better bound, and fewer options in ``graph``; whether a linear program of all of it was solved.
+    """Better choices, a better bound, and fewer options in ``graph``; whether the linear program was solved.
 
     Raises:
         InfeasibleError: nothing is allowed within the limit, or nothing better than the incumbent is left.
     """
     deadline = incumbent.seconds() + seconds
-    for _ in range(ROUNDS):
-        if is_small(graph, MAX_FLOWS):
-            return _relax_whole(graph, incumbent, deadline)
-        if incumbent.seconds() > deadline or not _relax_some(graph, incumbent, deadline):
-            return False
-        if incumbent.proven() or not len(graph.limits):
-            return False
-    return False
-
-
-def _relax_whole(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
     found = solve_relaxed(graph, incumbent, deadline)
     if found is None:
         return False
@@ -84,56 +67,6 @@ def _relax_whole(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
             graph.keep(node, found.bound + reduced <= incumbent.cutoff())
         reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
     return True
-
-
-def _relax_some(graph: Graph, incumbent: Incumbent, deadline: float) -> bool:
-    """Message passing under the prices known, then a linear program of the options that it finds most promising."""
-    if not incumbent.usage_prices.total():
-        prices = ascend(graph, incumbent, SWEEPS, None, incumbent.seconds() + (deadline - incumbent.seconds()) / ROUNDS)
-        incumbent.usage_prices = UsagePrices(prices.graph.times.astype(float), prices.prices)
-    distance = _pass_messages(graph, incumbent, deadline)
-    if not len(graph.limits) or incumbent.choice is None or incumbent.seconds() > deadline:
-        return False
-    for node, option in graph.project(incumbent.choice).items():
-        distance[node][option] = 0.0
-    some = _restricted(graph, distance, SOME_FLOWS)
-    with contextlib.suppress(InfeasibleError):
-        found = solve_relaxed(some, incumbent, deadline) if some is not None and is_small(some, MAX_FLOWS) else None
-        if some is not None and found is not None:
-            _round(some, found, incumbent, deadline)
-            return True
-    return False
-
-
-def _pass_messages(graph: Graph, incumbent: Incumbent, deadline: float) -> dict[int, Array]:
-    """How far above the best each option of each node is known to be; those above the incumbent are gone."""
-    drop_forbidden(graph)
-    dual = Dual(graph, incumbent.usage_prices.at(graph.times))
-    least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
-    bound = -np.inf
-    choice: dict[int, int] = {}
-    for count in range(SWEEPS):
-        result = dual.sweep(forward=count % 2 == 1, late=lambda: incumbent.seconds() > deadline)
-        if not result.marginals:
-            break
-        bound = max(bound, result.lower_bound)
-        for node, marginal in result.marginals.items():
-            np.fmax(least[node], marginal, out=least[node])
-        choice = result.choice
-        if incumbent.seconds() > deadline:
-            break
-    if not choice:
-        return {}
-    incumbent.raise_bound(bound)
-    search_from(graph, choice, incumbent, "message passing", pairs=False)
-    for node, marginal in least.items():
-        graph.keep(node, marginal <= incumbent.cutoff())
-    options = {node: graph.options[node] for node in least}
-    drop_forbidden(graph)
-    return {
-        node: (marginal[marginal <= incumbent.cutoff()] - bound)[np.isin(options[node], graph.options[node])]
-        for node, marginal in least.items()
-    }
 
 
 def solve_relaxed(graph: Graph, incumbent: Incumbent, deadline: float, equations: Equations = ()) -> Relaxed | None:

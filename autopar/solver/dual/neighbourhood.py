@@ -11,42 +11,64 @@ from autopar.solver.dual.search import Search
 from autopar.solver.problem import Edge, Problem, Solution, Usage
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.settings import PARTS
 
-MAX_PART_PAIRS = 150_000
-PART_SECONDS = 5.0
-SEED = 0
+SolvePart = Callable[[Problem, float, Sequence[int]], Solution]
 
 
-def improve_parts(
-    graph: Graph, incumbent: Incumbent, solve_part: Callable[[Problem, float, Sequence[int]], Solution]
-) -> None:
-    """Solve connected parts around random nodes until the time is up; each better choice is offered."""
+def improve_parts(graph: Graph, incumbent: Incumbent, solve_part: SolvePart) -> None:
+    """Solve parts until the time is up or they give nothing for long; each better choice is offered.
+
+    A part is connected, around a random node, or made of random nodes: what one of these frees of the limit another
+    one uses, however far away.
+    """
     if incumbent.choice is None:
         return
     search = Search(graph, graph.project(incumbent.choice))
     if not search.feasible():
         return
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(PARTS.seed)
     nodes = graph.nodes()
-    unchanged = 0
-    while incumbent.seconds_left() > 0.5 and not incumbent.proven() and unchanged < 3 * len(nodes):
-        part = _connected_part(graph, nodes[int(random.integers(len(nodes)))], random)
-        seconds = min(PART_SECONDS, incumbent.seconds_left() - 0.3)
-        unchanged = 0 if _improve_part(graph, search, part, seconds, solve_part) else unchanged + 1
-        incumbent.offer(graph.expand(search.choice), "message passing and solving parts")
+    began = found_s = incumbent.seconds()
+    count = found = 0
+    while incumbent.seconds_left() > 0 and not incumbent.proven():
+        now = incumbent.seconds()
+        if count - found > PARTS.least and now - found_s > PARTS.patience * (now - began):
+            break
+        count += 1
+        order = random.permutation(nodes).tolist()
+        part = _random_part(graph, order) if count % 2 else _connected_part(graph, order[0], random)
+        if not _improve_part(graph, search, part, min(PARTS.seconds, incumbent.seconds_left()), solve_part):
+            continue
+        if incumbent.offer(graph.expand(search.choice), "solving parts"):
+            found, found_s = count, incumbent.seconds()
+
+
+def _random_part(graph: Graph, order: Sequence[int]) -> list[int]:
+    """The first nodes of ``order``, as many as an integer program solves fast."""
+    part: set[int] = set()
+    pairs = 0
+    for node in order:
+        pairs += len(graph.costs[node])
+        pairs += sum(matrix.size for other, matrix in graph.neighbours[node].items() if other in part)
+        if pairs > PARTS.most_pairs:
+            break
+        part.add(node)
+    return sorted(part)
 
 
 def _connected_part(graph: Graph, centre: int, random: np.random.Generator) -> list[int]:
-    """Nodes near ``centre``, as many as an integer program solves fast."""
-    part, pairs = [centre], 0
+    """Nodes near ``centre``, likewise."""
+    part, pairs = {centre}, len(graph.costs[centre])
     frontier = sorted(graph.neighbours[centre])
     while frontier:
         node = frontier.pop(int(random.integers(len(frontier))))
-        pairs += sum(graph.neighbours[node][other].size for other in graph.neighbours[node] if other in part)
-        if pairs > MAX_PART_PAIRS:
+        pairs += len(graph.costs[node])
+        pairs += sum(matrix.size for other, matrix in graph.neighbours[node].items() if other in part)
+        if pairs > PARTS.most_pairs:
             break
-        part.append(node)
-        frontier = sorted({*frontier, *graph.neighbours[node]} - set(part))
+        part.add(node)
+        frontier = sorted({*frontier, *graph.neighbours[node]} - part)
     return sorted(part)
 
 
@@ -55,7 +77,7 @@ def _improve_part(
     search: Search,
     part: list[int],
     seconds: float,
-    solve_part: Callable[[Problem, float, Sequence[int]], Solution],
+    solve_part: SolvePart,
 ) -> bool:
     problem = _part_problem(graph, search, part)
     present = [search.choice[node] for node in part]

@@ -24,10 +24,9 @@ from autopar.solver.reduce.graph import Graph
 
 MAX_USAGE_ENTRIES = 4_000_000
 
-FLOWS_A_SECOND, LIMITED_FLOWS_A_SECOND = 40_000, 3_000
-"""Flows of an integer program for a second: its first relaxation alone takes that long. With a limit, where the
-relaxation is known already, the cuts at the root do: programs of 74, 77 and 102 thousand flows had none done that told
-anything after 24, 7 and 33 s; those of 6 to 10 thousand took 1 to 11 s."""
+LIMITED_FLOWS_A_SECOND = 3_000
+"""Flows of an integer program with a limit for a second, where its relaxation is known: the cuts at the root of those
+of 6 to 10 thousand took 1 to 11 s."""
 
 OBJECTIVE_SCALE = 1e4
 USAGE_SCALE = 1e4

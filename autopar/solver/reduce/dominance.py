@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.solver.clock import tick
-from autopar.solver.problem import Array
+from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.alike import alike
 from autopar.solver.reduce.graph import Graph
 
@@ -49,14 +49,15 @@ def drop_dominated(graph: Graph, work: WorkBudget) -> bool:
             continue
         fresh.discard(node)
         if size > 1 and work.elements > 0 and node not in graph.protected:
-            mask = _undominated(graph, node, work)
-            if not mask.all():
-                graph.keep(node, mask)
+            instead = _undominated(graph, node, work)
+            if (instead != np.arange(size)).any():
+                graph.exchange(node, instead)
                 changed = True
     return changed
 
 
-def _undominated(graph: Graph, node: int, work: WorkBudget) -> np.ndarray:
+def _undominated(graph: Graph, node: int, work: WorkBudget) -> IndexArray:
+    """For each option itself, or one that never does worse."""
     cost = graph.costs[node]
     tick("node of dominance", 1)
     gain = cost[:, None] - cost[None, :]
@@ -85,10 +86,16 @@ def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
     return np.asarray(worst[np.ix_(rows.number, rows.number)])
 
 
-def _keep_in_turn(gain: Array) -> np.ndarray:
+def _keep_in_turn(gain: Array) -> IndexArray:
     """Drop options from the largest down, each only for one that is still there."""
+    instead = np.arange(len(gain))
     mask = np.ones(len(gain), dtype=bool)
     better = gain >= 0
     for option in np.flatnonzero(better.any(axis=1))[::-1]:
-        mask[option] = not (better[option] & mask).any()
-    return mask
+        able = better[option] & mask
+        if able.any():
+            mask[option] = False
+            instead[option] = able.argmax()
+    while not mask[instead].all():
+        instead = instead[instead]
+    return instead

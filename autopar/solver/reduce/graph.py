@@ -59,6 +59,7 @@ class Graph:
         self._unsettled: set[int] = set()
         self._changed: dict[str, set[int]] = {}
         self._trail: list[_Removed] = []
+        self._exchanges: list[tuple[int, IndexArray]] = []
         self._shared: dict[tuple[object, ...], tuple[np.ndarray, ...]] = {}
         for edge in problem.edges:
             if edge.u == edge.v:
@@ -76,6 +77,7 @@ class Graph:
         other.rows = [list(rows) for rows in self.rows]
         other.limits, other.times = self.limits.copy(), self.times.copy()
         other._unsettled, other._trail, other._shared = set(self._unsettled), list(self._trail), {}
+        other._exchanges = list(self._exchanges)
         other._changed = {reader: set(changed) for reader, changed in self._changed.items()}
         return other
 
@@ -183,6 +185,13 @@ class Graph:
         self._unsettled.add(node)
         self._touch(node)
 
+    def exchange(self, node: int, instead: IndexArray) -> None:
+        """Keep the options that ``instead`` gives for each: choices that had another are as good with that."""
+        whole = np.arange(len(self.problem.costs[node]))
+        whole[self.options[node]] = self.options[node][instead]
+        self._exchanges.append((node, whole))
+        self.keep(node, instead == np.arange(len(instead)))
+
     def remove(self, node: int) -> None:
         """Take the node out; its choice will follow from those of its present neighbours."""
         around = tuple((other, self.options[other], matrix) for other, matrix in self.neighbours[node].items())
@@ -205,11 +214,15 @@ class Graph:
         return tuple(int(option) for option in full)
 
     def project(self, choice: tuple[int, ...]) -> dict[int, int]:
-        """Local option indices of the remaining nodes; an option that is gone becomes the cheapest one left."""
+        """Local option indices of the remaining nodes; an option that is gone becomes one that is as good, or where
+        none is known the cheapest one left."""
+        options = list(choice)
+        for node, instead in self._exchanges:
+            options[node] = int(instead[options[node]])
         local = {}
         for node in self.nodes():
-            at = int(np.searchsorted(self.options[node], choice[node]))
-            present = at < len(self.options[node]) and self.options[node][at] == choice[node]
+            at = int(np.searchsorted(self.options[node], options[node]))
+            present = at < len(self.options[node]) and self.options[node][at] == options[node]
             local[node] = at if present else int(self.costs[node].argmin())
         return local
 

@@ -36,6 +36,7 @@ class Incumbent:
         self.objective = math.inf
         self.lower_bound = 0.0  # no cost is negative
         self.found_by = ""
+        self.phase = ""
         self.usage_prices = UsagePrices()
         self.basis: Basis | None = None
         self.aim = -math.inf  # an objective that is good enough
@@ -44,7 +45,7 @@ class Incumbent:
         self._progress, self._refuses = progress, refuses
         self._asked: tuple[tuple[int, ...], bool] | None = None
         self._began, self._started = now(), time.monotonic()
-        self._time_limit = time_limit
+        self.time_limit = time_limit
 
     def seconds(self) -> float:
         """By the clock of searches, which counts work."""
@@ -54,7 +55,7 @@ class Incumbent:
         return time.monotonic() - self._started
 
     def seconds_left(self) -> float:
-        return self._time_limit - self.seconds()
+        return self.time_limit - self.seconds()
 
     def offer(self, choice: Sequence[int], found_by: str) -> bool:
         """Take the choice when it is allowed and cheaper, or as cheap and smaller in lexicographic order."""
@@ -62,14 +63,14 @@ class Incumbent:
         if not feasible or objective >= self.objective:
             return False
         self.choice, self.objective, self.found_by = tuple(map(int, choice)), objective, found_by
-        self._note()
+        self.note()
         return True
 
     def raise_bound(self, bound: float) -> None:
         """A bound above the objective is rounding: the two are then equal."""
         if bound > self.lower_bound:
             self.lower_bound = bound
-            self._note()
+            self.note()
 
     def bound(self) -> float:
         return min(self.lower_bound, self.objective)
@@ -101,8 +102,9 @@ class Incumbent:
         """Whatever costs more than this can be left out."""
         return self.objective + ROUNDING * abs(self.objective)
 
-    def _note(self) -> None:
-        entry = TraceEntry(self.seconds_on_the_wall(), self.objective, self.bound())
+    def note(self) -> None:
+        """Write a line of the trace: what is known at this time, and the phase that it is."""
+        entry = TraceEntry(self.seconds(), self.objective, self.bound(), self.phase)
         self.trace.append(entry)
         if self._progress is not None:
             self._progress(entry)

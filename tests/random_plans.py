@@ -8,11 +8,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import SolverError
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.search.search import SEARCHES
+from autopar.planner.search.state import Search, SearchState
 from autopar.solver import Problem, Solution, evaluate
 
 TRIES = 50
@@ -26,7 +30,7 @@ def random_solution(problem: Problem, seed: int) -> Solution:
     Raises:
         SolverError: every try ended where no option was left.
     """
-    generator = random.Random(seed)  # noqa: S311  nobody is to be kept from guessing it
+    generator = random.Random(seed)
     for _ in range(TRIES):
         choice = _draw(problem, generator)
         if choice is not None:
@@ -70,3 +74,29 @@ def _takes(node: int, option: int, allowed: list[Mask], neighbours: Sequence[Seq
                 allowed[other] = left
                 changed.append(other)
     return True
+
+
+@dataclass(frozen=True)
+class RandomChoice:
+    """The search that draws one plan.
+
+    Args:
+        recompute: whether what can be run again is drawn too.
+    """
+
+    seed: int
+    recompute: bool
+    name: str = "random"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return True
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        objective = Objective(search.with_reruns(), search.prices) if self.recompute else search.objective
+        drawn = random_solution(objective.problem(), self.seed)
+        found = search.measure(objective, drawn.choice, drawn.method, search.budget)
+        return replace(state, best=found, free=found)
+
+
+SEARCHES["random"] = lambda seed: (RandomChoice(int(seed), recompute=False),)
+SEARCHES["random+recompute"] = lambda seed: (RandomChoice(int(seed), recompute=True),)

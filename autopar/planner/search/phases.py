@@ -1,0 +1,377 @@
+"""The phases of the search. Each is a frozen dataclass: whether it applies to a state, and the state that it leaves.
+
+A phase gets counted work (``clock.now``) until which it may run, and ends by itself once what is left to gain is worth
+less than the search. One phase more never makes the best plan worse: states only take better ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from autopar.errors import InfeasibleError, SolverError
+from autopar.planner.memory.active_set import ActiveSet
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.transfers import forward_seconds
+from autopar.planner.search import settings
+from autopar.planner.search.candidates import Candidate
+from autopar.planner.search.keeping import layer_boundaries
+from autopar.planner.search.rounds import (
+    constrained,
+    fold_or_give_up,
+    hides_more,
+    solve_round,
+    solve_with_shardings,
+)
+from autopar.planner.search.smallest_peak import search_smallest_peak
+from autopar.planner.search.state import Choice, Result, Search, SearchState, first_constraints
+from autopar.planner.search.two_stage import Checkpointed, CheckpointSearch, Open, sharded_as
+from autopar.solver import sum_of_least
+from autopar.solver.clock import now
+
+
+@runtime_checkable
+class Phase(Protocol):
+    """One phase of the search."""
+
+    @property
+    def name(self) -> str:
+        """What progress and traces call it."""
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        """Whether it has anything to do."""
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        """The state after it; ``until`` is on ``clock.now``."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """The optimum without a budget: the plan where it fits, and a bound on every other."""
+
+    name: str = "without a budget"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return True
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        began = now()
+        seeds = tuple(b.choice for b in search.baselines)
+        gap = state.wanted_gap(search)
+        free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
+        if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
+            free = _arranged(search, free)
+        state = replace(state, free=free, free_s=now() - began, bound=free.solution.lower_bound, trace=state.trace)
+        state = replace(state, hideable_s=forward_seconds(free.program))
+        return state.with_plan(search, free)
+
+
+def _arranged(search: Search, free: Result) -> Result:
+    """With its collectives arranged as where there is no budget, where it fits then."""
+    options = replace(search.options, memory_budget_bytes=None)
+    told = Candidate.of("free", free.objective.decisions, free.solution, free.program, search.prices, options)
+    return replace(free, memory=told.memory) if told.memory.peak_bytes <= search.budget else free
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """The cheapest known way to train that fits: a plan is there, and a worse one need not be looked for."""
+
+    name: str = "baselines within the budget"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return state.best is None and bool(search.baselines)
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        fitting = next((b for b in search.baselines if search.fits(b)), None)
+        return state if fitting is None else replace(state, cutoff=min(state.cutoff, fitting.objective))
+
+
+@dataclass(frozen=True)
+class Reruns:
+    """Lists the decisions once more, with what can be run again among them."""
+
+    name: str = "keep, recompute or offload"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return state.best is None and not state.is_done(search)
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        assert state.free is not None
+        joint = Objective(search.with_reruns(), search.prices)
+        ties = len(joint.decisions.variables) >= settings.TIES_LEAST
+        joint.start_from(search.objective, state.free.solution.choice if ties else None)
+        return replace(state, joint=joint)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """On one device: keep what crosses evenly spaced cuts of the forward (Chen et al. 2016)."""
+
+    name: str = "checkpoint rules"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return search.one_device and state.joint is not None
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        assert state.joint is not None
+        for found in checkpoints(search, state).by_rules(state.joint.depth, until):
+            state = state.with_plan(search, checkpointed(state.joint, found))
+        return state
+
+
+@dataclass(frozen=True)
+class KnownShardings:
+    """What to keep, recompute and offload with the shardings of the free optimum, or of a baseline.
+
+    Args:
+        only_free: whether baselines are left out.
+    """
+
+    only_free: bool = False
+    name: str = "known shardings"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return state.joint is not None and not (search.one_device and state.best is not None)
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        assert state.joint is not None
+        enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
+        tried: set[tuple[object, ...]] = set()
+        for choice in self._lean_first(search, state):
+            if now() > (until if state.best is None else enough) or state.is_done(search):
+                break
+            if search.objective.seconds(choice) >= state.cost:
+                continue
+            still = tuple(sharded_as(search.objective.decisions, choice, state.joint.decisions))
+            if still not in tried:
+                tried.add(still)
+                state = self._kept(search, state, still, until)
+        return state
+
+    def _lean_first(self, search: Search, state: SearchState) -> Sequence[Choice]:
+        """The known shardings: the cheapest of those that hold little first, then by what they hold. What holds
+        much has much to recompute and offload, which takes long to plan and costs more."""
+        assert state.free is not None
+        known = [(float(state.free.memory.peak_bytes), state.free.cost, state.free.solution.choice)]
+        if not self.only_free:
+            known += [(b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines]
+        lean = settings.LEAN * min(peak for peak, _, _ in known)
+        return [choice for _, _, choice in sorted(known, key=lambda k: (max(k[0], lean), k[1]))]
+
+    def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
+        """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""
+        assert state.joint is not None
+        boundaries = layer_boundaries(state.joint.decisions, max(state.joint.depth, 2))
+        for margin in (settings.MARGIN * search.budget, 0.0):
+            active = first_constraints(state, search, state.joint)
+            if margin:
+                active.equalise(margin)
+            found = solve_with_shardings(
+                search,
+                state,
+                still,
+                active,
+                until,
+                rounds=settings.KNOWN_ROUNDS,
+                gap=settings.REPAIR_GAP if self.only_free else settings.KNOWN_GAP,
+                equalize=True,
+                method=self.name,
+                boundaries=boundaries if margin else (),
+            )
+            state = replace(state, points=state.points | active.margins.keys()).with_plan(search, found)
+            if found is not None or now() > until:
+                break
+        return state
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Shardings and what to keep, recompute and offload in one problem. While a choice holds more than the budget, the
+    points at which it does become constraints; meanwhile it is repaired with its shardings fixed.
+
+    Args:
+        per_option: whether margins are set aside for single options, and the weights of paths are tried anew. That
+            takes more rounds, and bars less.
+        share: of the work that is left.
+        least_gap: the relative gap of a plan that is left as it is.
+    """
+
+    per_option: bool = False
+    share: float = 0.9
+    least_gap: float = 0.0
+    name: str = "joint"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        if state.joint is None or state.is_done(search):
+            return False
+        wide = state.cost - state.bound > self.least_gap * state.cost if math.isfinite(state.cost) else True
+        return wide and (state.best is not None or not self.per_option)
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        objective = state.joint
+        assert objective is not None
+        until = now() + self.share * (until - now())
+        active = first_constraints(state, search, objective)
+        if sum_of_least(constrained(search, state, objective, active, search.budget)) > search.budget:
+            return state
+        exposed, boundaries = 0, frozenset[int]()
+        seeds: tuple[Choice, ...] = ()
+        for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
+            began = now()
+            if began >= until or state.is_done(search):
+                break
+            gap = state.wanted_gap(search)
+            one = began + settings.ROUND_SHARE * (until - began)
+            reweigh = max(settings.REPAIR_GAP, gap) if self.per_option else None
+            try:
+                found, state = solve_round(
+                    search,
+                    state,
+                    objective,
+                    active,
+                    search.budget,
+                    one,
+                    seeds=seeds,
+                    gap=gap,
+                    reweigh=reweigh,
+                    boundaries=boundaries,
+                )
+            except (InfeasibleError, SolverError):
+                break
+            least_s = found.solution.lower_bound
+            if not any(active.margins.values()) and not active.option_margins and not boundaries:
+                state = replace(state, bound=max(state.bound, least_s))
+            over = found.memory.peak_bytes - search.budget
+            state = state.with_plan(search, found)
+            if over <= 0:
+                more, state = hides_more(search, state, active, found)
+                if not more or exposed == settings.EXPOSED_ROUNDS:
+                    break
+                exposed += 1
+                search.report("transfers that cannot hide")
+                continue
+            search.report(f"over the budget by {over / 2**20:.0f} MiB")
+            tighter = active.separate(
+                found.solution.choice, found.program, found.memory.timeline, search.budget, per_option=self.per_option
+            )
+            if not boundaries and max(active.margins.values()) > settings.MARGIN * search.budget:
+                # More than a layer is recomputed at once, which no constraint sees.
+                boundaries = layer_boundaries(objective.decisions, max(objective.depth, 2))
+                active = _same_points(active)
+                search.report("layers recomputed one by one")
+                continue
+            if found.cost < state.cost:
+                state = state.with_plan(search, self._repaired(search, state, active, found, until))
+            # Constraints only become tighter, so no later round finds what costs less than this one's bound.
+            if not tighter or state.cost - least_s <= gap * state.cost:
+                break
+            seeds = (found.solution.choice, *_choices(state.best, objective))
+            if not self.per_option and now() - began > FEW_ROUNDS_SHARE * (until - now()):
+                active.equalise()
+        return state
+
+    def _repaired(
+        self, search: Search, state: SearchState, active: ActiveSet, found: Result, until: float
+    ) -> Result | None:
+        """The shardings of a choice that is over the budget, with other ways to keep, recompute and offload."""
+        assert state.joint is not None
+        decisions = state.joint.decisions
+        return solve_with_shardings(
+            search,
+            state,
+            tuple(sharded_as(decisions, found.solution.choice, decisions)),
+            active.copy(),
+            until,
+            rounds=settings.REPAIR_ROUNDS,
+            gap=settings.REPAIR_GAP,
+            equalize=True,
+            method=f"{found.solution.method}; repaired",
+            folding=fold_or_give_up,
+        )
+
+
+def _same_points(active: ActiveSet) -> ActiveSet:
+    """The same constraints without margins."""
+    emptied = active.emptied()
+    emptied.add_points(active.margins)
+    return emptied
+
+
+FEW_ROUNDS_SHARE = 0.2
+"""Share of the work left: after a round that took more, margins become equal, since few rounds are left."""
+
+
+def _choices(best: Result | None, objective: Objective) -> tuple[Choice, ...]:
+    return (best.solution.choice,) if best is not None and best.objective is objective else ()
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Keep, recompute or offload with exact memory and the free optimum's shardings. On one device, where there are no
+    others, it proves its result and breaks ties by the lower peak."""
+
+    name: str = "exact memory"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        if state.joint is None or not (search.one_device or search.options.search == "two-stage"):
+            return False
+        return len(state.joint.decisions.variables) <= settings.EXACT_MOST
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        objective = state.joint
+        assert objective is not None
+        starts = _choices(state.best, objective)
+        found = checkpoints(search, state).within(search.budget, until, starts)
+        if found is None:
+            return state
+        if found.exact and search.one_device:
+            state = replace(state, bound=max(state.bound, found.solution.lower_bound))
+        return state.with_plan(search, checkpointed(objective, found))
+
+
+@dataclass(frozen=True)
+class SmallestPeak:
+    """The plan of the smallest peak, where no other fits. The way to it does not depend on the budget, so a budget that
+    an error names is met by the same plan."""
+
+    name: str = "smallest peak"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return state.joint is not None and not math.isfinite(state.cost)
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        objective = state.joint
+        assert objective is not None
+        small = search.one_device and len(objective.decisions.variables) <= settings.EXACT_MOST
+        began, exact = now(), checkpoints(search, state)
+        begin = exact.smallest_by_rules() if search.one_device else None
+        rows_until = began + (settings.CONSTRAINTS_SHARE if small else 1.0) * (until - began)
+        for found in search_smallest_peak(search, state, rows_until, begin):
+            state = state.with_plan(search, found)
+            if state.best is not None:
+                return state
+        if small:
+            begin = None if state.leanest is None else _of_joint(state)
+            state = state.with_plan(search, checkpointed(objective, exact.smallest(until, begin)))
+        return state
+
+
+def _of_joint(state: SearchState) -> Choice | None:
+    """The choice of the smallest peak, where it is one of the joint problem."""
+    assert state.joint is not None and state.leanest is not None
+    found = state.leanest
+    return found.solution.choice if len(found.solution.choice) == len(state.joint.decisions.variables) else None
+
+
+def checkpoints(search: Search, state: SearchState) -> CheckpointSearch:
+    """The search that leaves the shardings of the free optimum as they are."""
+    assert state.joint is not None and state.free is not None
+    still = sharded_as(search.objective.decisions, state.free.solution.choice, state.joint.decisions)
+    return CheckpointSearch(state.joint, search.options, still, state.hideable_s)
+
+
+def checkpointed(objective: Objective, found: Checkpointed) -> Result:
+    return Result(objective, found.program, found.solution, found.memory)

@@ -1,0 +1,62 @@
+"""What steers the search, each setting with what chose it.
+
+Work is counted in seconds of a quiet processor (see ``solver.clock``), so that settings mean the same on every machine.
+"""
+
+from __future__ import annotations
+
+TRAINING_STEPS = 30_000
+"""Optimizer steps of the run that a plan is for, unless the user says: a long fine-tuning, a short pretraining."""
+
+EMITTING_TIMES, EMITTING_SHARE = 4.0, 0.1
+"""Work kept back for scheduling, measuring and emitting the plan: times the work of listing and pricing the decisions,
+and at most this share of the limit."""
+
+SMALLEST_PEAK_SHARE, SMALLEST_PEAK_LEAST_S = 0.25, 0.5
+"""Work kept back for the smallest peak, which is searched where no plan is found: a share of the limit, and at least
+these seconds. An error names the budget that it finds, and a search with that budget has as much work for it."""
+
+JOINT_ROUNDS, PER_OPTION_ROUNDS = 12, 40
+"""Rounds of the joint problem at most: with margins for all options, and with margins for one option each."""
+
+ROUND_SHARE = 0.8
+"""Share of the work left for one round. The linear program of blocks cannot be cut short: at half of 15 s, that of an
+80-layer model found nothing, in 12 s a choice within .3 % of its bound."""
+
+REPAIR_ROUNDS, KNOWN_ROUNDS = 2, 4
+"""Rounds with fixed shardings: to repair one choice, and for a known way to train."""
+
+KNOWN_GAP, REPAIR_GAP = 0.01, 1e-3
+"""Relative gap at which a problem with fixed shardings is solved: another phase follows the first, none the second."""
+
+KNOWN_TIMES, KNOWN_LEAST_S = 2.0, 0.5
+"""Work for known shardings once a plan is found, times that of the free search, and seconds at least: so a first plan
+is there, and decent, within about three times the free search."""
+
+LEAN = 1.25
+"""Times the least that a baseline holds: the cheapest of those up to there is tried first."""
+
+MARGIN = 0.1
+"""Share of the budget that is set aside at every point where the first plan that fits will do. Programs of 70B, 175B
+and 405B hold up to 7 % more than their constraints say; a plan that fits in a tenth less costs up to 1.1 % more."""
+
+EXPOSED_SHARE, EXPOSED_ROUNDS = 5e-3, 2
+"""Where the program of a plan that fits waits for transfers for more than this share of its cost, constraints are added
+that let them hide, at most so many times."""
+
+NEARLY_FITS = 1.1
+"""Times the budget up to which a program is measured with its collectives arranged, which may hold a little less."""
+
+TIES_LEAST = 600
+"""Variables from which the paths that are nearly the longest get a little weight, which tells ties apart. It takes that
+much from the bound, and smaller problems are solved to the end."""
+
+EXACT_MOST = 2_000
+"""Variables up to which keep, recompute and offload are also searched with exact memory on one device."""
+
+ESTIMATE_TOLERANCE = 1.02
+"""Times the budget up to which a baseline's peak is measured: programs of few layers estimated the peaks of 25
+baselines of deep models to .01 %."""
+
+CONSTRAINTS_SHARE = 0.8
+"""Share of the work for the smallest peak on one device that goes to constraints; exact memory goes on from there."""

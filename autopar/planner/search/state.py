@@ -1,0 +1,190 @@
+"""What a search is about, and what its phases hand on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.ir import Graph
+from autopar.planner.memory.active_set import ActiveSet
+from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.memory.live_ranges import ProgramPoint
+from autopar.planner.options import Options
+from autopar.planner.pricing.objective import Objective
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.decide import Decisions
+from autopar.planner.schedule.timeline import simulate_streams
+from autopar.planner.search import settings
+from autopar.planner.search.candidates import BaselineCandidate
+from autopar.planner.search.fitting import scheduled
+from autopar.plans.records import SearchRecord
+from autopar.program import Program
+from autopar.solver import Basis, Solution, UsagePrices
+from autopar.solver.clock import now
+
+Choice = tuple[int, ...]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A choice as a scheduled program with its exact memory.
+
+    Args:
+        objective: whose variables ``solution.choice`` decides.
+        early: the program, and what it holds, if its transfers did not have to give way to the budget.
+    """
+
+    objective: Objective
+    program: Program
+    solution: Solution
+    memory: MemoryProfile
+    early: tuple[Program, MemoryProfile] | None = None
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a step, by the objective."""
+        return self.solution.objective
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of a step, by simulation."""
+        return simulate_streams(self.program, self.objective.prices.overlap).seconds
+
+    def with_bound(self, bound: float, gap: float) -> Result:
+        """The same with a bound from elsewhere."""
+        bound = min(bound, self.cost)
+        proven = self.cost - bound <= gap * self.cost
+        return replace(self, solution=replace(self.solution, lower_bound=bound, proven=proven))
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """What is searched, which no phase changes.
+
+    Args:
+        objective: of the decisions without reruns.
+        budget: bytes on each device.
+        baselines: known ways to train, the cheapest first.
+        with_reruns: lists the decisions again, with what can be run again among them.
+        began, ends: of the search, on ``clock.now``.
+        timings: seconds on the wall by stage, which add up.
+    """
+
+    graph: Graph
+    objective: Objective
+    options: Options
+    budget: float
+    report: Progress
+    with_reruns: Callable[[], Decisions]
+    began: float
+    ends: float
+    baselines: Sequence[BaselineCandidate] = ()
+    timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("build", "solve", "lower", "verify"), 0.0))
+
+    @property
+    def prices(self) -> Prices:
+        return self.objective.prices
+
+    @property
+    def one_device(self) -> bool:
+        return self.objective.decisions.mesh.size == 1
+
+    @cached_property
+    def smallest_peak_s(self) -> float:
+        """Work that is kept back for the smallest peak."""
+        return max(settings.SMALLEST_PEAK_SHARE * (self.ends - self.began), settings.SMALLEST_PEAK_LEAST_S)
+
+    def measure(self, objective: Objective, choice: Sequence[int], method: str, limit: float = 0.0) -> Result:
+        """The program of ``choice``, whose transfers give way to ``limit`` bytes where they must."""
+        started = time.perf_counter()
+        program, memory = scheduled(objective.decisions, choice, self.prices, self.options, limit)
+        self.timings["lower"] += time.perf_counter() - started
+        solution = Solution(tuple(choice), objective.seconds(choice), 0.0, proven=False, method=method)
+        return Result(objective, program, solution, memory)
+
+    def fits(self, baseline: BaselineCandidate) -> bool:
+        """Whether its program fits, as it is or, where it is a little too large, with its collectives arranged."""
+        if baseline.fits(self.budget):
+            return True
+        nearly = baseline.fits(settings.NEARLY_FITS * self.budget)
+        return nearly and baseline.candidate.memory.peak_bytes <= self.budget
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """What the phases so far have found.
+
+    Args:
+        best: the cheapest plan that fits the budget.
+        leanest: the plan of the smallest peak.
+        bound: seconds that no plan can beat.
+        cutoff: seconds of a plan that is known from elsewhere, which a better one has to beat.
+        free: the optimum without a budget.
+        free_s: work that it took.
+        joint: the objective over decisions with reruns.
+        hideable_s, hiding_parts: seconds of the forward beside which transfers of the host hide, in so many parts.
+        points: program points at which choices of the joint problem were found to hold more than the budget.
+        usage_prices, basis: what the limit cost in the last solve, and where its linear program of blocks ended.
+        trace: a record for each phase.
+    """
+
+    best: Result | None = None
+    leanest: Result | None = None
+    bound: float = 0.0
+    cutoff: float = math.inf
+    free: Result | None = None
+    free_s: float = 0.0
+    joint: Objective | None = None
+    hideable_s: float = math.inf
+    hiding_parts: int = 1
+    points: frozenset[ProgramPoint] = frozenset()
+    usage_prices: UsagePrices = field(default_factory=UsagePrices)
+    basis: Basis | None = None
+    trace: tuple[SearchRecord, ...] = ()
+
+    @property
+    def cost(self) -> float:
+        """Seconds of the best plan that is known."""
+        return min(self.cutoff, math.inf if self.best is None else self.best.cost)
+
+    def with_plan(self, search: Search, found: Result | None) -> SearchState:
+        """With a plan that was found, where it is better than those before."""
+        if found is None:
+            return self
+        state = self
+        if state.leanest is None or found.memory.peak_bytes < state.leanest.memory.peak_bytes:
+            state = replace(state, leanest=found)
+        if found.memory.peak_bytes <= search.budget and (state.best is None or _rank(found) < _rank(state.best)):
+            state = replace(state, best=found)
+        return state
+
+    def wanted_gap(self, search: Search) -> float:
+        """The relative gap at which it pays to end: that which was asked, or that at which a run of
+        ``options.training_steps`` steps would gain less than the search has cost."""
+        known = [r.cost for r in (self.best, self.free) if r is not None] + [b.objective for b in search.baselines]
+        step_s = self.cost if math.isfinite(self.cost) else min(known, default=0.0)
+        if not step_s:
+            return search.options.gap
+        return max(search.options.gap, (now() - search.began) / (search.options.training_steps * step_s))
+
+    def is_done(self, search: Search) -> bool:
+        """Whether what is left to gain is worth less than the search."""
+        return self.cost - self.bound <= self.wanted_gap(search) * self.cost if math.isfinite(self.cost) else False
+
+
+def _rank(result: Result) -> tuple[float, int]:
+    return result.cost, result.memory.peak_bytes
+
+
+def first_constraints(state: SearchState, search: Search, objective: Objective) -> ActiveSet:
+    """Memory constraints at the points where the free optimum is over the budget, and where other choices were."""
+    active = ActiveSet(objective.decisions, search.options)
+    if state.free is not None:
+        active.add_peaks_of(state.free.program, state.free.memory.timeline, search.budget, objective.depth)
+    if objective is state.joint:
+        active.add_points(state.points)
+    return active

@@ -1,0 +1,479 @@
+"""The phases of a search: what each needs, and what it does to the state that they share.
+
+Every phase but the searches is exact; the bound that the incumbent ends with holds for the problem as it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from autopar.errors import InfeasibleError
+from autopar.solver.blocks.blocks_linear import relax_blocks
+from autopar.solver.blocks.folding import Part, solve_folded
+from autopar.solver.blocks.parts import Tied
+from autopar.solver.dual import linear
+from autopar.solver.dual.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
+from autopar.solver.dual.dual import Pushes
+from autopar.solver.dual.neighbourhood import improve_parts
+from autopar.solver.dual.search import Search
+from autopar.solver.integer import highs
+from autopar.solver.integer.ilp import (
+    MAX_USAGE_ENTRIES,
+    IlpLimits,
+    IlpResult,
+    Model,
+    build,
+    flow_count,
+    is_slow,
+    is_small,
+    usage_entries,
+)
+from autopar.solver.integer.pulp_backend import solve_pulp
+from autopar.solver.priced.search import PricedSearch
+from autopar.solver.problem import Problem, Solution, relative_gap
+from autopar.solver.reduce.dominance import WorkBudget
+from autopar.solver.reduce.elimination import eliminate_all, factors_of, find_order, sizes_of
+from autopar.solver.reduce.graph import Graph
+from autopar.solver.reduce.greedy import greedy_choice
+from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.reductions import absorb_separable, drop_forbidden, reduce
+from autopar.solver.settings import PROGRAMS
+
+
+@dataclass
+class State:
+    """What the phases know. ``graph``: the problem as far as it is reduced; ``plain``: where only what is forbidden and
+    what is separable is gone. Without ``exact`` a good choice is enough. ``pushes``: messages to begin with, where the
+    problem is reduced already. ``done``: nothing is left to do."""
+
+    incumbent: Incumbent
+    backend: str
+    warm_starts: Sequence[Sequence[int]] = ()
+    tied: Tied | None = None
+    exact: bool = True
+    pushes: Pushes | None = None
+    size: dict[str, int] = field(default_factory=dict)
+    method: list[str] = field(default_factory=list)
+    solve: Callable[..., Solution] | None = None
+    solve_part: Callable[[Part], Incumbent] | None = None
+    done: bool = False
+    relaxed: bool = False
+    search: PricedSearch | None = None
+    _plain: Graph | None = None
+    _graph: Graph | None = None
+
+    @property
+    def problem(self) -> Problem:
+        return self.incumbent.problem
+
+    @property
+    def limited(self) -> bool:
+        return bool(self.problem.usages) and math.isfinite(self.problem.limit)
+
+    @property
+    def plain(self) -> Graph:
+        if self._plain is None:
+            self._plain = Graph(self.problem)
+            self.size.update(_sizes("", self._plain))
+            drop_forbidden(self._plain)
+            absorb_separable(self._plain)
+        return self._plain
+
+    @property
+    def graph(self) -> Graph:
+        if self._graph is None:
+            self._graph = self.plain.copy() if self.limited else Graph(self.problem)
+            self.size.update(_sizes("", self._graph) if not self.size else {})
+        return self._graph
+
+    def searching(self) -> PricedSearch:
+        if self.search is None:
+            self.search = PricedSearch(self.plain, self.incumbent)
+        return self.search
+
+    def until(self, share: float) -> float:
+        """When such a share of the time left is over."""
+        return self.incumbent.seconds() + share * max(self.incumbent.seconds_left(), 0.0)
+
+    def use(self, method: str) -> None:
+        if method not in self.method:
+            self.method.append(method)
+
+
+class Phase(Protocol):
+    name: ClassVar[str]
+
+    def applies(self, state: State) -> bool: ...
+
+    def run(self, state: State) -> None: ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The linear program of repeated blocks, where something is limited."""
+
+    name: ClassVar[str] = "linear program of blocks"
+    share: float = 0.8
+
+    def applies(self, state: State) -> bool:
+        return state.tied is not None and state.backend == "highs" and state.limited
+
+    def run(self, state: State) -> None:
+        assert state.tied is not None
+        state.use(self.name)
+        try:
+            relax_blocks(state.incumbent, state.tied.parts, self.share * state.incumbent.time_limit)
+        except InfeasibleError:
+            if state.incumbent.choice is None:
+                raise
+
+
+@dataclass(frozen=True)
+class First:
+    """A first choice: greedy, of equal blocks where there are any; under a limit by prices and exact moves."""
+
+    name: ClassVar[str] = "first choice"
+
+    def applies(self, state: State) -> bool:
+        return state.incumbent.choice is None
+
+    def run(self, state: State) -> None:
+        alike = greedy_choice(state.tied.problem) if state.tied is not None else None
+        first = (
+            state.tied.expand(alike) if state.tied is not None and alike is not None else greedy_choice(state.problem)
+        )
+        if first is not None:
+            state.incumbent.offer(first, "greedy")
+        if state.limited and state.incumbent.choice is None and state.plain.nodes():
+            state.searching().first()
+
+
+@dataclass(frozen=True)
+class Folding:
+    """Repeated blocks that choose alike, and a bound from one block of each run."""
+
+    name: ClassVar[str] = "folding"
+
+    def applies(self, state: State) -> bool:
+        return state.tied is not None and not state.limited
+
+    def run(self, state: State) -> None:
+        assert state.tied is not None and state.solve_part is not None
+        state.size.update(state.problem.size())
+        state.use(self.name)
+        solve_folded(state.incumbent, state.tied, state.solve_part, state.size)
+        if state.incumbent.choice is not None:
+            pairs = sum(edge.cost.size for edge in state.problem.edges)
+            state.done = state.incumbent.seconds_left() <= 0 or pairs > self.most_pairs
+
+    most_pairs: int = 1_500_000
+    """Pairs of options up to which, after folding, every node is also looked at on its own."""
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Exact reductions, and what known choices are in the rest."""
+
+    name: ClassVar[str] = "reductions"
+    share: float = 0.4
+    searching_share: float = 0.2
+
+    def applies(self, state: State) -> bool:
+        return True
+
+    def run(self, state: State) -> None:
+        graph, incumbent = state.graph, state.incumbent
+        if state.pushes is not None:
+            drop_forbidden(graph)
+        else:
+            state.use(self.name)
+            latest = state.until(self.share)
+            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds() > latest, PROGRAMS.each))
+        if not state.limited and incumbent.choice is not None and state.pushes is None:
+            # Where time is short, a first choice made better is all that there will be.
+            late = state.until(self.searching_share)
+            search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
+        for choice in state.warm_starts:
+            search_from(graph, graph.project(tuple(choice)), incumbent, "warm start and local search")
+        incumbent.raise_bound(graph.least())
+        state.size.update(_sizes("reduced_", graph))
+        if not graph.nodes():
+            _finish(state)
+
+
+@dataclass(frozen=True)
+class Eliminate:
+    """The optimum of what is left, where nothing is limited and tables over several nodes stay small."""
+
+    name: ClassVar[str] = "elimination"
+    most_elements: float = 2e7
+    """Elements of all tables: message passing takes longer than these."""
+
+    def applies(self, state: State) -> bool:
+        return not len(state.graph.limits)
+
+    def run(self, state: State) -> None:
+        graph, incumbent = state.graph, state.incumbent
+        factors, sizes = factors_of(graph), sizes_of(graph)
+        order = find_order([factor.scope for factor in factors], sizes, most=self.most_elements)
+        if order.elements > self.most_elements:
+            return
+        found = eliminate_all(factors, sizes, order, late=lambda: incumbent.seconds_left() < 0)
+        if found is None:
+            return
+        value = float(found.rest.table) + graph.offset
+        if not math.isfinite(value):
+            raise InfeasibleError("No choice is allowed.", found="every choice takes a forbidden pair")
+        state.use(self.name)
+        incumbent.offer(graph.expand(found.complete({})), "elimination")
+        incumbent.raise_bound(min(value, incumbent.objective))
+        state.done = True
+
+
+@dataclass(frozen=True)
+class LinearProgram:
+    """The linear program of what is left, where it is expected to end in a share of the time left."""
+
+    name: ClassVar[str] = "linear program"
+    share: float = 0.2
+    rate: float = 2.5e-10
+    """Seconds, for the square of the flows: programs of 35 and 450 thousand took .3 and 46 s."""
+    nearest: float = 0.08
+    """Of the flows, where only the nearest columns are in the program: one of 840 thousand took 1.6 s."""
+
+    def applies(self, state: State) -> bool:
+        if not linear.applies(state.graph, state.backend) or not state.exact:
+            return False
+        if usage_entries(state.graph) > MAX_USAGE_ENTRIES:
+            return False
+        flows = flow_count(state.graph, linear.MAX_FLOWS)
+        whole = flows if flows <= linear.MANY_FLOWS else self.nearest * flows
+        expected = self.rate * whole**2
+        return flows <= linear.MAX_FLOWS and expected <= self.share * state.incumbent.seconds_left()
+
+    def run(self, state: State) -> None:
+        state.use(self.name)
+        state.relaxed = linear.relax(state.graph, state.incumbent, 0.6 * state.incumbent.seconds_left())
+        state.done = state.incumbent.settled()
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of the limit, exact moves under them, and the parts of these that fit."""
+
+    name: ClassVar[str] = "prices"
+    least_flows: int = 10_000
+    """Flows of an integer program up to which that is quicker."""
+
+    patience: float = 0.4
+    least_rounds: int = 20
+    progress: float = 0.05
+    """It ends when less than ``progress`` of the gap was closed in a share of its time, and in some rounds."""
+
+    def applies(self, state: State) -> bool:
+        if not state.limited or not state.plain.nodes() or not len(state.plain.limits):
+            return False
+        return not state.relaxed or not is_small(state.graph, self.least_flows)
+
+    def run(self, state: State) -> None:
+        state.use(self.name)
+        incumbent, search = state.incumbent, state.searching()
+        began = incumbent.seconds()
+        since, gap, rounds = began, math.inf, 0
+
+        def enough() -> bool:
+            nonlocal since, gap, rounds
+            now, left = incumbent.seconds(), incumbent.objective - incumbent.bound()
+            if left < (1 - self.progress) * gap:
+                since, gap, rounds = now, left, search.rounds
+            stalled = search.rounds - rounds > self.least_rounds and now - since > self.patience * (now - began)
+            return stalled or incumbent.proven() or incumbent.seconds_left() <= 0
+
+        search.first()
+        search.run(enough)
+        incumbent.usage_prices = search.usage_prices()
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Message passing and reductions in turns, each for a share of the time left."""
+
+    name: ClassVar[str] = "message passing"
+    rounds: int = 4
+    sweeps: int = 200
+    share: float = 0.25
+
+    def applies(self, state: State) -> bool:
+        return not state.relaxed and bool(state.graph.nodes())
+
+    def run(self, state: State) -> None:
+        graph, incumbent = state.graph, state.incumbent
+        for _ in range(self.rounds):
+            if incumbent.seconds_left() < 0:
+                state.done = True
+                return
+            state.size.update(_sizes("reduced_", graph))
+            if not graph.nodes():
+                _finish(state)
+                return
+            before = graph.size()
+            prices = incumbent.usage_prices.at(graph.times)
+            deadline = state.until(self.share if state.exact else 0.9)
+            ascend(graph, incumbent, self.sweeps, prices, deadline, choice_only=not state.exact, start=state.pushes)
+            state.pushes = None
+            state.use(self.name)
+            if incumbent.proven() or incumbent.seconds_left() < 0:
+                state.done = True
+                return
+            if not state.exact and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
+                return
+            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds_left() < 0))
+            if graph.size()[1] > 0.9 * before[1]:
+                break
+
+
+@dataclass(frozen=True)
+class Prove:
+    """What is left when superfluous pairs are barred too: by elimination, or as an integer program."""
+
+    name: ClassVar[str] = "integer program"
+    most_elements: float = 2e8
+
+    def applies(self, state: State) -> bool:
+        return state.exact
+
+    def run(self, state: State) -> None:
+        graph, incumbent = state.graph, state.incumbent
+        if incumbent.choice is not None and graph.nodes():
+            bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times))
+            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds_left() < 0))
+        state.size.update(_sizes("reduced_", graph))
+        if not graph.nodes():
+            _finish(state)
+            return
+        narrow = Eliminate(self.most_elements)
+        if incumbent.seconds_left() >= 0 and narrow.applies(state):
+            narrow.run(state)
+        if state.done or incumbent.seconds_left() < 0 or (is_slow(graph) and incumbent.refused()):
+            state.done = True
+            return
+        largest = PROGRAMS.most_limited_flows if len(graph.limits) else PROGRAMS.most_flows
+        most = min(largest, PROGRAMS.flows_a_second * max(incumbent.seconds_left(), 0.0))
+        if not is_small(graph, int(most)):
+            return
+        state.done = True
+        model = build(graph, incumbent.objective - graph.offset)
+        state.size.update(model.size())
+        state.use(f"ILP by {state.backend}")
+        result = _run(model, graph, incumbent, state.backend)
+        if result.choice is not None:
+            search_from(graph, result.choice, incumbent, f"ILP by {state.backend}")
+        # Everything at least as dear as the incumbent may have been taken out.
+        incumbent.raise_bound(min(result.lower_bound + graph.offset, incumbent.objective))
+
+
+@dataclass(frozen=True)
+class SolveParts:
+    """No single integer program: better choices from parts of it."""
+
+    name: ClassVar[str] = "solving parts"
+
+    def applies(self, state: State) -> bool:
+        return state.exact and state.solve is not None
+
+    def run(self, state: State) -> None:
+        graph, incumbent, solve = state.graph, state.incumbent, state.solve
+        assert solve is not None
+        state.use(self.name)
+
+        def solve_part(part: Problem, seconds: float, warm: Sequence[int]) -> Solution:
+            return solve(
+                part,
+                time_limit=seconds,
+                backend=state.backend,
+                gap=incumbent.gap,
+                warm_starts=[warm],
+                folding=_unfolded,
+            )
+
+        improve_parts(graph, incumbent, solve_part)
+
+
+FLAT: tuple[Phase, ...] = (
+    Reduce(),
+    Eliminate(),
+    LinearProgram(),
+    Prices(),
+    Messages(),
+    Prove(),
+    SolveParts(),
+    Prices(patience=1.0),
+)
+"""Every node on its own."""
+
+PHASES: tuple[Phase, ...] = (Blocks(), First(), Folding(), *FLAT)
+
+
+def run_phases(phases: Sequence[Phase], state: State) -> None:
+    """Each phase that applies in turn, until a choice is as good as was asked or nothing is left to do.
+
+    Raises:
+        InfeasibleError: no choice is allowed.
+    """
+    incumbent = state.incumbent
+    for phase in phases:
+        if state.done or incumbent.settled() or incumbent.proven():
+            break
+        if incumbent.seconds_left() <= 0 and incumbent.choice is not None and state._graph is not None:
+            break
+        try:
+            if not phase.applies(state):
+                continue
+            incumbent.phase = phase.name
+            phase.run(state)
+        except InfeasibleError:
+            # With a choice at hand this says that nothing better is left.
+            if incumbent.choice is None:
+                raise
+            incumbent.raise_bound(incumbent.objective)
+            break
+        finally:
+            incumbent.note()
+
+
+def _unfolded(_: Problem) -> None:
+    """Parts are small."""
+
+
+def _finish(state: State) -> None:
+    """Nothing is left of the graph."""
+    graph, incumbent = state.graph, state.incumbent
+    incumbent.offer(graph.expand({}), "reductions")
+    incumbent.raise_bound(min(graph.offset, incumbent.objective))
+    state.done = True
+
+
+def _run(model: Model, graph: Graph, incumbent: Incumbent, backend: str) -> IlpResult:
+    start = None
+    if incumbent.choice is not None:
+        search = Search(graph, graph.project(incumbent.choice))
+        start = model.point(search.choice) if search.feasible() else None
+
+    def report(objective: float, bound: float) -> None:
+        if math.isfinite(bound):
+            incumbent.raise_bound(min(bound + graph.offset, incumbent.objective))
+
+    limits = IlpLimits(max(incumbent.seconds_left(), 0.1), incumbent.gap, report)
+    if backend == "highs":
+        return highs.solve_highs(model, limits, start)
+    return solve_pulp(model, limits, start, backend)
+
+
+def _sizes(prefix: str, graph: Graph) -> dict[str, int]:
+    nodes, options, pairs = graph.size()
+    names = ("nodes", "options", "edges", "pairs", "times")
+    counts = (nodes, options, len(graph.pairs()), pairs, len(graph.limits))
+    return {prefix + name: count for name, count in zip(names, counts, strict=True)}

@@ -1,0 +1,158 @@
+"""The search as a table of phases: what each adds, and the laws that hold for all of them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from autopar import planner
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir import Graph
+from autopar.mesh import Cluster, Mesh
+from autopar.planner import Options
+from autopar.planner.search import search as searching
+from autopar.planner.search.phases import Baselines, Free, Joint, KnownShardings, Phase, Reruns, Rules, SmallestPeak
+from autopar.planner.search.search import JOINT
+from autopar.tracer import ColoTracer
+from tests.baseline_laws import captured
+from tests.cpu.model_checks import cluster_where_sharding_pays
+
+LONG = 40.0
+CASES = [("mlp", (4,), 0.8), ("mlp", (2, 2), 0.7), ("gpt2", (2, 2), 0.6)]
+
+
+def planned(
+    name: str,
+    mesh: tuple[int, ...],
+    share: float | None,
+    phases: tuple[Phase, ...] = JOINT,
+    *,
+    compare: bool = False,
+    **options: object,
+) -> planner.Planned:
+    """A small model within a share of what its free plan holds, by some phases."""
+    graph, on = captured(name), Mesh(mesh)
+    cluster = cluster_where_sharding_pays().sized(on.size)
+    budget = None if share is None else int(share * free_peak(name, mesh))
+    asked = Options(budget, **{"gap": 1e-3, "time_limit_s": LONG, **options})  # type: ignore[arg-type]
+    before, searching.SEARCHES["joint"] = searching.SEARCHES["joint"], lambda _: phases
+    try:
+        return planner.plan_graph(graph, on, cluster, asked, compare=compare)
+    finally:
+        searching.SEARCHES["joint"] = before
+
+
+@cache
+def free_peak(name: str, mesh: tuple[int, ...]) -> int:
+    return planned(name, mesh, None).memory.peak_bytes
+
+
+@pytest.mark.parametrize(("name", "mesh", "share"), CASES)
+def test_one_phase_more_never_makes_the_plan_worse(name: str, mesh: tuple[int, ...], share: float) -> None:
+    costs = []
+    for most in range(4, len(JOINT) + 1):
+        try:
+            costs.append(planned(name, mesh, share, JOINT[:most]).solution.objective)
+        except InfeasibleError:
+            costs.append(math.inf)
+    assert math.isfinite(costs[-1])
+    assert all(after <= before * (1 + 1e-9) for before, after in zip(costs, costs[1:], strict=False))
+
+
+@pytest.mark.parametrize(("name", "mesh", "share"), CASES)
+def test_more_work_never_gives_a_worse_plan(name: str, mesh: tuple[int, ...], share: float) -> None:
+    costs = [planned(name, mesh, share, time_limit_s=seconds).solution.objective for seconds in (4.0, 16.0, 64.0)]
+    assert all(after <= before * (1 + 1e-9) for before, after in zip(costs, costs[1:], strict=False))
+
+
+@pytest.mark.parametrize(("name", "mesh", "share"), CASES)
+def test_the_trace_tells_cost_and_bound_of_every_phase(name: str, mesh: tuple[int, ...], share: float) -> None:
+    plan = planned(name, mesh, share)
+    costs = [math.inf if r.cost is None else r.cost for r in plan.trace]
+    assert plan.trace[0].phase == Free().name
+    assert costs == sorted(costs, reverse=True)
+    for before, after in zip(plan.trace, plan.trace[1:], strict=False):
+        assert before.work <= after.work
+        assert before.bound <= after.bound
+    assert plan.trace[-1].cost == plan.solution.objective
+    assert plan.solution.lower_bound <= plan.solution.objective
+
+
+@pytest.mark.parametrize(("name", "mesh", "share"), CASES)
+def test_a_first_plan_comes_from_known_shardings_and_is_decent(name: str, mesh: tuple[int, ...], share: float) -> None:
+    """At most a quarter dearer than what is found in the end."""
+    known = (Free(), Baselines(), Reruns(), KnownShardings())
+    first, last = (planned(name, mesh, share, phases, compare=True) for phases in (known, JOINT))
+    assert first.memory.peak_bytes <= share * free_peak(name, mesh)
+    assert first.solution.objective <= 1.25 * last.solution.objective
+
+
+def test_the_search_ends_when_a_run_gains_less_than_it_costs() -> None:
+    """So a plan for few steps takes no more work, and says how far from the bound it is."""
+    few, many = (planned("gpt2", (2, 2), 0.6, training_steps=steps) for steps in (1.0, math.inf))
+    assert few.trace[-1].work < many.trace[-1].work
+    assert few.solution.objective >= many.solution.objective
+    assert few.memory.peak_bytes <= 0.6 * free_peak("gpt2", (2, 2))
+
+
+def test_where_nothing_else_fits_the_smallest_peak_is_the_plan() -> None:
+    phases = (Free(), Reruns(), SmallestPeak())
+    with pytest.raises(InfeasibleError) as error:
+        planned("mlp", (4,), 0.01, phases)
+    named = int(str(error.value).partition("memory_budget=")[2].partition(";")[0])
+    share = (named + 0.5) / free_peak("mlp", (4,))
+    plan = planned("mlp", (4,), share, phases)
+    assert plan.memory.peak_bytes <= named
+    assert plan.solution.lower_bound <= planned("mlp", (4,), None).solution.objective
+
+
+def test_a_baseline_is_the_plan_where_no_phase_finds_one() -> None:
+    found = planned("gpt2", (2, 2), 0.6, (Free(), Baselines()), compare=True)
+    assert found.solution.method.startswith("nothing was found that fits; baseline")
+    assert found.memory.peak_bytes <= 0.6 * free_peak("gpt2", (2, 2))
+    assert found.solution.lower_bound <= found.solution.objective
+
+
+def test_an_unknown_search_is_refused_by_name() -> None:
+    with pytest.raises(AutoparError, match="no search='exhaustive'"):
+        planned("mlp", (2,), None, search="exhaustive")
+
+
+@cache
+def language_model(batch: int) -> Graph:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=64, n_head=2, n_positions=64, vocab_size=256))
+        ids = torch.empty(batch, 64, dtype=torch.int64)
+    return ColoTracer().capture(model, {"input_ids": ids, "labels": ids}).graph
+
+
+@pytest.mark.parametrize(("batch", "share"), [(64, 0.7), (1, 0.75)], ids=["activations", "optimizer state"])
+def test_on_one_device_rules_alone_find_a_plan(batch: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer runs again; where that is not enough, optimizer state goes to the host."""
+    monkeypatch.setitem(searching.SEARCHES, "joint", lambda _: (Free(), Reruns(), Rules()))
+    graph, cluster = language_model(batch), Cluster.load("dgx-h100").sized(1)
+
+    def within(budget: int) -> planner.Planned:
+        return planner.plan_graph(graph, Mesh((1,)), cluster, Options(budget), compare=False)
+
+    free = within(10**12)
+    plan = within(int(share * free.memory.peak_bytes))
+    assert plan.solution.method == "rules"
+    assert plan.memory.peak_bytes <= share * free.memory.peak_bytes
+    assert free.solution.lower_bound == plan.solution.lower_bound < plan.solution.objective
+    on_host = any(
+        v.host_state_bytes and v.host_state_bytes[o]
+        for v, o in zip(plan.decisions.variables, plan.solution.choice, strict=True)
+    )
+    assert on_host == (batch == 1)
+
+
+def test_a_choice_over_the_budget_is_repaired_with_its_own_shardings() -> None:
+    found = {
+        planned("mlp", (4,), share, (Free(), Reruns(), Joint())).solution.method for share in (0.75, 0.8, 0.85, 0.9)
+    }
+    assert any(method.endswith("repaired") for method in found)
