@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 def rules_page() -> str:
     from autopar.strategies import rules  # noqa: F401  it registers them
-    from autopar.strategies.registry import _rules
+    from autopar.strategies.registry import registered
 
     lines = [
         "# All rules",
@@ -26,7 +26,7 @@ def rules_page() -> str:
         "| op | rule |",
         "|---|---|",
     ]
-    lines += [f"| `{op}` | {_cell(_notation(found))} |" for op, found in sorted(_rules.items())]
+    lines += [f"| `{op}` | {_cell(_notation(found))} |" for op, found in sorted(registered().items())]
     return "\n".join(lines) + "\n"
 
 

@@ -167,13 +167,6 @@ def offset(n: int, axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -
     return start
 
 
-def _ways(axes: Sequence[int], mesh: Mesh) -> int:
-    n = 1
-    for a in axes:
-        n *= mesh.shape[a]
-    return n
-
-
 def _axes_text(axes: Sequence[int]) -> str:
     if all(a < 10 for a in axes):
         return "".join(map(str, axes))
